@@ -1,0 +1,80 @@
+/* pagepool/attention.h: decode attention over pages, for callers of C.
+ *
+ * One query token per sequence attends over the K and V that the pool holds for it:
+ *
+ *     out[s, h] = sum_t softmax_t(sm_scale * q[s, h] . K[s, t, h / G]) * V[s, t, h / G],   G = num_qo_heads / num_kv_heads
+ *
+ * A plan cuts the work into units that do not depend on each other; any thread may run any range of them, in any
+ * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what:
+ *
+ *     size_t bytes;
+ *     pp_decode_workspace(&args, &bytes);                       // how much scratch the plan wants
+ *     pp_decode_plan plan;
+ *     pp_status status = pp_decode_plan_init(&plan, &args, workspace, bytes);
+ *     // thread A:  pp_decode_run(&plan, 0, plan.num_units / 2);
+ *     // thread B:  pp_decode_run(&plan, plan.num_units / 2, plan.num_units);
+ *
+ * pp_decode() does all of that with the threads of pagepool/threads.h. */
+#ifndef PAGEPOOL_ATTENTION_H
+#define PAGEPOOL_ATTENTION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "pagepool/layout.h"
+#include "pagepool/status.h"
+#include "pagepool/version.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PP_CHUNK 512 /* tokens of a chunk: where a sequence may be split, in absolute positions */
+#define PP_TILE 32   /* tokens between two updates of the running maximum */
+
+typedef struct pp_decode_args {
+    const pp_kv_pool *pool;
+    int32_t layer;
+    int32_t num_seqs;
+    int32_t num_qo_heads;         /* a multiple of the pool's num_kv_heads */
+    const float *q;               /* (num_seqs, num_qo_heads, head_dim); the last axis is contiguous */
+    int64_t q_stride_seq;         /* in elements */
+    int64_t q_stride_head;
+    const int32_t *block_tables;  /* (num_seqs, block_tables_width), rows block_tables_stride apart */
+    int64_t block_tables_stride;  /* in elements */
+    int64_t block_tables_width;
+    const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
+    float sm_scale;
+    float *out;                   /* (num_seqs, num_qo_heads, head_dim), C-contiguous; must not overlap q */
+    float *lse;                   /* NULL, or (num_seqs, num_qo_heads): natural log of the sum of exp(scores) */
+} pp_decode_args;
+
+typedef struct pp_decode_plan {
+    pp_decode_args args;
+    int64_t num_units;
+    /* private */
+    int32_t head_parts;
+    float *partial;
+    int64_t *unit_begin;
+    int32_t *remaining;
+} pp_decode_plan;
+
+/* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Reads only the sizes and seq_lens.
+ * PP_INVALID_ARGUMENT for a size below 0 or a num_qo_heads that num_kv_heads does not divide. */
+PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
+
+/* Checks everything (PP_INVALID_ARGUMENT: a size, a seq_len below 0 or past the table's width; PP_INVALID_BLOCK: an id
+ * within a sequence's length that is out of range) and plans.  `workspace` is 64-byte aligned and must live until the
+ * last unit is done; so must everything that args points to. */
+PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
+
+/* Runs units [begin, end).  Each unit exactly once in all. */
+PP_API void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end);
+
+/* Plans and runs on `num_threads` threads with scratch of its own.  PP_NO_MEMORY when there is none. */
+PP_API pp_status pp_decode(const pp_decode_args *args, int num_threads);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

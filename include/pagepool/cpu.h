@@ -1,0 +1,23 @@
+/* pagepool/cpu.h: which instruction set the kernels use. */
+#ifndef PAGEPOOL_CPU_H
+#define PAGEPOOL_CPU_H
+
+#include "pagepool/version.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The name of the instruction set in use: "avx512", "avx2", "neon" or "baseline".  Chosen once, at the first call, as
+ * the best one that both the CPU (CPUID) and the system (XCR0) offer, or as the environment's PAGEPOOL_ISA names it;
+ * a name that this machine cannot run is ignored, and pp_isa_forced_unavailable() is 1 then. */
+PP_API const char *pp_isa(void);
+PP_API int pp_isa_forced_unavailable(void);
+
+/* The i-th instruction set, best first, that this build has and this machine can run; NULL past the last one. */
+PP_API const char *pp_isa_available(int i);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

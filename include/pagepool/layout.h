@@ -1,0 +1,100 @@
+/* pagepool/layout.h: where the bytes of a token's keys and values lie.
+ *
+ * A pool is one buffer of `num_blocks` pages.  A page holds the K and V of `block_size` tokens, of every layer:
+ *
+ *   base                       one block (block_bytes)
+ *   |                          v
+ *   +--------------------------+--------------------------+--------------------------+--
+ *   | block 0                  | block 1                  | block 2                  | ...
+ *   +--------------------------+--------------------------+--------------------------+--
+ *   | layer 0 | layer 1 | ...  |
+ *   +---------+---------+------+      layer_bytes each
+ *   | group 0 | group 1 | ...         16 tokens each, group_bytes (tiled layouts)
+ *   +---------+---------+---
+ *   | head 0   | head 1   | ...       head_bytes each: K (k_bytes), then V (head_bytes - k_bytes)
+ *   | K  |  V  | K  |  V  |
+ *
+ * Tiled layouts (block_size a multiple of 16).  A head's K is token-minor and its V lies in the order in which decode
+ * reads it, so that one walk over the page is sequential:
+ *
+ *   f32, f16   K [head_dim][16]           V [head_dim / 64][16][64]
+ *   bf16       K [head_dim / 2][16][2]    V [head_dim / 64][16 / 2][64][2]
+ *
+ * The last run of V is head_dim % 64 dims wide when 64 does not divide head_dim.  In bf16 two neighbours (dims of K,
+ * tokens of V) share a 32-bit word: a shift gives the first as f32, a mask the second.
+ *
+ * Plain layouts (any other block_size): one group of block_size tokens, K [block_size][head_dim], V the same.
+ */
+#ifndef PAGEPOOL_LAYOUT_H
+#define PAGEPOOL_LAYOUT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "pagepool/status.h"
+#include "pagepool/version.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum pp_dtype { PP_F32 = 0, PP_F16 = 1, PP_BF16 = 2 } pp_dtype;
+
+#define PP_GROUP 16           /* tokens of a group in tiled layouts */
+#define PP_V_RUN 64           /* dims of V read in one go */
+#define PP_MAX_BLOCK_SIZE 1024
+#define PP_MAX_HEAD_DIM 256
+
+typedef struct pp_kv_layout {
+    int32_t num_layers;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t block_size;
+    int32_t dtype; /* pp_dtype */
+    int32_t tiled; /* block_size % 16 == 0 */
+    /* derived, in bytes */
+    int64_t item_bytes;
+    int64_t k_bytes;     /* a head's K of one group; its V follows and is as large */
+    int64_t head_bytes;  /* from one head to the next */
+    int64_t group_bytes; /* from one group to the next */
+    int64_t layer_bytes; /* from one layer to the next */
+    int64_t block_bytes; /* from one block to the next */
+} pp_kv_layout;
+
+typedef struct pp_kv_pool {
+    pp_kv_layout layout;
+    unsigned char *base;
+    int64_t num_blocks;
+} pp_kv_pool;
+
+/* Fills `layout` from its five parameters.  PP_INVALID_ARGUMENT unless num_layers, num_kv_heads >= 1, head_dim is a
+ * multiple of 8 from 8 to 256, 1 <= block_size <= 1024 and a block is smaller than 2^40 bytes. */
+PP_API pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                                   int32_t block_size, pp_dtype dtype);
+
+/* The bytes of one element. */
+PP_API int64_t pp_dtype_bytes(pp_dtype dtype);
+
+/* Writes the K and V of `num_tokens` tokens of one layer into their slots (slot = block * block_size + offset).
+ *   k, v           element (t, h, d) at index t * token_stride + h * head_stride + d
+ *   src_dtype      PP_F32 (rounded to nearest even) or the pool's own dtype (bits are copied)
+ *   slot_mapping   (num_tokens,); -1 skips the token
+ * PP_INVALID_SLOT when a slot is below -1 or not below num_blocks * block_size; PP_INVALID_ARGUMENT for a layer out of
+ * range or another src_dtype; nothing is written then.  Threads may append to disjoint slots at the same time. */
+PP_API pp_status pp_kv_append(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
+                              const void *k, const void *v, pp_dtype src_dtype, int64_t token_stride,
+                              int64_t head_stride);
+
+/* Reads the first `seq_len` tokens of the sequence in `blocks` back as f32, C-contiguous
+ * (seq_len, num_kv_heads, head_dim), widened exactly.  PP_INVALID_BLOCK when one of the ceil(seq_len / block_size) ids
+ * is out of range, PP_INVALID_ARGUMENT for the layer or when num_blocks is too small for seq_len. */
+PP_API pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
+                              int64_t seq_len, float *k, float *v);
+
+/* Copies the page of `src`, all layers, onto that of `dst`.  PP_INVALID_BLOCK when either is out of range. */
+PP_API pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,12 @@
+/* pagepool/pagepool.h: everything. */
+#ifndef PAGEPOOL_PAGEPOOL_H
+#define PAGEPOOL_PAGEPOOL_H
+
+#include "pagepool/attention.h"
+#include "pagepool/cpu.h"
+#include "pagepool/layout.h"
+#include "pagepool/status.h"
+#include "pagepool/threads.h"
+#include "pagepool/version.h"
+
+#endif

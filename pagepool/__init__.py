@@ -1,0 +1,16 @@
+"""pagepool: paged memory for the keys, values and recurrent states of an LLM engine on CPU."""
+
+from pagepool._version import __version__
+from pagepool.config import KvLayout, SchedulerConfig, StateLayout
+from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted
+
+__all__ = [
+    "InvalidBlock",
+    "InvalidSlot",
+    "KvLayout",
+    "PoolError",
+    "PoolExhausted",
+    "SchedulerConfig",
+    "StateLayout",
+    "__version__",
+]

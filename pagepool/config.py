@@ -1,0 +1,140 @@
+"""Frozen descriptions of layouts and schedulers: checked once, when they are made."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+__all__ = ["KV_DTYPES", "KvLayout", "SchedulerConfig", "StateLayout"]
+
+# Bytes of an element of each dtype that pages may have.
+KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+MAX_BLOCK_SIZE = 1024
+MAX_HEAD_DIM = 256
+MAX_BLOCK_BYTES = 1 << 40
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int from `low` to `high`, or TypeError / ValueError naming it and the bound it breaks."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
+    if number < low or (high is not None and number > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {bounds}, not {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """The shape of a KV pool: what one block holds.
+
+    A block holds the keys and values of `block_size` tokens in every layer. Block sizes that are multiples of 16 take
+    the vector path; any other from 1 to 1,024 is correct, unpadded and slower. `head_dim` is a multiple of 8 from
+    8 to 256. `dtype` is "float32", "float16" or "bfloat16".
+
+    >>> KvLayout(num_layers=2, num_kv_heads=2, head_dim=64).page_size
+    8192
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name, high in (("num_layers", None), ("num_kv_heads", None), ("block_size", MAX_BLOCK_SIZE)):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), 1, high))
+        object.__setattr__(self, "head_dim", _integer("head_dim", self.head_dim, 8, MAX_HEAD_DIM))
+        if self.head_dim % 8:
+            raise ValueError(f"head_dim must be a multiple of 8, not {self.head_dim}")
+        if not isinstance(self.dtype, str):
+            raise TypeError(f"dtype must be the name of a dtype, not {type(self.dtype).__name__}")
+        if self.dtype not in KV_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(KV_DTYPES)}, not {self.dtype!r}")
+        if self.block_bytes >= MAX_BLOCK_BYTES:
+            raise ValueError(f"a block of {self.block_bytes} bytes is not below the limit of {MAX_BLOCK_BYTES}")
+
+    @property
+    def page_size(self) -> int:
+        """Elements of a page: K and V of `block_size` tokens in every layer."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.page_size * KV_DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The recurrent states of one sequence: for each layer a mapping from name to `(shape, dtype)`.
+
+    A layer may have no, one or several states; a state may have any shape without zeros. `dtype` is anything that
+    `numpy.dtype` takes, for example "float32".
+
+    >>> StateLayout(layers=[{"conv_states": ((64, 4), "float32")}, {}]).num_layers
+    2
+    """
+
+    layers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]
+
+    def __post_init__(self) -> None:
+        layers = []
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, Mapping):
+                raise TypeError(f"layer {index} must map names to (shape, dtype), not be a {type(layer).__name__}")
+            states = {}
+            for name, (shape, dtype) in layer.items():
+                where = f"each dimension of state {name!r} of layer {index}"
+                states[str(name)] = (tuple(_integer(where, dim, 1) for dim in shape), dtype)
+            layers.append(states)
+        object.__setattr__(self, "layers", tuple(layers))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, those without state included."""
+        return len(self.layers)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all states of one sequence."""
+        return sum(prod(shape) for layer in self.layers for shape, _ in layer.values())
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The budgets of a `Scheduler`.
+
+    max_sequences         sequences that may be active (prefilling or decoding) at a time
+    max_batch_tokens      tokens of one step, prefill and decode together
+    max_batch_sequences   sequences of one step
+    max_prefill_tokens    tokens of one sequence's prompt in one step (its chunk)
+    block_size            tokens per block, when the scheduler is not given a pool with a layout
+    watermark             share of the blocks kept free when a request is admitted while others run
+    schedule              "chunked": prefills and decodes share a step; "prefill-first": while a prompt waits, steps
+                          hold prefills only
+    """
+
+    max_sequences: int = 32
+    max_batch_tokens: int = 512
+    max_batch_sequences: int = 8
+    max_prefill_tokens: int = 256
+    block_size: int = 16
+    watermark: float = 0.01
+    schedule: str = "chunked"
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), 1))
+        object.__setattr__(self, "block_size", _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")
+        if self.schedule not in ("chunked", "prefill-first"):
+            raise ValueError(f"schedule must be 'chunked' or 'prefill-first', not {self.schedule!r}")

@@ -1,0 +1,21 @@
+"""Exceptions. Every error of pagepool's own is a `PoolError`; a failed call has changed nothing."""
+
+from __future__ import annotations
+
+__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted"]
+
+
+class PoolError(Exception):
+    """Base of the errors that pools, allocators and tables raise."""
+
+
+class PoolExhausted(PoolError, MemoryError):
+    """Fewer blocks, pages or slots are free than were asked for."""
+
+
+class InvalidBlock(PoolError, ValueError):
+    """A block or page id is out of range, not allocated, or freed too often."""
+
+
+class InvalidSlot(PoolError, ValueError):
+    """A slot is out of range, not allocated, or released twice; or a pool lacks the kind asked for."""
