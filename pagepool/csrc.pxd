@@ -1,0 +1,113 @@
+"""The C interface of include/pagepool/*.h for Cython. Compile with pagepool.get_include() on the include path and link
+libpagepool.a from pagepool.get_library_dir(). What each function does is said in the headers."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport int32_t, int64_t
+
+
+cdef extern from "pagepool/version.h" nogil:
+    enum:
+        PP_ABI_VERSION
+    int pp_abi_version() noexcept
+
+
+cdef extern from "pagepool/status.h" nogil:
+    ctypedef enum pp_status:
+        PP_OK
+        PP_EXHAUSTED
+        PP_INVALID_BLOCK
+        PP_INVALID_SLOT
+        PP_OVER_MAXIMUM
+        PP_NO_MEMORY
+        PP_INVALID_ARGUMENT
+
+
+cdef extern from "pagepool/layout.h" nogil:
+    enum:
+        PP_GROUP
+        PP_V_RUN
+        PP_MAX_BLOCK_SIZE
+        PP_MAX_HEAD_DIM
+
+    ctypedef enum pp_dtype:
+        PP_F32
+        PP_F16
+        PP_BF16
+
+    ctypedef struct pp_kv_layout:
+        int32_t num_layers
+        int32_t num_kv_heads
+        int32_t head_dim
+        int32_t block_size
+        int32_t dtype
+        int32_t tiled
+        int64_t item_bytes
+        int64_t k_bytes
+        int64_t head_bytes
+        int64_t group_bytes
+        int64_t layer_bytes
+        int64_t block_bytes
+
+    ctypedef struct pp_kv_pool:
+        pp_kv_layout layout
+        unsigned char *base
+        int64_t num_blocks
+
+    pp_status pp_kv_layout_init(
+        pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
+        pp_dtype dtype) noexcept
+    int64_t pp_dtype_bytes(pp_dtype dtype) noexcept
+    pp_status pp_kv_append(
+        const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens, const void *k,
+        const void *v, pp_dtype src_dtype, int64_t token_stride, int64_t head_stride) noexcept
+    pp_status pp_kv_gather(
+        const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,
+        float *v) noexcept
+    pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src) noexcept
+
+
+cdef extern from "pagepool/attention.h" nogil:
+    enum:
+        PP_CHUNK
+        PP_TILE
+
+    ctypedef struct pp_decode_args:
+        const pp_kv_pool *pool
+        int32_t layer
+        int32_t num_seqs
+        int32_t num_qo_heads
+        const float *q
+        int64_t q_stride_seq
+        int64_t q_stride_head
+        const int32_t *block_tables
+        int64_t block_tables_stride
+        int64_t block_tables_width
+        const int32_t *seq_lens
+        float sm_scale
+        float *out
+        float *lse
+
+    ctypedef struct pp_decode_plan:
+        pp_decode_args args
+        int64_t num_units
+
+    pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes) noexcept
+    pp_status pp_decode_plan_init(
+        pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) noexcept
+    void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) noexcept
+    pp_status pp_decode(const pp_decode_args *args, int num_threads) noexcept
+
+
+cdef extern from "pagepool/cpu.h" nogil:
+    const char *pp_isa() noexcept
+    int pp_isa_forced_unavailable() noexcept
+    const char *pp_isa_available(int i) noexcept
+
+
+cdef extern from "pagepool/threads.h" nogil:
+    enum:
+        PP_MAX_THREADS
+    ctypedef void (*pp_range_body)(void *context, int64_t begin, int64_t end) noexcept nogil
+    void pp_parallel_for(int num_threads, int64_t num_units, pp_range_body body, void *context) noexcept
+    int pp_default_num_threads() noexcept
+    void pp_threads_quiesce() noexcept
