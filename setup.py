@@ -1,90 +1,170 @@
-"""Builds libpagepool.a from pagepool/csrc once and links it into every extension module.
+"""Builds libpagepool.a from pagepool/csrc and links it into every extension module; ships it with the headers.
 
-PAGEPOOL_DEBUG=1 builds with assertions and with warnings as errors; PAGEPOOL_SANITIZE=address,undefined (or thread)
-adds sanitizers. Flags stay at the ABI floor: the kernels choose their instruction set at run time, by target pragmas.
+Environment: CC chooses the compiler. PAGEPOOL_DEBUG=1 builds with assertions and makes warnings of our C errors.
+PAGEPOOL_SANITIZE=address,undefined (or thread) adds sanitizers. Each variant has its own folder below build/.
+Flags stay at the ABI floor: the kernels choose their instruction set at run time, by target pragmas.
 """
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.modified import newer_group
 
 DEBUG = os.environ.get("PAGEPOOL_DEBUG", "") not in ("", "0")
 SANITIZE = os.environ.get("PAGEPOOL_SANITIZE", "")
+VARIANT = "-".join(filter(None, ["debug" if DEBUG else "", SANITIZE.replace(",", "-")]))
+JOBS = min(8, len(os.sched_getaffinity(0)))
 
-COMMON = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
-OPTIMISE = ["-O1", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
-WARN = ["-Wall", "-Wextra"] + (["-Werror"] if DEBUG else [])
+COMMON = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-fPIC"]
+OPTIMISE = ["-O1", "-g", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3", "-g0", "-DNDEBUG"]
+WARN = ["-Wall", "-Wextra", *(["-Werror"] if DEBUG else [])]
 SAN = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
+# Each module keeps its copy of the library to itself, so that two of them in one process never mix.
+LINK = ["-pthread", *SAN, "-Wl,--exclude-libs,libpagepool.a", *([] if DEBUG or SANITIZE else ["-Wl,-s"])]
 # What Cython writes is not ours to mend: its own unused functions and signed comparisons stay quiet.
 CYTHON_QUIET = ["-Wno-unused-function", "-Wno-sign-compare", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
 
 C_SOURCES = sorted(str(path) for path in Path("pagepool/csrc").glob("*.c"))
-C_HEADERS = sorted(str(path) for folder in ("include/pagepool", "pagepool/csrc") for path in Path(folder).glob("*.h"))
+# Kernels are instantiated by inclusion: every file that may be included counts, and setup.py for its flags.
+C_DEPENDS = [str(path) for folder in ("include/pagepool", "pagepool/csrc") for path in Path(folder).glob("**/*.[hi]*")]
+C_DEPENDS = sorted([*C_DEPENDS, "setup.py"])
 INCLUDE = ["include", "pagepool/csrc"]
+ARCHIVE = "libpagepool.a"
 
-LIBRARY = (
-    "pagepool",
-    {
-        "sources": C_SOURCES,
-        "include_dirs": INCLUDE,
-        "cflags": [*COMMON, *OPTIMISE, *WARN, *SAN, "-fPIC"],
-        "obj_deps": {"": C_HEADERS},
-    },
-)
+CYTHON_BUILD = Path("build/cython")
+# Memoryview code is compiled once, in this module, and not in every one that uses it.
+SHARED = "pagepool._cyutility"
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": False,
+    "wraparound": False,
+    "initializedcheck": False,
+    "cdivision": True,
+    "embedsignature": False,
+}
+
+
+class Build(build):
+    """build that keeps the files of each variant apart."""
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.build_base = str(Path("build", VARIANT))
+
+
+class BuildPy(build_py):
+    """build_py that ships include/pagepool/*.h as pagepool/include/pagepool/*.h."""
+
+    def headers(self):
+        target = Path(self.build_lib, "pagepool", "include", "pagepool")
+        return {str(target / path.name): str(path) for path in sorted(Path("include/pagepool").glob("*.h"))}
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for target, source in self.headers().items():
+                self.mkpath(str(Path(target).parent))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode=True):
+        return super().get_outputs(include_bytecode) + ([] if self.editable_mode else list(self.headers()))
+
+
+class BuildClib(build_clib):
+    """build_clib that compiles what changed, several files at a time."""
+
+    def build_libraries(self, libraries):
+        archive = Path(self.build_clib, ARCHIVE)
+        objects = self.compiler.object_filenames(C_SOURCES, output_dir=self.build_temp)
+        stale = [
+            source
+            for source, target in zip(C_SOURCES, objects)
+            if self.force or newer_group([source, *C_DEPENDS], target)
+        ]
+        with ThreadPoolExecutor(JOBS) as pool:
+            list(pool.map(self.compile_one, stale))
+        # The folder's own time changes with the set of its files: an archive never keeps an object of a removed one.
+        if newer_group([*objects, "pagepool/csrc"], str(archive)):
+            archive.unlink(missing_ok=True)
+            self.compiler.create_static_lib(objects, "pagepool", output_dir=self.build_clib)
+
+    def compile_one(self, source):
+        flags = [*COMMON, *OPTIMISE, *WARN, *SAN]
+        self.compiler.compile([source], output_dir=self.build_temp, include_dirs=INCLUDE, extra_postargs=flags)
 
 
 class BuildExt(build_ext):
-    """build_ext that builds the static library first, in place too, and ships it as pagepool/lib/libpagepool.a."""
+    """build_ext that builds the static library first, ships it in pagepool/lib, and calls Cython only when it builds."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        if self.parallel is None:
+            self.parallel = JOBS
 
     def run(self):
         clib = self.get_finalized_command("build_clib")
         clib.force = self.force
         clib.run()
-        archive = Path(clib.build_clib) / "libpagepool.a"
+        archive = Path(clib.build_clib, ARCHIVE)
         self.library_dirs.append(clib.build_clib)
-        root = Path() if self.inplace else Path(self.build_lib)
-        target = root / "pagepool" / "lib"
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(archive, target / archive.name)
-        for extension in self.extensions:
-            extension.depends.append(str(archive))
+        target = Path("" if self.inplace else self.build_lib, "pagepool", "lib", ARCHIVE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(archive, target)
+        self.translate(archive)
         super().run()
+
+    def translate(self, archive):
+        """Turns .pyx into .c below build/cython; one whose directives may have changed is written anew."""
+        from Cython.Build import cythonize
+
+        for path in CYTHON_BUILD.glob("**/*.c"):
+            if newer_group(["setup.py"], str(path)):
+                path.unlink()
+        done = cythonize(
+            [extension(ext.name) for ext in self.extensions],
+            nthreads=JOBS,
+            build_dir=str(CYTHON_BUILD),
+            compiler_directives=DIRECTIVES,
+            shared_utility_qualified_name=SHARED,
+            force=bool(self.force),
+            quiet=True,
+        )
+        sources = {ext.name: ext.sources for ext in done}
+        for ext in self.extensions:
+            ext.sources = sources[ext.name]
+            ext.depends = [*ext.depends, str(archive)]
+
+    def copy_extensions_to_source(self):
+        # Another variant's module in place may be newer than this one's: copy whatever the times say.
+        self.force = True
+        super().copy_extensions_to_source()
 
 
 def extension(module):
     return Extension(
         module,
-        [module.replace(".", "/") + ".pyx"],
+        [] if module == SHARED else [module.replace(".", "/") + ".pyx"],
         include_dirs=INCLUDE,
         libraries=["pagepool"],
         define_macros=[("CYTHON_CLINE_IN_TRACEBACK", "0")],
-        extra_compile_args=[*COMMON, *OPTIMISE, *WARN, *CYTHON_QUIET, *SAN],
-        extra_link_args=["-pthread", *SAN, *([] if DEBUG or SANITIZE else ["-Wl,-s"])],
-        depends=C_HEADERS,
+        extra_compile_args=[*COMMON, *OPTIMISE, "-Wall", "-Wextra", *CYTHON_QUIET, *SAN],
+        extra_link_args=LINK,
+        depends=C_DEPENDS,
     )
 
 
-MODULES = sorted(
-    str(path.with_suffix("")).replace("/", ".") for path in Path("pagepool").glob("**/*.pyx")
-)
+MODULES = sorted(str(path.with_suffix("")).replace("/", ".") for path in Path("pagepool").glob("**/*.pyx"))
 
-setup(
-    libraries=[LIBRARY],
-    ext_modules=cythonize(
-        [extension(module) for module in MODULES],
-        compiler_directives={
-            "language_level": 3,
-            "boundscheck": False,
-            "wraparound": False,
-            "initializedcheck": False,
-            "cdivision": True,
-            "embedsignature": False,
-        },
-    ),
-    cmdclass={"build_clib": build_clib, "build_ext": BuildExt},
-)
+if __name__ == "__main__":
+    setup(
+        libraries=[("pagepool", {"sources": C_SOURCES})],
+        ext_modules=[extension(module) for module in [*MODULES, SHARED]],
+        cmdclass={"build": Build, "build_py": BuildPy, "build_clib": BuildClib, "build_ext": BuildExt},
+    )

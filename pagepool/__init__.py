@@ -1,5 +1,6 @@
 """pagepool: paged memory for the keys, values and recurrent states of an LLM engine on CPU."""
 
+from pagepool._paths import get_include, get_library_dir
 from pagepool._version import __version__
 from pagepool.config import KvLayout, SchedulerConfig, StateLayout
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted
@@ -13,4 +14,6 @@ __all__ = [
     "SchedulerConfig",
     "StateLayout",
     "__version__",
+    "get_include",
+    "get_library_dir",
 ]

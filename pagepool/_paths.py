@@ -1,0 +1,43 @@
+"""Where the C headers and the static library are, for those who compile against them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["get_include", "get_library_dir"]
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _first(candidates: list[Path], name: str, what: str) -> str:
+    """The first of the folders that holds the file `name`, or FileNotFoundError naming all of them."""
+    for folder in candidates:
+        if (folder / name).is_file():
+            return str(folder)
+    looked = " and ".join(str(folder) for folder in candidates)
+    raise FileNotFoundError(f"{what} of pagepool are not installed: {name} is not in {looked}")
+
+
+def get_include() -> str:
+    """The folder to pass to the compiler with `-I`; the headers are `pagepool/*.h` in it.
+
+    In an installed package it lies in the package, in a checkout or an editable install beside it. Raises
+    FileNotFoundError when the headers are missing.
+
+    >>> from pathlib import Path
+    >>> (Path(get_include()) / "pagepool" / "layout.h").is_file()
+    True
+    """
+    return _first([_PACKAGE / "include", _PACKAGE.parent / "include"], "pagepool/pagepool.h", "the headers")
+
+
+def get_library_dir() -> str:
+    """The folder to pass to the linker with `-L`; it holds `libpagepool.a`. Link with `-lpagepool -lm -pthread`.
+
+    Raises FileNotFoundError when the library was not built.
+
+    >>> from pathlib import Path
+    >>> (Path(get_library_dir()) / "libpagepool.a").is_file()
+    True
+    """
+    return _first([_PACKAGE / "lib"], "libpagepool.a", "the static library")
