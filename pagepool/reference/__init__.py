@@ -1,1 +1,24 @@
-"""Memory and attention in readable pure Python: specification, test oracle and baseline. Never imported by the core."""
+"""Memory and attention in readable pure Python: specification, test oracle and baseline. Never imported by the core.
+
+The classes have the names, methods and meanings of the compiled ones, so that one can stand in for the other.
+"""
+
+from pagepool.reference.allocator import BlockAllocator
+from pagepool.reference.attention import decode
+from pagepool.reference.block_table import BlockTables, PagedSeqState, append_batch, release_batch
+from pagepool.reference.kv_pool import KvCachePool
+from pagepool.reference.ssm_pool import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SsmStatePool
+
+__all__ = [
+    "AttentionSequenceState",
+    "BlockAllocator",
+    "BlockTables",
+    "KvCachePool",
+    "Mamba2SequenceState",
+    "PagedSeqState",
+    "SequenceSlot",
+    "SsmStatePool",
+    "append_batch",
+    "decode",
+    "release_batch",
+]

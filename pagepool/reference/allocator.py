@@ -1,0 +1,154 @@
+"""The block allocator in plain Python: who may use which block id.
+
+Invariants, which `check()` verifies:
+
+    free_count + in_use == capacity
+    free_count == len(free list) + (capacity - fresh)
+    ref_count(b) == 0  exactly for the blocks of the free list and for b >= fresh
+    no block is in the free list twice
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from pagepool.errors import InvalidBlock, PoolError, PoolExhausted
+
+__all__ = ["BlockAllocator", "count_of"]
+
+MAX_BLOCKS = 2**31 - 1
+
+
+def count_of(name: str, value: Any, high: int | None = None) -> int:
+    """`value` as an int that is not negative (and at most `high`), or TypeError / ValueError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
+    if number < 0 or (high is not None and number > high):
+        raise ValueError(f"{name} must be {'at least 0' if high is None else f'from 0 to {high}'}, not {number}")
+    return number
+
+
+class BlockAllocator:
+    """Hands out the ids 0 .. num_blocks - 1 and counts the references to each.
+
+    A fresh allocator hands out 0, 1, 2, ...; a block that was freed comes before any that was never used, the most
+    recently freed first. Every call checks everything before it changes anything.
+
+    >>> allocator = BlockAllocator(4)
+    >>> allocator.allocate(), allocator.allocate_n(2).tolist(), allocator.free_count
+    (0, [1, 2], 1)
+    >>> allocator.free([0, 2])
+    >>> allocator.allocate(), allocator.allocate()
+    (2, 0)
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.capacity = count_of("num_blocks", num_blocks, MAX_BLOCKS)
+        self.peak_in_use = 0
+        self._fresh = 0  # blocks from here on were never handed out
+        self._freed: list[int] = []  # the top is the most recently freed
+        self._refs: list[int] = []  # of the blocks below _fresh
+        self.attached: WeakSet[Any] = WeakSet()  # pools whose pages follow a block that is copied
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that can be allocated."""
+        return len(self._freed) + self.capacity - self._fresh
+
+    @property
+    def in_use(self) -> int:
+        """Blocks with at least one reference."""
+        return self._fresh - len(self._freed)
+
+    def allocate(self) -> int:
+        """Takes one block, with one reference. Raises `PoolExhausted` when none is free."""
+        if not self.free_count:
+            raise PoolExhausted(f"asked for 1 block, 0 of {self.capacity} are free")
+        return self._take()
+
+    def allocate_n(self, n: int) -> np.ndarray:
+        """Takes `n` blocks, or none: int32 `(n,)`, in the order in which `allocate` would give them.
+
+        Raises `PoolExhausted` when fewer are free, `ValueError` for a negative n.
+        """
+        n = count_of("n", n)
+        self.demand(n)
+        return np.array([self._take() for _ in range(n)], dtype=np.int32)
+
+    def free(self, blocks: int | Iterable[int]) -> None:
+        """Drops one reference of each block; a block without references is free, the last one given is the next out.
+
+        Raises `InvalidBlock` when a block is out of range, free, or given more often than it has references; then no
+        reference is dropped.
+        """
+        ids = self._held(blocks)
+        for block, times in Counter(ids).items():
+            if times > self._refs[block]:
+                raise InvalidBlock(f"block {block} is freed {times} times, it has {self._refs[block]} references")
+        for block in ids:
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                self._freed.append(block)
+
+    def share(self, blocks: int | Iterable[int]) -> None:
+        """Adds one reference to each block. Raises `InvalidBlock`, and adds none, if one is out of range or free."""
+        for block in self._held(blocks):
+            self._refs[block] += 1
+
+    def ref_count(self, block: int) -> int:
+        """References to `block`: 0 when it is free. Raises `InvalidBlock` when it is out of range."""
+        block = self._in_range(block)
+        return self._refs[block] if block < self._fresh else 0
+
+    def check(self) -> None:
+        """Raises `PoolError` when one of the invariants above is broken."""
+        if self.free_count + self.in_use != self.capacity or not 0 <= self._fresh <= self.capacity:
+            raise PoolError(f"{self.free_count} free + {self.in_use} in use are not {self.capacity} blocks")
+        if len(set(self._freed)) != len(self._freed):
+            raise PoolError("a block is in the free list twice")
+        unreferenced = {block for block, refs in enumerate(self._refs) if refs == 0}
+        if min(self._refs, default=0) < 0 or unreferenced != set(self._freed):
+            raise PoolError(f"{len(unreferenced)} blocks have no reference, {len(self._freed)} are in the free list")
+
+    def demand(self, n: int) -> None:
+        """Raises `PoolExhausted`, with both numbers, when fewer than `n` blocks are free."""
+        if n > self.free_count:
+            raise PoolExhausted(f"asked for {n} blocks, {self.free_count} of {self.capacity} are free")
+
+    def copy_page(self, dst: int, src: int) -> None:
+        """Copies the page of block `src` onto that of `dst` in every attached pool."""
+        for pool in self.attached:
+            pool.copy_page(dst, src)
+
+    def _take(self) -> int:
+        if self._freed:
+            block = self._freed.pop()
+            self._refs[block] = 1
+        else:
+            block = self._fresh
+            self._fresh += 1
+            self._refs.append(1)
+        self.peak_in_use = max(self.peak_in_use, self.in_use)
+        return block
+
+    def _in_range(self, block: int) -> int:
+        number = operator.index(block)
+        if not 0 <= number < self.capacity:
+            raise InvalidBlock(f"block {number} is out of range: there are {self.capacity} blocks")
+        return number
+
+    def _held(self, blocks: int | Iterable[int]) -> list[int]:
+        """`blocks` as a list of ids that all have a reference."""
+        ids = [self._in_range(block) for block in (blocks if isinstance(blocks, Iterable) else [blocks])]
+        for block in ids:
+            if not self.ref_count(block):
+                raise InvalidBlock(f"block {block} is not allocated")
+        return ids

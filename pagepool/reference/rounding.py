@@ -1,0 +1,53 @@
+"""Rounding in plain Python: float32, float16 and bfloat16 as bits, to nearest, ties to even."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+__all__ = ["bf16_bits", "f16_bits", "f32", "f32_bits", "float_of", "fma"]
+
+
+def f32(value: float) -> float:
+    """`value` rounded to float32."""
+    return ctypes.c_float(value).value
+
+
+def fma(a: float, b: float, c: float) -> float:
+    """a * b + c of three float32, rounded to float32.
+
+    The product is exact in float64. The sum is rounded to 53 bits before it is rounded to 24: that may differ from one
+    rounding, by one unit in the last place, when the 53 bits lie exactly between two float32 (1 case in 2**29).
+    """
+    return f32(a * b + c)
+
+
+def f32_bits(value: float) -> int:
+    """The bits of a float32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+def bf16_bits(value: float) -> int:
+    """The bfloat16 nearest to a float32. A NaN keeps its sign and upper payload and becomes quiet."""
+    bits = f32_bits(value)
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return bits >> 16 | 0x40
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+def f16_bits(value: float) -> int:
+    """The float16 nearest to a float32; above 65,519.99 infinity. A NaN keeps its sign and upper payload."""
+    bits = f32_bits(value)
+    sign, magnitude = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
+    if magnitude > 0x7F800000:
+        return sign | 0x7E00 | (magnitude >> 13 & 0x3FF)
+    if abs(value) >= 65520.0:
+        return sign | 0x7C00
+    return int.from_bytes(struct.pack("<e", value), "little")
+
+
+def float_of(bits: int, dtype: str) -> float:
+    """The exact value of 16 bits of the dtype "float16" or "bfloat16"."""
+    if dtype == "bfloat16":
+        return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
+    return float(struct.unpack("<e", struct.pack("<H", bits))[0])

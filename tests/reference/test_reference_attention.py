@@ -1,0 +1,117 @@
+"""The reference decode against a softmax in one go, and the canonical order against the reference decode."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pagepool import KvLayout
+from pagepool.reference import KvCachePool, decode
+from pagepool.reference.canonical import CHUNK, TILE, attend
+
+
+def softmax_attention(q, k, v, scale):
+    """All at once in numpy: q (heads, dim), k and v (tokens, kv heads, dim); returns out and lse."""
+    group = q.shape[0] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = np.einsum("hd,thd->ht", q, k) * scale
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    total = weights.sum(axis=1)
+    return np.einsum("ht,thd->hd", weights, v) / total[:, None], np.log(total) + scores.max(axis=1)
+
+
+def filled(layout, lengths, seed=0):
+    """A pool, and shuffled tables of sequences with these lengths."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-length // layout.block_size) for length in lengths]
+    pool = KvCachePool.from_layout(layout, sum(needed))
+    blocks = rng.permutation(sum(needed)).astype(np.int32)
+    tables = np.full((len(lengths), max(needed, default=0)), -7, dtype=np.int32)
+    for row, count in enumerate(needed):
+        tables[row, :count], blocks = blocks[:count], blocks[count:]
+    for layer in range(layout.num_layers):
+        for row, length in enumerate(lengths):
+            tokens = np.arange(length)
+            slots = tables[row, tokens // layout.block_size] * layout.block_size + tokens % layout.block_size
+            shape = (length, layout.num_kv_heads, layout.head_dim)
+            pool.append(layer, slots, rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32))
+    return pool, tables
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_decode_equals_a_softmax_in_one_go(dtype, block_size):
+    lengths = [0, 1, block_size, block_size + 1, 40]
+    layout = KvLayout(2, 2, 8, block_size=block_size, dtype=dtype)
+    pool, tables = filled(layout, lengths)
+    q = np.random.default_rng(3).standard_normal((5, 6, 8))
+    out, lse = decode(q, pool, 1, tables, lengths, return_lse=True)
+    assert (out.shape, lse.shape) == ((5, 6, 8), (5, 6))
+    assert not out[0].any()
+    assert (lse[0] == -np.inf).all()
+    for row in range(1, 5):
+        k, v = pool.gather(1, tables[row], lengths[row])
+        expected, expected_lse = softmax_attention(q[row], k, v, 1 / math.sqrt(8))
+        np.testing.assert_allclose(out[row], expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(lse[row], expected_lse, rtol=1e-12)
+
+
+def test_decode_fills_out_and_scales_as_asked():
+    pool, tables = filled(KvLayout(1, 1, 8, block_size=4, dtype="float32"), [6])
+    q = np.ones((1, 1, 8))
+    out = np.empty((1, 1, 8), np.float32)
+    assert decode(q, pool, 0, tables, [6], out=out, sm_scale=0.0) is out
+    np.testing.assert_allclose(out[0, 0], pool.gather(0, tables[0], 6)[1].mean(axis=0)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("argument", ["window_left", "logits_soft_cap", "alibi_slopes", "sinks"])
+def test_variants_are_refused_by_name(argument):
+    with pytest.raises(NotImplementedError, match=argument):
+        decode(None, None, 0, None, None, **{argument: 1})
+
+
+@pytest.mark.parametrize(
+    ("scores", "values", "out", "lse"),
+    [
+        ([0.0, math.nan], [1.0, 1.0], math.nan, math.nan),
+        ([0.0, math.inf], [1.0, 1.0], math.nan, math.nan),
+        ([0.0, -math.inf], [3.0, 1.0], 3.0, 0.0),
+        ([-math.inf, 0.0], [1.0, 3.0], 3.0, 0.0),
+        ([-math.inf, -math.inf], [1.0, 3.0], math.nan, -math.inf),
+        ([0.0, 0.0], [math.inf, 1.0], math.inf, math.log(2)),
+        ([0.0, 0.0], [math.inf, -math.inf], math.nan, math.log(2)),
+        ([0.0, -math.inf], [1.0, math.inf], math.nan, 0.0),
+    ],
+)
+@pytest.mark.parametrize("apart", [1, TILE, CHUNK])
+def test_special_values_give_the_ieee_result(scores, values, out, lse, apart):
+    """Two tokens count, in one tile, in two tiles or in two chunks; those between them have a score of -inf."""
+    k = [[-math.inf] * 2 for _ in range(apart + 1)]
+    v = [[1.0, 1.0] for _ in range(apart + 1)]
+    for token, score, value in zip((0, apart), scores, values, strict=True):
+        k[token], v[token] = [score, 0.0], [value, 1.0]
+    got, got_lse = attend([1.0, 1.0], k, v, 1.0)
+    np.testing.assert_allclose([got[0], got_lse], [out, lse], rtol=1e-6)
+
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=1, dtype="float32"), apart + 1)
+    k8, v8 = (np.zeros((apart + 1, 1, 8), np.float32) for _ in "kv")
+    k8[:, 0, :2], v8[:, 0, :2] = k, v
+    full, full_lse = decode(np.ones((1, 1, 8)), pool_with(pool, k8, v8), 0, [range(apart + 1)], [apart + 1],
+                            sm_scale=1.0, return_lse=True)
+    np.testing.assert_allclose([full[0, 0, 0], full_lse[0, 0]], [out, lse], rtol=1e-6)
+
+
+def pool_with(pool, k, v):
+    pool.append(0, range(len(k)), k, v)
+    return pool
+
+
+@pytest.mark.parametrize("length", [1, TILE - 1, TILE, TILE + 1, CHUNK, CHUNK + 1, 2 * CHUNK + 37])
+def test_the_canonical_order_is_close_to_the_oracle(length):
+    pool, tables = filled(KvLayout(1, 1, 8, block_size=16, dtype="float32"), [length])
+    q = np.random.default_rng(5).standard_normal((1, 1, 8), np.float32)
+    expected, expected_lse = decode(q, pool, 0, tables, [length], return_lse=True)
+    k, v = (x[:, 0].tolist() for x in pool.gather(0, tables[0], length))
+    out, lse = attend(q[0, 0].tolist(), k, v, 1 / math.sqrt(8))
+    assert np.abs(np.array(out) - expected[0, 0]).max() <= 1e-6 * np.abs(expected).max()
+    assert abs(lse - expected_lse[0, 0]) <= 1e-6 * max(1, abs(expected_lse[0, 0]))
