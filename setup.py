@@ -85,7 +85,7 @@ class BuildClib(build_clib):
         objects = self.compiler.object_filenames(C_SOURCES, output_dir=self.build_temp)
         stale = [
             source
-            for source, target in zip(C_SOURCES, objects)
+            for source, target in zip(C_SOURCES, objects, strict=True)
             if self.force or newer_group([source, *C_DEPENDS], target)
         ]
         with ThreadPoolExecutor(JOBS) as pool:
@@ -101,7 +101,7 @@ class BuildClib(build_clib):
 
 
 class BuildExt(build_ext):
-    """build_ext that builds the static library first, ships it in pagepool/lib, and calls Cython only when it builds."""
+    """build_ext that builds the static library first and ships it; calls Cython only when it builds."""
 
     def finalize_options(self):
         super().finalize_options()

@@ -1,0 +1,124 @@
+# One command for each wish; `make help` lists them. A bare machine needs CPython 3.10 or later, gcc and make: the rest
+# is set up in .venv on first use. PYTHON=... chooses the interpreter, CC=... the compiler.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+JOBS ?= 2
+CAPI_FLAGS := -std=c11 -D_POSIX_C_SOURCE=200809L -g -O1 -Wall -Wextra -ffp-contract=off -pthread \
+	-Iinclude -Ipagepool/csrc
+CSRC := $(wildcard pagepool/csrc/*.c)
+HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h pagepool/csrc/*.inc tests/capi/*.h)
+AARCH64 := aarch64-linux-gnu
+
+.PHONY: help demo test build debug bench lint format san san-c san-python aarch64 wheel test-wheel test-sdist ci clean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
+
+demo: build  ## replay 200 requests of a recorded hour with attention on real memory
+	$(PY) -m pagepool replay --requests 200 --attend qwen2.5-0.5b
+
+test: build $(VENV)/.test  ## every test but the benchmarks
+	$(PY) -m pytest -q tests
+
+build: $(VENV)/.build  ## compile in place what has changed
+	$(PY) setup.py -q build_ext --inplace
+
+# What a missing piece of the machine means, in one sentence each.
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "make: $(PYTHON) is not CPython 3.10 or later; choose one with: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "make: $(PYTHON) has no venv module with ensurepip; install it (Debian: apt install python3-venv)" \
+		"or choose another interpreter with: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || { \
+		echo "make: $(PYTHON) has no C headers; install them (Debian: apt install python3-dev)" \
+		"or choose another interpreter with: make PYTHON=/path/to/python3"; exit 1; }
+	@command -v $(firstword $(CC)) >/dev/null || { \
+		echo "make: the C compiler $(CC) is missing; install gcc or choose one with: make CC=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Packages are installed one group at a time, when a target first needs the group.
+$(VENV)/.build: $(VENV)/.venv pyproject.toml .ci/requirements.py
+	$(PY) .ci/requirements.py build run progress > $@.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
+	@touch $@
+
+$(VENV)/.test $(VENV)/.lint $(VENV)/.package: $(VENV)/.%: $(VENV)/.build pyproject.toml .ci/requirements.py
+	$(PY) .ci/requirements.py $* > $@.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
+	@touch $@
+
+# Assertions on, warnings of our C are errors. The build lies apart; the tests run against it from its own folder.
+debug: VARIANT = build/debug$(if $(filter-out default,$(origin CC)),-$(notdir $(firstword $(CC))))
+debug: $(VENV)/.build $(VENV)/.test  ## the tests against a build with assertions; CC=clang for the other compiler
+	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(VARIANT)/lib
+	rm -rf $(VARIANT)/tests && cp -r tests $(VARIANT)/tests
+	cd $(VARIANT) && PYTHONPATH=lib $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests
+
+bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
+	$(PY) -m pytest -q bench --benchmark-columns=min,median,ops --benchmark-group-by=group
+
+lint: build $(VENV)/.lint $(VENV)/.test  ## ruff, mypy, stubtest, cython-lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest pagepool --allowlist tests/packaging/stubtest_allowlist.txt
+	PATH=$(abspath $(VENV))/bin:$$PATH cython-lint $$(git ls-files '*.pyx' '*.pxd' 2>/dev/null || find pagepool tests -name '*.p[yx][xd]')
+
+format: $(VENV)/.lint  ## write Python as ruff wants it
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+san: san-c san-python  ## the C stress program and the kernel tests under sanitizers
+
+san-c: build/san/asan-program build/san/asan-stress build/san/tsan-stress
+	UBSAN_OPTIONS=halt_on_error=1 build/san/asan-program
+	UBSAN_OPTIONS=halt_on_error=1 build/san/asan-stress 3
+	$$(setarch -R true 2>/dev/null && echo setarch -R) build/san/tsan-stress 2
+
+build/san/asan-%: tests/capi/%.c $(CSRC) $(HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined -fno-omit-frame-pointer $< $(CSRC) -o $@ -lm
+
+build/san/tsan-%: tests/capi/%.c $(CSRC) $(HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(CAPI_FLAGS) -fsanitize=thread $< $(CSRC) -o $@ -lm
+
+SAN_TESTS ?= memory attention
+san-python: SAN = build/address-undefined
+san-python: $(VENV)/.build $(VENV)/.test
+	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build --build-lib $(SAN)/lib
+	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
+	cd $(SAN) && PYTHONPATH=lib PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+		$(abspath $(PY)) -m pytest -q -p no:cacheprovider $(addprefix tests/,$(SAN_TESTS))
+
+# Cross-compiled with warnings as errors; run under qemu-user when it is there.
+aarch64:  ## compile the C for aarch64 and run its program, where a cross compiler is installed
+	@if command -v $(AARCH64)-gcc >/dev/null; then $(MAKE) --no-print-directory aarch64-run; else \
+		echo "aarch64: skipped, $(AARCH64)-gcc is not installed (Debian: apt install gcc-aarch64-linux-gnu qemu-user)"; fi
+
+.PHONY: aarch64-run
+aarch64-run: build/aarch64/program
+	@if command -v qemu-aarch64 >/dev/null; then qemu-aarch64 -L /usr/$(AARCH64) $<; else \
+		echo "aarch64: compiled, not run: qemu-aarch64 is not installed (Debian: apt install qemu-user)"; fi
+
+build/aarch64/program: tests/capi/program.c $(CSRC) $(HEADERS)
+	@mkdir -p $(@D)
+	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror $< $(CSRC) -o $@ -lm
+
+wheel: $(VENV)/.package  ## dist/: an sdist, and a wheel built from it in isolation
+	rm -rf dist
+	$(PY) -m build --outdir dist .
+
+ci:  ## all that continuous integration checks
+	bash .ci/run
+
+clean:  ## everything that was built, the environment included
+	rm -rf build dist $(VENV) *.egg-info pagepool/lib .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find pagepool tests bench -name '__pycache__' -prune -exec rm -rf {} +
+	find pagepool -name '*.so' -delete
