@@ -11,7 +11,7 @@ CSRC := $(wildcard pagepool/csrc/*.c)
 HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h pagepool/csrc/*.inc tests/capi/*.h)
 AARCH64 := aarch64-linux-gnu
 
-.PHONY: help demo test build debug bench lint format san san-c san-python aarch64 wheel test-wheel test-sdist ci clean
+.PHONY: help demo test build debug bench lint format san san-c san-python aarch64 wheel test-wheel test-sdist test-pythons ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -89,6 +89,7 @@ build/san/tsan-%: tests/capi/%.c $(CSRC) $(HEADERS)
 	$(CC) $(CAPI_FLAGS) -fsanitize=thread $< $(CSRC) -o $@ -lm
 
 SAN_TESTS ?= memory attention
+WHEEL_TESTS ?=
 san-python: SAN = build/address-undefined
 san-python: $(VENV)/.build $(VENV)/.test
 	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build --build-lib $(SAN)/lib
@@ -114,6 +115,34 @@ build/aarch64/program: tests/capi/program.c $(CSRC) $(HEADERS)
 wheel: $(VENV)/.package  ## dist/: an sdist, and a wheel built from it in isolation
 	rm -rf dist
 	$(PY) -m build --outdir dist .
+	$(PY) .ci/check_dist.py dist
+
+# In an environment and a folder of their own, so that nothing of the checkout can be imported.
+test-wheel:  ## the tests against the built wheel, in a clean environment and from another directory
+	test -n "$(wildcard dist/*.whl)" || $(MAKE) --no-print-directory wheel
+	rm -rf build/wheel-venv && $(PY) -m venv build/wheel-venv
+	$(PY) .ci/requirements.py test > build/wheel-venv/requirements.txt
+	build/wheel-venv/bin/python -m pip install -q --disable-pip-version-check -r build/wheel-venv/requirements.txt dist/*.whl
+	elsewhere=$$(mktemp -d) && trap 'rm -rf "$$elsewhere"' EXIT && cp -r tests README.md pyproject.toml "$$elsewhere" && \
+		wheel_python=$(abspath build/wheel-venv/bin/python) && cd "$$elsewhere" && \
+		"$$wheel_python" -m pytest -q -p no:cacheprovider $(addprefix tests/,$(WHEEL_TESTS))
+
+# Builds from the sdist on each Python that is on this machine, imports everything and runs a few calls.
+PYTHONS ?= 3.10 3.11 3.12 3.13
+test-pythons: test-sdist
+test-sdist:  ## build the sdist and use it on every Python from 3.10 to 3.13 that is here
+	test -n "$(wildcard dist/*.tar.gz)" || $(MAKE) --no-print-directory wheel
+	@set -e; for version in $(PYTHONS); do \
+		found=; \
+		for candidate in python$$version $$HOME/.pyenv/versions/$$version.*/bin/python; do \
+			if $$candidate -c "import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$$version')" \
+				2>/dev/null; then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then echo "Python $$version: not on this machine, not tried"; continue; fi; \
+		place=build/python$$version; rm -rf $$place; $$found -m venv $$place; \
+		$$place/bin/python -m pip install -q --disable-pip-version-check dist/*.tar.gz; \
+		(cd $$place && bin/python ../../.ci/smoke.py); \
+	done
 
 ci:  ## all that continuous integration checks
 	bash .ci/run

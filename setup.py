@@ -111,7 +111,7 @@ class BuildExt(build_ext):
     def run(self):
         clib = self.get_finalized_command("build_clib")
         clib.force = self.force
-        clib.run()
+        self.run_command("build_clib")  # nothing when `build` ran it
         archive = Path(clib.build_clib, ARCHIVE)
         self.library_dirs.append(clib.build_clib)
         target = Path("" if self.inplace else self.build_lib, "pagepool", "lib", ARCHIVE)

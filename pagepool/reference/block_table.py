@@ -1,9 +1,9 @@
 """Sequences in plain Python: the map from a sequence's tokens to blocks.
 
-    logical block   0     1     2          tokens 0 .. len - 1 lie in the first ceil(len / block_size) blocks;
-    blocks        [ 7  |  2  |  9  ]       those after them are reserved
-    block_table   [ 7  ,  2  ,  9  ,  0, 0, ... ]      zero-padded to max_blocks_per_seq
-    slot of token t = blocks[t // block_size] * block_size + t % block_size
+logical block   0     1     2          tokens 0 .. len - 1 lie in the first ceil(len / block_size) blocks;
+blocks        [ 7  |  2  |  9  ]       those after them are reserved
+block_table   [ 7  ,  2  ,  9  ,  0, 0, ... ]      zero-padded to max_blocks_per_seq
+slot of token t = blocks[t // block_size] * block_size + t % block_size
 """
 
 from __future__ import annotations

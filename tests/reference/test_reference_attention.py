@@ -96,8 +96,9 @@ def test_special_values_give_the_ieee_result(scores, values, out, lse, apart):
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=1, dtype="float32"), apart + 1)
     k8, v8 = (np.zeros((apart + 1, 1, 8), np.float32) for _ in "kv")
     k8[:, 0, :2], v8[:, 0, :2] = k, v
-    full, full_lse = decode(np.ones((1, 1, 8)), pool_with(pool, k8, v8), 0, [range(apart + 1)], [apart + 1],
-                            sm_scale=1.0, return_lse=True)
+    full, full_lse = decode(
+        np.ones((1, 1, 8)), pool_with(pool, k8, v8), 0, [range(apart + 1)], [apart + 1], sm_scale=1.0, return_lse=True
+    )
     np.testing.assert_allclose([full[0, 0, 0], full_lse[0, 0]], [out, lse], rtol=1e-6)
 
 
