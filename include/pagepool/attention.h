@@ -45,6 +45,7 @@ typedef struct pp_decode_args {
     int64_t block_tables_width;
     const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
     float sm_scale;
+    int32_t num_threads;          /* how many threads will share the units; decides how finely they are cut, never a bit */
     float *out;                   /* (num_seqs, num_qo_heads, head_dim), C-contiguous; must not overlap q */
     float *lse;                   /* NULL, or (num_seqs, num_qo_heads): natural log of the sum of exp(scores) */
 } pp_decode_args;
@@ -54,6 +55,7 @@ typedef struct pp_decode_plan {
     int64_t num_units;
     /* private */
     int32_t head_parts;
+    int64_t record, o_stride;
     float *partial;
     int64_t *unit_begin;
     int32_t *remaining;

@@ -1,0 +1,89 @@
+/* cpu.c: picks the instruction set once, by what the CPU has (CPUID) and what the system saves (XCR0). */
+#include "pagepool/cpu.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+static unsigned long long xcr0(void) {
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (unsigned long long)high << 32 | low;
+}
+
+static int runs_avx2(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    int osxsave = c >> 27 & 1, avx = c >> 28 & 1, fma = c >> 12 & 1, f16c = c >> 29 & 1;
+    if (!osxsave || !avx || !fma || !f16c || (xcr0() & 0x6) != 0x6) return 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 5 & 1);
+}
+
+static int runs_avx512(void) {
+    unsigned a, b, c, d;
+    if (!runs_avx2() || (xcr0() & 0xe6) != 0xe6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    int f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
+    return f && dq && bw && vl;
+}
+#endif
+
+static int always(void) { return 1; }
+
+/* Best first. */
+static const struct {
+    const pp_kernels *kernels;
+    int (*runs)(void);
+} CANDIDATES[] = {
+#if defined(__x86_64__)
+    {&pp_kernels_avx512, runs_avx512},
+    {&pp_kernels_avx2, runs_avx2},
+#elif defined(__aarch64__)
+    {&pp_kernels_neon, always},
+#endif
+    {&pp_kernels_baseline, always},
+};
+enum { NUM_CANDIDATES = sizeof CANDIDATES / sizeof CANDIDATES[0] };
+
+/* NULL for a name that is unknown here or that this machine cannot run. */
+static const pp_kernels *by_name(const char *name) {
+    for (int i = 0; i < NUM_CANDIDATES; i++)
+        if (!strcmp(CANDIDATES[i].kernels->name, name)) return CANDIDATES[i].runs() ? CANDIDATES[i].kernels : NULL;
+    return NULL;
+}
+
+static const pp_kernels *best(void) {
+    int i = 0;
+    while (!CANDIDATES[i].runs()) i++;
+    return CANDIDATES[i].kernels;
+}
+
+const pp_kernels *pp_kernels_get(void) {
+    static _Atomic(const pp_kernels *) chosen;
+    const pp_kernels *kernels = atomic_load_explicit(&chosen, memory_order_acquire);
+    if (!kernels) {
+        const char *name = getenv("PAGEPOOL_ISA");
+        const pp_kernels *found = name && *name ? by_name(name) : NULL, *none = NULL;
+        found = found ? found : best();
+        /* Threads that race here agree on the first one stored, so no two calls ever differ. */
+        kernels = atomic_compare_exchange_strong(&chosen, &none, found) ? found : none;
+    }
+    return kernels;
+}
+
+const char *pp_isa(void) { return pp_kernels_get()->name; }
+
+int pp_isa_forced_unavailable(void) {
+    const char *name = getenv("PAGEPOOL_ISA");
+    return name && *name && !by_name(name);
+}
+
+const char *pp_isa_available(int i) {
+    for (int j = 0; j < NUM_CANDIDATES; j++)
+        if (CANDIDATES[j].runs() && i-- == 0) return CANDIDATES[j].kernels->name;
+    return NULL;
+}

@@ -1,0 +1,232 @@
+/* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
+ *
+ * Included once per dtype with PP_DTYPE (f32, f16, bf16) and PP_ITEM (bytes of an element) defined.  The walk, per tile of
+ * 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
+ *
+ *   scores   32 tokens side by side, dims one after another; each K load serves all heads
+ *   softmax  running maximum, rescale, exp
+ *   values   64 dims side by side, tokens one after another; each V load serves all heads
+ *
+ * While a head is worked on, the next head's bytes are prefetched (after the last head, the next tile's first).
+ *
+ * The order of every sum is fixed by absolute token positions and nothing else; pagepool/reference/attention.py spells
+ * it out.  Which heads share a load, and how many vectors are in flight, changes no bit. */
+
+#define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
+#define LOAD2 PP_CAT(v_load2_, PP_DTYPE, )
+#define LOAD2_HALF PP_CAT(v_load2_half_, PP_DTYPE, )
+
+enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
+
+/* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over even and
+ * over odd dims. */
+PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
+                               int64_t q_stride, float *s, int prefetch) {
+    const int per_group = PP_GROUP / PP_LANES;
+    const int pairs = tile->head_dim / 2;
+    const unsigned char *rows[4], *ahead[4];
+    int column[4];
+    PP_UNROLL for (int j = 0; j < NV; j++) {
+        rows[j] = tile->k[(first + j) / per_group];
+        ahead[j] = tile->next_k[(first + j) / per_group];
+        column[j] = (first + j) % per_group * PP_LANES;
+    }
+    pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
+    PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
+    for (int p = 0; p < pairs; p++) {
+        pp_v a[4], b[4];
+        const int64_t at = (int64_t)p * PP_NAME(K_PAIR_BYTES);
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            LOAD2(rows[j] + at, PP_GROUP, column[j], &a[j], &b[j]);
+            if (prefetch && column[j] == 0) prefetch_span(ahead[j] + at, PP_NAME(K_PAIR_BYTES));
+        }
+        PP_UNROLL for (int g = 0; g < HEADS; g++) {
+            const pp_v qa = v_set1(q[g * q_stride + 2 * p]), qb = v_set1(q[g * q_stride + 2 * p + 1]);
+            PP_UNROLL for (int j = 0; j < NV; j++) {
+                even[g * NV + j] = v_fma(a[j], qa, even[g * NV + j]);
+                odd[g * NV + j] = v_fma(b[j], qb, odd[g * NV + j]);
+            }
+        }
+    }
+    const pp_v scale = v_set1(tile->sm_scale);
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            v_store(s + g * PP_TILE + (first + j) * PP_LANES, v_mul(v_add(even[g * NV + j], odd[g * NV + j]), scale));
+}
+
+/* Adds p V to NV vectors of dims, from `column` of the run that starts at byte `run` of V and is `width` dims wide. */
+PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, const pp_tile *tile, int64_t run,
+                               int width, int column, const float *p, const float *rescale, float *o, int prefetch) {
+    pp_v sum[PP_MAX_HEADS * 8];
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            sum[g * NV + j] = v_load(o + g * tile->o_stride + column + j * PP_LANES);
+            if (rescale) sum[g * NV + j] = v_mul(sum[g * NV + j], v_set1(rescale[g]));
+        }
+    const int pair_bytes = 2 * width * PP_ITEM;
+    for (int i = 0; i * PP_GROUP < tile->tokens; i++) {
+        const int left = tile->tokens - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
+        const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run;
+        const float *weight = p + i * PP_GROUP;
+        for (int t = 0; t < tokens; t += 2, rows += pair_bytes, ahead += pair_bytes) {
+            pp_v a[8], b[8];
+            if (prefetch) prefetch_span(ahead, pair_bytes);
+            PP_UNROLL for (int j = 0; j < NV; j++) {
+#if PP_HALF_TAIL
+                if (HALF)
+                    LOAD2_HALF(rows, width, column % PP_V_RUN, &a[j], &b[j]);
+                else
+#endif
+                    LOAD2(rows, width, column % PP_V_RUN + j * PP_LANES, &a[j], &b[j]);
+            }
+            PP_UNROLL for (int g = 0; g < HEADS; g++)
+                PP_UNROLL for (int j = 0; j < NV; j++)
+                    sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + t]), a[j], sum[g * NV + j]);
+            if (t + 1 == tokens) break; /* the second row is not the sequence's */
+            PP_UNROLL for (int g = 0; g < HEADS; g++)
+                PP_UNROLL for (int j = 0; j < NV; j++)
+                    sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + t + 1]), b[j], sum[g * NV + j]);
+        }
+    }
+    (void)HALF;
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            v_store(o + g * tile->o_stride + column + j * PP_LANES, sum[g * NV + j]);
+}
+
+/* One tile of one kv head for HEADS of its query heads. */
+PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int64_t q_stride, float *m, float *l,
+                             float *o, int prefetch) {
+    float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
+    float rescale[PP_MAX_HEADS];
+    const int step = score_vectors(HEADS);
+    const int full = tile->tokens > PP_GROUP ? PP_TILE / PP_LANES : PP_GROUP / PP_LANES;
+    int vector = 0;
+    for (; vector + step <= full; vector += step)
+        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, q_stride, s, prefetch);
+    for (; vector < full; vector++) PP_NAME(scores)(HEADS, 1, tile, vector, q, q_stride, s, prefetch);
+    int rescaled = 0;
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        float *row = s + g * PP_TILE;
+        for (int t = tile->tokens; t < PP_TILE; t++) row[t] = -INFINITY;
+        pp_v x[PP_TILE / PP_LANES], highest = v_load(row);
+        for (int j = 1; j < PP_TILE / PP_LANES; j++) highest = v_max(highest, v_load(row + j * PP_LANES));
+        const float tile_maximum = v_highest(highest), old = m[g];
+        rescale[g] = 1.0f;
+        if (tile_maximum > old) {
+            rescale[g] = exp_one(old - tile_maximum);
+            m[g] = tile_maximum;
+            l[g] = l[g] * rescale[g];
+            rescaled = 1;
+        }
+        const pp_v shift = v_set1(shift_of(m[g]));
+        for (int j = 0; j < PP_TILE / PP_LANES; j++) {
+            x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
+            v_store(row + j * PP_LANES, x[j]);
+        }
+        for (int half = PP_TILE / PP_LANES / 2; half; half /= 2)
+            for (int j = 0; j < half; j++) x[j] = v_add(x[j], x[j + half]);
+        l[g] = l[g] + v_sum(x[0]);
+    }
+    const float *scales = rescaled ? rescale : NULL;
+    const int columns = value_vectors(HEADS) * PP_LANES;
+    for (int d = 0; d < tile->head_dim; d += PP_V_RUN) {
+        const int left = tile->head_dim - d, width = left < PP_V_RUN ? left : PP_V_RUN;
+        const int64_t run = (int64_t)d * PP_GROUP * PP_ITEM;
+        int column = 0;
+        for (; column + columns <= width; column += columns)
+            PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, run, width, d + column, s, scales, o,
+                            prefetch && column == 0);
+        for (; column + PP_LANES <= width; column += PP_LANES)
+            PP_NAME(values)(HEADS, 1, 0, tile, run, width, d + column, s, scales, o, prefetch && column == 0);
+#if PP_HALF_TAIL
+        if (column < width)
+            PP_NAME(values)(HEADS, 1, 1, tile, run, width, d + column, s, scales, o, prefetch && column == 0);
+#endif
+    }
+}
+
+static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int64_t q_stride,
+                                                       float *m, float *l, float *o, int prefetch) {
+    switch (heads) {
+    case 1: PP_NAME(tile)(1, tile, q, q_stride, m, l, o, prefetch); break;
+    case 2: PP_NAME(tile)(2, tile, q, q_stride, m, l, o, prefetch); break;
+    case 3: PP_NAME(tile)(3, tile, q, q_stride, m, l, o, prefetch); break;
+    case 4: PP_NAME(tile)(4, tile, q, q_stride, m, l, o, prefetch); break;
+#if PP_MAX_HEADS > 4
+    case 5: PP_NAME(tile)(5, tile, q, q_stride, m, l, o, prefetch); break;
+    case 6: PP_NAME(tile)(6, tile, q, q_stride, m, l, o, prefetch); break;
+#endif
+#if PP_MAX_HEADS > 6
+    case 7: PP_NAME(tile)(7, tile, q, q_stride, m, l, o, prefetch); break;
+    case 8: PP_NAME(tile)(8, tile, q, q_stride, m, l, o, prefetch); break;
+#endif
+    }
+}
+
+/* Brings the tile's tokens of one head from plain pages into the order of tiled ones, so that the same walk reads them. */
+static void PP_NAME(pack)(const pp_chunk *work, int64_t begin, int tokens, int32_t head, unsigned char *scratch) {
+    pp_kv_layout tiled;
+    const pp_kv_layout *plain = &work->pool->layout;
+    pp_kv_layout_init(&tiled, 1, 1, plain->head_dim, PP_GROUP, (pp_dtype)plain->dtype);
+    for (int t = 0; t < tokens; t++) {
+        const int64_t position = begin + t, block = work->blocks[position / plain->block_size];
+        const unsigned char *k = work->layer + block * plain->block_bytes + head * plain->head_bytes +
+                                 position % plain->block_size * plain->head_dim * PP_ITEM;
+        unsigned char *group = scratch + t / PP_GROUP * tiled.head_bytes;
+        for (int32_t d = 0; d < plain->head_dim; d++) {
+            memcpy(group + pp_k_index(&tiled, t % PP_GROUP, d) * PP_ITEM, k + d * PP_ITEM, PP_ITEM);
+            memcpy(group + tiled.k_bytes + pp_v_index(&tiled, t % PP_GROUP, d) * PP_ITEM,
+                   k + plain->k_bytes + d * PP_ITEM, PP_ITEM);
+        }
+    }
+}
+
+static void PP_NAME(chunk)(const pp_chunk *work) {
+    const pp_kv_layout *layout = &work->pool->layout;
+    const int group_size = work->group_size, num_parts = (group_size + PP_MAX_HEADS - 1) / PP_MAX_HEADS;
+    const int64_t k_bytes = (int64_t)layout->head_dim * PP_GROUP * PP_ITEM;
+    unsigned char scratch[2 * 2 * PP_MAX_HEAD_DIM * PP_GROUP * PP_ITEM] __attribute__((aligned(64)));
+    pp_tile tile = {.head_dim = layout->head_dim, .sm_scale = work->sm_scale, .o_stride = work->o_stride};
+    for (int32_t h = work->head_begin * group_size; h < work->head_end * group_size; h++) {
+        work->m[h] = -INFINITY;
+        work->l[h] = 0.0f;
+        memset(work->o + h * work->o_stride, 0, (size_t)work->o_stride * sizeof(float));
+    }
+    const unsigned char *groups[2], *next[2];
+    pp_tile_groups(work, work->begin, groups);
+    if (!layout->tiled) memset(scratch, 0, sizeof scratch); /* lanes past the length are loaded, though never used */
+    for (int64_t begin = work->begin; begin < work->end; begin += PP_TILE) {
+        const int64_t left = work->end - begin;
+        tile.tokens = left < PP_TILE ? (int)left : PP_TILE;
+        const int more = begin + PP_TILE < work->end;
+        pp_tile_groups(work, more ? begin + PP_TILE : begin, next);
+        for (int32_t head = work->head_begin; head < work->head_end; head++) {
+            const int last = head + 1 == work->head_end;
+            if (!layout->tiled) PP_NAME(pack)(work, begin, tile.tokens, head, scratch);
+            for (int i = 0; i < 2; i++) {
+                tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : scratch + i * 2 * k_bytes;
+                tile.v[i] = tile.k[i] + k_bytes;
+                tile.next_k[i] = !last          ? tile.k[i] + layout->head_bytes
+                                 : more         ? next[i] + work->head_begin * layout->head_bytes
+                                 : work->next[i] ? work->next[i]
+                                                : tile.k[i];
+                tile.next_v[i] = tile.next_k[i] + k_bytes;
+            }
+            for (int part = 0; part < num_parts; part++) {
+                const int from = group_size * part / num_parts, to = group_size * (part + 1) / num_parts;
+                const int32_t row = head * group_size + from;
+                PP_NAME(tile_of)(to - from, &tile, work->q + row * work->q_stride, work->q_stride, work->m + row,
+                                 work->l + row, work->o + row * work->o_stride, layout->tiled && part == 0);
+            }
+        }
+        groups[0] = next[0];
+        groups[1] = next[1];
+    }
+}
+
+#undef PP_NAME
+#undef LOAD2
+#undef LOAD2_HALF
+#undef PP_DTYPE
+#undef PP_ITEM

@@ -1,0 +1,55 @@
+/* decode_math.h: exp and merging of partial results, in an instruction set's vocabulary.  Included once per ISA. */
+
+/* exp(x) for x <= 0, to 1 ulp: x = n ln 2 + r, a polynomial of degree 7 in r (Cephes), times 2^n.  0 below the smallest
+ * normal number; NaN stays NaN. */
+PP_INLINE pp_v v_exp(pp_v x) {
+    const pp_v lowest = v_set1(-87.33654f), magic = v_set1(12582912.0f);
+    pp_v bounded = v_max(lowest, x);
+    pp_v biased = v_fma(bounded, v_set1(1.44269504f), magic), n = v_sub(biased, magic);
+    pp_v r = v_fma(n, v_set1(-0.693359375f), bounded);
+    r = v_fma(n, v_set1(2.12194440e-4f), r);
+    pp_v p = v_set1(1.9875691500e-4f);
+    p = v_fma(p, r, v_set1(1.3981999507e-3f));
+    p = v_fma(p, r, v_set1(8.3334519073e-3f));
+    p = v_fma(p, r, v_set1(4.1665795894e-2f));
+    p = v_fma(p, r, v_set1(1.6666665459e-1f));
+    p = v_fma(p, r, v_set1(5.0000001201e-1f));
+    p = v_add(v_fma(p, v_mul(r, r), r), v_set1(1.0f));
+    return v_zero_below(v_mul(p, v_pow2(biased)), x, lowest);
+}
+
+/* exp of one number by the very same operations. */
+static inline float exp_one(float x) {
+    float lanes[PP_LANES];
+    v_store(lanes, v_exp(v_set1(x)));
+    return lanes[0];
+}
+
+/* What scores are shifted by: the maximum, or 0 while every score is -inf, so that exp(-inf - shift) is 0 and not NaN. */
+PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
+static void merge_chunks(const pp_merge *work) {
+    const int64_t stride = work->record_stride;
+    for (int32_t h = work->head_begin; h < work->head_end; h++) {
+        const float *o = work->first + h * work->o_stride;
+        const float *m = work->first + work->num_qo_heads * work->o_stride + h, *l = m + work->num_qo_heads;
+        float sum[PP_MAX_HEAD_DIM + 16];
+        float maximum = *m, total = *l;
+        for (int64_t d = 0; d < work->o_stride; d += PP_LANES) v_store(sum + d, v_load(o + d));
+        for (int64_t c = 1; c < work->num_chunks; c++) {
+            float chunk_maximum = m[c * stride];
+            float both = chunk_maximum > maximum ? chunk_maximum : maximum, shift = shift_of(both);
+            float old_scale = exp_one(maximum - shift), scale = exp_one(chunk_maximum - shift);
+            float scaled = total * old_scale, added = l[c * stride] * scale;
+            total = scaled + added;
+            maximum = both;
+            const float *chunk = o + c * stride;
+            for (int64_t d = 0; d < work->o_stride; d += PP_LANES)
+                v_store(sum + d, v_fma(v_load(chunk + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
+        }
+        for (int64_t d = 0; d < work->o_stride; d += PP_LANES)
+            v_store(sum + d, v_div(v_load(sum + d), v_set1(total)));
+        memcpy(work->out + (int64_t)h * work->head_dim, sum, (size_t)work->head_dim * sizeof(float));
+        if (work->lse) work->lse[h] = maximum + logf(total);
+    }
+}

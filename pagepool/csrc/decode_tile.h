@@ -1,0 +1,16 @@
+/* decode_tile.h: what the walk over a chunk hands to the work on one tile of one kv head. */
+#ifndef PP_DECODE_TILE_H
+#define PP_DECODE_TILE_H
+
+#include "kernels.h"
+
+typedef struct pp_tile {
+    const unsigned char *k[2], *v[2];           /* of its two groups of 16 tokens; the second is unread when absent */
+    const unsigned char *next_k[2], *next_v[2]; /* what will be read next: prefetched */
+    int tokens;                                 /* 1 to PP_TILE */
+    int head_dim;
+    float sm_scale;
+    int64_t o_stride;
+} pp_tile;
+
+#endif

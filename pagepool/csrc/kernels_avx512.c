@@ -1,0 +1,43 @@
+/* kernels_avx512.c: the kernels in AVX-512. */
+#include "decode_tile.h"
+#include "kernel_common.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* Everything from here to the end of the region may use these instructions; nothing before it does, so that no
+ * baseline code can be replaced by a copy that does. */
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+#include "simd_avx512.h"
+
+#include "decode_math.h"
+
+#define PP_DTYPE f32
+#define PP_ITEM 4
+#include "decode_kernel.h"
+
+#define PP_DTYPE f16
+#define PP_ITEM 2
+#include "decode_kernel.h"
+
+#define PP_DTYPE bf16
+#define PP_ITEM 2
+#include "decode_kernel.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+const pp_kernels pp_kernels_avx512 = {"avx512", {chunk_f32, chunk_f16, chunk_bf16}, merge_chunks};
+
+#else
+typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+#endif

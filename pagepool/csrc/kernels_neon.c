@@ -1,0 +1,28 @@
+/* kernels_neon.c: the kernels in AArch64 Advanced SIMD. */
+#include "decode_tile.h"
+#include "kernel_common.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include "simd_neon.h"
+
+#include "decode_math.h"
+
+#define PP_DTYPE f32
+#define PP_ITEM 4
+#include "decode_kernel.h"
+
+#define PP_DTYPE f16
+#define PP_ITEM 2
+#include "decode_kernel.h"
+
+#define PP_DTYPE bf16
+#define PP_ITEM 2
+#include "decode_kernel.h"
+
+const pp_kernels pp_kernels_neon = {"neon", {chunk_f32, chunk_f16, chunk_bf16}, merge_chunks};
+
+#else
+typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+#endif

@@ -1,0 +1,198 @@
+/* plan.c: cuts decode attention into units that any thread may run, and merges what they leave.
+ *
+ * A unit is one chunk (512 tokens) of one sequence, for all kv heads or, when there are too few chunks for the threads,
+ * for a part of them.  Units are numbered sequence by sequence, chunk by chunk, part by part:
+ *
+ *   unit_begin[s] = the first unit of sequence s;   unit_begin[num_seqs] = num_units
+ *   remaining[s * head_parts + part] = chunks of that part which are not done yet; who does the last one merges
+ *
+ * Each chunk of each sequence has a record in the workspace: o (num_qo_heads, o_stride), m and l (num_qo_heads,).  A
+ * chunk's record depends on its tokens alone and records are merged in order, so no bit depends on who ran what. */
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "pagepool/threads.h"
+
+enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
+
+typedef struct measures {
+    int64_t num_chunks; /* of all sequences */
+    int64_t record;     /* elements of one */
+    int64_t o_stride;
+    int32_t head_parts;
+    size_t counters, begins, bytes; /* sizes: remaining, unit_begin, all */
+} measures;
+
+static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
+
+static int64_t chunks_of(int32_t seq_len) { return ((int64_t)seq_len + PP_CHUNK - 1) / PP_CHUNK; }
+
+static pp_status measure(const pp_decode_args *args, measures *all) {
+    const pp_kv_layout *layout = &args->pool->layout;
+    if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
+        args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0)
+        return PP_INVALID_ARGUMENT;
+    all->num_chunks = 0;
+    for (int32_t s = 0; s < args->num_seqs; s++) {
+        int64_t blocks = ((int64_t)args->seq_lens[s] + layout->block_size - 1) / layout->block_size;
+        if (args->seq_lens[s] < 0 || blocks > args->block_tables_width) return PP_INVALID_ARGUMENT;
+        all->num_chunks += chunks_of(args->seq_lens[s]);
+    }
+    int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads), parts = 1;
+    if (all->num_chunks && all->num_chunks < wanted) parts = (wanted + all->num_chunks - 1) / all->num_chunks;
+    all->head_parts = parts < layout->num_kv_heads ? (int32_t)parts : layout->num_kv_heads;
+    all->o_stride = (layout->head_dim + 15) / 16 * 16;
+    all->record = ((int64_t)args->num_qo_heads * (all->o_stride + 2) + 15) / 16 * 16;
+    all->counters = aligned(sizeof(int32_t) * (size_t)args->num_seqs * (size_t)all->head_parts);
+    all->begins = aligned(sizeof(int64_t) * ((size_t)args->num_seqs + 1));
+    size_t records;
+    if (__builtin_mul_overflow((size_t)all->num_chunks, (size_t)all->record * sizeof(float), &records) ||
+        __builtin_add_overflow(records, all->counters + all->begins, &all->bytes))
+        return PP_INVALID_ARGUMENT;
+    return PP_OK;
+}
+
+pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes) {
+    measures all;
+    pp_status status = measure(args, &all);
+    if (status == PP_OK) *bytes = all.bytes;
+    return status;
+}
+
+/* The ids that lie within the sequences' lengths; the others are neither read nor checked. */
+static pp_status check_blocks(const pp_decode_args *args) {
+    const int64_t block_size = args->pool->layout.block_size;
+    for (int32_t s = 0; s < args->num_seqs; s++) {
+        const int32_t *row = args->block_tables + s * args->block_tables_stride;
+        int64_t blocks = ((int64_t)args->seq_lens[s] + block_size - 1) / block_size, bad = 0;
+        for (int64_t b = 0; b < blocks; b++) bad |= row[b] < 0 || row[b] >= args->pool->num_blocks;
+        if (bad) return PP_INVALID_BLOCK;
+    }
+    return PP_OK;
+}
+
+pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) {
+    measures all;
+    pp_status status = measure(args, &all);
+    if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
+    if (status == PP_OK) status = check_blocks(args);
+    if (status != PP_OK) return status;
+    *plan = (pp_decode_plan){.args = *args, .head_parts = all.head_parts, .record = all.record, .o_stride = all.o_stride};
+    plan->remaining = workspace;
+    plan->unit_begin = (int64_t *)((char *)workspace + all.counters);
+    plan->partial = (float *)((char *)workspace + all.counters + all.begins);
+    const int64_t row = (int64_t)args->num_qo_heads * args->pool->layout.head_dim;
+    for (int32_t s = 0; s < args->num_seqs; s++) {
+        int64_t chunks = chunks_of(args->seq_lens[s]);
+        plan->unit_begin[s] = plan->num_units;
+        plan->num_units += chunks * all.head_parts;
+        for (int32_t part = 0; part < all.head_parts; part++)
+            plan->remaining[(int64_t)s * all.head_parts + part] = (int32_t)chunks;
+        if (chunks) continue;
+        memset(args->out + s * row, 0, (size_t)row * sizeof(float));
+        for (int32_t h = 0; args->lse && h < args->num_qo_heads; h++)
+            args->lse[(int64_t)s * args->num_qo_heads + h] = -INFINITY;
+    }
+    plan->unit_begin[args->num_seqs] = plan->num_units;
+    return PP_OK;
+}
+
+/* The sequence that unit belongs to: the last one that begins at or before it and is not empty. */
+static int32_t sequence_of(const pp_decode_plan *plan, int64_t unit) {
+    int32_t low = 0, high = plan->args.num_seqs - 1;
+    while (low < high) {
+        int32_t middle = low + (high - low + 1) / 2;
+        if (plan->unit_begin[middle] <= unit)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+static int32_t head_border(const pp_decode_plan *plan, int32_t part) {
+    return (int32_t)((int64_t)plan->args.pool->layout.num_kv_heads * part / plan->head_parts);
+}
+
+/* Fills in what the kernel is to do for `unit`, and which sequence and part that is. */
+static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, int32_t *sequence, int32_t *part) {
+    const pp_decode_args *args = &plan->args;
+    const pp_kv_layout *layout = &args->pool->layout;
+    const int32_t s = *sequence = sequence_of(plan, unit);
+    const int64_t index = unit - plan->unit_begin[s], chunk = index / plan->head_parts;
+    *part = (int32_t)(index % plan->head_parts);
+    float *record = plan->partial + (plan->unit_begin[s] / plan->head_parts + chunk) * plan->record;
+    const int64_t end = (chunk + 1) * PP_CHUNK;
+    *work = (pp_chunk){.pool = args->pool,
+                       .layer = args->pool->base + args->layer * layout->layer_bytes,
+                       .blocks = args->block_tables + s * args->block_tables_stride,
+                       .begin = chunk * PP_CHUNK,
+                       .end = end < args->seq_lens[s] ? end : args->seq_lens[s],
+                       .head_begin = head_border(plan, *part),
+                       .head_end = head_border(plan, *part + 1),
+                       .group_size = args->num_qo_heads / layout->num_kv_heads,
+                       .sm_scale = args->sm_scale,
+                       .q = args->q + s * args->q_stride_seq,
+                       .q_stride = args->q_stride_head,
+                       .o = record,
+                       .m = record + args->num_qo_heads * plan->o_stride,
+                       .l = record + args->num_qo_heads * (plan->o_stride + 1),
+                       .o_stride = plan->o_stride};
+}
+
+static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
+    const pp_decode_args *args = &plan->args;
+    const int32_t head_dim = args->pool->layout.head_dim;
+    pp_kernels_get()->merge(&(pp_merge){
+        .first = plan->partial + plan->unit_begin[s] / plan->head_parts * plan->record,
+        .record_stride = plan->record,
+        .num_chunks = chunks_of(args->seq_lens[s]),
+        .num_qo_heads = args->num_qo_heads,
+        .head_begin = work->head_begin * work->group_size,
+        .head_end = work->head_end * work->group_size,
+        .head_dim = head_dim,
+        .o_stride = plan->o_stride,
+        .out = args->out + (int64_t)s * args->num_qo_heads * head_dim,
+        .lse = args->lse ? args->lse + (int64_t)s * args->num_qo_heads : NULL,
+    });
+}
+
+void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
+    void (*kernel)(const pp_chunk *) = pp_kernels_get()->chunk[plan->args.pool->layout.dtype];
+    pp_chunk work, after;
+    int32_t sequence, part, sequence_after, part_after;
+    if (begin < end) chunk_of(plan, begin, &after, &sequence_after, &part_after);
+    for (int64_t unit = begin; unit < end; unit++) {
+        work = after;
+        sequence = sequence_after;
+        part = part_after;
+        if (unit + 1 < end) {
+            chunk_of(plan, unit + 1, &after, &sequence_after, &part_after);
+            pp_tile_groups(&after, after.begin, work.next);
+            for (int i = 0; i < 2; i++) work.next[i] += after.head_begin * plan->args.pool->layout.head_bytes;
+        }
+        kernel(&work);
+        int32_t *left = &plan->remaining[(int64_t)sequence * plan->head_parts + part];
+        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, &work);
+    }
+}
+
+static void run_range(void *plan, int64_t begin, int64_t end) { pp_decode_run(plan, begin, end); }
+
+pp_status pp_decode(const pp_decode_args *args, int num_threads) {
+    pp_decode_args cut = *args;
+    pp_decode_plan plan;
+    size_t bytes;
+    void *workspace;
+    cut.num_threads = num_threads;
+    pp_status status = pp_decode_workspace(&cut, &bytes);
+    if (status != PP_OK) return status;
+    if (posix_memalign(&workspace, ALIGN, bytes)) return PP_NO_MEMORY;
+    status = pp_decode_plan_init(&plan, &cut, workspace, bytes);
+    if (status == PP_OK) pp_parallel_for(num_threads, plan.num_units, run_range, &plan);
+    free(workspace);
+    return status;
+}

@@ -1,0 +1,57 @@
+/* simd_avx2.h: the kernels' vocabulary in AVX2, FMA and F16C: 8 lanes.  Included inside a target region. */
+#define PP_LANES 8
+#define PP_MAX_HEADS 6 /* query heads that share a load */
+#define PP_HALF_TAIL 0 /* 8 divides every head_dim */
+
+typedef __m256 pp_v;
+
+static inline pp_v v_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void v_store(float *p, pp_v a) { _mm256_storeu_ps(p, a); }
+static inline pp_v v_set1(float a) { return _mm256_set1_ps(a); }
+static inline pp_v v_add(pp_v a, pp_v b) { return _mm256_add_ps(a, b); }
+static inline pp_v v_sub(pp_v a, pp_v b) { return _mm256_sub_ps(a, b); }
+static inline pp_v v_mul(pp_v a, pp_v b) { return _mm256_mul_ps(a, b); }
+static inline pp_v v_div(pp_v a, pp_v b) { return _mm256_div_ps(a, b); }
+static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, c); }
+/* A NaN in b is kept. */
+static inline pp_v v_max(pp_v a, pp_v b) { return _mm256_max_ps(a, b); }
+/* 2^n for a float that holds 1.5 * 2^23 + n. */
+static inline pp_v v_pow2(pp_v biased) {
+    __m256i bits = _mm256_slli_epi32(_mm256_castps_si256(biased), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3f800000)));
+}
+/* a where x >= limit or x is NaN, else 0. */
+static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {
+    return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ));
+}
+/* Sums lanes i and i + n / 2 until one is left. */
+static inline float v_sum(pp_v a) {
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+static inline float v_highest(pp_v a) {
+    __m128 c = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    c = _mm_max_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+
+/* Two neighbouring rows of `width` columns as f32: columns [column, column + 8) of each. */
+static inline void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = _mm256_loadu_ps((const float *)rows + column);
+    *b = _mm256_loadu_ps((const float *)rows + width + column);
+}
+static inline void v_load2_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(rows + 2 * column)));
+    *b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(rows + 2 * (width + column))));
+}
+static inline void v_load2_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    (void)width;
+    __m256i words = _mm256_loadu_si256((const __m256i *)(rows + 4 * column));
+    *a = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+    *b = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u)));
+}
+
+/* Accumulators that fit into 16 registers: score vectors (two chains each) and value vectors for a number of heads. */
+static inline int score_vectors(int heads) { return heads == 1 ? 4 : heads == 2 ? 2 : 1; }
+static inline int value_vectors(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 2; }

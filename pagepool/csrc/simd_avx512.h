@@ -1,0 +1,72 @@
+/* simd_avx512.h: the kernels' vocabulary in AVX-512 F, BW, DQ, VL: 16 lanes.  Included inside a target region. */
+#define PP_LANES 16
+#define PP_MAX_HEADS 8 /* query heads that share a load */
+
+typedef __m512 pp_v;
+
+static inline pp_v v_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void v_store(float *p, pp_v a) { _mm512_storeu_ps(p, a); }
+static inline pp_v v_set1(float a) { return _mm512_set1_ps(a); }
+static inline pp_v v_add(pp_v a, pp_v b) { return _mm512_add_ps(a, b); }
+static inline pp_v v_sub(pp_v a, pp_v b) { return _mm512_sub_ps(a, b); }
+static inline pp_v v_mul(pp_v a, pp_v b) { return _mm512_mul_ps(a, b); }
+static inline pp_v v_div(pp_v a, pp_v b) { return _mm512_div_ps(a, b); }
+static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
+/* A NaN in b is kept. */
+static inline pp_v v_max(pp_v a, pp_v b) { return _mm512_max_ps(a, b); }
+/* 2^n for a float that holds 1.5 * 2^23 + n. */
+static inline pp_v v_pow2(pp_v biased) {
+    __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(biased), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3f800000)));
+}
+/* a where x >= limit or x is NaN, else 0. */
+static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
+}
+/* Sums lanes i and i + n / 2 until one is left. */
+static inline float v_sum(pp_v a) {
+    __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+static inline float v_highest(pp_v a) { return _mm512_reduce_max_ps(a); }
+
+/* Two neighbouring rows of `width` columns as f32: columns [column, column + 16) of each. */
+static inline void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = _mm512_loadu_ps((const float *)rows + column);
+    *b = _mm512_loadu_ps((const float *)rows + width + column);
+}
+static inline void v_load2_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(rows + 2 * column)));
+    *b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(rows + 2 * (width + column))));
+}
+static inline void v_load2_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    (void)width;
+    __m512i words = _mm512_loadu_si512(rows + 4 * column);
+    *a = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    *b = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)));
+}
+
+/* The same for the last 8 columns of a row; the upper lanes become 0 and nothing behind the rows is read. */
+#define PP_HALF_TAIL 1
+static inline void v_load2_half_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = _mm512_maskz_loadu_ps(0xff, (const float *)rows + column);
+    *b = _mm512_maskz_loadu_ps(0xff, (const float *)rows + width + column);
+}
+static inline void v_load2_half_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    __m128i x = _mm_loadu_si128((const __m128i *)(rows + 2 * column));
+    __m128i y = _mm_loadu_si128((const __m128i *)(rows + 2 * (width + column)));
+    *a = _mm512_cvtph_ps(_mm256_zextsi128_si256(x));
+    *b = _mm512_cvtph_ps(_mm256_zextsi128_si256(y));
+}
+static inline void v_load2_half_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    (void)width;
+    __m512i words = _mm512_maskz_loadu_epi32(0xff, rows + 4 * column);
+    *a = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    *b = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)));
+}
+
+/* Accumulators that fit into 32 registers: score vectors (two chains each) and value vectors for a number of heads. */
+static inline int score_vectors(int heads) { return heads <= 6 ? 2 : 1; }
+static inline int value_vectors(int heads) { return heads <= 6 ? 4 : 2; }

@@ -1,0 +1,66 @@
+/* simd_baseline.h: the kernels' vocabulary in the compiler's own vectors: 4 lanes, any CPU, no fma, no f16 instructions. */
+#define PP_LANES 4
+#define PP_MAX_HEADS 4 /* query heads that share a load */
+#define PP_HALF_TAIL 0
+
+typedef float pp_v __attribute__((vector_size(16)));
+typedef int32_t pp_vi __attribute__((vector_size(16)));
+typedef uint32_t pp_vu __attribute__((vector_size(16)));
+
+static inline pp_v v_load(const float *p) {
+    pp_v a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
+static inline void v_store(float *p, pp_v a) { memcpy(p, &a, sizeof a); }
+static inline pp_v v_set1(float a) { return (pp_v){a, a, a, a}; }
+static inline pp_v v_add(pp_v a, pp_v b) { return a + b; }
+static inline pp_v v_sub(pp_v a, pp_v b) { return a - b; }
+static inline pp_v v_mul(pp_v a, pp_v b) { return a * b; }
+static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
+/* Rounds twice: the one place where the bits differ from those of the instruction sets with fma. */
+static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
+static inline pp_v v_pick(pp_vi mask, pp_v yes, pp_v no) { return (pp_v)((mask & (pp_vi)yes) | (~mask & (pp_vi)no)); }
+/* A NaN in b is kept. */
+static inline pp_v v_max(pp_v a, pp_v b) { return v_pick(a > b, a, b); }
+/* 2^n for a float that holds 1.5 * 2^23 + n. */
+static inline pp_v v_pow2(pp_v biased) { return (pp_v)(((pp_vu)biased << 23) + 0x3f800000u); }
+/* a where x >= limit or x is NaN, else 0. */
+static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) { return (pp_v)(~(x < limit) & (pp_vi)a); }
+/* Sums lanes i and i + n / 2 until one is left. */
+static inline float v_sum(pp_v a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+static inline float v_highest(pp_v a) {
+    float b = a[0] > a[2] ? a[0] : a[2], c = a[1] > a[3] ? a[1] : a[3];
+    return b > c ? b : c;
+}
+
+/* Two neighbouring rows of `width` columns as f32: columns [column, column + 4) of each. */
+static inline void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = v_load((const float *)rows + column);
+    *b = v_load((const float *)rows + width + column);
+}
+/* As pp_f16_to_f32: re-biased by a multiplication, which makes subnormals right; infinities and NaN by a mask. */
+static inline pp_v v_from_f16(const unsigned char *p) {
+    uint16_t half[4];
+    memcpy(half, p, sizeof half);
+    pp_vu bits = {half[0], half[1], half[2], half[3]};
+    pp_vu magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+    pp_vu finite = (pp_vu)((pp_v)magnitude * v_set1(0x1p112f));
+    pp_vu special = (pp_vu)((pp_vi)magnitude >= 0x7c00 << 13);
+    return (pp_v)(sign | (special & (magnitude | 0x7f800000u)) | (~special & finite));
+}
+static inline void v_load2_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = v_from_f16(rows + 2 * column);
+    *b = v_from_f16(rows + 2 * (width + column));
+}
+static inline void v_load2_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    (void)width;
+    pp_vu words;
+    memcpy(&words, rows + 4 * column, sizeof words);
+    *a = (pp_v)(words << 16);
+    *b = (pp_v)(words & 0xffff0000u);
+}
+
+/* Accumulators that fit into 16 registers: score vectors (two chains each) and value vectors for a number of heads. */
+static inline int score_vectors(int heads) { return heads == 1 ? 4 : heads == 2 ? 2 : 1; }
+static inline int value_vectors(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 2; }

@@ -1,0 +1,52 @@
+/* simd_neon.h: the kernels' vocabulary in AArch64 Advanced SIMD: 4 lanes. */
+#define PP_LANES 4
+#define PP_MAX_HEADS 8 /* query heads that share a load */
+#define PP_HALF_TAIL 0
+
+typedef float32x4_t pp_v;
+
+static inline pp_v v_load(const float *p) { return vld1q_f32(p); }
+static inline void v_store(float *p, pp_v a) { vst1q_f32(p, a); }
+static inline pp_v v_set1(float a) { return vdupq_n_f32(a); }
+static inline pp_v v_add(pp_v a, pp_v b) { return vaddq_f32(a, b); }
+static inline pp_v v_sub(pp_v a, pp_v b) { return vsubq_f32(a, b); }
+static inline pp_v v_mul(pp_v a, pp_v b) { return vmulq_f32(a, b); }
+static inline pp_v v_div(pp_v a, pp_v b) { return vdivq_f32(a, b); }
+static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
+/* A NaN is kept. */
+static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
+/* 2^n for a float that holds 1.5 * 2^23 + n. */
+static inline pp_v v_pow2(pp_v biased) {
+    return vreinterpretq_f32_u32(vaddq_u32(vshlq_n_u32(vreinterpretq_u32_f32(biased), 23), vdupq_n_u32(0x3f800000u)));
+}
+/* a where x >= limit or x is NaN, else 0. */
+static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(x, limit)));
+}
+/* Sums lanes i and i + n / 2 until one is left. */
+static inline float v_sum(pp_v a) {
+    float32x2_t b = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+    return vget_lane_f32(b, 0) + vget_lane_f32(b, 1);
+}
+static inline float v_highest(pp_v a) { return vmaxvq_f32(a); }
+
+/* Two neighbouring rows of `width` columns as f32: columns [column, column + 4) of each. */
+static inline void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    *a = vld1q_f32((const float *)rows + column);
+    *b = vld1q_f32((const float *)rows + width + column);
+}
+static inline void v_load2_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    const uint16_t *halves = (const uint16_t *)rows + column;
+    *a = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves)));
+    *b = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves + width)));
+}
+static inline void v_load2_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+    (void)width;
+    uint32x4_t words = vld1q_u32((const uint32_t *)rows + column);
+    *a = vreinterpretq_f32_u32(vshlq_n_u32(words, 16));
+    *b = vreinterpretq_f32_u32(vandq_u32(words, vdupq_n_u32(0xffff0000u)));
+}
+
+/* Accumulators that fit into 32 registers: score vectors (two chains each) and value vectors for a number of heads. */
+static inline int score_vectors(int heads) { return heads <= 2 ? 4 : heads <= 4 ? 2 : 1; }
+static inline int value_vectors(int heads) { return heads <= 3 ? 8 : heads <= 6 ? 4 : 2; }

@@ -1,0 +1,188 @@
+/* threads.c: the worker threads behind pp_parallel_for.
+ *
+ * One job at a time.  `gate` says which, whether it still takes workers, and how many are in it:
+ *
+ *   gate = job number << 32 | OPEN | workers inside
+ *
+ * A worker enters by adding 1 to an open gate and leaves by taking 1 away.  The caller works too; when no unit is left it
+ * closes the gate and waits until nobody is inside.  A worker that has not come by then (its core is busy) is not waited
+ * for: it finds the gate closed.  So a job's fields are only read between entering and leaving. */
+#define _GNU_SOURCE
+#include "pagepool/threads.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#define OPEN ((uint64_t)1 << 31)
+#define INSIDE(gate) ((gate) & (OPEN - 1))
+#define NUMBER(gate) ((gate) >> 32)
+
+enum { SPIN_NS = 50000, PAUSES_PER_LOOK = 64, STACK_BYTES = 1 << 20 };
+
+typedef struct job {
+    void (*body)(void *context, int64_t begin, int64_t end);
+    void *context;
+    int64_t num_units;
+    int num_threads;
+    _Atomic int64_t next;
+} job;
+
+static struct {
+    pthread_mutex_t caller;  /* held by the one thread whose job the workers do */
+    pthread_mutex_t sleep;
+    pthread_cond_t wake;
+    int num_workers;         /* started so far; only its holder of `caller` changes it */
+    _Atomic int num_sleeping;
+    _Atomic uint64_t gate;
+    job job;
+} pool = {.caller = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+/* Takes ranges until none is left: large ones first, single units at the end, so that no thread is a straggler. */
+static void work(job *job) {
+    for (;;) {
+        int64_t begin = atomic_load_explicit(&job->next, memory_order_relaxed), end;
+        do {
+            int64_t left = job->num_units - begin, take = left / (4 * (int64_t)job->num_threads);
+            if (left <= 0) return;
+            end = begin + (take > 1 ? take : 1);
+        } while (!atomic_compare_exchange_weak_explicit(&job->next, &begin, end, memory_order_relaxed,
+                                                        memory_order_relaxed));
+        job->body(job->context, begin, end);
+    }
+}
+
+/* Spins until the gate shows another job than `seen` (returns it) or 50 us have passed; sleeps then. */
+static uint64_t await_job(uint64_t seen) {
+    int64_t until = now_ns() + SPIN_NS;
+    uint64_t gate;
+    do
+        for (int i = 0; i < PAUSES_PER_LOOK; i++) {
+            gate = atomic_load_explicit(&pool.gate, memory_order_acquire);
+            if (NUMBER(gate) != seen) return gate;
+            relax();
+        }
+    while (now_ns() < until);
+    pthread_mutex_lock(&pool.sleep);
+    atomic_fetch_add(&pool.num_sleeping, 1);
+    while (NUMBER(gate = atomic_load(&pool.gate)) == seen) pthread_cond_wait(&pool.wake, &pool.sleep);
+    atomic_fetch_sub(&pool.num_sleeping, 1);
+    pthread_mutex_unlock(&pool.sleep);
+    return gate;
+}
+
+static void *worker(void *unused) {
+    (void)unused;
+    uint64_t gate = 0;
+    for (;;) {
+        gate = await_job(NUMBER(gate));
+        /* Entering an open gate pins the job: pool.job is not written again before we have left. */
+        for (;;) {
+            if (!(gate & OPEN)) break;
+            if (atomic_compare_exchange_weak_explicit(&pool.gate, &gate, gate + 1, memory_order_acquire,
+                                                      memory_order_acquire)) {
+                if (INSIDE(gate) < (uint64_t)pool.job.num_threads - 1) work(&pool.job);
+                atomic_fetch_sub_explicit(&pool.gate, 1, memory_order_release);
+                break;
+            }
+        }
+    }
+    return NULL;
+}
+
+/* After fork only the calling thread exists: the child starts with no workers and nobody's job. */
+static void forget_workers(void) {
+    pthread_mutex_init(&pool.caller, NULL);
+    pthread_mutex_init(&pool.sleep, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pool.num_workers = 0;
+    atomic_store(&pool.num_sleeping, 0);
+    atomic_store(&pool.gate, 0);
+}
+
+static void register_fork(void) { pthread_atfork(NULL, NULL, forget_workers); }
+
+/* Starts workers until there are `wanted`, or as many as the system allows.  They take no signals. */
+static void start_workers(int wanted) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    pthread_once(&once, register_fork);
+    if (pool.num_workers >= wanted || pthread_attr_init(&attributes)) return;
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    while (pool.num_workers < wanted && !pthread_create(&thread, &attributes, worker, NULL)) pool.num_workers++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+}
+
+void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *context, int64_t begin, int64_t end),
+                     void *context) {
+    if (num_threads > PP_MAX_THREADS) num_threads = PP_MAX_THREADS;
+    if (num_threads > num_units) num_threads = (int)num_units;
+    if (num_threads < 2 || pthread_mutex_trylock(&pool.caller)) {
+        if (num_units > 0) body(context, 0, num_units);
+        return;
+    }
+    start_workers(num_threads - 1);
+    pool.job.body = body;
+    pool.job.context = context;
+    pool.job.num_units = num_units;
+    pool.job.num_threads = num_threads;
+    atomic_store_explicit(&pool.job.next, 0, memory_order_relaxed);
+    uint64_t number = NUMBER(atomic_load_explicit(&pool.gate, memory_order_relaxed)) + 1;
+    atomic_store(&pool.gate, (number & 0xffffffffu) << 32 | OPEN);
+    if (atomic_load(&pool.num_sleeping)) {
+        pthread_mutex_lock(&pool.sleep);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.sleep);
+    }
+    work(&pool.job);
+    atomic_fetch_and_explicit(&pool.gate, ~OPEN, memory_order_relaxed);
+    for (int spins = 0; INSIDE(atomic_load_explicit(&pool.gate, memory_order_acquire)); spins++)
+        if (spins < 4096)
+            relax();
+        else
+            sched_yield();
+    pthread_mutex_unlock(&pool.caller);
+}
+
+int pp_default_num_threads(void) {
+    const char *text = getenv("PAGEPOOL_NUM_THREADS");
+    if (text && *text) {
+        char *end;
+        long asked = strtol(text, &end, 10);
+        if (!*end && asked >= 1 && asked <= PP_MAX_THREADS) return (int)asked;
+    }
+    cpu_set_t set[8]; /* 8,192 CPUs */
+    if (sched_getaffinity(0, sizeof set, set)) return 1;
+    int count = CPU_COUNT_S(sizeof set, set);
+    return count < 1 ? 1 : count > PP_MAX_THREADS ? PP_MAX_THREADS : count;
+}
+
+void pp_threads_quiesce(void) {
+    pthread_mutex_lock(&pool.caller);
+    while (atomic_load(&pool.num_sleeping) < pool.num_workers) sched_yield();
+    pthread_mutex_unlock(&pool.caller);
+}
