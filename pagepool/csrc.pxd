@@ -84,6 +84,7 @@ cdef extern from "pagepool/attention.h" nogil:
         int64_t block_tables_width
         const int32_t *seq_lens
         float sm_scale
+        int32_t num_threads
         float *out
         float *lse
 

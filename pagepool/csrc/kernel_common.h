@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "convert.h"
 #include "kernels.h"
 #include "page.h"
 

@@ -53,6 +53,8 @@ typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *); /* by pp_dtype */
     void (*merge)(const pp_merge *);
+    void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
+    void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
 } pp_kernels;
 
 extern const pp_kernels pp_kernels_baseline;

@@ -52,6 +52,12 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
     *b = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u)));
 }
 
+/* 8 neighbours between f32 and f16. */
+static inline void v_store_f16(uint16_t *to, pp_v a) {
+    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline pp_v v_load_f16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+
 /* Accumulators that fit into 16 registers: score vectors (two chains each) and value vectors for a number of heads. */
 static inline int score_vectors(int heads) { return heads == 1 ? 4 : heads == 2 ? 2 : 1; }
 static inline int value_vectors(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 2; }

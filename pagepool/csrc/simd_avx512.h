@@ -67,6 +67,14 @@ static inline void v_load2_half_bf16(const unsigned char *rows, int width, int c
     *b = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
+/* 16 neighbours between f32 and f16. */
+static inline void v_store_f16(uint16_t *to, pp_v a) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline pp_v v_load_f16(const uint16_t *from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+
 /* Accumulators that fit into 32 registers: score vectors (two chains each) and value vectors for a number of heads. */
 static inline int score_vectors(int heads) { return heads <= 6 ? 2 : 1; }
 static inline int value_vectors(int heads) { return heads <= 6 ? 4 : 2; }

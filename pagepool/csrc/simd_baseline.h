@@ -61,6 +61,12 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
     *b = (pp_v)(words & 0xffff0000u);
 }
 
+/* 4 neighbours between f32 and f16. */
+static inline void v_store_f16(uint16_t *to, pp_v a) {
+    for (int i = 0; i < PP_LANES; i++) to[i] = pp_f32_to_f16(a[i]);
+}
+static inline pp_v v_load_f16(const uint16_t *from) { return v_from_f16((const unsigned char *)from); }
+
 /* Accumulators that fit into 16 registers: score vectors (two chains each) and value vectors for a number of heads. */
 static inline int score_vectors(int heads) { return heads == 1 ? 4 : heads == 2 ? 2 : 1; }
 static inline int value_vectors(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 2; }
