@@ -4,11 +4,17 @@ from pagepool._paths import get_include, get_library_dir
 from pagepool._version import __version__
 from pagepool.config import KvLayout, SchedulerConfig, StateLayout
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted
+from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.block_tables import BlockTables
+from pagepool.memory.paged_seq import PagedSeqState
 
 __all__ = [
+    "BlockAllocator",
+    "BlockTables",
     "InvalidBlock",
     "InvalidSlot",
     "KvLayout",
+    "PagedSeqState",
     "PoolError",
     "PoolExhausted",
     "SchedulerConfig",

@@ -66,6 +66,16 @@ cdef extern from "pagepool/layout.h" nogil:
     pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src) noexcept
 
 
+cdef extern from "pagepool/lock.h" nogil:
+    ctypedef struct pp_lock:
+        pass
+
+    void pp_lock_acquire(pp_lock *lock) noexcept
+    void pp_lock_release(pp_lock *lock) noexcept
+    pp_status pp_lock_register(pp_lock *lock) noexcept
+    void pp_lock_unregister(pp_lock *lock) noexcept
+
+
 cdef extern from "pagepool/attention.h" nogil:
     enum:
         PP_CHUNK

@@ -1,0 +1,104 @@
+/* lock.c: waiting, readers and writers, and the registry that makes locks survive fork. */
+#include "pagepool/lock.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stddef.h>
+
+#define SPINS 64 /* about 2 us of pauses before the first yield: longer than any section that is not a check */
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+void pp_lock_wait(pp_lock *lock) {
+    int spins = 0;
+    do {
+        while (__atomic_load_n(&lock->held, __ATOMIC_RELAXED)) {
+            if (++spins < SPINS)
+                pause_briefly();
+            else
+                sched_yield();
+        }
+    } while (__atomic_exchange_n(&lock->held, 1, __ATOMIC_ACQUIRE));
+}
+
+/* Doubly linked through the locks themselves, so that registering cannot fail for want of memory. */
+static pp_lock registry = {0, 0, 0, &registry, &registry};
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int handlers_failed;
+
+/* The registry's own lock comes first, always: whoever holds a registered lock never asks for the registry's. */
+static void before_fork(void) {
+    pp_lock_acquire(&registry);
+    for (pp_lock *lock = registry.next; lock != &registry; lock = lock->next) pp_lock_acquire(lock);
+}
+
+static void after_fork_in_parent(void) {
+    for (pp_lock *lock = registry.next; lock != &registry; lock = lock->next) pp_lock_release(lock);
+    pp_lock_release(&registry);
+}
+
+/* Only the thread that forked lives on in the child: readers and writers of other threads are gone. */
+static void after_fork_in_child(void) {
+    for (pp_lock *lock = registry.next; lock != &registry; lock = lock->next) lock->readers = lock->writers = 0;
+    after_fork_in_parent();
+}
+
+static void install_handlers(void) {
+    handlers_failed = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+pp_status pp_lock_register(pp_lock *lock) {
+    if (pthread_once(&once, install_handlers) || handlers_failed) return PP_NO_MEMORY;
+    *lock = (pp_lock){.next = &registry};
+    pp_lock_acquire(&registry);
+    lock->previous = registry.previous;
+    lock->previous->next = lock;
+    registry.previous = lock;
+    pp_lock_release(&registry);
+    return PP_OK;
+}
+
+void pp_lock_unregister(pp_lock *lock) {
+    pp_lock_acquire(&registry);
+    lock->previous->next = lock->next;
+    lock->next->previous = lock->previous;
+    pp_lock_release(&registry);
+}
+
+void pp_read_begin(pp_lock *lock) {
+    pp_lock_acquire(lock);
+    while (lock->writers) {
+        pp_lock_release(lock);
+        sched_yield();
+        pp_lock_acquire(lock);
+    }
+    lock->readers++;
+    pp_lock_release(lock);
+}
+
+void pp_read_end(pp_lock *lock) {
+    pp_lock_acquire(lock);
+    lock->readers--;
+    pp_lock_release(lock);
+}
+
+void pp_write_begin(pp_lock *lock) {
+    pp_lock_acquire(lock);
+    lock->writers++;
+    while (lock->readers) {
+        pp_lock_release(lock);
+        sched_yield();
+        pp_lock_acquire(lock);
+    }
+}
+
+void pp_write_end(pp_lock *lock) {
+    lock->writers--;
+    pp_lock_release(lock);
+}

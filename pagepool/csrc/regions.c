@@ -1,0 +1,39 @@
+/* regions.c: see regions.h. */
+#include "regions.h"
+
+#include <stdlib.h>
+
+pp_status pp_regions_attach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool) {
+    pp_status status = PP_OK;
+    pp_write_begin(lock);
+    if (regions->count == regions->room) {
+        int32_t room = regions->room ? regions->room * 2 : 4;
+        const pp_kv_pool **pools = realloc(regions->pools, (size_t)room * sizeof *pools);
+        if (pools) {
+            regions->pools = pools;
+            regions->room = room;
+        } else {
+            status = PP_NO_MEMORY;
+        }
+    }
+    if (status == PP_OK) regions->pools[regions->count++] = pool;
+    pp_write_end(lock);
+    return status;
+}
+
+void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool) {
+    pp_write_begin(lock);
+    for (int32_t i = 0; i < regions->count; i++)
+        if (regions->pools[i] == pool) {
+            regions->pools[i] = regions->pools[--regions->count];
+            break;
+        }
+    pp_write_end(lock);
+}
+
+void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src) {
+    pp_read_begin(lock);
+    /* An attached pool has a page for every id of the allocator: no copy can fail. */
+    for (int32_t i = 0; i < regions->count; i++) pp_kv_copy_block(regions->pools[i], dst, src);
+    pp_read_end(lock);
+}

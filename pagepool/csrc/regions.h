@@ -1,0 +1,27 @@
+/* regions.h: the page memories that follow an allocator's ids.
+ *
+ * Pools attach their pages to the allocator whose ids name them; when a sequence un-shares a block, the page is copied
+ * in every attached pool.  The allocator's lock guards the list: copying reads it as a reader, attaching and detaching
+ * change it as a writer, so that a pool's memory cannot go while a page of it is copied. */
+#ifndef PP_REGIONS_H
+#define PP_REGIONS_H
+
+#include "pagepool/layout.h"
+#include "pagepool/lock.h"
+
+typedef struct pp_regions {
+    const pp_kv_pool **pools;
+    int32_t count, room; /* count <= room */
+} pp_regions;
+
+/* Adds `pool`, which must stay where it is until it is detached.  PP_NO_MEMORY: nothing has changed. */
+pp_status pp_regions_attach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool);
+
+/* Removes `pool`, if it is there, after the copies under way. */
+void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool);
+
+/* Copies the page of `src` onto that of `dst`, all layers, in every attached pool.  The caller holds references to
+ * both and not the lock. */
+void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src);
+
+#endif

@@ -1,0 +1,390 @@
+"""BlockAllocator: who owns which block."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.long cimport PyLong_CheckExact
+from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdlib cimport calloc, free
+
+from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
+from pagepool.csrc cimport (
+    PP_EXHAUSTED,
+    PP_INVALID_ARGUMENT,
+    PP_INVALID_BLOCK,
+    PP_OK,
+    PP_OVER_MAXIMUM,
+    pp_kv_pool,
+    pp_lock_acquire,
+    pp_lock_register,
+    pp_lock_release,
+    pp_lock_unregister,
+    pp_status,
+)
+from pagepool.memory.page_buffer cimport PageBuffer
+
+import operator
+from collections import Counter
+
+import numpy as np
+
+from pagepool.errors import InvalidBlock, PoolError, PoolExhausted
+
+__all__ = ["BlockAllocator"]
+
+
+cdef extern from *:
+    """
+    /* A count above 1 may fall while its block's owner reads it without the lock: release and acquire order what the
+     * others read of the block before what the owner then writes to it. */
+    #define pp_set_count(count, value) __atomic_store_n(count, value, __ATOMIC_RELEASE)
+    #define pp_get_count(count) __atomic_load_n(count, __ATOMIC_ACQUIRE)
+    """
+    void pp_set_count(int32_t *count, int32_t value) nogil
+    int32_t pp_get_count(int32_t *count) nogil
+
+
+cdef extern from "regions.h" nogil:
+    ctypedef struct pp_regions_complete "pp_regions":
+        void **pools
+
+    pp_status pp_regions_attach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
+    void pp_regions_detach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
+    void pp_regions_copy_block(const pp_regions *regions, void *lock, int32_t dst, int32_t src)
+
+
+cdef object empty = np.empty
+cdef object INT32 = np.dtype(np.int32)
+
+
+@cython.final
+@cython.no_gc
+cdef class BlockAllocator:
+    """Hands out block ids 0 to num_blocks - 1 and counts the references to each.
+
+    A fresh allocator hands out 0, 1, 2, ...; later the block freed last comes first. Any number of threads may use one
+    allocator, without the GIL too (the `c_` methods of the .pxd); it costs eight bytes a block, committed as blocks are
+    first used, and making one takes constant time. Raises `ValueError` when `num_blocks` is below 0 or has more than
+    31 bits, `MemoryError` when the system has no room.
+
+    >>> allocator = BlockAllocator(4)
+    >>> allocator.allocate(), allocator.allocate_n(2).tolist(), allocator.free_count
+    (0, [1, 2], 1)
+    >>> allocator.free([0, 2])
+    >>> allocator.allocate()
+    2
+    """
+
+    def __cinit__(self, num_blocks):
+        number = operator.index(num_blocks)
+        if not 0 <= number <= INT32_MAX:
+            raise ValueError(f"num_blocks must be from 0 to {INT32_MAX}, not {number}")
+        self.freed = PageBuffer(number, "i")
+        self.ref_counts = PageBuffer(number, "i")
+        self.regions = <pp_regions *>calloc(1, sizeof(pp_regions_complete))
+        if self.regions == NULL or pp_lock_register(&self.lock) != PP_OK:
+            free(self.regions)
+            self.regions = NULL
+            raise MemoryError(f"no memory for an allocator of {number} blocks")
+        self.capacity = number
+
+    def __dealloc__(self):
+        if self.regions != NULL:
+            pp_lock_unregister(&self.lock)
+            free((<pp_regions_complete *>self.regions).pools)
+            free(self.regions)
+
+    cdef pp_status c_allocate(self, int32_t *block) noexcept nogil:
+        cdef int32_t taken
+        pp_lock_acquire(&self.lock)
+        if self.num_freed:
+            self.num_freed -= 1
+            taken = self.freed[self.num_freed]
+        elif self.taken < self.capacity:
+            taken = self.taken
+            self.taken += 1
+        else:
+            pp_lock_release(&self.lock)
+            return PP_EXHAUSTED
+        self.ref_counts[taken] = 1
+        pp_lock_release(&self.lock)
+        block[0] = taken
+        return PP_OK
+
+    cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil:
+        cdef int32_t i, recycled
+        cdef int32_t *top
+        if n < 0:
+            return PP_INVALID_ARGUMENT
+        pp_lock_acquire(&self.lock)
+        if n > self.capacity - self.taken + self.num_freed:
+            pp_lock_release(&self.lock)
+            return PP_EXHAUSTED
+        recycled = min(n, self.num_freed)
+        self.num_freed -= recycled
+        top = &self.freed[0] + self.num_freed + recycled - 1
+        for i in range(recycled):
+            blocks[i] = top[-i]
+            self.ref_counts[top[-i]] = 1
+        for i in range(recycled, n):
+            blocks[i] = self.taken
+            self.ref_counts[self.taken] = 1
+            self.taken += 1
+        pp_lock_release(&self.lock)
+        return PP_OK
+
+    cdef pp_status c_free(self, int32_t block) noexcept nogil:
+        return self.c_free_n(&block, 1)
+
+    cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
+        """One pass that turns round at a bad id: a count of 0 says that the pass itself put the block on the list."""
+        cdef pp_status status = PP_OK
+        cdef Py_ssize_t i = 0
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        while i < n:
+            if <unsigned int>blocks[i] >= <unsigned int>self.taken or self.ref_counts[blocks[i]] == 0:
+                status = PP_INVALID_BLOCK
+                break
+            count = self.ref_counts[blocks[i]] - 1
+            pp_set_count(&self.ref_counts[blocks[i]], count)
+            if count == 0:
+                self.freed[self.num_freed] = blocks[i]
+                self.num_freed += 1
+            i += 1
+        if status != PP_OK:
+            while i > 0:
+                i -= 1
+                count = self.ref_counts[blocks[i]]
+                self.num_freed -= count == 0
+                pp_set_count(&self.ref_counts[blocks[i]], count + 1)
+        pp_lock_release(&self.lock)
+        return status
+
+    cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
+        cdef pp_status status = PP_OK
+        cdef Py_ssize_t i = 0
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        while i < n:
+            if <unsigned int>blocks[i] >= <unsigned int>self.taken or self.ref_counts[blocks[i]] == 0:
+                status = PP_INVALID_BLOCK
+                break
+            count = self.ref_counts[blocks[i]]
+            if count == INT32_MAX:
+                status = PP_OVER_MAXIMUM
+                break
+            pp_set_count(&self.ref_counts[blocks[i]], count + 1)
+            i += 1
+        if status != PP_OK:
+            while i > 0:
+                i -= 1
+                pp_set_count(&self.ref_counts[blocks[i]], self.ref_counts[blocks[i]] - 1)
+        pp_lock_release(&self.lock)
+        return status
+
+    cdef int32_t c_ref_count(self, int32_t block) noexcept nogil:
+        cdef int32_t count = -1
+        if 0 <= block < self.capacity:
+            pp_lock_acquire(&self.lock)
+            count = self.ref_counts[block]
+            pp_lock_release(&self.lock)
+        return count
+
+    cdef int32_t c_free_count(self) noexcept nogil:
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.capacity - self.taken + self.num_freed
+        pp_lock_release(&self.lock)
+        return count
+
+    cdef bint c_is_shared(self, int32_t block) noexcept nogil:
+        return pp_get_count(&self.ref_counts[block]) > 1
+
+    cdef void c_copy_page(self, int32_t dst, int32_t src) noexcept nogil:
+        pp_regions_copy_block(self.regions, &self.lock, dst, src)
+
+    cdef pp_status c_attach(self, const pp_kv_pool *pool) noexcept nogil:
+        if pool.num_blocks < self.capacity:
+            return PP_INVALID_ARGUMENT
+        return pp_regions_attach(self.regions, &self.lock, pool)
+
+    cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil:
+        pp_regions_detach(self.regions, &self.lock, pool)
+
+    def allocate(self):
+        """Takes one block; returns its id, whose reference count is then 1. Raises `PoolExhausted` when none is free.
+
+        >>> BlockAllocator(1).allocate()
+        0
+        """
+        cdef int32_t block
+        if self.c_allocate(&block) != PP_OK:
+            raise PoolExhausted(f"asked for 1 block, 0 of {self.capacity} are free")
+        return block
+
+    def allocate_n(self, n):
+        """Takes n blocks, all or none; returns their ids as an int32 array (n,).
+
+        Raises `PoolExhausted` when fewer are free, `ValueError` when n is below 0; then nothing has changed.
+
+        >>> BlockAllocator(3).allocate_n(2)
+        array([0, 1], dtype=int32)
+        """
+        cdef Py_buffer view
+        cdef pp_status status
+        number = operator.index(n)
+        if number < 0:
+            raise ValueError(f"cannot allocate {number} blocks")
+        if number > self.c_free_count():
+            raise exhausted(number, self.c_free_count(), self.capacity)
+        blocks = empty(number, INT32)
+        PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        status = self.c_allocate_n(number, <int32_t *>view.buf)
+        PyBuffer_Release(&view)
+        if status != PP_OK:
+            raise exhausted(number, self.c_free_count(), self.capacity)
+        return blocks
+
+    def free(self, blocks):
+        """Drops one reference of each block: an int, a sequence of ints or an integer array.
+
+        A block whose count falls to 0 is free, and the next to be handed out: after `free([1, 3])` come 3, then 1.
+        Raises `InvalidBlock` when an id is out of range, free, or given more often than it has references, `TypeError`
+        for what is no integer; then nothing has changed.
+
+        >>> allocator = BlockAllocator(2)
+        >>> allocator.free(allocator.allocate())
+        >>> allocator.free(0)
+        Traceback (most recent call last):
+        pagepool.errors.InvalidBlock: cannot drop 1 reference of block 0: it is free and has 0
+        """
+        cdef IdArray array
+        cdef int32_t block
+        cdef pp_status status
+        if PyLong_CheckExact(blocks):
+            read_id(blocks, &block)
+            if self.c_free(block) != PP_OK:
+                raise self._invalid([block], "drop")
+            return
+        read_ids(blocks, &array)
+        try:
+            status = self.c_free_n(array.ids, array.count)
+            if status != PP_OK:
+                raise self._invalid([array.ids[i] for i in range(array.count)], "drop")
+        finally:
+            release_ids(&array)
+
+    def share(self, blocks):
+        """Adds one reference to each block: an int, a sequence of ints or an integer array; each wants its own `free`.
+
+        Raises `InvalidBlock` when an id is out of range or free, `PoolError` when a count would pass 2,147,483,647,
+        `TypeError` for what is no integer; then nothing has changed.
+
+        >>> allocator = BlockAllocator(2)
+        >>> block = allocator.allocate()
+        >>> allocator.share(block)
+        >>> allocator.ref_count(block)
+        2
+        """
+        cdef IdArray array
+        cdef pp_status status
+        read_ids(blocks, &array)
+        try:
+            status = self.c_share_n(array.ids, array.count)
+            if status == PP_OVER_MAXIMUM:
+                raise PoolError(f"cannot share {array.count} blocks: a count would pass its maximum of {INT32_MAX}")
+            if status != PP_OK:
+                raise self._invalid([array.ids[i] for i in range(array.count)], "add")
+        finally:
+            release_ids(&array)
+
+    def ref_count(self, block):
+        """The number of references to a block, 0 when it is free. Raises `InvalidBlock` when the id is out of range."""
+        cdef int32_t number, count
+        read_id(block, &number)
+        count = self.c_ref_count(number)
+        if count < 0:
+            raise InvalidBlock(f"block {number} is out of range: there are {self.capacity} blocks")
+        return count
+
+    @property
+    def free_count(self):
+        """Blocks that are free."""
+        return self.c_free_count()
+
+    @property
+    def in_use(self):
+        """Blocks with at least one reference."""
+        return self.capacity - self.c_free_count()
+
+    @property
+    def peak_in_use(self):
+        """The most blocks that were in use at any one time."""
+        return self.taken
+
+    def check(self):
+        """Audits every equation that ties the free list to the counts; raises `PoolError` naming one that is broken.
+
+        O(blocks ever used); other threads wait meanwhile. Changes nothing.
+
+        >>> BlockAllocator(8).check()
+        """
+        cdef Audit audit
+        with nogil:
+            audit = self.c_audit()
+        if audit.equation != NULL:
+            raise PoolError(f"broken invariant: {audit.equation.decode()}, but {audit.left} and {audit.right}")
+
+    cdef Audit c_audit(self) noexcept nogil:
+        cdef Audit audit
+        pp_lock_acquire(&self.lock)
+        audit = self.audit_locked()
+        pp_lock_release(&self.lock)
+        return audit
+
+    cdef Audit audit_locked(self) noexcept nogil:
+        """Marks each listed block with a count of -1, so that a block listed twice shows, and takes the marks off."""
+        cdef Audit audit = Audit(NULL, 0, 0)
+        cdef int32_t i, block, marked = 0, used = 0
+        if not 0 <= self.num_freed <= self.taken <= self.capacity:
+            return Audit(b"0 <= num_freed <= taken <= capacity", self.num_freed, self.taken)
+        for i in range(self.num_freed):
+            block = self.freed[i]
+            if not 0 <= block < self.taken:
+                audit = Audit(b"a listed block is one of those taken", block, self.taken)
+                break
+            if self.ref_counts[block] != 0:
+                audit = Audit(b"a listed block has count 0, or -1 if listed twice", block, self.ref_counts[block])
+                break
+            self.ref_counts[block] = -1
+            marked += 1
+        for i in range(marked):
+            self.ref_counts[self.freed[i]] = 0
+        if audit.equation != NULL:
+            return audit
+        for i in range(self.taken):
+            if self.ref_counts[i] < 0:
+                return Audit(b"ref_count >= 0", i, self.ref_counts[i])
+            used += self.ref_counts[i] > 0
+        if used + self.num_freed != self.taken:
+            return Audit(b"in_use + free == capacity", used, self.capacity - self.taken + self.num_freed)
+        return audit
+
+    def _invalid(self, list blocks, str verb):
+        """The error that says which of `blocks` is wrong, and why."""
+        for block, times in Counter(blocks).items():
+            count = self.c_ref_count(block)
+            if count < 0:
+                return InvalidBlock(f"block {block} is out of range: there are {self.capacity} blocks")
+            if count == 0:
+                preposition = "of" if verb == "drop" else "to"
+                return InvalidBlock(f"cannot {verb} 1 reference {preposition} block {block}: it is free and has 0")
+            if verb == "drop" and times > count:
+                return InvalidBlock(f"cannot drop {times} references of block {block}: it has {count}")
+        return InvalidBlock(f"one of {len(blocks)} blocks was freed by another thread meanwhile")
+
+
+cdef object exhausted(object asked, object free_count, object capacity):
+    blocks = "block" if asked == 1 else "blocks"
+    verb = "is" if free_count == 1 else "are"
+    return PoolExhausted(f"asked for {asked} {blocks}, {free_count} of {capacity} {verb} free")

@@ -1,0 +1,6 @@
+from pagepool.memory.paged_seq import PagedSeqState
+
+__all__ = ["append_batch", "release_batch"]
+
+def append_batch(states: list[PagedSeqState], counts: list[int]) -> None: ...
+def release_batch(states: list[PagedSeqState]) -> None: ...

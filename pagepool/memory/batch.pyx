@@ -1,0 +1,149 @@
+"""Appending to, and releasing, the sequences of a whole batch: all of them or none, in one call."""
+
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from pagepool.memory.allocator cimport BlockAllocator, exhausted
+from pagepool.csrc cimport PP_OK, pp_status
+from pagepool.memory.ids cimport read_count
+from pagepool.memory.paged_seq cimport PagedSeqState
+
+from collections import Counter
+
+from pagepool.errors import InvalidBlock
+
+__all__ = ["append_batch", "release_batch"]
+
+cdef int64_t calls = 0  # numbers the calls, so that a state can tell that it was seen in this one
+
+
+cdef BlockAllocator common_allocator(list states):
+    """The allocator of all states, None for no states; finds states that are none, foreign or given twice."""
+    global calls
+    cdef BlockAllocator allocator = None
+    cdef PagedSeqState state
+    cdef Py_ssize_t i
+    calls += 1
+    for i in range(len(states)):
+        item = states[i]
+        if not isinstance(item, PagedSeqState):
+            raise TypeError(f"sequence {i} must be a PagedSeqState, not {type(item).__name__}")
+        state = <PagedSeqState>item
+        if state.call == calls:
+            raise ValueError(f"sequence {i} is given twice in one call")
+        state.call = calls
+        if allocator is None:
+            allocator = state.allocator
+        elif allocator is not state.allocator:
+            raise ValueError(f"sequences 0 and {i} have different allocators")
+    return allocator
+
+
+cdef int32_t *room_for(int64_t count) except NULL:
+    cdef int32_t *blocks = <int32_t *>malloc(<size_t>(count + 1) * sizeof(int32_t))
+    if blocks == NULL:
+        raise MemoryError(f"no memory for {count} block ids")
+    return blocks
+
+
+cdef int64_t kept_by_last(list states) except -1:
+    """How many shared blocks have no reference but those of states that will un-share them: the last keeps each."""
+    cdef PagedSeqState state
+    cdef int64_t i, end
+    references = Counter()
+    for state in states:
+        if state.pending:
+            end = (state.length + state.pending + state.block_size - 1) // state.block_size
+            for i in range(state.length // state.block_size, min(end, state.num_blocks)):
+                references[state.c_blocks[i]] += 1
+    return sum([times > 1 and state.allocator.c_ref_count(block) == times for block, times in references.items()])
+
+
+def append_batch(list states not None, list counts not None):
+    """Appends counts[i] tokens to states[i], for all or for none of them.
+
+    The states share one allocator and are given once each. Raises `PoolExhausted` when the allocator has too few blocks
+    for all of them together, `ValueError` when one passes its maximum, a count is below 0 or the lists do not match;
+    then nothing has changed.
+
+    >>> from pagepool import BlockAllocator, PagedSeqState
+    >>> allocator = BlockAllocator(8)
+    >>> states = [PagedSeqState(allocator), PagedSeqState(allocator)]
+    >>> append_batch(states, [20, 3])
+    >>> [state.blocks for state in states]
+    [[0, 1], [2]]
+    """
+    cdef BlockAllocator allocator
+    cdef PagedSeqState state
+    cdef Py_ssize_t i, n = len(states)
+    cdef int64_t wanted, total = 0, used = 0
+    cdef int32_t *taken
+    if len(counts) != n:
+        raise ValueError(f"{n} sequences and {len(counts)} counts do not match")
+    allocator = common_allocator(states)
+    for i in range(n):
+        state = <PagedSeqState>states[i]
+        state.pending = read_count(counts[i])
+        wanted = state.c_blocks_to_append(state.pending)
+        if wanted < 0:
+            raise ValueError(
+                f"cannot append {state.pending} tokens to the {state.length} of sequence {i}: "
+                f"it may have from 0 to {state.max_blocks_per_seq * <int64_t>state.block_size}"
+            )
+        total += wanted
+    if total > INT32_MAX:
+        raise exhausted(total, allocator.c_free_count(), allocator.capacity)
+    taken = room_for(total)
+    try:
+        if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
+            total -= kept_by_last(states)
+            if allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
+                raise exhausted(total, allocator.c_free_count(), allocator.capacity)
+        for i in range(n):
+            state = <PagedSeqState>states[i]
+            used += state.c_append_taken(state.pending, taken + used)
+        if used < total:
+            allocator.c_free_n(taken + used, total - used)
+    finally:
+        free(taken)
+
+
+def release_batch(list states not None):
+    """Releases every state, or none of them: gives all their blocks back; their `len` becomes 0.
+
+    The states share one allocator and are given once each. Raises `InvalidBlock` when a block was freed by someone
+    else; then nothing has changed.
+
+    >>> from pagepool import BlockAllocator, PagedSeqState
+    >>> allocator = BlockAllocator(8)
+    >>> states = [PagedSeqState(allocator), PagedSeqState(allocator)]
+    >>> append_batch(states, [20, 3])
+    >>> release_batch(states)
+    >>> allocator.free_count
+    8
+    """
+    cdef BlockAllocator allocator = common_allocator(states)
+    cdef PagedSeqState state
+    cdef Py_ssize_t i, n = len(states)
+    cdef int64_t total = 0
+    cdef int32_t *blocks
+    cdef pp_status status
+    if n == 0:
+        return
+    for i in range(n):
+        total += (<PagedSeqState>states[i]).num_blocks
+    blocks = room_for(total)
+    total = 0
+    for i in range(n):
+        state = <PagedSeqState>states[i]
+        memcpy(blocks + total, state.c_blocks, <size_t>state.num_blocks * sizeof(int32_t))
+        total += state.num_blocks
+    status = allocator.c_free_n(blocks, total)
+    free(blocks)
+    if status != PP_OK:
+        raise InvalidBlock(f"one of the {total} blocks of {n} sequences was freed by someone else")
+    for i in range(n):
+        state = <PagedSeqState>states[i]
+        state.c_forget(0)
+        state.length = 0

@@ -1,0 +1,17 @@
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int32_t, int64_t
+
+
+cdef struct IdArray:
+    int32_t *ids
+    Py_ssize_t count
+    Py_buffer view
+    bint has_view
+    int32_t *heap
+    int32_t room[64]
+
+
+cdef int read_id(object value, int32_t *block) except -1
+cdef int64_t read_count(object value) except? -1
+cdef int read_ids(object blocks, IdArray *array) except -1
+cdef void release_ids(IdArray *array) noexcept

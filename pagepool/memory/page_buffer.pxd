@@ -1,0 +1,16 @@
+from cpython.buffer cimport Py_buffer
+
+
+cdef class PageBuffer:
+    cdef unsigned char *base
+    cdef Py_ssize_t exports
+    cdef Py_ssize_t _shape[1]
+    cdef Py_ssize_t _strides[1]
+    cdef Py_ssize_t _num_bytes
+    cdef size_t _mapped
+    cdef char _format[2]
+    cdef object __weakref__
+
+    cdef int fill_view(self, Py_buffer *view, int flags) except -1
+    cdef int close(self) except -1
+    cdef void give_back(self) noexcept

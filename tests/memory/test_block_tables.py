@@ -1,0 +1,215 @@
+"""BlockTables, append_batch and release_batch: a whole batch at a time."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pagepool import BlockAllocator, BlockTables, InvalidBlock, PagedSeqState, PoolExhausted
+from pagepool.memory.block_tables import append_batch, release_batch
+
+
+@pytest.fixture
+def allocator():
+    allocator = BlockAllocator(16)
+    yield allocator
+    allocator.check()
+
+
+def sequences(allocator, *lengths, block_size=4, **options):
+    states = [PagedSeqState(allocator, block_size, **options) for _ in lengths]
+    for state, length in zip(states, lengths, strict=True):
+        state.append(length)
+    return states
+
+
+def test_fill_describes_the_batch(allocator):
+    tables = BlockTables(4, 5)
+    assert tables.fill(sequences(allocator, 6, 0, 9)) is tables
+    assert tables.block_tables.tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0], [2, 3, 4, 0, 0]]
+    assert tables.seq_lens.tolist() == [6, 0, 9]
+    assert tables.slot_mapping.tolist() == [5, 16]
+    assert tables.query_start_loc.tolist() == [0, 1, 1, 2]
+    assert [a.dtype for a in (tables.block_tables, tables.seq_lens, tables.query_start_loc)] == [np.int32] * 3
+    assert tables.slot_mapping.dtype == np.int64
+
+
+def test_fill_covers_the_last_tokens_of_each(allocator):
+    tables = BlockTables(4, 5).fill(sequences(allocator, 6, 3, 9), [3, 0, 9])
+    assert tables.slot_mapping.tolist() == [3, 4, 5, *range(12, 21)]
+    assert tables.query_start_loc.tolist() == [0, 3, 3, 12]
+
+
+def test_fill_takes_a_batch_of_the_scheduler(allocator):
+    batch = SimpleNamespace(states=sequences(allocator, 5, 2), num_tokens=[2, 1])
+    tables = BlockTables(2, 2).fill(batch)
+    assert tables.slot_mapping.tolist() == [3, 4, 9]
+    with pytest.raises(ValueError, match="num_tokens"):
+        tables.fill(batch, [1, 1])
+
+
+def test_fill_leaves_nothing_of_an_earlier_batch(allocator):
+    tables = BlockTables(2, 4)
+    tables.fill(sequences(allocator, 16, 16))
+    states = sequences(allocator, 1, 5)
+    assert tables.fill(states).block_tables[:, 2:].tolist() == [[0, 0], [0, 0]]
+    assert tables.fill([]).block_tables.shape == (0, 4)
+    assert tables.query_start_loc.tolist() == [0]
+
+
+def test_arrays_are_allocated_once(allocator):
+    tables = BlockTables(3, 4)
+    names = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping")
+    before = {name: getattr(tables.fill(sequences(allocator, 3, 3)), name) for name in names}
+    tables.fill(sequences(allocator, 2, 7, 1))
+    for name in names:
+        assert np.shares_memory(before[name], getattr(tables, name))
+    assert before["seq_lens"].tolist() == [2, 7], "a view shows the next fill"
+
+
+def test_slot_mapping_grows_with_the_batch(allocator):
+    tables = BlockTables(1, 10)
+    for length in (1, 2, 9, 5):
+        assert tables.fill(sequences(allocator, length), [length]).slot_mapping.shape == (length,)
+
+
+def test_reserved_blocks_need_no_room_in_a_row(allocator):
+    [state] = sequences(allocator, 4)
+    state.ensure_capacity(16)
+    assert BlockTables(1, 1).fill([state]).block_tables.tolist() == [[0]]
+
+
+def test_views_outlive_the_tables(allocator):
+    view = BlockTables(1, 2).fill(sequences(allocator, 5)).block_tables
+    assert view.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    "lengths, num_tokens, message",
+    [
+        ([1, 1, 1], None, "3 sequences into 2 rows"),
+        ([1, 9], None, "sequence 1 has 3 blocks of tokens, a row has room for 2"),
+        ([1, 1], [1], "1 entries for 2 sequences"),
+        ([1, 2], [1, 3], "sequence 1 has 2 tokens, its last 3"),
+        ([1, 2], [1, -1], "its last -1"),
+    ],
+)
+def test_a_batch_that_does_not_fit_changes_nothing(allocator, lengths, num_tokens, message):
+    tables = BlockTables(2, 2).fill(sequences(allocator, 3, 6))
+    before = [tables.block_tables.copy(), tables.seq_lens.copy(), tables.slot_mapping.copy()]
+    with pytest.raises(ValueError, match=message):
+        tables.fill(sequences(allocator, *lengths), num_tokens)
+    for old, new in zip(before, [tables.block_tables, tables.seq_lens, tables.slot_mapping], strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_what_is_no_sequence_is_a_type_error(allocator):
+    tables = BlockTables(2, 2)
+    for states in ([None], [sequences(allocator, 1)], 3):
+        with pytest.raises(TypeError):
+            tables.fill(states)
+    with pytest.raises(TypeError):
+        tables.fill(sequences(allocator, 2), [1.0])
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1), (1, -1), (2**31, 1)])
+def test_sizes_out_of_range(sizes):
+    with pytest.raises(ValueError):
+        BlockTables(*sizes)
+
+
+def test_no_rows_or_no_width():
+    assert BlockTables(0, 3).fill([]).block_tables.shape == (0, 3)
+    tables = BlockTables(2, 0).fill([PagedSeqState(BlockAllocator(0))])
+    assert tables.block_tables.shape == (1, 0) and tables.slot_mapping.shape == (0,)
+
+
+def test_append_batch_appends_to_all(allocator):
+    states = sequences(allocator, 6, 0, 4)
+    append_batch(states, [3, 0, 1])
+    assert [state.len for state in states] == [9, 0, 5]
+    assert [state.blocks for state in states] == [[0, 1, 3], [], [2, 4]]
+
+
+def test_append_batch_is_all_or_none(allocator):
+    states = sequences(allocator, 6, 4)
+    allocator.allocate_n(12)
+    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 16 is free"):
+        append_batch(states, [3, 1])
+    assert [state.len for state in states] == [6, 4] and allocator.free_count == 1
+    append_batch(states, [2, 1])
+    assert allocator.free_count == 0
+
+
+def test_append_batch_unshares(allocator):
+    [state] = sequences(allocator, 6)
+    child = state.fork()
+    append_batch([child, state], [1, 1])
+    assert (child.blocks, state.blocks) == ([0, 2], [0, 1])
+
+
+def test_append_batch_leaves_the_last_sharer_its_block(allocator):
+    [state] = sequences(allocator, 6)
+    states = [state, state.fork(), state.fork()]
+    allocator.allocate_n(12)
+    append_batch(states, [1, 1, 1])
+    assert [s.blocks for s in states] == [[0, 15], [0, 14], [0, 1]] or allocator.free_count == 0
+    assert len({s.blocks[1] for s in states}) == 3
+
+
+def test_append_batch_counts_what_the_last_sharer_keeps(allocator):
+    [state] = sequences(allocator, 6)
+    states = [state, state.fork()]
+    allocator.allocate_n(14)
+    with pytest.raises(PoolExhausted, match="asked for 1 block, 0 of 16 are free"):
+        append_batch(states, [1, 1])
+    assert [s.len for s in states] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    "counts, error, message",
+    [
+        ([1], ValueError, "2 sequences and 1 counts"),
+        ([1, -1], ValueError, "cannot append -1 tokens to the 4 of sequence 1"),
+        ([1, 13], ValueError, "it may have from 0 to 16"),
+        ([1, 2**61], ValueError, "it may have from 0 to 16"),
+        ([1, 1.0], TypeError, None),
+        ([1, None], TypeError, None),
+    ],
+)
+def test_bad_counts_change_nothing(allocator, counts, error, message):
+    states = sequences(allocator, 6, 4, max_blocks_per_seq=4)
+    with pytest.raises(error, match=message):
+        append_batch(states, counts)
+    assert [state.len for state in states] == [6, 4] and allocator.in_use == 3
+
+
+@pytest.mark.parametrize("call", [lambda states: append_batch(states, [1] * len(states)), release_batch])
+def test_bad_states(allocator, call):
+    states = sequences(allocator, 6, 4)
+    with pytest.raises(ValueError, match="sequence 2 is given twice"):
+        call([*states, states[0]])
+    with pytest.raises(ValueError, match="different allocators"):
+        call([*states, PagedSeqState(BlockAllocator(1))])
+    with pytest.raises(TypeError):
+        call([*states, None])
+    with pytest.raises(TypeError):
+        call(None)
+    assert [state.len for state in states] == [6, 4] and allocator.in_use == 3
+    call([])
+
+
+def test_release_batch_frees_all(allocator):
+    states = sequences(allocator, 6, 0, 4)
+    states.append(states[0].fork())
+    release_batch(states)
+    assert [state.len for state in states] == [0] * 4 and allocator.in_use == 0
+
+
+def test_release_batch_is_all_or_none(allocator):
+    states = sequences(allocator, 6, 4)
+    allocator.free(1)
+    with pytest.raises(InvalidBlock, match="one of the 3 blocks of 2 sequences"):
+        release_batch(states)
+    assert [state.len for state in states] == [6, 4] and allocator.ref_count(0) == 1
+    allocator.allocate()

@@ -1,0 +1,261 @@
+"""PagedSeqState: the table of one sequence. That bytes follow is in test_copy_on_write.py."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from pagepool import BlockAllocator, InvalidBlock, PagedSeqState, PoolExhausted
+
+
+@pytest.fixture
+def allocator():
+    allocator = BlockAllocator(8)
+    yield allocator
+    allocator.check()
+
+
+def test_defaults(allocator):
+    state = PagedSeqState(allocator)
+    assert (state.block_size, state.max_blocks_per_seq, state.len, state.blocks) == (16, 8, 0, [])
+    assert state.allocator is allocator
+
+
+def test_append_returns_slots_and_counts_tokens(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    slots = state.append(6)
+    assert slots.dtype == np.int64 and slots.tolist() == [0, 1, 2, 3, 4, 5]
+    assert state.append().tolist() == [6]
+    assert (state.len, state.context_len, state.blocks) == (7, 7, [0, 1])
+
+
+def test_slots_follow_the_table(allocator):
+    allocator.allocate_n(5)
+    allocator.free([3, 1])
+    state = PagedSeqState(allocator, block_size=3)
+    assert state.append(7).tolist() == [3, 4, 5, 9, 10, 11, 15]
+
+
+def test_append_nothing(allocator):
+    state = PagedSeqState(allocator)
+    assert state.append(0).shape == (0,) and state.len == 0 and state.blocks == []
+
+
+def test_ensure_capacity_reserves_once_and_keeps_the_length(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    for _ in range(2):
+        state.ensure_capacity(9)
+        assert (state.len, state.blocks) == (0, [0, 1, 2])
+    state.ensure_capacity(1)
+    assert state.blocks == [0, 1, 2]
+    assert state.append(10).tolist() == list(range(10)) and state.blocks == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", [lambda s: s.ensure_capacity(17), lambda s: s.append(12), lambda s: s.append(2**70)])
+def test_past_the_maximum_is_a_value_error_and_changes_nothing(allocator, call):
+    state = PagedSeqState(allocator, block_size=4, max_blocks_per_seq=4)
+    state.append(5)
+    with pytest.raises(ValueError, match="the maximum is 4"):
+        call(state)
+    assert (state.len, state.blocks, allocator.in_use) == (5, [0, 1], 2)
+
+
+@pytest.mark.parametrize("call", [lambda s: s.ensure_capacity(16), lambda s: s.append(11)])
+def test_an_exhausted_allocator_changes_nothing(allocator, call):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(5)
+    allocator.allocate_n(5)
+    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 8 is free"):
+        call(state)
+    assert (state.len, state.blocks, allocator.free_count) == (5, [0, 1], 1)
+
+
+@pytest.mark.parametrize("name", ["ensure_capacity", "append", "truncate"])
+def test_numbers_below_zero_and_other_types(allocator, name):
+    state = PagedSeqState(allocator)
+    state.append(3)
+    for number in (-1, -(2**70)):
+        with pytest.raises(ValueError):
+            getattr(state, name)(number)
+    with pytest.raises(TypeError):
+        getattr(state, name)(1.0)
+    assert (state.len, state.blocks) == (3, [0])
+
+
+@pytest.mark.parametrize("size", [0, 1025, -1])
+def test_block_size_out_of_range(allocator, size):
+    with pytest.raises(ValueError, match=str(size)):
+        PagedSeqState(allocator, size)
+
+
+@pytest.mark.parametrize("maximum", [-1, 2**31])
+def test_maximum_out_of_range(allocator, maximum):
+    with pytest.raises(ValueError, match=str(maximum)):
+        PagedSeqState(allocator, 16, maximum)
+
+
+def test_allocator_must_be_one():
+    with pytest.raises(TypeError):
+        PagedSeqState(None)
+
+
+def test_truncate_gives_back_the_tail_and_reserved_blocks(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(9)
+    state.ensure_capacity(20)
+    state.truncate(5)
+    assert (state.len, state.blocks, allocator.in_use) == (5, [0, 1], 2)
+    state.truncate(4)
+    assert state.blocks == [0]
+    with pytest.raises(ValueError, match="cannot truncate 4 tokens to 5"):
+        state.truncate(5)
+    state.truncate(0)
+    assert (state.len, state.blocks, allocator.in_use) == (0, [], 0)
+
+
+def test_release_frees_all_and_the_state_is_reusable(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(9)
+    state.ensure_capacity(32)
+    state.release()
+    assert (state.len, state.blocks, allocator.in_use) == (0, [], 0)
+    state.release()
+    assert state.append(4).shape == (4,) and allocator.in_use == 1
+
+
+def test_block_table_is_live_fixed_and_zero_padded(allocator):
+    state = PagedSeqState(allocator, block_size=4, max_blocks_per_seq=5)
+    allocator.allocate()
+    table = state.block_table
+    assert isinstance(table, memoryview) and table.format == "i" and table.tolist() == [0] * 5
+    state.append(9)
+    assert table.tolist() == [1, 2, 3, 0, 0]
+    state.truncate(4)
+    assert table.tolist() == [1, 0, 0, 0, 0]
+    assert np.asarray(table).dtype == np.int32
+
+
+def test_block_table_outlives_the_state(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    table = state.block_table
+    state.append(9)
+    del state
+    assert allocator.in_use == 0 and table.tolist() == [0] * 8
+
+
+def test_a_state_that_goes_gives_its_blocks_back(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(9)
+    child = state.fork()
+    del state
+    gc.collect()
+    assert allocator.in_use == 3
+    del child
+    gc.collect()
+    assert allocator.in_use == 0
+
+
+def test_a_state_keeps_its_allocator():
+    state = PagedSeqState(BlockAllocator(4))
+    gc.collect()
+    assert state.append(20).shape == (20,) and state.allocator.in_use == 2
+
+
+def test_fork_shares_only_blocks_with_tokens(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(6)
+    state.ensure_capacity(16)
+    child = state.fork()
+    assert (child.len, child.blocks, child.block_size, child.max_blocks_per_seq) == (6, [0, 1], 4, 8)
+    assert [allocator.ref_count(b) for b in range(4)] == [2, 2, 1, 1]
+    assert state.blocks == [0, 1, 2, 3]
+
+
+def test_fork_of_an_empty_state(allocator):
+    state = PagedSeqState(allocator)
+    state.ensure_capacity(3)
+    assert state.fork().blocks == []
+
+
+def test_append_unshares_only_the_block_that_it_writes(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(6)
+    child = state.fork()
+    assert child.append(3).tolist() == [10, 11, 12]
+    assert (child.blocks, state.blocks) == ([0, 2, 3], [0, 1])
+    assert [allocator.ref_count(b) for b in range(4)] == [2, 1, 1, 1]
+    assert state.append().tolist() == [6], "the last holder writes in place"
+
+
+def test_append_at_a_block_border_unshares_nothing(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(4)
+    child = state.fork()
+    child.append()
+    assert (child.blocks, allocator.ref_count(0)) == ([0, 1], 2)
+
+
+def test_truncating_into_a_shared_block_unshares_at_the_next_append(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(8)
+    child = state.fork()
+    child.truncate(2)
+    assert (child.blocks, allocator.ref_count(0), allocator.ref_count(1)) == ([0], 2, 1)
+    assert child.append().tolist() == [2 * 4 + 2]
+    assert (child.blocks, state.blocks, allocator.ref_count(0)) == ([2], [0, 1], 1)
+
+
+def test_append_unshares_reserved_blocks_that_others_hold(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.ensure_capacity(12)
+    allocator.share([1, 2])
+    state.append(6)
+    assert (state.blocks, allocator.ref_count(1), allocator.ref_count(2)) == ([0, 3, 2], 1, 2)
+
+
+def test_unsharing_counts_among_the_blocks_asked_for(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(6)
+    child = state.fork()
+    allocator.allocate_n(5)
+    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 8 is free"):
+        child.append(3)
+    assert (child.len, child.blocks, allocator.ref_count(1)) == (6, [0, 1], 2)
+
+
+def test_appending_many_blocks_at_once():
+    allocator = BlockAllocator(3000)
+    state = PagedSeqState(allocator, block_size=1)
+    assert state.append(3000).tolist() == list(range(3000))
+    assert state.fork().len == 3000
+
+
+@pytest.mark.parametrize("capacity, maximum", [(0, None), (0, 4), (4, 0)])
+def test_nothing_to_append_to(capacity, maximum):
+    allocator = BlockAllocator(capacity)
+    state = PagedSeqState(allocator, max_blocks_per_seq=maximum)
+    assert state.append(0).shape == (0,)
+    with pytest.raises((ValueError, PoolExhausted)):
+        state.append()
+    assert state.fork().blocks == [] and len(state.block_table) == state.max_blocks_per_seq
+    state.release()
+
+
+def test_blocks_freed_behind_the_back_are_reported(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(8)
+    allocator.free(1)
+    for call in (state.release, state.fork, lambda: state.truncate(0)):
+        with pytest.raises(InvalidBlock, match="freed by someone else"):
+            call()
+        assert (state.len, state.blocks, allocator.ref_count(0)) == (8, [0, 1], 1)
+    assert allocator.allocate() == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_state_that_goes_after_such_a_free_touches_no_block(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(8)
+    allocator.free(1)
+    del state
+    assert allocator.ref_count(0) == 1
