@@ -103,8 +103,9 @@ def append_batch(list states not None, list counts not None):
         for i in range(n):
             state = <PagedSeqState>states[i]
             used += state.c_append_taken(state.pending, taken + used)
-        if used < total:
-            allocator.c_free_n(taken + used, total - used)
+        while total > used:  # backwards: they come out again in the order in which they did
+            total -= 1
+            allocator.c_free(taken[total])
     finally:
         free(taken)
 
