@@ -21,7 +21,7 @@ __all__ = ["BlockTables", "PagedSeqState", "append_batch", "release_batch"]
 
 
 class PagedSeqState:
-    """One sequence's blocks, bound to the allocator that they come from.
+    """One sequence's blocks, bound to the allocator that they come from; they go back when nothing refers to it.
 
     >>> allocator = BlockAllocator(4)
     >>> parent = PagedSeqState(allocator, block_size=2)
@@ -42,6 +42,10 @@ class PagedSeqState:
         self.len = 0
         self._blocks: list[int] = []
         self._table = np.zeros(self.max_blocks_per_seq, dtype=np.int32)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_table"):  # the last thing that __init__ makes
+            self.release()
 
     @property
     def blocks(self) -> list[int]:
@@ -69,8 +73,8 @@ class PagedSeqState:
         """Adds `n` tokens and returns their slots, int64 `(n,)`.
 
         Reserves what is missing. A block that will be written and that others hold too is replaced: a new block, a
-        copy of the page in every attached pool, and then one reference less on the old one. Of the new ids, those
-        that replace shared blocks come first. Raises as `ensure_capacity`, and changes nothing then.
+        copy of the page in every attached pool if it holds tokens, and then one reference less on the old one. Of the
+        new ids, those that replace shared blocks come first. Raises as `ensure_capacity`, and changes nothing then.
         """
         n = count_of("n", n)
         missing = self._missing(self.len + n)
@@ -78,7 +82,8 @@ class PagedSeqState:
         self.allocator.demand(missing + len(shared))
         for index in shared:
             old, new = self._blocks[index], self.allocator.allocate()
-            self.allocator.copy_page(new, old)
+            if index * self.block_size < self.len:
+                self.allocator.copy_page(new, old)
             self._blocks[index] = self._table[index] = new
             self.allocator.free(old)
         self._extend(missing)
@@ -196,11 +201,11 @@ class BlockTables:
         self._set([], [])
 
     def fill(self, states: Any, num_tokens: Sequence[int] | None = None) -> BlockTables:
-        """Rows in the order of `states`, or of a `ScheduledBatch`; returns itself.
+        """Rows of the blocks that hold tokens, in the order of `states` or of a `ScheduledBatch`; returns itself.
 
         `slot_mapping` and `query_start_loc` cover the last `num_tokens[i]` tokens of each state (None: one each, none
         of an empty state; a batch brings its own). Raises `ValueError` when there are more states than `max_seqs`, a
-        state has more blocks than a row, or more tokens are asked for than it has; the arrays stay as they were.
+        state has more of those blocks than a row, or more tokens are asked for than it has; nothing changes then.
         """
         if hasattr(states, "states"):
             states, num_tokens = states.states, states.num_tokens
@@ -212,14 +217,15 @@ class BlockTables:
             raise ValueError(f"{len(states)} states but {len(num_tokens)} numbers of tokens")
         for state, tokens in zip(states, num_tokens, strict=True):
             count_of("num_tokens", tokens, state.len)
-            if len(state.blocks) > self.max_blocks_per_seq:
-                raise ValueError(f"a state has {len(state.blocks)} blocks, at most {self.max_blocks_per_seq}")
+            if state._needed(state.len) > self.max_blocks_per_seq:
+                raise ValueError(f"{state.len} tokens do not fit into a row of {self.max_blocks_per_seq} blocks")
         self._set(states, num_tokens)
         return self
 
     def _set(self, states: Sequence[PagedSeqState], num_tokens: Sequence[int]) -> None:
         width = self.max_blocks_per_seq
-        rows = [state.blocks + [0] * (width - len(state.blocks)) for state in states]
+        rows = [state.blocks[: state._needed(state.len)] for state in states]
+        rows = [row + [0] * (width - len(row)) for row in rows]
         starts = list(accumulate(num_tokens, initial=0))
         slots = []
         for state, tokens in zip(states, num_tokens, strict=True):
