@@ -75,18 +75,16 @@ format: $(VENV)/.lint  ## write Python as ruff wants it
 
 san: san-c san-python  ## the C stress program and the kernel tests under sanitizers
 
-san-c: build/san/asan-program build/san/asan-stress build/san/tsan-stress
-	UBSAN_OPTIONS=halt_on_error=1 build/san/asan-program
-	UBSAN_OPTIONS=halt_on_error=1 build/san/asan-stress 3
-	$$(setarch -R true 2>/dev/null && echo setarch -R) build/san/tsan-stress 2
-
-build/san/asan-%: tests/capi/%.c $(CSRC) $(HEADERS)
-	@mkdir -p $(@D)
-	$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined -fno-omit-frame-pointer $< $(CSRC) -o $@ -lm
-
-build/san/tsan-%: tests/capi/%.c $(CSRC) $(HEADERS)
-	@mkdir -p $(@D)
-	$(CC) $(CAPI_FLAGS) -fsanitize=thread $< $(CSRC) -o $@ -lm
+# The sanitized library is the one that san-python's extensions link, too.
+san-c: $(VENV)/.build
+	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_clib
+	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build_clib
+	for name in program stress; do $(CC) $(CAPI_FLAGS) -fsanitize=address,undefined tests/capi/$$name.c \
+		build/address-undefined/temp*/libpagepool.a -lm -o build/address-undefined/$$name || exit 1; done
+	$(CC) $(CAPI_FLAGS) -fsanitize=thread tests/capi/stress.c build/thread/temp*/libpagepool.a -lm -o build/thread/stress
+	UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/program
+	UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/stress 3
+	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/stress 2
 
 SAN_TESTS ?= memory attention
 WHEEL_TESTS ?=

@@ -19,7 +19,8 @@ from setuptools.modified import newer_group
 
 DEBUG = os.environ.get("PAGEPOOL_DEBUG", "") not in ("", "0")
 SANITIZE = os.environ.get("PAGEPOOL_SANITIZE", "")
-VARIANT = "-".join(filter(None, ["debug" if DEBUG else "", SANITIZE.replace(",", "-")]))
+CC = Path(os.environ.get("CC", "").split(" ")[0]).name
+VARIANT = "-".join(filter(None, ["debug" if DEBUG else "", SANITIZE.replace(",", "-"), CC]))
 JOBS = min(8, len(os.sched_getaffinity(0)))
 
 COMMON = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-fPIC"]

@@ -1,0 +1,178 @@
+/* scenario.h: a pool of known numbers, sequences of uneven length in shuffled blocks, and attention by a plain double
+ * loop to compare with.  For the C and the C++ programs beside it: both languages compile it. */
+#ifndef SCENARIO_H
+#define SCENARIO_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "pagepool/pagepool.h"
+
+#define CHECK(condition)                                                              \
+    do {                                                                              \
+        if (!(condition)) {                                                           \
+            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);   \
+            exit(1);                                                                  \
+        }                                                                             \
+    } while (0)
+
+typedef struct scenario {
+    pp_kv_pool pool;
+    int32_t num_seqs;
+    int32_t num_qo_heads;
+    int32_t width;     /* blocks of a row of the table */
+    int32_t *tables;   /* (num_seqs, width); entries past a sequence's length are -1 */
+    int32_t *seq_lens; /* (num_seqs,) */
+    float *q;          /* (num_seqs, num_qo_heads, head_dim) */
+} scenario;
+
+static inline uint32_t scenario_hash(uint32_t value) {
+    value = (value ^ (value >> 16)) * 0x7feb352du;
+    value = (value ^ (value >> 15)) * 0x846ca68bu;
+    return value ^ (value >> 16);
+}
+
+/* A multiple of 1/64 from -2 to below 2: f16 and bf16 hold it exactly, so that pages give back what went in. */
+static inline float scenario_number(int which, int64_t seq, int64_t token, int64_t head, int64_t dim) {
+    uint32_t index = (uint32_t)(((seq * 8192 + token) * 64 + head) * 512 + dim * 3 + which);
+    return (float)((int32_t)(scenario_hash(index) & 255u) - 128) / 64.0f;
+}
+
+static inline void *scenario_memory(size_t bytes) {
+    size_t rounded = (bytes + 63) / 64 * 64;
+    void *memory = aligned_alloc(64, rounded ? rounded : 64);
+    CHECK(memory != NULL);
+    memset(memory, 0xff, rounded ? rounded : 64);
+    return memory;
+}
+
+static inline int64_t scenario_out_count(const scenario *s) {
+    return (int64_t)s->num_seqs * s->num_qo_heads * s->pool.layout.head_dim;
+}
+
+static inline int32_t scenario_blocks_of(const scenario *s, int32_t seq) {
+    return (s->seq_lens[seq] + s->pool.layout.block_size - 1) / s->pool.layout.block_size;
+}
+
+/* Appends tokens [begin, end) of one sequence, K and V of every layer; layer l holds the numbers of sequence
+ * seq + 1000 * l. */
+static inline void scenario_append(const scenario *s, int32_t seq, int32_t begin, int32_t end) {
+    const pp_kv_layout *layout = &s->pool.layout;
+    int64_t heads = layout->num_kv_heads, dims = layout->head_dim, count = end - begin;
+    float *k = (float *)scenario_memory((size_t)(count * heads * dims) * sizeof(float));
+    float *v = (float *)scenario_memory((size_t)(count * heads * dims) * sizeof(float));
+    int64_t *slots = (int64_t *)scenario_memory((size_t)count * sizeof(int64_t));
+    for (int32_t layer = 0; layer < layout->num_layers; layer++) {
+        for (int64_t t = 0; t < count; t++) {
+            int64_t token = begin + t, block = s->tables[(int64_t)seq * s->width + token / layout->block_size];
+            slots[t] = block * layout->block_size + token % layout->block_size;
+            for (int64_t h = 0; h < heads; h++)
+                for (int64_t d = 0; d < dims; d++) {
+                    k[(t * heads + h) * dims + d] = scenario_number(0, seq + 1000 * layer, token, h, d);
+                    v[(t * heads + h) * dims + d] = scenario_number(1, seq + 1000 * layer, token, h, d);
+                }
+        }
+        CHECK(pp_kv_append(&s->pool, layer, slots, count, k, v, PP_F32, heads * dims, dims) == PP_OK);
+    }
+    free(k);
+    free(v);
+    free(slots);
+}
+
+/* A pool of just enough blocks, handed to the sequences in a shuffled order.  Nothing is appended yet. */
+static inline void scenario_make(scenario *s, int32_t num_layers, int32_t num_kv_heads, int32_t group, int32_t head_dim,
+                                 int32_t block_size, pp_dtype dtype, int32_t num_seqs, const int32_t *seq_lens) {
+    memset(s, 0, sizeof *s);
+    CHECK(pp_kv_layout_init(&s->pool.layout, num_layers, num_kv_heads, head_dim, block_size, dtype) == PP_OK);
+    s->num_seqs = num_seqs;
+    s->num_qo_heads = num_kv_heads * group;
+    s->seq_lens = (int32_t *)scenario_memory((size_t)num_seqs * sizeof(int32_t));
+    memcpy(s->seq_lens, seq_lens, (size_t)num_seqs * sizeof(int32_t));
+    for (int32_t seq = 0; seq < num_seqs; seq++) {
+        s->pool.num_blocks += scenario_blocks_of(s, seq);
+        if (s->width < scenario_blocks_of(s, seq)) s->width = scenario_blocks_of(s, seq);
+    }
+    s->width += 2;
+    s->pool.base = (unsigned char *)scenario_memory((size_t)(s->pool.num_blocks * s->pool.layout.block_bytes));
+
+    int32_t *ids = (int32_t *)scenario_memory((size_t)s->pool.num_blocks * sizeof(int32_t)), next = 0;
+    for (int32_t i = 0; i < (int32_t)s->pool.num_blocks; i++) {
+        int32_t other = (int32_t)(scenario_hash((uint32_t)i) % (uint32_t)(i + 1));
+        ids[i] = ids[other];
+        ids[other] = i;
+    }
+    s->tables = (int32_t *)scenario_memory((size_t)num_seqs * (size_t)s->width * sizeof(int32_t));
+    for (int32_t seq = 0; seq < num_seqs; seq++)
+        for (int32_t b = 0; b < scenario_blocks_of(s, seq); b++) s->tables[seq * s->width + b] = ids[next++];
+    free(ids);
+
+    s->q = (float *)scenario_memory((size_t)scenario_out_count(s) * sizeof(float));
+    for (int32_t seq = 0; seq < num_seqs; seq++)
+        for (int32_t h = 0; h < s->num_qo_heads; h++)
+            for (int32_t d = 0; d < head_dim; d++)
+                s->q[((int64_t)seq * s->num_qo_heads + h) * head_dim + d] = scenario_number(2, seq, 0, h, d);
+}
+
+static inline void scenario_free(scenario *s) {
+    free(s->pool.base);
+    free(s->tables);
+    free(s->seq_lens);
+    free(s->q);
+}
+
+static inline void scenario_args(const scenario *s, int32_t layer, float *out, float *lse, pp_decode_args *args) {
+    memset(args, 0, sizeof *args);
+    args->pool = &s->pool;
+    args->layer = layer;
+    args->num_seqs = s->num_seqs;
+    args->num_qo_heads = s->num_qo_heads;
+    args->q = s->q;
+    args->q_stride_head = s->pool.layout.head_dim;
+    args->q_stride_seq = (int64_t)s->num_qo_heads * s->pool.layout.head_dim;
+    args->block_tables = s->tables;
+    args->block_tables_stride = s->width;
+    args->block_tables_width = s->width;
+    args->seq_lens = s->seq_lens;
+    args->sm_scale = 1.0f / sqrtf((float)s->pool.layout.head_dim);
+    args->out = out;
+    args->lse = lse;
+}
+
+/* Compares one query head with attention in doubles over the numbers that were appended. */
+static inline void scenario_check_head(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t head) {
+    int32_t dims = s->pool.layout.head_dim, length = s->seq_lens[seq];
+    int32_t kv_head = head / (s->num_qo_heads / s->pool.layout.num_kv_heads);
+    int64_t row = (int64_t)seq * s->num_qo_heads + head, source = seq + 1000 * args->layer;
+    const float *q = s->q + row * dims, *out = args->out + row * dims;
+    double *score = (double *)scenario_memory((size_t)length * sizeof(double));
+    double largest = -INFINITY, sum = 0.0, error = 0.0, scale = 0.0;
+    for (int32_t t = 0; t < length; t++) {
+        score[t] = 0.0;
+        for (int32_t d = 0; d < dims; d++)
+            score[t] += (double)q[d] * (double)scenario_number(0, source, t, kv_head, d);
+        score[t] *= (double)args->sm_scale;
+        if (score[t] > largest) largest = score[t];
+    }
+    for (int32_t t = 0; t < length; t++) sum += score[t] = exp(score[t] - largest);
+    for (int32_t d = 0; d < dims; d++) {
+        double expected = 0.0;
+        for (int32_t t = 0; t < length; t++)
+            expected += score[t] / sum * (double)scenario_number(1, source, t, kv_head, d);
+        error = fmax(error, fabs(expected - (double)out[d]));
+        scale = fmax(scale, fabs(expected));
+    }
+    CHECK(error <= 1e-5 * scale);
+    if (args->lse != NULL && length == 0) CHECK(isinf(args->lse[row]) && args->lse[row] < 0.0f);
+    if (args->lse != NULL && length > 0) CHECK(fabs(args->lse[row] - (largest + log(sum))) <= 1e-5 * (1.0 + fabs(largest)));
+    free(score);
+}
+
+static inline void scenario_check(const scenario *s, const pp_decode_args *args) {
+    for (int32_t seq = 0; seq < s->num_seqs; seq++)
+        for (int32_t head = 0; head < s->num_qo_heads; head++) scenario_check_head(s, args, seq, head);
+}
+
+#endif

@@ -1,0 +1,77 @@
+"""Programs in C and C++ against the headers and the static library, as a user of the package compiles them."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import pagepool
+
+HERE = Path(__file__).parent
+C_FLAGS = ["-std=c11", "-D_POSIX_C_SOURCE=200809L"]
+CXX_FLAGS = ["-std=c++17"]
+STRICT = ["-O1", "-Wall", "-Wextra", "-Werror", "-pedantic"]
+HEADERS = sorted((Path(pagepool.get_include()) / "pagepool").glob("*.h"))
+
+
+def compiler(variable, names):
+    """The compiler that the environment names, or the first of `names` on this machine."""
+    found = os.environ.get(variable) or next(filter(shutil.which, names), None)
+    if found is None:
+        pytest.skip(f"none of {', '.join(names)} is installed")
+    return found.split()
+
+
+def run(command, **environment):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def build(source, target):
+    """Compiles and links one program as CONTRIBUTING.md and README.md say, warnings being errors."""
+    cxx = source.suffix == ".cpp"
+    tool = compiler("CXX", ["g++", "c++", "clang++"]) if cxx else compiler("CC", ["gcc", "cc", "clang"])
+    paths = [f"-I{pagepool.get_include()}", f"-L{pagepool.get_library_dir()}"]
+    flags = [*(CXX_FLAGS if cxx else C_FLAGS), *STRICT, *paths]
+    run([*tool, *flags, str(source), "-o", str(target), "-lpagepool", "-lm", "-pthread"])
+    return target
+
+
+@pytest.fixture(scope="module")
+def c_program(tmp_path_factory):
+    return build(HERE / "program.c", tmp_path_factory.mktemp("capi") / "program")
+
+
+def test_c_program_agrees_with_a_double_loop_on_every_instruction_set(c_program):
+    word, chosen, *available = run([str(c_program)]).split()
+    assert word == "ok" and chosen in available
+    for isa in available:
+        assert run([str(c_program)], PAGEPOOL_ISA=isa).split()[:2] == ["ok", isa]
+
+
+def test_cpp_program_shares_a_plan_among_its_threads(tmp_path):
+    program = build(HERE / "program.cpp", tmp_path / "program")
+    assert run([str(program)]).startswith("ok ")
+
+
+def test_threads_that_share_a_pool_get_the_bits_of_one_thread(tmp_path):
+    program = build(HERE / "stress.c", tmp_path / "stress")
+    assert run([str(program), "5"]).startswith("ok 5 rounds")
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
+@pytest.mark.parametrize("language", ["c", "c++"])
+def test_each_header_compiles_alone(header, language, tmp_path):
+    source = tmp_path / f"one.{'c' if language == 'c' else 'cpp'}"
+    source.write_text(f'#include "pagepool/{header.name}"\n#include "pagepool/{header.name}"\nextern int unit;\n')
+    tool = compiler("CC", ["gcc", "cc"]) if language == "c" else compiler("CXX", ["g++", "c++"])
+    flags = C_FLAGS if language == "c" else CXX_FLAGS
+    run([*tool, *flags, *STRICT, f"-I{pagepool.get_include()}", "-fsyntax-only", str(source)])
+
+
+def test_the_library_needs_no_python(c_program):
+    symbols = run(["nm", "--undefined-only", str(c_program)])
+    assert "pthread_create" in symbols and "Py" not in symbols
