@@ -5,6 +5,7 @@
 #include "pagepool/attention.h"
 #include "pagepool/cpu.h"
 #include "pagepool/layout.h"
+#include "pagepool/lock.h"
 #include "pagepool/status.h"
 #include "pagepool/threads.h"
 #include "pagepool/version.h"
