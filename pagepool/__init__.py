@@ -6,6 +6,7 @@ from pagepool.config import KvLayout, SchedulerConfig, StateLayout
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_tables import BlockTables
+from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.paged_seq import PagedSeqState
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "BlockTables",
     "InvalidBlock",
     "InvalidSlot",
+    "KvCachePool",
     "KvLayout",
     "PagedSeqState",
     "PoolError",

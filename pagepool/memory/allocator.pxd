@@ -1,6 +1,8 @@
 from libc.stdint cimport int32_t
 
 from pagepool.csrc cimport pp_kv_pool, pp_lock, pp_status
+from pagepool.memory.audit cimport Audit
+from pagepool.memory.ids cimport IdArray
 
 
 cdef extern from *:
@@ -9,12 +11,6 @@ cdef extern from *:
     """
     ctypedef struct pp_regions:
         pass
-
-
-cdef struct Audit:
-    const char *equation  # the broken one, or NULL
-    int32_t left
-    int32_t right
 
 
 cdef class BlockAllocator:
@@ -53,8 +49,4 @@ cdef class BlockAllocator:
     cdef pp_status c_attach(self, const pp_kv_pool *pool) noexcept nogil
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil
     cdef Audit c_audit(self) noexcept nogil
-    cdef Audit audit_locked(self) noexcept nogil
-
-
-# PoolExhausted with the sentence that names the numbers.
-cdef object exhausted(object asked, object free_count, object capacity)
+    cdef object invalid(self, IdArray *array, verb)

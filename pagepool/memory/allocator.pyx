@@ -6,6 +6,7 @@ from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 
+from pagepool.memory.audit cimport Audit, audit_counts
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
@@ -23,11 +24,11 @@ from pagepool.csrc cimport (
 from pagepool.memory.page_buffer cimport PageBuffer
 
 import operator
-from collections import Counter
 
 import numpy as np
 
-from pagepool.errors import InvalidBlock, PoolError, PoolExhausted
+from pagepool.errors import InvalidBlock, PoolError
+from pagepool.memory.explain import exhausted, invalid_blocks
 
 __all__ = ["BlockAllocator"]
 
@@ -219,7 +220,7 @@ cdef class BlockAllocator:
         """
         cdef int32_t block
         if self.c_allocate(&block) != PP_OK:
-            raise PoolExhausted(f"asked for 1 block, 0 of {self.capacity} are free")
+            raise exhausted(1, 0, self.capacity)
         return block
 
     def allocate_n(self, n):
@@ -264,13 +265,13 @@ cdef class BlockAllocator:
         if PyLong_CheckExact(blocks):
             read_id(blocks, &block)
             if self.c_free(block) != PP_OK:
-                raise self._invalid([block], "drop")
+                raise invalid_blocks([block], [self.c_ref_count(block)], self.capacity, "drop")
             return
         read_ids(blocks, &array)
         try:
             status = self.c_free_n(array.ids, array.count)
             if status != PP_OK:
-                raise self._invalid([array.ids[i] for i in range(array.count)], "drop")
+                raise self.invalid(&array, "drop")
         finally:
             release_ids(&array)
 
@@ -294,7 +295,7 @@ cdef class BlockAllocator:
             if status == PP_OVER_MAXIMUM:
                 raise PoolError(f"cannot share {array.count} blocks: a count would pass its maximum of {INT32_MAX}")
             if status != PP_OK:
-                raise self._invalid([array.ids[i] for i in range(array.count)], "add")
+                raise self.invalid(&array, "add")
         finally:
             release_ids(&array)
 
@@ -338,53 +339,11 @@ cdef class BlockAllocator:
     cdef Audit c_audit(self) noexcept nogil:
         cdef Audit audit
         pp_lock_acquire(&self.lock)
-        audit = self.audit_locked()
+        audit = audit_counts(&self.freed[0], self.num_freed, self.taken, self.capacity, &self.ref_counts[0])
         pp_lock_release(&self.lock)
         return audit
 
-    cdef Audit audit_locked(self) noexcept nogil:
-        """Marks each listed block with a count of -1, so that a block listed twice shows, and takes the marks off."""
-        cdef Audit audit = Audit(NULL, 0, 0)
-        cdef int32_t i, block, marked = 0, used = 0
-        if not 0 <= self.num_freed <= self.taken <= self.capacity:
-            return Audit(b"0 <= num_freed <= taken <= capacity", self.num_freed, self.taken)
-        for i in range(self.num_freed):
-            block = self.freed[i]
-            if not 0 <= block < self.taken:
-                audit = Audit(b"a listed block is one of those taken", block, self.taken)
-                break
-            if self.ref_counts[block] != 0:
-                audit = Audit(b"a listed block has count 0, or -1 if listed twice", block, self.ref_counts[block])
-                break
-            self.ref_counts[block] = -1
-            marked += 1
-        for i in range(marked):
-            self.ref_counts[self.freed[i]] = 0
-        if audit.equation != NULL:
-            return audit
-        for i in range(self.taken):
-            if self.ref_counts[i] < 0:
-                return Audit(b"ref_count >= 0", i, self.ref_counts[i])
-            used += self.ref_counts[i] > 0
-        if used + self.num_freed != self.taken:
-            return Audit(b"in_use + free == capacity", used, self.capacity - self.taken + self.num_freed)
-        return audit
-
-    def _invalid(self, list blocks, str verb):
-        """The error that says which of `blocks` is wrong, and why."""
-        for block, times in Counter(blocks).items():
-            count = self.c_ref_count(block)
-            if count < 0:
-                return InvalidBlock(f"block {block} is out of range: there are {self.capacity} blocks")
-            if count == 0:
-                preposition = "of" if verb == "drop" else "to"
-                return InvalidBlock(f"cannot {verb} 1 reference {preposition} block {block}: it is free and has 0")
-            if verb == "drop" and times > count:
-                return InvalidBlock(f"cannot drop {times} references of block {block}: it has {count}")
-        return InvalidBlock(f"one of {len(blocks)} blocks was freed by another thread meanwhile")
-
-
-cdef object exhausted(object asked, object free_count, object capacity):
-    blocks = "block" if asked == 1 else "blocks"
-    verb = "is" if free_count == 1 else "are"
-    return PoolExhausted(f"asked for {asked} {blocks}, {free_count} of {capacity} {verb} free")
+    cdef object invalid(self, IdArray *array, verb):
+        """The InvalidBlock that says which of the ids is wrong, and why."""
+        blocks = [array.ids[i] for i in range(array.count)]
+        return invalid_blocks(blocks, [self.c_ref_count(block) for block in blocks], self.capacity, verb)

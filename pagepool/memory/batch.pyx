@@ -4,7 +4,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from pagepool.memory.allocator cimport BlockAllocator, exhausted
+from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.csrc cimport PP_OK, pp_status
 from pagepool.memory.ids cimport read_count
 from pagepool.memory.paged_seq cimport PagedSeqState
@@ -12,6 +12,7 @@ from pagepool.memory.paged_seq cimport PagedSeqState
 from collections import Counter
 
 from pagepool.errors import InvalidBlock
+from pagepool.memory.explain import exhausted
 
 __all__ = ["append_batch", "release_batch"]
 

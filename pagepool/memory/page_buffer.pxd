@@ -3,7 +3,7 @@ from cpython.buffer cimport Py_buffer
 
 cdef class PageBuffer:
     cdef unsigned char *base
-    cdef Py_ssize_t exports
+    cdef Py_ssize_t exports  # views, capsules and calls without the GIL that look into the memory; with the GIL only
     cdef Py_ssize_t _shape[1]
     cdef Py_ssize_t _strides[1]
     cdef Py_ssize_t _num_bytes
@@ -11,6 +11,8 @@ cdef class PageBuffer:
     cdef char _format[2]
     cdef object __weakref__
 
+    cdef Py_ssize_t count(self) noexcept
+    cdef Py_ssize_t item_bytes(self) noexcept
     cdef int fill_view(self, Py_buffer *view, int flags) except -1
     cdef int close(self) except -1
     cdef void give_back(self) noexcept

@@ -62,6 +62,12 @@ cdef class PageBuffer:
             self.base = NULL
             pp_unreserve(&reservation)
 
+    cdef Py_ssize_t count(self) noexcept:
+        return self._shape[0]
+
+    cdef Py_ssize_t item_bytes(self) noexcept:
+        return self._strides[0]
+
     cdef int close(self) except -1:
         """Gives the memory back now. Raises BufferError while anyone looks into it."""
         if self.exports:

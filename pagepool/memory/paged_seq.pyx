@@ -6,7 +6,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from pagepool.memory.allocator cimport BlockAllocator, exhausted
+from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
     PP_INVALID_ARGUMENT,
@@ -24,6 +24,7 @@ import operator
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
+from pagepool.memory.explain import exhausted
 
 __all__ = ["PagedSeqState"]
 
@@ -72,7 +73,7 @@ cdef class PagedSeqState:
 
     def __dealloc__(self):
         if self.num_blocks and self.c_release() != PP_OK:
-            raise InvalidBlock(f"a sequence of {self.num_blocks} blocks goes, but one of them was freed by someone else")
+            raise InvalidBlock(f"one of the {self.num_blocks} blocks of a sequence that goes was freed by someone else")
 
     cdef pp_status c_ensure_capacity(self, int64_t target_len) noexcept nogil:
         cdef pp_status status
@@ -186,7 +187,7 @@ cdef class PagedSeqState:
     def ensure_capacity(self, target_len):
         """Reserves blocks for `target_len` tokens in all; `len` does not change.
 
-        Does nothing when they are there. Raises `ValueError` past the maximum of blocks or below 0, `PoolExhausted` when
+        Does nothing when they are there. Raises `ValueError` past the maximum of blocks or below 0, `PoolExhausted` if
         the allocator has too few; then nothing has changed.
 
         >>> from pagepool import BlockAllocator

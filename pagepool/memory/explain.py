@@ -1,0 +1,40 @@
+"""The sentences of errors about blocks: what was asked for, and what there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pagepool.errors import InvalidBlock, PoolExhausted
+
+__all__ = ["exhausted", "invalid_blocks"]
+
+
+def exhausted(asked: int, free_count: int, capacity: int) -> PoolExhausted:
+    """The error of an allocator that has fewer free blocks than were asked for.
+
+    >>> exhausted(2, 1, 4)
+    PoolExhausted('asked for 2 blocks, 1 of 4 is free')
+    """
+    noun = "block" if asked == 1 else "blocks"
+    verb = "is" if free_count == 1 else "are"
+    return PoolExhausted(f"asked for {asked} {noun}, {free_count} of {capacity} {verb} free")
+
+
+def invalid_blocks(blocks: list[int], counts: list[int], capacity: int, verb: str) -> InvalidBlock:
+    """The error of blocks that could not all lose ("drop") or gain ("add") a reference.
+
+    `counts` are the blocks' reference counts, -1 for an id out of range.
+
+    >>> invalid_blocks([0, 1, 1], [1, 1, 1], capacity=4, verb="drop")
+    InvalidBlock('cannot drop 2 references of block 1: it has 1')
+    """
+    times = Counter(blocks)
+    for block, count in zip(blocks, counts, strict=True):
+        if count < 0:
+            return InvalidBlock(f"block {block} is out of range: there are {capacity} blocks")
+        if count == 0:
+            preposition = "of" if verb == "drop" else "to"
+            return InvalidBlock(f"cannot {verb} 1 reference {preposition} block {block}: it is free and has 0")
+        if verb == "drop" and times[block] > count:
+            return InvalidBlock(f"cannot drop {times[block]} references of block {block}: it has {count}")
+    return InvalidBlock(f"one of {len(blocks)} blocks was freed or taken by another thread meanwhile")

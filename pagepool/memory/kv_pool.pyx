@@ -1,0 +1,367 @@
+"""KvCachePool: the bytes of keys and values, page by page."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.string cimport memcpy
+
+from pagepool.csrc cimport (
+    PP_BF16,
+    PP_F16,
+    PP_F32,
+    PP_INVALID_BLOCK,
+    PP_INVALID_SLOT,
+    PP_OK,
+    pp_dtype,
+    pp_kv_append,
+    pp_kv_gather,
+    pp_kv_layout,
+    pp_kv_layout_init,
+    pp_status,
+)
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
+from pagepool.memory.ids cimport IdArray, read_count, read_id, read_ids, release_ids
+from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.memory.token_rows cimport TokenRows
+
+import operator
+from importlib import import_module
+
+import numpy as np
+
+from pagepool.config import KV_DTYPES, KvLayout
+from pagepool.errors import InvalidBlock, InvalidSlot
+
+__all__ = ["KvCachePool"]
+
+cdef dict KINDS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16}
+cdef dict NAMES = {kind: name for name, kind in KINDS.items()}
+cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H"}
+# What NumPy sees of a page: it has no bfloat16 of its own.
+cdef dict VIEWS = {PP_F32: np.dtype(np.float32), PP_F16: np.dtype(np.float16), PP_BF16: np.dtype(np.uint16)}
+cdef Py_ssize_t MAX_PAGE_SIZE = <Py_ssize_t>1 << 40
+cdef object FLOAT32 = np.dtype(np.float32)
+cdef object empty = np.empty
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class KvCachePool:
+    """Pages of K and V in one buffer whose address never changes, committed as they are touched.
+
+    page_size       elements per page
+    initial_pages   the number of pages
+    dtype           "float32", "float16" or "bfloat16"
+
+    The flat pool made here hands out plain pages (`alloc`, `free`, `page`); `from_layout` makes one that knows layers,
+    heads and tokens. `memoryview(pool)` and DLPack show all elements in one dimension (bfloat16 as uint16 in the
+    former); views keep the memory, not the pool. Any number of threads may append to disjoint slots. Raises
+    `ValueError` for sizes out of range or another dtype, `MemoryError` when the system has no room.
+
+    >>> pool = KvCachePool(page_size=8, initial_pages=2)
+    >>> i = pool.alloc()
+    >>> pool.page(i)[:] = 1
+    >>> memoryview(pool).tolist()[:9]
+    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    """
+
+    def __cinit__(self, page_size, initial_pages, dtype="float32"):
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        if name not in KINDS:
+            raise ValueError(f"dtype must be one of {', '.join(KINDS)}, not {name!r}")
+        elements, pages = operator.index(page_size), operator.index(initial_pages)
+        if not 1 <= elements <= MAX_PAGE_SIZE:
+            raise ValueError(f"page_size must be from 1 to {MAX_PAGE_SIZE}, not {elements}")
+        if not 0 <= pages <= INT32_MAX:
+            raise ValueError(f"the number of pages must be from 0 to {INT32_MAX}, not {pages}")
+        item = KV_DTYPES[name]
+        if elements * pages * item >= 1 << 62:
+            raise MemoryError(f"the system has no room for {pages} pages of {elements * item} bytes")
+        allocator = BlockAllocator(pages)
+        self.buffer = PageBuffer(elements * pages, FORMATS[KINDS[name]], True)
+        self.page_size = elements
+        self.c_pool.base = self.buffer.base
+        self.c_pool.num_blocks = pages
+        self.c_pool.layout.dtype = KINDS[name]
+        self.c_pool.layout.item_bytes = item
+        self.c_pool.layout.block_bytes = self.page_size * item
+        self.adopt(None, allocator)
+
+    def __dealloc__(self):
+        if self.allocator is not None:
+            self.allocator.c_detach(&self.c_pool)
+
+    cdef int adopt(self, object layout, BlockAllocator allocator) except -1:
+        """Attaches to `allocator` instead of the one before."""
+        if allocator.capacity > self.c_pool.num_blocks:
+            raise ValueError(
+                f"the allocator has {allocator.capacity} blocks, the pool only {self.c_pool.num_blocks} pages"
+            )
+        if allocator.c_attach(&self.c_pool) != PP_OK:
+            raise MemoryError("no memory to attach the pool to its allocator")
+        if self.allocator is not None:
+            self.allocator.c_detach(&self.c_pool)
+        self.allocator = allocator
+        self.layout = layout
+        return 0
+
+    @staticmethod
+    def from_layout(layout not None, num_blocks, allocator=None):
+        """A pool of `num_blocks` pages, one for each block id, that hold what a `KvLayout` describes.
+
+        `allocator`: the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one.
+        It may not have more blocks than the pool has pages (`ValueError`).
+
+        >>> from pagepool import KvLayout
+        >>> pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)
+        >>> pool.allocator.free_count, pool.page_size
+        (4, 256)
+        """
+        cdef KvCachePool pool
+        cdef pp_kv_layout c_layout
+        if not isinstance(layout, KvLayout):
+            raise TypeError(f"layout must be a KvLayout, not {type(layout).__name__}")
+        if allocator is not None and not isinstance(allocator, BlockAllocator):
+            raise TypeError(f"allocator must be a BlockAllocator, not {type(allocator).__name__}")
+        if pp_kv_layout_init(
+            &c_layout, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size,
+            <pp_dtype><int>KINDS[layout.dtype],
+        ) != PP_OK:
+            raise ValueError(f"a pool cannot have this layout: {layout}")
+        pool = KvCachePool(layout.page_size, num_blocks, layout.dtype)
+        pool.c_pool.layout = c_layout
+        pool.adopt(layout, pool.allocator if allocator is None else allocator)
+        return pool
+
+    cdef pp_status c_append(self, int32_t layer, const int64_t *slots, int64_t num_tokens, const float *k,
+                            const float *v, int64_t token_stride, int64_t head_stride) noexcept nogil:
+        return pp_kv_append(&self.c_pool, layer, slots, num_tokens, k, v, PP_F32, token_stride, head_stride)
+
+    cdef pp_status c_gather(self, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,
+                            float *v) noexcept nogil:
+        return pp_kv_gather(&self.c_pool, layer, blocks, num_blocks, seq_len, k, v)
+
+    cdef void c_pin(self) noexcept:
+        self.buffer.exports += 1
+
+    cdef void c_unpin(self) noexcept:
+        self.buffer.exports -= 1
+
+    cdef int check_open(self) except -1:
+        if self.buffer.base == NULL:
+            raise ValueError("the pool is closed")
+        return 0
+
+    cdef int32_t read_layer(self, object layer) except -1:
+        self.check_open()
+        if self.layout is None:
+            raise ValueError("a flat pool has no layers: make the pool with KvCachePool.from_layout")
+        cdef int64_t number = read_count(layer)
+        if not 0 <= number < self.c_pool.layout.num_layers:
+            raise ValueError(f"layer must be from 0 to {self.c_pool.layout.num_layers - 1}, not {number}")
+        return <int32_t>number
+
+    def append(self, layer, slot_mapping, k, v):
+        """Writes the K and V of tokens of one layer into their slots.
+
+        layer          which layer, from 0
+        slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token
+        k, v           (n_tokens, num_kv_heads, head_dim), last axis contiguous: float32 (rounded to nearest even) or
+                       the pool's dtype; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack
+
+        Slots are checked for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a shape,
+        stride or layer that does not fit, `InvalidSlot` for a slot out of range; then nothing was written. The GIL is
+        released while it copies.
+
+        >>> import numpy as np
+        >>> from pagepool import KvLayout
+        >>> pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)
+        >>> k = np.ones((2, 1, 8), np.float32)
+        >>> pool.append(0, np.array([16, 17]), k, 2 * k)
+        >>> pool.gather(0, [1], 2)[1][:, 0, 0]
+        array([2., 2.], dtype=float32)
+        """
+        cdef int32_t number = self.read_layer(layer)
+        cdef TokenRows rows = TokenRows.__new__(TokenRows)
+        cdef pp_status status
+        rows.read(slot_mapping, k, v, &self.c_pool.layout)
+        self.c_pin()
+        with nogil:
+            status = pp_kv_append(
+                &self.c_pool, number, rows.slots, rows.num_tokens, rows.k_data, rows.v_data, rows.dtype,
+                rows.token_stride, rows.head_stride,
+            )
+        self.c_unpin()
+        if status == PP_INVALID_SLOT:
+            raise self._invalid_slot(np.asarray(slot_mapping))
+        if status != PP_OK:
+            raise ValueError(f"cannot append to layer {number}: status {status}")
+
+    def gather(self, layer, blocks, seq_len):
+        """Reads `seq_len` tokens of a sequence back; returns (k, v), each float32 (seq_len, num_kv_heads, head_dim).
+
+        `blocks` are the sequence's block ids, an int sequence or array of at least ceil(seq_len / block_size). The
+        arrays are new and C-contiguous; 16-bit elements are widened exactly. Raises `InvalidBlock` for an id out of
+        range, `ValueError` when `blocks` are too few, the layer is none or `seq_len` is below 0.
+        """
+        cdef int32_t number = self.read_layer(layer)
+        cdef int64_t length = read_count(seq_len)
+        cdef int64_t needed = (length + self.c_pool.layout.block_size - 1) // self.c_pool.layout.block_size
+        cdef IdArray array
+        cdef Py_buffer k_view, v_view
+        cdef pp_status status
+        if length < 0:
+            raise ValueError(f"seq_len cannot be {length}")
+        read_ids(blocks, &array)
+        try:
+            if needed > array.count:
+                raise ValueError(f"{length} tokens are in {needed} blocks, {array.count} were given")
+            k = empty((length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.head_dim), FLOAT32)
+            v = empty((length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.head_dim), FLOAT32)
+            PyObject_GetBuffer(k, &k_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+            PyBuffer_Release(&k_view)  # k and v hold their memory, and nobody else knows them
+            PyObject_GetBuffer(v, &v_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+            PyBuffer_Release(&v_view)
+            self.c_pin()
+            with nogil:
+                status = self.c_gather(
+                    number, array.ids, array.count, length, <float *>k_view.buf, <float *>v_view.buf
+                )
+            self.c_unpin()
+            if status == PP_INVALID_BLOCK:
+                bad = [array.ids[i] for i in range(needed) if not 0 <= array.ids[i] < self.c_pool.num_blocks]
+                raise InvalidBlock(f"block {bad[0]} is out of range: the pool has {self.c_pool.num_blocks} blocks")
+            if status != PP_OK:
+                raise ValueError(f"cannot gather {length} tokens of layer {number}: status {status}")
+        finally:
+            release_ids(&array)
+        return k, v
+
+    def alloc(self):
+        """Takes a page; returns its number. Raises `PoolExhausted` when none is free. The page is not cleared."""
+        return self.allocator.allocate()
+
+    def free(self, i):
+        """Gives page i back; its content stays. Raises `InvalidBlock` when it is out of range or free already."""
+        self.allocator.free(i)
+
+    def page(self, i):
+        """A writable view of page i, `page_size` elements (uint16 bits for bfloat16). It keeps the memory.
+
+        Any page may be viewed, free or not. Raises `InvalidBlock` when i is out of range.
+        """
+        cdef int32_t number
+        self.check_open()
+        read_id(i, &number)
+        if not 0 <= number < self.c_pool.num_blocks:
+            raise InvalidBlock(f"page {number} is out of range: the pool has {self.c_pool.num_blocks} pages")
+        return np.frombuffer(
+            self.buffer, VIEWS[self.c_pool.layout.dtype], self.page_size, number * self.c_pool.layout.block_bytes
+        )
+
+    def numpy(self):
+        """A writable view (num_blocks, page_size) of all pages. It keeps the memory.
+
+        bfloat16 comes as `ml_dtypes.bfloat16` where that package is installed, else as its uint16 bits.
+        """
+        self.check_open()
+        pages = np.asarray(self.buffer).reshape(self.c_pool.num_blocks, self.page_size)
+        if self.c_pool.layout.dtype == PP_BF16:
+            try:
+                return pages.view(import_module("ml_dtypes").bfloat16)
+            except ModuleNotFoundError:
+                return pages
+        return pages
+
+    def close(self):
+        """Gives the memory back now; pages and elements are gone then. Raises `BufferError` while views look into it.
+
+        Closing twice does nothing.
+        """
+        self.buffer.close()
+        self.allocator.c_detach(&self.c_pool)
+        self.c_pool.base = NULL
+        self.c_pool.num_blocks = 0
+
+    @property
+    def total_pages(self):
+        """Pages of the pool."""
+        return self.c_pool.num_blocks
+
+    @property
+    def free_pages(self):
+        """Blocks that the allocator has free."""
+        return self.allocator.free_count
+
+    @property
+    def used_pages(self):
+        """Blocks of the allocator that are in use."""
+        return self.allocator.in_use
+
+    @property
+    def num_blocks(self):
+        """The same as `total_pages`."""
+        return self.c_pool.num_blocks
+
+    @property
+    def num_layers(self):
+        """Layers of the layout; 0 for a flat pool, as are `num_kv_heads`, `head_dim` and `block_size`."""
+        return self.c_pool.layout.num_layers
+
+    @property
+    def num_kv_heads(self):
+        """KV heads of a layer."""
+        return self.c_pool.layout.num_kv_heads
+
+    @property
+    def head_dim(self):
+        """Elements of a head."""
+        return self.c_pool.layout.head_dim
+
+    @property
+    def block_size(self):
+        """Tokens of a block."""
+        return self.c_pool.layout.block_size
+
+    @property
+    def dtype(self):
+        """"float32", "float16" or "bfloat16"."""
+        return NAMES[self.c_pool.layout.dtype]
+
+    @property
+    def nbytes(self):
+        """Bytes of all pages, committed or not."""
+        return self.c_pool.num_blocks * self.c_pool.layout.block_bytes
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        self.buffer.fill_view(view, flags)
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """A DLPack capsule of all elements in one dimension: versioned from `max_version` (1, 0) on, else legacy.
+
+        `stream` must be None; `copy=True` gives a copy. Raises `BufferError` for a device that is not this CPU.
+        """
+        cdef int kind = self.c_pool.layout.dtype
+        cdef PageBuffer shown = self.buffer
+        self.check_open()
+        if stream is not None:
+            raise ValueError(f"memory of the CPU has no streams: stream must be None, not {stream}")
+        if dl_device is not None and tuple(dl_device) != (PP_DL_CPU, 0):
+            raise BufferError(f"the pool is on DLPack device {(PP_DL_CPU, 0)}, not on {tuple(dl_device)}")
+        if copy:
+            shown = PageBuffer(self.buffer.count(), FORMATS[kind], True)
+            memcpy(shown.base, self.buffer.base, <size_t>self.nbytes)
+        return export_capsule(
+            shown, PP_DL_BFLOAT if kind == PP_BF16 else PP_DL_FLOAT, max_version is not None and max_version[0] >= 1,
+            PP_DL_IS_COPIED if copy else 0,
+        )
+
+    def __dlpack_device__(self):
+        """DLPack's name of the CPU."""
+        return PP_DL_CPU, 0
+
+    def _invalid_slot(self, slots):
+        limit = self.c_pool.num_blocks * self.c_pool.layout.block_size
+        [bad] = np.flatnonzero((slots < -1) | (slots >= limit))[:1]
+        return InvalidSlot(f"slot {slots[bad]} of token {bad} is out of range: the pool has {limit} slots")

@@ -1,0 +1,125 @@
+"""TokenRows: the slots, keys and values of an append, checked before anything is written."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.stdint cimport int64_t
+from libc.string cimport memcpy
+
+from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32, pp_dtype, pp_kv_layout
+from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
+
+import numpy as np
+
+__all__ = []
+
+cdef dict NAMES = {PP_F32: "float32", PP_F16: "float16", PP_BF16: "bfloat16", TENSOR_BITS16: "uint16"}
+
+
+cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -1:
+    if tensor.kind == PP_F32 or tensor.kind == pool_dtype:
+        return tensor.kind
+    if tensor.kind == TENSOR_BITS16 and pool_dtype == PP_BF16:
+        return PP_BF16
+    own = "" if pool_dtype == PP_F32 else f" or {NAMES[pool_dtype]}"
+    raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
+
+
+cdef void pack_rows(char *to, const Tensor *tensor) noexcept nogil:
+    """Copies the rows of (token, head) behind each other."""
+    cdef Py_ssize_t token, head, row = tensor.shape[2] * tensor.item_bytes
+    for token in range(tensor.shape[0]):
+        for head in range(tensor.shape[1]):
+            memcpy(to, tensor.data + token * tensor.strides[0] + head * tensor.strides[1], <size_t>row)
+            to += row
+
+
+@cython.final
+@cython.no_gc
+@cython.freelist(4)
+cdef class TokenRows:
+    """Internal: the checked arguments of `KvCachePool.append`."""
+
+    def __dealloc__(self):
+        if self.has_slots:
+            PyBuffer_Release(&self.slots_view)
+        release_tensor(&self.k)
+        release_tensor(&self.v)
+        PyMem_Free(self.packed)
+
+    cdef int read(self, object slot_mapping, object k, object v, const pp_kv_layout *layout) except -1:
+        """Raises TypeError for a dtype, ValueError for a shape or stride that append cannot take."""
+        self.k_owner = read_tensor("k", k, &self.k)
+        self.v_owner = read_tensor("v", v, &self.v)
+        self.dtype = <pp_dtype>accepted_dtype("k", &self.k, layout.dtype)
+        if accepted_dtype("v", &self.v, layout.dtype) != self.dtype:
+            raise TypeError(f"k and v must have one dtype, not {NAMES[self.k.kind]} and {NAMES[self.v.kind]}")
+        self.read_slots(slot_mapping)
+        self.check_rows("k", &self.k, layout)
+        self.check_rows("v", &self.v, layout)
+        self.k_data = self.k.data
+        self.v_data = self.v.data
+        if self.k.strides[0] != self.v.strides[0] or self.k.strides[1] != self.v.strides[1]:
+            self.pack()
+        self.token_stride = self.k.strides[0] // self.k.item_bytes
+        self.head_stride = self.k.strides[1] // self.k.item_bytes
+        return 0
+
+    cdef int read_slots(self, object slot_mapping) except -1:
+        cdef Py_buffer *view = &self.slots_view
+        if not PyObject_CheckBuffer(slot_mapping):
+            if not hasattr(slot_mapping, "__dlpack__"):
+                raise TypeError(f"slot_mapping must be an int64 array, not {type(slot_mapping).__name__}")
+            slot_mapping = np.from_dlpack(slot_mapping)
+        PyObject_GetBuffer(slot_mapping, view, PyBUF_FORMAT | PyBUF_STRIDES)
+        self.has_slots = True
+        if view.itemsize != 8 or (view.format[0] != b"l" and view.format[0] != b"q") or view.format[1]:
+            raise TypeError(f"slot_mapping must be int64, not {getattr(slot_mapping, 'dtype', view.format.decode())}")
+        if view.ndim != 1:
+            raise ValueError(f"slot_mapping must have 1 dimension, not {view.ndim}")
+        if view.shape[0] > 1 and view.strides[0] != 8:
+            raise ValueError(f"slot_mapping must be contiguous: its stride is {view.strides[0]} bytes, not 8")
+        self.slots = <const int64_t *>view.buf
+        self.num_tokens = view.shape[0]
+        return 0
+
+    cdef int check_rows(self, str name, Tensor *tensor, const pp_kv_layout *layout) except -1:
+        cdef Py_ssize_t item = tensor.item_bytes
+        cdef int i
+        if (
+            tensor.ndim != 3 or tensor.shape[0] != self.num_tokens or tensor.shape[1] != layout.num_kv_heads
+            or tensor.shape[2] != layout.head_dim
+        ):
+            shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
+            wanted = (self.num_tokens, layout.num_kv_heads, layout.head_dim)
+            raise ValueError(f"{name} must have shape {wanted} (slots, num_kv_heads, head_dim), not {shape}")
+        if tensor.strides[2] != item:
+            raise ValueError(f"the last axis of {name} must be contiguous: its stride is {tensor.strides[2]} bytes")
+        # No step is ever taken along an axis of length 0 or 1: whatever stride it has becomes that of packed rows.
+        if tensor.shape[1] <= 1:
+            tensor.strides[1] = tensor.shape[2] * item
+        if tensor.shape[0] <= 1:
+            tensor.strides[0] = tensor.shape[1] * tensor.shape[2] * item
+        for i in range(2):
+            if tensor.strides[i] <= 0 or tensor.strides[i] % item:
+                raise ValueError(
+                    f"axis {i} of {name} must have a positive stride that is a multiple of {item} bytes, "
+                    f"not {tensor.strides[i]}"
+                )
+        if <size_t>tensor.data % <size_t>item:
+            raise ValueError(f"{name} must be aligned to {item} bytes")
+        return 0
+
+    cdef int pack(self) except -1:
+        """The library reads k and v with one pair of strides: where they differ, both are copied."""
+        cdef size_t size = <size_t>(self.num_tokens * self.k.shape[1] * self.k.shape[2] * self.k.item_bytes)
+        self.packed = <char *>PyMem_Malloc(2 * size)
+        if self.packed == NULL:
+            raise MemoryError(f"no memory to copy k and v of {self.num_tokens} tokens")
+        pack_rows(self.packed, &self.k)
+        pack_rows(self.packed + size, &self.v)
+        self.k_data = self.packed
+        self.v_data = self.packed + size
+        self.k.strides[1] = self.k.shape[2] * self.k.item_bytes
+        self.k.strides[0] = self.k.shape[1] * self.k.strides[1]
+        return 0

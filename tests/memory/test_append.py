@@ -1,0 +1,235 @@
+"""KvCachePool.append and .gather: what they take, what they refuse, and that a refusal writes nothing."""
+
+import numpy as np
+import pytest
+
+from pagepool import InvalidBlock, InvalidSlot, KvCachePool, KvLayout
+
+DTYPES = ("float32", "float16", "bfloat16")
+HEADS, DIM, BLOCKS = 3, 16, 6
+
+
+def make(dtype="float32", block_size=4, layers=2):
+    return KvCachePool.from_layout(KvLayout(layers, HEADS, DIM, block_size, dtype), BLOCKS)
+
+
+def bits_of_bfloat16(values):
+    """Rounded to nearest even, in integers."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widened(values, dtype):
+    """What a page of `dtype` holds of f32 values, as f32."""
+    if dtype == "bfloat16":
+        return (bits_of_bfloat16(values).astype(np.uint32) << 16).view(np.float32)
+    return values.astype(dtype).astype(np.float32)
+
+
+def stored(values, dtype):
+    return bits_of_bfloat16(values) if dtype == "bfloat16" else values.astype(dtype)
+
+
+def tokens(n, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((2, n, HEADS, DIM), dtype=np.float32)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 48])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_returns_what_append_wrote(dtype, block_size):
+    pool = make(dtype, block_size)
+    n = 2 * block_size + max(1, block_size // 2)
+    blocks = [4, 0, 5]
+    slots = np.array([blocks[t // block_size] * block_size + t % block_size for t in range(n)])
+    k, v = tokens(n)
+    pool.append(1, slots, k, v)
+    got_k, got_v = pool.gather(1, blocks, n)
+    assert got_k.dtype == got_v.dtype == np.float32 and got_k.flags.c_contiguous and got_v.flags.c_contiguous
+    np.testing.assert_array_equal(got_k, widened(k, dtype))
+    np.testing.assert_array_equal(got_v, widened(v, dtype))
+    assert not np.any(pool.gather(0, blocks, n)), "the other layer is untouched"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_pools_own_dtype_is_copied(dtype):
+    pool = make(dtype)
+    k, v = tokens(5)
+    pool.append(0, np.arange(5), stored(k, dtype), stored(v, dtype))
+    np.testing.assert_array_equal(pool.gather(0, [0, 1], 5), [widened(k, dtype), widened(v, dtype)])
+
+
+def test_bfloat16_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its arrays are what is tested")
+    pool = make("bfloat16")
+    k, v = (x.astype(ml_dtypes.bfloat16) for x in tokens(5))
+    pool.append(0, np.arange(5), k, v)
+    np.testing.assert_array_equal(pool.gather(0, [0, 1], 5), [k.astype(np.float32), v.astype(np.float32)])
+    with pytest.raises(TypeError, match="float32 for this pool, not bfloat16"):
+        make("float32").append(0, np.arange(5), k, v)
+
+
+def test_minus_one_skips_a_token():
+    pool = make()
+    k, v = tokens(3)
+    pool.append(0, np.array([2, -1, 0]), k, v)
+    got, _ = pool.gather(0, [0], 4)
+    np.testing.assert_array_equal(got[[2, 0]], k[[0, 2]])
+    assert not got[[1, 3]].any()
+
+
+def views(k, v):
+    """The same K and V behind other strides."""
+    n = k.shape[0]
+    fused = np.zeros((n, 3 * HEADS, DIM), k.dtype)
+    fused[:, HEADS : 2 * HEADS], fused[:, 2 * HEADS :] = k, v
+    yield fused[:, HEADS : 2 * HEADS], fused[:, 2 * HEADS :]
+    by_head = np.ascontiguousarray(np.stack([k, v]).transpose(0, 2, 1, 3))
+    yield by_head[0].transpose(1, 0, 2), by_head[1].transpose(1, 0, 2)
+    yield k, by_head[1].transpose(1, 0, 2)  # strides that differ
+    every_other = np.zeros((2 * n, HEADS, DIM), k.dtype)
+    every_other[::2] = k
+    yield every_other[::2], v
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_strides(dtype, which):
+    pool = make(dtype)
+    k, v = tokens(6)
+    pool.append(0, np.arange(6), *list(views(k, v))[which])
+    np.testing.assert_array_equal(pool.gather(0, [0, 1], 6), [widened(k, dtype), widened(v, dtype)])
+
+
+def test_strides_of_axes_without_steps_do_not_matter():
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8, 4, "float32"), 2)
+    k = np.lib.stride_tricks.as_strided(np.arange(8, dtype=np.float32), (1, 1, 8), (-3, 0, 4))
+    pool.append(0, np.array([5]), k, k)
+    assert pool.gather(0, [1], 2)[0][1, 0].tolist() == list(range(8))
+
+
+def test_read_only_arguments():
+    pool = make()
+    k, v = tokens(1)
+    slots = np.zeros(1, np.int64)
+    for array in (k, v, slots):
+        array.flags.writeable = False
+    pool.append(0, slots, k, v)
+    np.testing.assert_array_equal(pool.gather(0, [0], 1)[0], k)
+
+
+K, V = tokens(4)
+SLOTS = np.arange(4)
+
+
+@pytest.mark.parametrize(
+    "slots, k, v, error, message",
+    [
+        (SLOTS.astype(np.int32), K, V, TypeError, "slot_mapping must be int64, not int32"),
+        (SLOTS.astype(np.uint64), K, V, TypeError, "not uint64"),
+        (SLOTS.astype(np.float64), K, V, TypeError, "not float64"),
+        (SLOTS.astype(">i8"), K, V, TypeError, "slot_mapping"),
+        ([0, 1, 2, 3], K, V, TypeError, "slot_mapping must be an int64 array, not list"),
+        (None, K, V, TypeError, "not NoneType"),
+        (SLOTS.reshape(2, 2), K, V, ValueError, "1 dimension, not 2"),
+        (np.arange(8)[::2], K, V, ValueError, "slot_mapping must be contiguous"),
+        (SLOTS[:3], K, V, ValueError, r"k must have shape \(3, 3, 16\) .* not \(4, 3, 16\)"),
+        (SLOTS, K.astype(np.float64), V, TypeError, "k must be float32, float16 or bfloat16 .* not float64"),
+        (SLOTS, K, V.astype(np.int16), TypeError, "v must be .* not int16"),
+        (SLOTS, K.astype(">f4"), V, TypeError, "k must be"),
+        (SLOTS, K.astype(np.float16), V.astype(np.float16), TypeError, "k must be float32 .* not float16"),
+        (SLOTS, K.astype(np.uint16), V.astype(np.uint16), TypeError, "k must be float32 .* not uint16"),
+        (SLOTS, None, V, TypeError, "k must have the buffer protocol"),
+        (SLOTS, K.tolist(), V, TypeError, "list has neither"),
+        (SLOTS, K, V[:3], ValueError, "v must have shape"),
+        (SLOTS, K[:, :2], V, ValueError, "k must have shape"),
+        (SLOTS, K, V[:, :, :8], ValueError, "v must have shape"),
+        (SLOTS, K.reshape(4, HEADS * DIM), V, ValueError, "k must have shape"),
+        (SLOTS, K.reshape(4, HEADS, DIM, 1), V, ValueError, "k must have shape"),
+        (SLOTS, K.reshape(4, 1, HEADS, DIM, 1), V, ValueError, "at most 4 dimensions, not 5"),
+        (SLOTS, K, np.float32(1), ValueError, "v must have shape"),
+        (SLOTS, np.repeat(K, 2, axis=2)[:, :, ::2], V, ValueError, "the last axis of k must be contiguous"),
+        (SLOTS, np.asfortranarray(K), V, ValueError, "the last axis of k"),
+        (SLOTS, K, V[:, :, ::-1], ValueError, "the last axis of v"),
+        (SLOTS, K[::-1], V, ValueError, "axis 0 of k must have a positive stride"),
+        (SLOTS, K, V[:, ::-1], ValueError, "axis 1 of v must have a positive stride"),
+        (SLOTS, np.broadcast_to(K[:1], K.shape), V, ValueError, "axis 0 of k"),
+        (np.array([0, 1, 24, 2]), K, V, InvalidSlot, "slot 24 of token 2 is out of range: the pool has 24 slots"),
+        (np.array([0, 1, 2, -2]), K, V, InvalidSlot, "slot -2 of token 3"),
+        (np.array([0, 1, 2, 2**62]), K, V, InvalidSlot, "4611686018427387904"),
+    ],
+)
+def test_bad_arguments_write_nothing(slots, k, v, error, message):
+    pool = make()
+    with pytest.raises(error, match=message):
+        pool.append(0, slots, k, v)
+    assert not np.asarray(pool).any()
+
+
+def test_k_and_v_of_two_dtypes():
+    pool = make("bfloat16")
+    with pytest.raises(TypeError, match="k and v must have one dtype, not float32 and uint16"):
+        pool.append(0, SLOTS, K, bits_of_bfloat16(V))
+    assert not np.asarray(pool).any()
+
+
+def test_arguments_that_are_not_aligned():
+    raw = np.zeros(4 * HEADS * DIM * 4 + 1, np.uint8)[1:].view(np.float32).reshape(4, HEADS, DIM)
+    pool = make()
+    with pytest.raises(ValueError, match="k must be aligned to 4 bytes"):
+        pool.append(0, SLOTS, raw, V)
+
+
+@pytest.mark.parametrize("layer, error", [(-1, ValueError), (2, ValueError), (2**70, ValueError), (0.0, TypeError)])
+def test_bad_layers(layer, error):
+    pool = make()
+    with pytest.raises(error):
+        pool.append(layer, SLOTS, K, V)
+    with pytest.raises(error):
+        pool.gather(layer, [0], 1)
+    assert not np.asarray(pool).any()
+
+
+@pytest.mark.parametrize(
+    "blocks, seq_len, error, message",
+    [
+        ([0, 6], 5, InvalidBlock, "block 6 is out of range: the pool has 6 blocks"),
+        ([-1], 1, InvalidBlock, "block -1"),
+        ([2**40], 1, InvalidBlock, ""),
+        ([0], 5, ValueError, "5 tokens are in 2 blocks, 1 were given"),
+        ([], 1, ValueError, "1 tokens are in 1 blocks, 0"),
+        ([0], -1, ValueError, "seq_len cannot be -1"),
+        ([0], 2**70, ValueError, "blocks"),
+        ([0.0], 1, TypeError, ""),
+        ([0], 1.0, TypeError, ""),
+    ],
+)
+def test_bad_arguments_of_gather(blocks, seq_len, error, message):
+    with pytest.raises(error, match=message or None):
+        make().gather(0, blocks, seq_len)
+
+
+def test_gather_reads_only_the_blocks_of_the_length():
+    k, v = make().gather(0, [3, 99, -7], 4)
+    assert k.shape == v.shape == (4, HEADS, DIM)
+
+
+def test_gather_takes_a_block_table():
+    from pagepool import PagedSeqState
+
+    pool = make()
+    state = PagedSeqState(pool.allocator, pool.block_size)
+    k, v = tokens(6)
+    pool.append(0, state.append(6), k, v)
+    np.testing.assert_array_equal(pool.gather(0, state.block_table, state.len)[0], k)
+    np.testing.assert_array_equal(pool.gather(0, np.asarray(state.blocks), state.len)[1], v)
+
+
+def test_pages_of_two_sequences_do_not_touch():
+    pool = make("float16")
+    k, v = tokens(24)
+    pool.append(0, np.arange(24), k, v)
+    pool.append(0, np.arange(8, 12), -k[8:12], -v[8:12])
+    for first, sign in ((0, 1), (8, -1), (12, 1)):
+        got, _ = pool.gather(0, [first // 4], 4)
+        np.testing.assert_array_equal(got, sign * widened(k[first : first + 4], "float16"))
