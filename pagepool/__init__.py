@@ -2,6 +2,8 @@
 
 from pagepool._paths import get_include, get_library_dir
 from pagepool._version import __version__
+from pagepool.attention.cpu import cpu_info
+from pagepool.attention.decode import decode
 from pagepool.config import KvLayout, SchedulerConfig, StateLayout
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
@@ -22,6 +24,8 @@ __all__ = [
     "SchedulerConfig",
     "StateLayout",
     "__version__",
+    "cpu_info",
+    "decode",
     "get_include",
     "get_library_dir",
 ]

@@ -63,6 +63,7 @@ cdef extern from "pagepool/layout.h" nogil:
     pp_status pp_kv_gather(
         const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,
         float *v) noexcept
+    void pp_widen(float *to, const void *source, int64_t n, pp_dtype dtype) noexcept
     pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src) noexcept
 
 

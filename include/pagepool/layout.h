@@ -91,6 +91,9 @@ PP_API pp_status pp_kv_append(const pp_kv_pool *pool, int32_t layer, const int64
 PP_API pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
                               int64_t seq_len, float *k, float *v);
 
+/* Widens `n` neighbouring elements to f32, exactly. */
+PP_API void pp_widen(float *to, const void *from, int64_t n, pp_dtype dtype);
+
 /* Copies the page of `src`, all layers, onto that of `dst`.  PP_INVALID_BLOCK when either is out of range. */
 PP_API pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src);
 

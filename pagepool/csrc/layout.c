@@ -172,6 +172,8 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
     return PP_OK;
 }
 
+void pp_widen(float *to, const void *from, int64_t n, pp_dtype dtype) { pp_kernels_get()->widen[dtype](to, from, n); }
+
 pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src) {
     if (dst < 0 || src < 0 || dst >= pool->num_blocks || src >= pool->num_blocks) return PP_INVALID_BLOCK;
     if (dst != src)

@@ -6,6 +6,9 @@
  *   unit_begin[s] = the first unit of sequence s;   unit_begin[num_seqs] = num_units
  *   remaining[s * head_parts + part] = chunks of that part which are not done yet; who does the last one merges
  *
+ * Lengths and block ids are copied into the workspace as they are checked: what another thread does to the caller's arrays
+ * meanwhile cannot lead a unit out of the pool.
+ *
  * Each chunk of each sequence has a record in the workspace: o (num_qo_heads, o_stride), m and l (num_qo_heads,).  A
  * chunk's record depends on its tokens alone and records are merged in order, so no bit depends on who ran what. */
 #define _GNU_SOURCE
@@ -19,14 +22,18 @@
 enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
 
 typedef struct measures {
-    int64_t num_chunks; /* of all sequences */
-    int64_t record;     /* elements of one */
+    int64_t num_chunks, num_blocks; /* of all sequences */
+    int64_t record;                 /* elements of one */
     int64_t o_stride;
     int32_t head_parts;
-    size_t counters, begins, bytes; /* sizes: remaining, unit_begin, all */
+    size_t counters, begins, lengths, ids, bytes; /* sizes: remaining, unit_begin and row_begin each, ..., all */
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
+
+static int64_t blocks_of(int32_t seq_len, int32_t block_size) {
+    return ((int64_t)seq_len + block_size - 1) / block_size;
+}
 
 static int64_t chunks_of(int32_t seq_len) { return ((int64_t)seq_len + PP_CHUNK - 1) / PP_CHUNK; }
 
@@ -35,11 +42,13 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
         args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0)
         return PP_INVALID_ARGUMENT;
-    all->num_chunks = 0;
+    all->num_chunks = all->num_blocks = 0;
     for (int32_t s = 0; s < args->num_seqs; s++) {
-        int64_t blocks = ((int64_t)args->seq_lens[s] + layout->block_size - 1) / layout->block_size;
-        if (args->seq_lens[s] < 0 || blocks > args->block_tables_width) return PP_INVALID_ARGUMENT;
-        all->num_chunks += chunks_of(args->seq_lens[s]);
+        const int32_t seq_len = args->seq_lens[s];
+        const int64_t blocks = blocks_of(seq_len, layout->block_size);
+        if (seq_len < 0 || blocks > args->block_tables_width) return PP_INVALID_ARGUMENT;
+        all->num_chunks += chunks_of(seq_len);
+        all->num_blocks += blocks;
     }
     int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads), parts = 1;
     if (all->num_chunks && all->num_chunks < wanted) parts = (wanted + all->num_chunks - 1) / all->num_chunks;
@@ -48,9 +57,12 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     all->record = ((int64_t)args->num_qo_heads * (all->o_stride + 2) + 15) / 16 * 16;
     all->counters = aligned(sizeof(int32_t) * (size_t)args->num_seqs * (size_t)all->head_parts);
     all->begins = aligned(sizeof(int64_t) * ((size_t)args->num_seqs + 1));
+    all->lengths = aligned(sizeof(int32_t) * (size_t)args->num_seqs);
+    all->ids = aligned(sizeof(int32_t) * (size_t)all->num_blocks);
+    const size_t tables = all->counters + 2 * all->begins + all->lengths + all->ids;
     size_t records;
     if (__builtin_mul_overflow((size_t)all->num_chunks, (size_t)all->record * sizeof(float), &records) ||
-        __builtin_add_overflow(records, all->counters + all->begins, &all->bytes))
+        __builtin_add_overflow(records, tables, &all->bytes))
         return PP_INVALID_ARGUMENT;
     return PP_OK;
 }
@@ -62,31 +74,48 @@ pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes) {
     return status;
 }
 
-/* The ids that lie within the sequences' lengths; the others are neither read nor checked. */
-static pp_status check_blocks(const pp_decode_args *args) {
-    const int64_t block_size = args->pool->layout.block_size;
+/* Copies lengths and, within them, ids; the other ids are neither read nor checked.  The lengths must still add up to
+ * what was measured. */
+static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, const measures *all) {
+    const pp_kv_pool *pool = args->pool;
+    int64_t num_chunks = 0, row = 0;
     for (int32_t s = 0; s < args->num_seqs; s++) {
-        const int32_t *row = args->block_tables + s * args->block_tables_stride;
-        int64_t blocks = ((int64_t)args->seq_lens[s] + block_size - 1) / block_size, bad = 0;
-        for (int64_t b = 0; b < blocks; b++) bad |= row[b] < 0 || row[b] >= args->pool->num_blocks;
+        const int32_t seq_len = plan->seq_lens[s] = __atomic_load_n(&args->seq_lens[s], __ATOMIC_RELAXED);
+        const int64_t blocks = blocks_of(seq_len, pool->layout.block_size);
+        plan->row_begin[s] = row;
+        row += blocks;
+        num_chunks += chunks_of(seq_len);
+        if (seq_len < 0 || blocks > args->block_tables_width || row > all->num_blocks) return PP_INVALID_ARGUMENT;
+        const int32_t *from = args->block_tables + s * args->block_tables_stride;
+        int32_t *to = plan->ids + plan->row_begin[s];
+        int bad = 0;
+        for (int64_t b = 0; b < blocks; b++) {
+            to[b] = from[b];
+            bad |= to[b] < 0 || to[b] >= pool->num_blocks;
+        }
         if (bad) return PP_INVALID_BLOCK;
     }
-    return PP_OK;
+    return row == all->num_blocks && num_chunks == all->num_chunks ? PP_OK : PP_INVALID_ARGUMENT;
 }
 
 pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) {
     measures all;
     pp_status status = measure(args, &all);
     if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
-    if (status == PP_OK) status = check_blocks(args);
     if (status != PP_OK) return status;
+    char *at = workspace;
     *plan = (pp_decode_plan){.args = *args, .head_parts = all.head_parts, .record = all.record, .o_stride = all.o_stride};
-    plan->remaining = workspace;
-    plan->unit_begin = (int64_t *)((char *)workspace + all.counters);
-    plan->partial = (float *)((char *)workspace + all.counters + all.begins);
+    plan->remaining = (int32_t *)at;
+    plan->unit_begin = (int64_t *)(at += all.counters);
+    plan->row_begin = (int64_t *)(at += all.begins);
+    plan->seq_lens = (int32_t *)(at += all.begins);
+    plan->ids = (int32_t *)(at += all.lengths);
+    plan->partial = (float *)(at += all.ids);
+    status = copy_tables(plan, args, &all);
+    if (status != PP_OK) return status;
     const int64_t row = (int64_t)args->num_qo_heads * args->pool->layout.head_dim;
     for (int32_t s = 0; s < args->num_seqs; s++) {
-        int64_t chunks = chunks_of(args->seq_lens[s]);
+        int64_t chunks = chunks_of(plan->seq_lens[s]);
         plan->unit_begin[s] = plan->num_units;
         plan->num_units += chunks * all.head_parts;
         for (int32_t part = 0; part < all.head_parts; part++)
@@ -128,9 +157,9 @@ static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, i
     const int64_t end = (chunk + 1) * PP_CHUNK;
     *work = (pp_chunk){.pool = args->pool,
                        .layer = args->pool->base + args->layer * layout->layer_bytes,
-                       .blocks = args->block_tables + s * args->block_tables_stride,
+                       .blocks = plan->ids + plan->row_begin[s],
                        .begin = chunk * PP_CHUNK,
-                       .end = end < args->seq_lens[s] ? end : args->seq_lens[s],
+                       .end = end < plan->seq_lens[s] ? end : plan->seq_lens[s],
                        .head_begin = head_border(plan, *part),
                        .head_end = head_border(plan, *part + 1),
                        .group_size = args->num_qo_heads / layout->num_kv_heads,
@@ -149,7 +178,7 @@ static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
     pp_kernels_get()->merge(&(pp_merge){
         .first = plan->partial + plan->unit_begin[s] / plan->head_parts * plan->record,
         .record_stride = plan->record,
-        .num_chunks = chunks_of(args->seq_lens[s]),
+        .num_chunks = chunks_of(plan->seq_lens[s]),
         .num_qo_heads = args->num_qo_heads,
         .head_begin = work->head_begin * work->group_size,
         .head_end = work->head_end * work->group_size,

@@ -1,0 +1,1 @@
+# Nothing to cimport: C callers have pagepool/cpu.h.

@@ -1,0 +1,40 @@
+"""cpu_info: the instruction set in use and what the CPU has."""
+
+from pagepool.csrc cimport pp_default_num_threads, pp_isa, pp_isa_available, pp_isa_forced_unavailable
+
+import os
+import platform
+import warnings
+
+__all__ = ["cpu_info"]
+
+
+def cpu_info():
+    """What the kernels run on.
+
+    Returns a dict: `isa`, the instruction set in use; `available`, all that this build has and this machine can run,
+    best first; `num_threads`, the default of `decode`; `machine`, the architecture. The environment's PAGEPOOL_ISA names
+    one of `available` to be used instead of the best; it is read once.
+
+    >>> info = cpu_info()
+    >>> info["isa"] in info["available"] and info["available"][-1] == "baseline"
+    True
+    """
+    available = []
+    while pp_isa_available(<int>len(available)) != NULL:
+        available.append(pp_isa_available(<int>len(available)).decode())
+    return {
+        "isa": pp_isa().decode(),
+        "available": available,
+        "num_threads": pp_default_num_threads(),
+        "machine": platform.machine(),
+    }
+
+
+if pp_isa_forced_unavailable():
+    warnings.warn(
+        f"PAGEPOOL_ISA={os.environ.get('PAGEPOOL_ISA')} is not one of {', '.join(cpu_info()['available'])}: "
+        f"{pp_isa().decode()} is used",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,43 @@
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagepool.memory.kv_pool import KvCachePool
+
+__all__ = ["decode"]
+
+@overload
+def decode(
+    q: Any,
+    pool: KvCachePool,
+    layer: int,
+    block_tables: Any,
+    seq_lens: Any,
+    *,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    out: Any = None,
+    return_lse: Literal[False] = False,
+    num_threads: int | None = None,
+) -> NDArray[np.float32]: ...
+@overload
+def decode(
+    q: Any,
+    pool: KvCachePool,
+    layer: int,
+    block_tables: Any,
+    seq_lens: Any,
+    *,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    out: Any = None,
+    return_lse: Literal[True],
+    num_threads: int | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

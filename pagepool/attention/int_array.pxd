@@ -1,0 +1,16 @@
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int32_t, int64_t
+
+
+# An int32 array as a caller gave it; the last axis is contiguous. Held until `release_ints`.
+cdef struct IntArray:
+    const int32_t *data
+    Py_ssize_t rows
+    Py_ssize_t columns      # 1 for one dimension
+    int64_t stride          # from one row to the next, in elements
+    bint has_view
+    Py_buffer view
+
+
+cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
+cdef void release_ints(IntArray *array) noexcept

@@ -1,0 +1,51 @@
+"""int32 arrays of one or two dimensions as callers give them: block tables and lengths, read in place."""
+
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from libc.stdint cimport int32_t
+
+__all__ = []
+
+
+cdef bint is_int32(const Py_buffer *view) noexcept:
+    cdef const char *format = view.format
+    if format == NULL or view.itemsize != sizeof(int32_t):
+        return False
+    if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
+        format += 1
+    return (format[0] == b"i" or format[0] == b"l") and format[1] == 0
+
+
+cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1:
+    """Reads `source` into `array`. TypeError for anything but int32; ValueError for other dimensions or strides."""
+    cdef Py_buffer *view = &array.view
+    array.has_view = False
+    if not PyObject_CheckBuffer(source):
+        raise TypeError(f"{name} must be an int32 array, not a {type(source).__name__}")
+    PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    array.has_view = True
+    try:
+        if not is_int32(view):
+            raise TypeError(f"{name} must be int32, not {getattr(source, 'dtype', memoryview(source).format)}")
+        if view.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, not {view.ndim}")
+        array.data = <const int32_t *>view.buf
+        array.rows = view.shape[0]
+        array.columns = view.shape[1] if ndim == 2 else 1
+        array.stride = view.strides[0] // <Py_ssize_t>sizeof(int32_t)
+        if view.shape[ndim - 1] > 1 and view.strides[ndim - 1] != sizeof(int32_t):
+            raise ValueError(
+                f"the last axis of {name} must be contiguous: {sizeof(int32_t)} bytes a step, not "
+                f"{view.strides[ndim - 1]}"
+            )
+        if view.strides[0] % <Py_ssize_t>sizeof(int32_t) or <size_t>view.buf % sizeof(int32_t):
+            raise ValueError(f"{name} must be aligned to {sizeof(int32_t)} bytes")
+    except BaseException:
+        release_ints(array)
+        raise
+    return 0
+
+
+cdef void release_ints(IntArray *array) noexcept:
+    if array.has_view:
+        array.has_view = False
+        PyBuffer_Release(&array.view)
