@@ -1,0 +1,124 @@
+"""The active sequences and whose turn it is."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+
+from pagepool.scheduling.policy import rank
+from pagepool.scheduling.request import Sequence, SeqState
+
+__all__ = ["ActiveSequences"]
+
+FINISHED = SeqState.FINISHED
+PREFILLING = SeqState.PREFILLING
+
+
+class ActiveSequences:
+    """Active sequences in a ring: the head has waited longest. A step takes its sequences from the head and puts them
+    back at the tail, prefills and decodes alike, with one exception: the oldest prefill has a place in every step
+    (in every second one when a step has a single place).
+
+    Why nobody waits longer than 2 * ceil(n / P) steps, with n active sequences and P places: whoever was just
+    scheduled has at most n - 1 others ahead, and newcomers join behind. The reserved place costs the ring at most one
+    place a step, so with P >= 2 at least P - 1 >= P / 2 leave the head in each step, with P = 1 one in every two steps.
+    The last of n is reached after at most ceil(2 n / P) <= 2 * ceil(n / P) steps.
+
+    Cost: a turn is O(places); a sequence that finishes stays in the ring, counted in `_gone`, until it reaches the head
+    or the ring is swept, so leaving is O(log n). Preemption, which is rare, removes at once: a preempted sequence
+    comes back, and must not find its old entry.
+
+    Invariants: `len(_ring) - _gone == len(_ranks) == len(self)`; `num_prefills` of them are PREFILLING.
+    """
+
+    def __init__(self) -> None:
+        self._ring: deque[Sequence] = deque()
+        self._gone = 0
+        self._prefills: deque[Sequence] = deque()
+        self._ranks: list[tuple[int, int]] = []
+        self._taken: list[Sequence] = []
+        self._prefill_turn = True
+        self.num_prefills = 0
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, seq: Sequence) -> None:
+        """Put `seq`, just admitted and PREFILLING, at the tail."""
+        self._ring.append(seq)
+        self._prefills.append(seq)
+        insort(self._ranks, rank(seq))
+        self.num_prefills += 1
+
+    def leave(self, seq: Sequence) -> None:
+        """Drop `seq`, which finishes: the caller sets its state to FINISHED right after."""
+        self._unrank(seq)
+        self._gone += 1
+
+    def preempt(self, seq: Sequence) -> None:
+        """Drop `seq`, which may come back."""
+        self._unrank(seq)
+        self._ring.remove(seq)
+        if seq.state is PREFILLING:
+            self._prefills.remove(seq)
+
+    def start_decoding(self, seq: Sequence) -> None:
+        """Note that `seq` has left PREFILLING."""
+        seq.state = SeqState.DECODING
+        self.num_prefills -= 1
+
+    def newest_id(self) -> int:
+        """The id of the sequence with the greatest rank: the first to give way."""
+        return self._ranks[-1][1]
+
+    def prefills(self) -> list[Sequence]:
+        """All that are PREFILLING, in the order of admission."""
+        if len(self._prefills) != self.num_prefills:
+            self._prefills = deque(seq for seq in self._prefills if seq.state is PREFILLING)
+        return list(self._prefills)
+
+    def take_all(self) -> list[Sequence]:
+        """Everyone, for a step that holds them all; the order of the ring does not matter then."""
+        if self._gone:
+            self._ring = deque(seq for seq in self._ring if seq.state is not FINISHED)
+            self._gone = 0
+        return list(self._ring)
+
+    def take(self, places: int) -> list[Sequence]:
+        """The next `places` sequences (fewer than are active), taken out of the ring until `put_back`."""
+        reserved = self._oldest_prefill()
+        if reserved is not None and places == 1 and not self._prefill_turn:
+            reserved = None
+        taken: list[Sequence] = []
+        while len(taken) < places:
+            seq = self._ring.popleft()
+            if seq.state is FINISHED:
+                self._gone -= 1
+            else:
+                taken.append(seq)
+        self._taken = taken
+        if reserved is None or reserved in taken:
+            return taken
+        # The last one stands back; the reserved prefill keeps its place in the ring as well.
+        self._ring.appendleft(taken.pop())
+        return [*taken, reserved]
+
+    def put_back(self, scheduled: bool) -> None:
+        """End a `take`: at the tail when the step was scheduled, at the head when it was not."""
+        if scheduled:
+            self._ring.extend(self._taken)
+            self._prefill_turn = not self._prefill_turn
+        else:
+            self._ring.extendleft(reversed(self._taken))
+        self._taken = []
+
+    def _oldest_prefill(self) -> Sequence | None:
+        line = self._prefills
+        while line and line[0].state is not PREFILLING:
+            line.popleft()
+        return line[0] if line else None
+
+    def _unrank(self, seq: Sequence) -> None:
+        del self._ranks[bisect_left(self._ranks, rank(seq))]
+        if seq.state is PREFILLING:
+            self.num_prefills -= 1

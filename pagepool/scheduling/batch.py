@@ -1,0 +1,76 @@
+"""What one step runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagepool.scheduling.request import Sequence
+
+__all__ = ["ScheduledBatch"]
+
+
+class ScheduledBatch:
+    """The sequences of one step, one entry per sequence in each list: decodes first, then prefills.
+
+    seq_ids      list of int
+    tokens       list of lists: the tokens to feed
+    num_tokens   list of int: how many those are
+    is_prefill   list of bool
+    wants_token  list of bool: True where the step feeds the last token known, so that its result is the next token;
+                 False for a prompt chunk that is not the last
+    states       list of `PagedSeqState`, or empty without a pool; their `len` includes the step's tokens
+    num_decodes  how many entries are decodes
+
+    The states are those of the sequences: they stay valid until the next `schedule()`, which may preempt, and for a
+    sequence until it finishes.
+    """
+
+    __slots__ = (
+        "_sequences",
+        "is_prefill",
+        "num_decodes",
+        "num_tokens",
+        "seq_ids",
+        "states",
+        "tokens",
+        "total_tokens",
+        "wants_token",
+    )
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        seq_ids: list[int],
+        tokens: list[list[int]],
+        num_tokens: list[int],
+        num_decodes: int,
+        wants_token: list[bool],
+        states: list[Any],
+        total_tokens: int,
+    ) -> None:
+        self._sequences = sequences
+        self.seq_ids = seq_ids
+        self.tokens = tokens
+        self.num_tokens = num_tokens
+        self.num_decodes = num_decodes
+        self.is_prefill = [False] * num_decodes + [True] * (len(seq_ids) - num_decodes)
+        self.wants_token = wants_token
+        self.states = states
+        self.total_tokens = total_tokens
+
+    @classmethod
+    def empty(cls) -> ScheduledBatch:
+        """A step without sequences."""
+        return cls([], [], [], [], 0, [], [], 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing is to be run."""
+        return not self.seq_ids
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    def __repr__(self) -> str:
+        prefills = len(self.seq_ids) - self.num_decodes
+        return f"ScheduledBatch({self.num_decodes} decodes, {prefills} prefills, {self.total_tokens} tokens)"
