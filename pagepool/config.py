@@ -116,6 +116,7 @@ class SchedulerConfig:
     max_batch_tokens      tokens of one step, prefill and decode together
     max_batch_sequences   sequences of one step
     max_prefill_tokens    tokens of one sequence's prompt in one step (its chunk)
+    max_prefill_backlog   no request is admitted while the active prompts have this many tokens to read; None: no bound
     block_size            tokens per block, when the scheduler is not given a pool with a layout
     watermark             share of the blocks kept free when a request is admitted while others run
     schedule              "chunked": prefills and decodes share a step; "prefill-first": while a prompt waits, steps
@@ -126,6 +127,7 @@ class SchedulerConfig:
     max_batch_tokens: int = 512
     max_batch_sequences: int = 8
     max_prefill_tokens: int = 256
+    max_prefill_backlog: int | None = None
     block_size: int = 16
     watermark: float = 0.01
     schedule: str = "chunked"
@@ -133,6 +135,9 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
             object.__setattr__(self, name, _integer(name, getattr(self, name), 1))
+        if self.max_prefill_backlog is not None:
+            backlog = _integer("max_prefill_backlog", self.max_prefill_backlog, 1)
+            object.__setattr__(self, "max_prefill_backlog", backlog)
         object.__setattr__(self, "block_size", _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")

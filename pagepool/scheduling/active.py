@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 
 from pagepool.scheduling.policy import rank
 from pagepool.scheduling.request import Sequence, SeqState
@@ -28,17 +29,21 @@ class ActiveSequences:
     or the ring is swept, so leaving is O(log n). Preemption, which is rare, removes at once: a preempted sequence
     comes back, and must not find its old entry.
 
-    Invariants: `len(_ring) - _gone == len(_ranks) == len(self)`; `num_prefills` of them are PREFILLING.
+    Invariants: `len(_ring) - _gone == len(_ranks) == len(self)`; `num_prefills` of them are PREFILLING; over those,
+    `unread` is the sum of the tokens that they still have to read, and `promised` that of the blocks which these need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks_for: Callable[[int], int]) -> None:
         self._ring: deque[Sequence] = deque()
         self._gone = 0
         self._prefills: deque[Sequence] = deque()
         self._ranks: list[tuple[int, int]] = []
         self._taken: list[Sequence] = []
         self._prefill_turn = True
+        self._blocks_for = blocks_for
         self.num_prefills = 0
+        self.unread = 0
+        self.promised = 0
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -49,6 +54,7 @@ class ActiveSequences:
         self._prefills.append(seq)
         insort(self._ranks, rank(seq))
         self.num_prefills += 1
+        self._expect(seq, 1)
 
     def leave(self, seq: Sequence) -> None:
         """Drop `seq`, which finishes: the caller sets its state to FINISHED right after."""
@@ -59,13 +65,17 @@ class ActiveSequences:
         """Drop `seq`, which may come back."""
         self._unrank(seq)
         self._ring.remove(seq)
-        if seq.state is PREFILLING:
-            self._prefills.remove(seq)
+        # Also when it decodes: its entry from before may not have been swept yet.
+        self._prefills = deque(other for other in self._prefills if other is not seq)
 
-    def start_decoding(self, seq: Sequence) -> None:
-        """Note that `seq` has left PREFILLING."""
-        seq.state = SeqState.DECODING
-        self.num_prefills -= 1
+    def read(self, seq: Sequence, count: int) -> None:
+        """Count `count` more tokens of a prefill as fed; after the last it decodes."""
+        self._expect(seq, -1)
+        seq._fed += count
+        self._expect(seq, 1)
+        if seq._fed == seq._prefill_end:
+            seq.state = SeqState.DECODING
+            self.num_prefills -= 1
 
     def newest_id(self) -> int:
         """The id of the sequence with the greatest rank: the first to give way."""
@@ -73,6 +83,8 @@ class ActiveSequences:
 
     def prefills(self) -> list[Sequence]:
         """All that are PREFILLING, in the order of admission."""
+        if not self.num_prefills:
+            return []
         if len(self._prefills) != self.num_prefills:
             self._prefills = deque(seq for seq in self._prefills if seq.state is PREFILLING)
         return list(self._prefills)
@@ -85,7 +97,8 @@ class ActiveSequences:
         return list(self._ring)
 
     def take(self, places: int) -> list[Sequence]:
-        """The next `places` sequences (fewer than are active), taken out of the ring until `put_back`."""
+        """The next `places` sequences (fewer than are active), taken out of the ring until `put_back`; the oldest
+        prefill first."""
         reserved = self._oldest_prefill()
         if reserved is not None and places == 1 and not self._prefill_turn:
             reserved = None
@@ -97,11 +110,12 @@ class ActiveSequences:
             else:
                 taken.append(seq)
         self._taken = taken
-        if reserved is None or reserved in taken:
+        if reserved is None:
             return taken
-        # The last one stands back; the reserved prefill keeps its place in the ring as well.
-        self._ring.appendleft(taken.pop())
-        return [*taken, reserved]
+        if reserved not in taken:
+            # The last one stands back; the reserved prefill keeps its place in the ring as well.
+            self._ring.appendleft(taken.pop())
+        return [reserved, *(seq for seq in taken if seq is not reserved)]
 
     def put_back(self, scheduled: bool) -> None:
         """End a `take`: at the tail when the step was scheduled, at the head when it was not."""
@@ -118,7 +132,13 @@ class ActiveSequences:
             line.popleft()
         return line[0] if line else None
 
+    def _expect(self, seq: Sequence, sign: int) -> None:
+        """Add what `seq` still has to read to the sums, or take it out of them."""
+        self.unread += sign * (seq._prefill_end - seq._fed)
+        self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq._fed))
+
     def _unrank(self, seq: Sequence) -> None:
         del self._ranks[bisect_left(self._ranks, rank(seq))]
         if seq.state is PREFILLING:
             self.num_prefills -= 1
+            self._expect(seq, -1)

@@ -6,6 +6,9 @@ import importlib
 from typing import Any
 
 from pagepool.errors import PoolExhausted
+from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.batch import append_batch, release_batch
+from pagepool.memory.paged_seq import PagedSeqState
 
 __all__ = ["BlockAccount", "NoBlocks", "open_account"]
 
@@ -21,7 +24,10 @@ class NoBlocks:
     def free_blocks(self) -> int:
         return 0
 
-    def admits(self, first_chunk: int, promised: int, alone: bool) -> bool:
+    def admits(self, num_tokens: int, promised: int) -> bool:
+        return True
+
+    def starts(self, first_chunk: int) -> bool:
         return True
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -73,25 +79,27 @@ class BlockAccount:
         """Blocks that are free now."""
         return self.allocator.free_count
 
-    def admits(self, first_chunk: int, promised: int, alone: bool) -> bool:
-        """True when the first chunk finds its blocks, `promised` others set aside, with the watermark left over.
+    def admits(self, num_tokens: int, promised: int) -> bool:
+        """True when a prompt of `num_tokens` finds all of its blocks beside others that run: `promised` blocks, which
+        prompts already admitted have yet to take, are set aside, and the watermark must be left over.
 
-        The watermark is not asked for when nothing else runs (`alone`): a request as large as the pool must start.
+        Asking for the first chunk alone would admit more prompts than the pool can hold, only to preempt them.
         """
-        left = self.allocator.free_count - promised - self.blocks_for(first_chunk)
-        return left >= (0 if alone else self._reserve)
+        return self.allocator.free_count - promised - self.blocks_for(num_tokens) >= self._reserve
+
+    def starts(self, first_chunk: int) -> bool:
+        """True when a prompt finds the blocks of its first chunk. Enough when nothing else runs: a request as large as
+        the pool must start, and no watermark can be left then."""
+        return self.allocator.free_count >= self.blocks_for(first_chunk)
 
     def open(self, max_tokens: int) -> Any:
         """A new, empty state for at most `max_tokens` tokens."""
         return self._make_state(self.allocator, self.block_size, self.blocks_for(max_tokens))
 
     def needs(self, states: list[Any], counts: list[int]) -> list[int]:
-        """New blocks that `take` would need for each state, copies of shared blocks not counted."""
-        size = self.block_size
-        return [
-            max(0, -(-(state.len + count) // size) - len(state.blocks)) if count else 0
-            for state, count in zip(states, counts)
-        ]
+        """New blocks that `take` would need for each state; reserved blocks and copies of shared ones not considered."""
+        blocks_for = self.blocks_for
+        return [blocks_for(state.len + count) - blocks_for(state.len) for state, count in zip(states, counts)]
 
     def take(self, states: list[Any], counts: list[int]) -> bool:
         """Append `counts[i]` tokens to `states[i]` for all; False when the pool is out, and nothing has changed then."""
@@ -130,7 +138,11 @@ def open_account(pool: Any, block_size: int, watermark: float) -> BlockAccount |
 
 
 def _drivers(allocator: Any) -> tuple[Any, Any, Any]:
-    """`PagedSeqState`, `append_batch` and `release_batch` that go with `allocator`: those of the package that its class
-    lives in, so that the pure-Python allocator gets pure-Python states without this module knowing it."""
+    """`PagedSeqState`, `append_batch` and `release_batch` for the states of `allocator`.
+
+    An allocator that is not the compiled one brings its own: they are looked up in the package of its class.
+    """
+    if isinstance(allocator, BlockAllocator):
+        return PagedSeqState, append_batch, release_batch
     package = importlib.import_module(type(allocator).__module__.rpartition(".")[0])
     return package.PagedSeqState, package.append_batch, package.release_batch

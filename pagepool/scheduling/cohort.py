@@ -1,80 +1,104 @@
-"""The common case made cheap: the same sequences decode again."""
+"""The common case made cheap: everyone who decodes got one token and feeds it next."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.request import SeqState
+from pagepool.scheduling.request import Sequence, SeqState
 
 __all__ = ["Cohort"]
 
 
 class Cohort:
-    """All active sequences, when they all decode, all fit into one step and each got one token from `commit`.
+    """All decoding sequences, in lockstep: in each step each feeds the one token that `commit` gave it.
 
-    Then the next step is the same step with the new tokens, and the work per sequence is one small list and one append.
-    While that lasts, `_fed` of the members lags by `_steps`; `settle` brings it up to date and ends the cohort. It ends
-    with any other event: an admission, a token by `append_token`, a finish, a removal, a pool that is out, a member at
-    its limit. `_room` is the number of tokens that every member may still get before the first one is at its limit.
+    The lists of a step are then those of the step before, and the work per sequence is one small list and one append.
+    Two things are not kept per sequence: `_fed` lags by `_steps` until `settle`, and `_room` is how many tokens every
+    member may still get before the first one is at its limit. Prefills run beside a cohort and join it with their first
+    token. Whatever breaks the step (a token by `append_token`, a finish from outside, a sequence without a token, a
+    pool that is out, more sequences than places) settles it, and it is over; the next plain `commit` forms a new one.
     """
 
-    def __init__(self, batch: ScheduledBatch, tokens: list[int]) -> None:
-        self._batch: ScheduledBatch | None = batch
-        self._tokens: list[int] | None = tokens
-        self._sequences = batch._sequences
-        self._states = batch.states
-        self._outputs = [seq.output_tokens for seq in self._sequences]
-        self._room = min([seq._max_output - len(seq.output_tokens) for seq in self._sequences])
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences: list[Sequence] = []
+        self.seq_ids: list[int] = []
+        self.states: list[object] = []
+        self._outputs: list[list[int]] = []
+        self._tokens: list[int] | None = []
+        self._batch: ScheduledBatch | None = None
         self._steps = 0
-        self._ones = [1] * len(self._sequences)
-        for seq in self._sequences:
-            seq._settle = self.settle
+        self._room = 0
+        self.join(sequences)
 
     @classmethod
-    def begin(cls, batch: ScheduledBatch, tokens: list[int]) -> Cohort | None:
-        """The cohort of `batch`, to whose sequences `tokens` were just added; None unless each decodes and has exactly
-        that one token to feed (it may have more, or have been preempted, when batches overlap)."""
-        for seq in batch._sequences:
+    def form(cls, sequences: list[Sequence]) -> Cohort | None:
+        """A cohort of `sequences`; None unless each decodes and has exactly one token to feed."""
+        for seq in sequences:
             if seq.state is not SeqState.DECODING or seq.total_tokens - seq._fed != 1:
                 return None
-        return cls(batch, tokens)
+        return cls(sequences)
 
-    def next_batch(self, account: Any) -> ScheduledBatch | None:
-        """The next step, its blocks taken; None when the last one was not committed or the pool is out."""
-        last, size = self._batch, len(self._ones)
-        if last is None or self._tokens is None or not account.take(self._states, self._ones):
-            return None
-        self._batch = ScheduledBatch(
-            self._sequences,
-            last.seq_ids.copy(),
-            [[token] for token in self._tokens],
-            self._ones.copy(),
-            size,
-            [True] * size,
-            self._states.copy(),
-            size,
-        )
-        self._tokens = None
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def ready(self) -> bool:
+        """True when every member has its token to feed."""
+        return self._tokens is not None
+
+    @property
+    def unfed(self) -> list[int]:
+        """Tokens to feed, per member."""
+        return [1] * len(self.sequences)
+
+    def rows(self, counts: list[int]) -> tuple[list[list[int]], list[int], list[bool]]:
+        """As `LooseDecodes.rows`; valid while `ready`."""
+        return [[token] for token in self._tokens or ()], counts, [True] * len(counts)
+
+    def scheduled(self, batch: ScheduledBatch) -> None:
+        """Note that `batch`, which begins with the members, is out."""
+        self._batch, self._tokens = batch, None
         self._steps += 1
-        return self._batch
 
-    def commit(self, batch: ScheduledBatch, tokens: list[int | None]) -> bool:
-        """Append `tokens`; False, with nothing changed, when this is not a plain commit of the last batch."""
-        if batch is not self._batch or self._tokens is not None or self._room <= 1:
-            return False
-        if None in tokens or min(tokens) < 0:  # type: ignore[type-var, operator]
-            return False
+    def commit(self, batch: ScheduledBatch, results: list[int | None]) -> list[Sequence] | None:
+        """Append the members' part of `results`; returns those now at their limit, already out of the cohort. None,
+        with nothing changed, unless this is the batch that is out and every member gets a token."""
+        size = len(self.sequences)
+        tokens = results if len(results) == size else results[:size]
+        if batch is not self._batch or (size and (None in tokens or min(tokens) < 0)):  # type: ignore[type-var, operator]
+            return None
         for output, token in zip(self._outputs, tokens):
             output.append(token)  # type: ignore[arg-type]
-        self._tokens = tokens  # type: ignore[assignment]
+        self._batch, self._tokens = None, tokens  # type: ignore[assignment]
         self._room -= 1
-        return True
+        return self._leave_at_limit() if size and not self._room else []
+
+    def join(self, sequences: list[Sequence]) -> None:
+        """Take in decoding sequences that have exactly one token to feed, while `ready`."""
+        for seq in sequences:
+            seq._fed -= self._steps
+            seq._settle = self.settle
+        self._set(self.sequences + sequences, (self._tokens or []) + [seq.output_tokens[-1] for seq in sequences])
 
     def settle(self) -> None:
-        """Write `_fed` of every member and end the cohort: it has nothing to offer from then on."""
-        for seq in self._sequences:
+        """Write `_fed` of every member and end the cohort: it has no members from then on."""
+        for seq in self.sequences:
             seq._fed += self._steps
             seq._settle = None
-        self._sequences = []
+        self._set([], [])
         self._batch = self._tokens = None
+
+    def _leave_at_limit(self) -> list[Sequence]:
+        done = [seq for seq in self.sequences if seq.at_limit]
+        for seq in done:
+            seq._fed += self._steps
+            seq._settle = None
+        stay = [seq for seq in self.sequences if not seq.at_limit]
+        self._set(stay, [seq.output_tokens[-1] for seq in stay])
+        return done
+
+    def _set(self, sequences: list[Sequence], tokens: list[int]) -> None:
+        self.sequences, self._tokens = sequences, tokens
+        self.seq_ids = [seq.id for seq in sequences]
+        self.states = [seq.kv for seq in sequences if seq.kv is not None]
+        self._outputs = [seq.output_tokens for seq in sequences]
+        self._room = min([seq._max_output - len(seq.output_tokens) for seq in sequences], default=0)

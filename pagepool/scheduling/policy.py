@@ -39,7 +39,7 @@ def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfi
     """
     left = config.max_batch_tokens - len(decodes) - len(prefills)
     counts = [1] * len(decodes)
-    for index, waiting in enumerate(decodes):
+    for index, waiting in enumerate(decodes if decodes.count(1) != len(decodes) else ()):
         if waiting > 1:
             extra = min(waiting - 1, left)
             counts[index] += extra

@@ -13,7 +13,7 @@ from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
 from pagepool.scheduling.cohort import Cohort
 from pagepool.scheduling.request import Sequence, SeqState
-from pagepool.scheduling.step import Step
+from pagepool.scheduling.step import LooseDecodes, Step
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
@@ -56,7 +56,7 @@ class Scheduler:
         self._prefill_first = self.config.schedule == "prefill-first"
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
-        self._active = ActiveSequences()
+        self._active = ActiveSequences(self._account.blocks_for)
         self._finished: list[Sequence] = []
         self._cohort: Cohort | None = None
         self._next_id = 1
@@ -167,21 +167,22 @@ class Scheduler:
         empty when there is no work, or when blocks that others hold (forks, another scheduler on the same pool) leave
         not even one sequence room: `has_work` stays True then, and the caller has to free blocks or wait.
         """
-        admitted = self._admit()
+        self._admit()
         if self._cohort is not None:
-            batch = None if admitted else self._cohort.next_batch(self._account)
+            batch = self._step_of_cohort(self._cohort)
             if batch is not None:
                 return batch
             self._settle()
         while len(self._active):
             decodes, prefills, by_turns = self._pick()
-            step = Step(decodes, prefills, self.config)
+            step = Step(LooseDecodes(decodes), prefills, self.config)
             taken = self._account.take(step.batch.states, step.grow)
             if by_turns:
                 self._active.put_back(scheduled=taken)
             if taken:
-                for seq in step.apply():
-                    self._active.start_decoding(seq)
+                for seq, count in zip(decodes, step.grow):
+                    seq._fed += count
+                self._read_prompts(step)
                 return step.batch
             if not self._make_room(step):
                 break
@@ -197,59 +198,88 @@ class Scheduler:
         results = _as_list(tokens)
         if len(results) != len(batch.seq_ids):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(batch.seq_ids)} sequences")
+        first, finished, missed = 0, [], False
         if self._cohort is not None:
-            if self._cohort.commit(batch, results):
-                return
-            self._settle()
-        finished = []
-        plain = 0
-        for seq, token, wanted in zip(batch._sequences, results, batch.wants_token):
-            if wanted and token is not None and token >= 0 and seq.state is not FINISHED:
-                output = seq.output_tokens
-                output.append(token)
-                plain += 1
-                if len(output) >= seq._max_output:
-                    finished.append(seq)
+            size, done = len(self._cohort), self._cohort.commit(batch, results)
+            if done is None:
+                self._settle()
+            else:
+                first, finished = size, done
+        got = []
+        for seq, token, wanted in zip(batch._sequences[first:], results[first:], batch.wants_token[first:]):
+            if not wanted or seq.state is FINISHED:
+                continue
+            if token is None or token < 0:
+                missed = True
+                continue
+            output = seq.output_tokens
+            output.append(token)
+            if len(output) < seq._max_output:
+                got.append(seq)
+            else:
+                finished.append(seq)
         if finished:
             self._finish(finished)
-        elif plain == len(self._active) == batch.num_decodes == batch.total_tokens:
-            self._cohort = Cohort.begin(batch, results)
+        if missed:
+            self._settle()
+        elif self._cohort is not None:
+            if got:
+                self._cohort.join(got)
+        elif len(got) == len(self._active) - self._active.num_prefills and len(self._active) <= self._places:
+            self._cohort = Cohort.form(got)
 
     # ------------------------------------------------------------------------------------------------- internals
 
-    def _admit(self) -> int:
-        """Move waiting sequences to the active ones while places and blocks last; how many."""
-        admitted = promised = 0
-        account, config = self._account, self.config
-        while len(self._active) < config.max_sequences:
+    def _admit(self) -> None:
+        """Move waiting sequences to the active ones while places and blocks last."""
+        active, account, config = self._active, self._account, self.config
+        backlog = config.max_prefill_backlog
+        while len(active) < config.max_sequences and (backlog is None or active.unread < backlog):
             seq = self._waiting.peek()
             if seq is None:
                 break
-            chunk = policy.first_chunk(seq.total_tokens, config)
-            if not account.admits(chunk, promised, alone=not len(self._active)):
+            if len(active):
+                fits = account.admits(seq.total_tokens, active.promised)
+            else:
+                fits = account.starts(policy.first_chunk(seq.total_tokens, config))
+            if not fits:
                 break
             seq.kv = account.open(seq.max_tokens)
             self._waiting.pop()
-            seq._fed = 0
             seq._prefill_end = seq.total_tokens
             seq.state = PREFILLING
-            self._active.add(seq)
-            promised += account.blocks_for(chunk)
-            admitted += 1
-        return admitted
+            active.add(seq)
+
+    def _step_of_cohort(self, cohort: Cohort) -> ScheduledBatch | None:
+        """The step of all decodes in lockstep and all prefills; None when that is not the step to take, or when the
+        pool is out."""
+        active = self._active
+        if not cohort.ready or len(active) > self._places or len(cohort) != len(active) - active.num_prefills:
+            return None
+        if self._prefill_first and active.num_prefills:
+            return None
+        step = Step(cohort, active.prefills(), self.config)
+        if not self._account.take(step.batch.states, step.grow):
+            return None
+        cohort.scheduled(step.batch)
+        self._read_prompts(step)
+        return step.batch
+
+    def _read_prompts(self, step: Step) -> None:
+        """Count the prompt tokens of `step` as fed."""
+        decodes = step.batch.num_decodes
+        for seq, count in zip(step.batch._sequences[decodes:], step.grow[decodes:]):
+            self._active.read(seq, count)
 
     def _pick(self) -> tuple[list[Sequence], list[Sequence], bool]:
-        """The decodes and the prefills of the next step, and whether they were taken by turns."""
+        """The decodes and the prefills (first admitted first) of the next step, and whether they take turns."""
         active = self._active
         if self._prefill_first and active.num_prefills:
             return [], active.prefills(), False
         by_turns = len(active) > self._places
         chosen = active.take(self._places) if by_turns else active.take_all()
-        if not active.num_prefills:
-            return chosen, [], by_turns
         decodes = [seq for seq in chosen if seq.state is DECODING]
-        prefills = [seq for seq in chosen if seq.state is PREFILLING]
-        prefills.sort(key=policy.rank)
+        prefills = [seq for seq in chosen if seq.state is PREFILLING] if by_turns else active.prefills()
         return decodes, prefills, by_turns
 
     def _make_room(self, step: Step) -> bool:

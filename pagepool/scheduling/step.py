@@ -1,13 +1,33 @@
-"""One step worked out: who feeds which tokens. Nothing is changed until `Step.apply`."""
+"""One step worked out: who feeds which tokens. Nothing is changed by it."""
 
 from __future__ import annotations
 
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.cohort import Cohort
 from pagepool.scheduling.policy import share_tokens, whole_prompts
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["Step"]
+__all__ = ["LooseDecodes", "Step"]
+
+
+class LooseDecodes:
+    """Decoding sequences of which nothing is known: each may have no, one or several tokens to feed."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.seq_ids = [seq.id for seq in sequences]
+        self.states = [seq.kv for seq in sequences if seq.kv is not None]
+        self.unfed = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq._fed for seq in sequences]
+
+    def rows(self, counts: list[int]) -> tuple[list[list[int]], list[int], list[bool]]:
+        """The tokens of each sequence, by how many its state grows, and whether they are its last, for `counts` tokens
+        each."""
+        if self.unfed.count(1) == len(self.unfed):
+            return [[seq.output_tokens[-1]] for seq in self.sequences], counts, [True] * len(counts)
+        grow = [min(count, new) for count, new in zip(counts, self.unfed)]
+        tokens = [_next_tokens(seq, count) for seq, count in zip(self.sequences, grow)]
+        return tokens, grow, [count >= new for count, new in zip(counts, self.unfed)]
 
 
 class Step:
@@ -19,39 +39,27 @@ class Step:
 
     __slots__ = ("batch", "grow")
 
-    def __init__(self, decodes: list[Sequence], prefills: list[Sequence], config: SchedulerConfig) -> None:
-        unfed = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq._fed for seq in decodes]
-        to_fill = [seq._prefill_end - seq._fed for seq in prefills]
+    def __init__(self, decodes: LooseDecodes | Cohort, prefills: list[Sequence], config: SchedulerConfig) -> None:
+        unread = [seq._prefill_end - seq._fed for seq in prefills]
         if prefills and config.schedule == "prefill-first":
-            counts = whole_prompts(to_fill, config)
+            counts = whole_prompts(unread, config)
             prefills = prefills[: len(counts)]
         else:
-            counts = share_tokens(unfed, to_fill, config)
-        sequences = decodes + prefills
-        if not prefills and unfed.count(1) == len(unfed):
-            tokens = [[seq.output_tokens[-1]] for seq in decodes]
-            wants = [True] * len(decodes)
-            self.grow = counts
-        else:
-            self.grow = [min(count, new) for count, new in zip(counts, unfed)] + counts[len(unfed) :]
-            tokens = [_next_tokens(seq, count) for seq, count in zip(sequences, self.grow)]
-            wants = [seq._fed + count == seq.total_tokens for seq, count in zip(sequences, self.grow)]
+            counts = share_tokens(decodes.unfed, unread, config)
+        size = len(decodes.sequences)
+        tokens, grow, wants = decodes.rows(counts[:size])
+        chunks = counts[size:]
+        self.grow = grow + chunks
         self.batch = ScheduledBatch(
-            sequences=sequences,
-            seq_ids=[seq.id for seq in sequences],
-            tokens=tokens,
-            num_tokens=counts.copy(),
-            num_decodes=len(decodes),
-            wants_token=wants,
-            states=[seq.kv for seq in sequences if seq.kv is not None],
+            sequences=decodes.sequences + prefills,
+            seq_ids=decodes.seq_ids + [seq.id for seq in prefills],
+            tokens=tokens + [_next_tokens(seq, count) for seq, count in zip(prefills, chunks)],
+            num_tokens=counts,
+            num_decodes=size,
+            wants_token=wants + [seq._fed + count == seq.total_tokens for seq, count in zip(prefills, chunks)],
+            states=decodes.states + [seq.kv for seq in prefills if seq.kv is not None],
             total_tokens=sum(counts),
         )
-
-    def apply(self) -> list[Sequence]:
-        """Count the tokens as fed; returns the prefills whose last chunk this is."""
-        for seq, count in zip(self.batch._sequences, self.grow):
-            seq._fed += count
-        return [seq for seq in self.batch._sequences[self.batch.num_decodes :] if seq._fed == seq._prefill_end]
 
 
 def _next_tokens(seq: Sequence, count: int) -> list[int]:

@@ -1,0 +1,53 @@
+"""The command line: `pagepool` and `python -m pagepool`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from pagepool._version import __version__
+from pagepool.errors import PoolError
+from pagepool.replay import command
+from pagepool.replay.driver import ReplayFailed
+from pagepool.replay.ptrace import TraceError
+
+__all__ = ["main"]
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 1 for a replay that failed, 2 for bad input, 130 for ^C.
+
+    Errors are one line on stderr. With options that argparse refuses, and for --help, SystemExit is raised as usual.
+    """
+    parser = argparse.ArgumentParser(prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    summary = "replay recorded LLM traffic through the pool and the scheduler, under a virtual clock"
+    replay = commands.add_parser("replay", help=summary, description=summary.capitalize() + ".", allow_abbrev=False)
+    command.add_arguments(replay)
+    options = parser.parse_args(arguments)
+    try:
+        command.run(options)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        return _fail(INTERRUPTED, "interrupted")
+    except BrokenPipeError:
+        # The reader of our output has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (TraceError, command.UsageError, OSError) as error:
+        return _fail(BAD_INPUT, str(error))
+    except (ReplayFailed, PoolError, MemoryError) as error:
+        return _fail(FAILED, str(error) or "out of memory")
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"pagepool: {message}", file=sys.stderr)
+    return code

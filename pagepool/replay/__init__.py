@@ -1,0 +1,1 @@
+"""Replay of recorded traffic under a virtual clock: `pagepool replay`."""

@@ -1,0 +1,76 @@
+"""Attention on real memory for `--attend`: each step appends its tokens to every layer and decodes."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from pagepool.config import KV_DTYPES
+from pagepool.replay.geometry import Geometry
+from pagepool.scheduling import ScheduledBatch
+
+__all__ = ["Attention"]
+
+SEED = 20231116
+
+
+class Attention:
+    """Appends keys and values for every token of every layer, prompts included, and runs `decode` for every layer and
+    every decoding sequence. Prefill attention is not run.
+
+    The values are pseudo-random and made once: each step stores the first rows of the same arrays.
+
+    memory    the package that has `BlockTables` and `decode`: pagepool, or pagepool.reference
+    pool      its `KvCachePool` from the geometry's layout
+    """
+
+    def __init__(
+        self,
+        memory: Any,
+        pool: Any,
+        geometry: Geometry,
+        max_sequences: int,
+        max_tokens: int,
+        max_blocks_per_seq: int,
+        threads: int | None = None,
+    ) -> None:
+        rng = np.random.default_rng(SEED)
+        self._pool = pool
+        self._layers = range(geometry.num_layers)
+        self._options = {} if threads is None else {"num_threads": threads}
+        self._decode = memory.decode
+        self._tables = memory.BlockTables(max_sequences, max_blocks_per_seq)
+        new = (max_tokens, geometry.num_kv_heads, geometry.head_dim)
+        self._k = rng.standard_normal(new, dtype=np.float32)
+        self._v = rng.standard_normal(new, dtype=np.float32)
+        self._q = rng.standard_normal((max_sequences, geometry.num_qo_heads, geometry.head_dim), dtype=np.float32)
+        self._out = np.empty_like(self._q)
+        # K and V of one token in one layer.
+        self._token_bytes = 2 * geometry.num_kv_heads * geometry.head_dim * KV_DTYPES[pool.layout.dtype]
+        self.calls = 0
+        self.kv_bytes = 0
+        self.seconds = 0.0
+        self.append_seconds = 0.0
+
+    def run(self, batch: ScheduledBatch) -> None:
+        """Store the tokens of `batch` and attend for its decodes."""
+        start = perf_counter()
+        tables = self._tables.fill(batch)
+        slots, size = tables.slot_mapping, batch.total_tokens
+        k, v = self._k[:size], self._v[:size]
+        for layer in self._layers:
+            self._pool.append(layer, slots, k, v)
+        appended = perf_counter()
+        self.append_seconds += appended - start
+        decodes = batch.num_decodes
+        if not decodes:
+            return
+        rows, lengths = tables.block_tables[:decodes], tables.seq_lens[:decodes]
+        q, out = self._q[:decodes], self._out[:decodes]
+        for layer in self._layers:
+            self._decode(q, self._pool, layer, rows, lengths, out=out, **self._options)
+        self.seconds += perf_counter() - appended
+        self.calls += len(self._layers)
+        self.kv_bytes += int(np.asarray(lengths).sum()) * self._token_bytes * len(self._layers)

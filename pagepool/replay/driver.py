@@ -1,0 +1,153 @@
+"""The replay itself: requests in, steps through the scheduler under a virtual clock, numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+from pagepool.config import SchedulerConfig
+from pagepool.replay.attend import Attention
+from pagepool.replay.clock import CostModel
+from pagepool.replay.latency import LatencyLog
+from pagepool.replay.meter import MeteredAccount
+from pagepool.replay.ptrace import Trace
+from pagepool.scheduling import ScheduledBatch, Scheduler
+
+__all__ = ["Replay", "ReplayFailed", "Totals"]
+
+TOKEN = 0  # the replay knows lengths only: every token is this one
+
+
+class ReplayFailed(RuntimeError):
+    """The replay came to a wrong end: it got stuck, or blocks were not free again."""
+
+
+@dataclass
+class Totals:
+    """What has been counted so far. Times are virtual microseconds, except `*_ns`, which are wall time."""
+
+    refused: int = 0
+    finished: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    schedule_ns: int = 0
+    wall_ns: int = 0
+    time_us: int = 0
+    occupied_us: int = 0
+    utilization_us: float = 0.0
+    latency: LatencyLog = field(default_factory=LatencyLog)
+
+
+class Replay:
+    """One replay of one trace. `run()` does all of it; `totals`, `account` and `scheduler` may be read meanwhile.
+
+    trace      the requests; those that could never fit the pool are counted as refused
+    config     the scheduler's
+    account    the metered account with the pool's allocator
+    cost       the virtual clock
+    attention  appends and attends on real memory, or None
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: SchedulerConfig,
+        account: MeteredAccount,
+        cost: CostModel,
+        attention: Attention | None = None,
+    ) -> None:
+        self.trace = trace
+        self.account = account
+        self.attention = attention
+        self.totals = Totals()
+        self.scheduler = Scheduler(config, account)
+        self._cost = cost
+        # The pages get one filler per prompt length; requests beyond one batch wait here, where they take no memory:
+        # the line is first come, first served either way.
+        self._line = config.max_sequences
+        self._submitted = 0
+
+    @property
+    def submitted(self) -> int:
+        """Requests handed to the scheduler or refused so far."""
+        return self._submitted
+
+    def run(self, progress: Callable[[Replay], Any] = lambda replay: None) -> None:
+        """Replay everything; `progress` is called after each step. Raises `ReplayFailed`."""
+        start = perf_counter_ns()
+        totals, scheduler, arrivals = self.totals, self.scheduler, self.trace.arrival_us
+        while True:
+            self._submit()
+            if scheduler.has_work:
+                self._step()
+                progress(self)
+            elif self._submitted < len(arrivals):
+                totals.time_us = max(totals.time_us, arrivals[self._submitted])
+            else:
+                break
+        totals.wall_ns = perf_counter_ns() - start
+        self._check_end()
+
+    def _submit(self) -> None:
+        """Hand over what has arrived by now, as far as the line is short."""
+        trace, scheduler, now = self.trace, self.scheduler, self.totals.time_us
+        index, count = self._submitted, len(trace)
+        while index < count and trace.arrival_us[index] <= now and scheduler.waiting_count < self._line:
+            # A model that has read its prompt has made a token: a request for none still stops at its first.
+            prompt, limit = trace.prompt[index], trace.prompt[index] + max(1, trace.output[index])
+            if self.account.refusal(limit) is None:
+                seq_id = scheduler.add_request([TOKEN] * prompt, limit)
+                self.totals.latency.arrive(seq_id, trace.arrival_us[index])
+            else:
+                self.totals.refused += 1
+            index += 1
+        self._submitted = index
+
+    def _step(self) -> None:
+        totals, scheduler = self.totals, self.scheduler
+        start = perf_counter_ns()
+        batch = scheduler.schedule()
+        totals.schedule_ns += perf_counter_ns() - start
+        if batch.is_empty:
+            raise ReplayFailed(
+                f"stuck at step {totals.steps}: {scheduler.waiting_count} requests wait and nothing can be scheduled"
+            )
+        self._count(batch)
+        if self.attention is not None:
+            self.attention.run(batch)
+        start = perf_counter_ns()
+        scheduler.commit(batch, [TOKEN] * len(batch.seq_ids))
+        totals.schedule_ns += perf_counter_ns() - start
+        for seq in scheduler.drain_finished():
+            totals.finished += 1
+            totals.latency.finish(seq.id)
+
+    def _count(self, batch: ScheduledBatch) -> None:
+        """Let the time of the step pass, with the blocks as they are during it."""
+        totals, account = self.totals, self.account
+        prefill_tokens = batch.total_tokens - batch.num_decodes
+        duration = self._cost.of(prefill_tokens, batch.num_decodes)
+        totals.steps += 1
+        totals.prefill_tokens += prefill_tokens
+        totals.decode_tokens += batch.num_decodes
+        totals.time_us += duration
+        totals.occupied_us += duration
+        places = account.allocator.in_use * account.block_size
+        totals.utilization_us += duration * account.num_tokens / places
+        ids = batch.seq_ids
+        if prefill_tokens:
+            ids = [seq_id for seq_id, wanted in zip(ids, batch.wants_token) if wanted]
+        totals.latency.tokens(ids, totals.time_us)
+
+    def _check_end(self) -> None:
+        """Every block must be free again, and every request accounted for."""
+        allocator = self.account.allocator
+        allocator.check()
+        if allocator.in_use:
+            raise ReplayFailed(f"{allocator.in_use} of {allocator.capacity} blocks are still in use at the end")
+        ended = self.totals.finished + self.totals.refused
+        if ended != len(self.trace):
+            raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")

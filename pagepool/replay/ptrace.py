@@ -1,0 +1,239 @@
+"""Reads `ptrace-1` traces: JSON lines, plain or xz. A trace comes from elsewhere, so nothing in it is trusted.
+
+    {"fmt":"ptrace-1","name":"azure2023_conv","block":0,"unit":"ms","licence":"CC-BY-4.0","n":19366}
+    [arrival, prompt tokens, output tokens, [start, length, start, length, ...]]
+    ...
+
+`unit` is "s", "ms", "us" or null (no arrivals: everything is there at time 0). The runs name the prefix blocks of the
+prompt; they are checked and not used yet. A file of sessions has one session a line, `{"s", "tool", "sys", "r": [[arrival,
+in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times, whether or not the one before has
+ended.
+
+Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory whatever the
+file holds: a line, the whole text after decompression, and each number.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+__all__ = ["Trace", "TraceError", "read_trace"]
+
+MAX_LINE = 16 << 20
+MAX_TEXT = 1 << 30
+MAX_REQUESTS = 5_000_000
+MAX_TOKENS = 1 << 24  # of one request's prompt, and of its output
+MAX_TIME_US = 10**15  # 31 years
+MAX_DIGITS = 18
+
+XZ_MAGIC = b"\xfd7zXZ\x00"
+MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1, None: 0}
+
+
+class TraceError(ValueError):
+    """A trace cannot be read; the message is one line with the file and, where there is one, the line."""
+
+
+@dataclass
+class Trace:
+    """A trace in memory, in the order of arrival: `arrival_us[i]`, `prompt[i]` and `output[i]` are one request."""
+
+    name: str
+    licence: str
+    block: int
+    arrival_us: array[int] = field(default_factory=lambda: array("q"))
+    prompt: array[int] = field(default_factory=lambda: array("i"))
+    output: array[int] = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self.arrival_us)
+
+    def longest(self) -> int:
+        """The most tokens, prompt and output, of one request; 0 for an empty trace."""
+        return max(map(int.__add__, self.prompt, self.output), default=0)
+
+
+class _Fault(Exception):
+    """What is wrong with the line at hand; `read_trace` adds where."""
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> Trace:
+    """Read the trace at `path`, or only its first `limit` requests. Raises `TraceError` for whatever is wrong."""
+    where = str(path)
+    shown = where if where.isprintable() else ascii(where)
+    number = 0
+    try:
+        with open(path, "rb") as raw:
+            lines = _lines(raw, where)
+            number = 1
+            trace, count, scale = _header(next(lines, b""))
+            for record in range(count):
+                if limit is not None and len(trace) >= limit:
+                    break
+                number = record + 2
+                line = next(lines, None)
+                if line is None:
+                    raise _Fault(f"the file ends after {record} of the {count} records that the header promises")
+                _record(trace, _parse(line), scale, limit)
+            else:
+                number = count + 2
+                if next(lines, None) is not None:
+                    raise _Fault(f"the header promises {count} records, here is one more")
+    except _Fault as fault:
+        raise TraceError(f"{shown}:{number}: {fault}") from None
+    except EOFError:
+        raise TraceError(f"{shown}:{number}: the xz stream is cut off") from None
+    except lzma.LZMAError as error:
+        raise TraceError(f"{shown}:{number}: the xz stream is damaged ({error})") from None
+    except MemoryError:
+        raise TraceError(f"{shown}:{number}: needs more memory than there is") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        raise TraceError(f"{shown}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _by_arrival(trace)
+
+
+def _lines(raw: IO[bytes], where: str) -> Iterator[bytes]:
+    """The lines of the file, each of bounded length, and no more than MAX_TEXT in all."""
+    magic = raw.read(len(XZ_MAGIC))
+    if magic != XZ_MAGIC and where.endswith(".xz"):
+        raise _Fault("this is not an xz file")
+    stream: Any = raw
+    total = 0
+    rest = magic
+    if magic == XZ_MAGIC:
+        raw.seek(0)
+        stream, rest = lzma.LZMAFile(raw), b""
+    while True:
+        line = rest + (b"" if rest.endswith(b"\n") else stream.readline(MAX_LINE + 1))
+        rest = b""
+        if not line:
+            return
+        total += len(line)
+        if len(line) > MAX_LINE:
+            raise _Fault(f"the line is longer than {MAX_LINE} bytes")
+        if total > MAX_TEXT:
+            raise _Fault(f"the trace is larger than {MAX_TEXT} bytes")
+        yield line
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _Fault(f"{name} is not a number of JSON")
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise _Fault(f"a number of {len(digits)} digits is too large")
+    return int(digits)
+
+
+_decode = json.JSONDecoder(parse_constant=_no_constant, parse_int=_short_int).decode
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return _decode(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _Fault(f"byte {error.start + 1} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _Fault(f"not JSON: {error.msg} at column {error.colno}" if line.strip() else "the line is empty") from None
+    except RecursionError:
+        raise _Fault("the JSON is nested too deeply") from None
+
+
+def _header(line: bytes) -> tuple[Trace, int, int]:
+    """An empty trace, the number of records, and the microseconds of the unit."""
+    if not line:
+        raise _Fault("the file is empty")
+    head = _parse(line)
+    if not isinstance(head, dict) or head.get("fmt") != "ptrace-1":
+        raise _Fault('the first line must be a header with "fmt":"ptrace-1"')
+    unit = head.get("unit")
+    if not (unit is None or isinstance(unit, str)) or unit not in MICROSECONDS:
+        raise _Fault('unit must be "s", "ms", "us" or null')
+    for key in ("name", "licence"):
+        text = head.get(key)
+        if not isinstance(text, str) or len(text) > 200 or not text.isprintable():
+            raise _Fault(f"{key} must be a printable text of at most 200 characters")
+    block = _whole("block", head.get("block"), 0, 1 << 20)
+    count = _whole("n", head.get("n"), 0, MAX_REQUESTS)
+    return Trace(head["name"], head["licence"], block), count, MICROSECONDS[unit]
+
+
+def _whole(what: str, value: Any, low: int, high: int) -> int:
+    """`value` if it is an int (a bool is none) from `low` to `high`."""
+    if type(value) is not int:
+        raise _Fault(f"{what} must be a whole number, not {_short(value)}")
+    if not low <= value <= high:
+        raise _Fault(f"{what} must be from {low} to {high}, not {value}")
+    return value
+
+
+def _record(trace: Trace, record: Any, scale: int, limit: int | None) -> None:
+    """Add a request, or the requests of a session, up to `limit` in all."""
+    if isinstance(record, dict):
+        requests = record.get("r")
+        if not isinstance(requests, list):
+            raise _Fault('a session must have a list of requests, "r"')
+        room = MAX_REQUESTS if limit is None else limit
+        for index, request in enumerate(requests[: room - len(trace)]):
+            if not isinstance(request, list) or len(request) != 6:
+                raise _Fault(f"request {index + 1} of the session must be [arrival, in, out, think, api, [runs]]")
+            _request(trace, [*request[:3], request[5]], scale)
+    elif isinstance(record, list) and len(record) == 4:
+        _request(trace, record, scale)
+    else:
+        raise _Fault("a request must be [arrival, prompt tokens, output tokens, [runs]]")
+
+
+def _request(trace: Trace, record: list[Any], scale: int) -> None:
+    """Add one request to `trace`. A request that is plainly right takes no more than a few comparisons."""
+    arrival, prompt, output, runs = record
+    if not isinstance(runs, list) or len(runs) % 2:
+        raise _Fault("the runs must be a list of pairs [start, length, ...]")
+    for value in runs:
+        if type(value) is not int or value < 0:
+            raise _Fault(f"the runs must be whole numbers from 0 up, not {_short(value)}")
+    if len(trace) >= MAX_REQUESTS:
+        raise _Fault(f"more than {MAX_REQUESTS} requests")
+    prompt = _whole("the number of prompt tokens", prompt, 1, MAX_TOKENS)
+    output = _whole("the number of output tokens", output, 0, MAX_TOKENS)
+    trace.arrival_us.append(_microseconds(arrival, scale))
+    trace.prompt.append(prompt)
+    trace.output.append(output)
+
+
+def _microseconds(arrival: Any, scale: int) -> int:
+    if arrival is None:
+        return 0
+    if type(arrival) is not int and type(arrival) is not float:
+        raise _Fault(f"the arrival must be a number or null, not {_short(arrival)}")
+    if not scale:
+        raise _Fault("an arrival needs a unit, the header has none")
+    if not math.isfinite(arrival) or not 0 <= arrival * scale <= MAX_TIME_US:
+        raise _Fault(f"the arrival must be from 0 to {MAX_TIME_US // scale}, not {arrival}")
+    return round(arrival * scale)
+
+
+def _short(value: Any) -> str:
+    """A value from the trace for a message: what it is, and a little of it."""
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = ascii(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _by_arrival(trace: Trace) -> Trace:
+    """The same requests in the order of arrival, those of one moment in the order of the file."""
+    times = trace.arrival_us
+    order = sorted(range(len(times)), key=times.__getitem__)
+    for column in ("arrival_us", "prompt", "output"):
+        values = getattr(trace, column)
+        setattr(trace, column, array(values.typecode, (values[i] for i in order)))
+    return trace

@@ -1,0 +1,125 @@
+"""The results of a replay, as a dict for JSON and as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+from pagepool.replay.driver import Replay
+from pagepool.replay.latency import percentile
+
+__all__ = ["print_table", "results"]
+
+ATTRIBUTION = {
+    "azure2023_conv": "Trace: AzureLLMInferenceTrace_conv from Azure/AzurePublicDataset (Splitwise, ISCA'24), CC-BY-4.0.",
+}
+
+
+def results(replay: Replay) -> dict[str, Any]:
+    """Everything measured. Counts and virtual times are the same in every run; `wall_s`, `ns_per_block_op`,
+    `sched_us_per_step` and the attention's `seconds` and `gb_per_s` are wall time.
+
+    `ns_per_block_op`: the time of `append_batch` and `release_batch` over block_allocs + block_frees; appends that take
+    no block and the filling of block tables are in the time. `sched_us_per_step`: `schedule` + `commit`, with them.
+    """
+    totals, account, attention = replay.totals, replay.account, replay.attention
+    operations = account.block_allocs + account.block_frees
+    seconds = attention.seconds if attention else 0.0
+    kv_bytes = attention.kv_bytes if attention else 0
+    return {
+        "trace": replay.trace.name,
+        "requests": len(replay.trace),
+        "finished": totals.finished,
+        "refused": totals.refused,
+        "steps": totals.steps,
+        "prefill_tokens": totals.prefill_tokens,
+        "decode_tokens": totals.decode_tokens,
+        "blocks": account.allocator.capacity,
+        "block_size": account.block_size,
+        "block_allocs": account.block_allocs,
+        "block_frees": account.block_frees,
+        "peak_blocks": account.allocator.peak_in_use,
+        "mean_utilization": _ratio(totals.utilization_us, totals.occupied_us),
+        "preemptions": replay.scheduler.num_preemptions,
+        "virtual_s": totals.time_us / 1e6,
+        "ttft_ms": _percentiles(totals.latency.ttft),
+        "tbt_ms": _percentiles(totals.latency.tbt),
+        "wall_s": totals.wall_ns / 1e9,
+        "ns_per_block_op": _ratio(account.nanoseconds, operations),
+        "sched_us_per_step": _ratio(totals.schedule_ns / 1e3, totals.steps),
+        "attention": {
+            "calls": attention.calls if attention else 0,
+            "kv_bytes": kv_bytes,
+            "seconds": seconds,
+            "gb_per_s": _ratio(kv_bytes / 1e9, seconds),
+            "append_seconds": attention.append_seconds if attention else 0.0,
+        },
+    }
+
+
+def print_table(numbers: dict[str, Any]) -> None:
+    """Print `numbers` to stdout: with rich when it is installed and stdout is a terminal, in plain text otherwise."""
+    title = f"pagepool replay of {numbers['trace']}"
+    rows = _rows(numbers)
+    footer = ATTRIBUTION.get(numbers["trace"], "")
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass  # rich is optional; the plain table says the same
+        else:
+            table = Table(title=title, caption=footer or None, show_header=False)
+            table.add_column(style="bold")
+            table.add_column(justify="right")
+            for name, value in rows:
+                table.add_row(name, value)
+            Console().print(table, markup=False)
+            return
+    width = max(len(name) for name, _ in rows)
+    print(title)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value:>24}")
+    if footer:
+        print(footer)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _percentiles(counts: Counter[int]) -> dict[str, float]:
+    return {f"p{percent}": percentile(counts, percent / 100) / 1e3 for percent in (50, 90, 99)}
+
+
+def _rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+    def three(key: str) -> str:
+        return " / ".join(f"{value:,.1f}" for value in numbers[key].values())
+
+    rows = [
+        ("requests", f"{numbers['requests']:,}"),
+        ("finished / refused", f"{numbers['finished']:,} / {numbers['refused']:,}"),
+        ("steps", f"{numbers['steps']:,}"),
+        ("prefill / decode tokens", f"{numbers['prefill_tokens']:,} / {numbers['decode_tokens']:,}"),
+        ("blocks taken / given back", f"{numbers['block_allocs']:,} / {numbers['block_frees']:,}"),
+        ("peak blocks", f"{numbers['peak_blocks']:,} of {numbers['blocks']:,} x {numbers['block_size']}"),
+        ("mean utilization", f"{numbers['mean_utilization']:.1%}"),
+        ("preemptions", f"{numbers['preemptions']:,}"),
+        ("virtual time", f"{numbers['virtual_s']:,.1f} s"),
+        ("first token p50/90/99", f"{three('ttft_ms')} ms"),
+        ("between tokens p50/90/99", f"{three('tbt_ms')} ms"),
+        ("wall time", f"{numbers['wall_s']:,.2f} s"),
+        ("per block operation", f"{numbers['ns_per_block_op']:,.1f} ns"),
+        ("scheduler per step", f"{numbers['sched_us_per_step']:,.1f} us"),
+    ]
+    attention = numbers["attention"]
+    if attention["calls"]:
+        rows += [
+            ("decode calls", f"{attention['calls']:,}"),
+            ("keys and values read", f"{attention['kv_bytes'] / 1e9:,.1f} GB"),
+            ("decode time", f"{attention['seconds']:,.2f} s"),
+            ("decode speed", f"{attention['gb_per_s']:,.1f} GB/s"),
+            ("append time", f"{attention['append_seconds']:,.2f} s"),
+        ]
+    return rows
