@@ -10,6 +10,7 @@ from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.paged_seq import PagedSeqState
+from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence
 
 __all__ = [
     "BlockAllocator",
@@ -21,7 +22,11 @@ __all__ = [
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
+    "ScheduledBatch",
+    "Scheduler",
     "SchedulerConfig",
+    "SeqState",
+    "Sequence",
     "StateLayout",
     "__version__",
     "cpu_info",

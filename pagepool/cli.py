@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors are one line on stderr. With options that argparse refuses, and for --help, SystemExit is raised as usual.
     """
-    parser = argparse.ArgumentParser(prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     summary = "replay recorded LLM traffic through the pool and the scheduler, under a virtual clock"

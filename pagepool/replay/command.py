@@ -22,7 +22,8 @@ from pagepool.replay.report import print_table, results
 
 __all__ = ["UsageError", "add_arguments", "bundled_trace", "run"]
 
-DEFAULT_BLOCKS = 4096
+# Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
+DEFAULT_BLOCKS = 3072
 ATTEND_BYTES = 2 << 30
 MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
@@ -61,7 +62,9 @@ def _cost(text: str) -> CostModel:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `pagepool replay`."""
     add = parser.add_argument
-    add("trace", nargs="?", metavar="TRACE", help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's")
+    add(
+        "trace", nargs="?", metavar="TRACE", help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's"
+    )
     add("--requests", type=_between(0, MAX_BLOCKS), metavar="N", help="replay only the first N requests")
     add(
         "--blocks",
@@ -77,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         choices=("chunked", "prefill-first"),
         default="chunked",
-        help="chunked: prompts share steps with decodes (default); prefill-first: while a prompt waits, steps hold whole "
-        "prompts only, and the budget is at least the longest of them",
+        help="chunked: prompts share steps with decodes (default); prefill-first: while a prompt waits, steps hold "
+        "whole prompts only, and the budget is at least the longest of them",
     )
     add(
         "--cost",
@@ -87,7 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEP,PREFILL,DECODE",
         help="virtual microseconds per step, per prefill token, per decode token; default: 10000,60,150",
     )
-    add("--attend", choices=sorted(GEOMETRIES), metavar="GEOMETRY", help=f"store K/V and attend: {', '.join(GEOMETRIES)}")
+    add(
+        "--attend",
+        choices=sorted(GEOMETRIES),
+        metavar="GEOMETRY",
+        help=f"store K/V and attend: {', '.join(GEOMETRIES)}",
+    )
     add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages, with --attend; default: bfloat16")
     add("--threads", type=_between(1, 1024), metavar="N", help="threads of decode, with --attend; default: all cores")
     add("--reference", action="store_true", help="use the pure-Python memory instead, to compare")

@@ -139,7 +139,7 @@ class Replay:
         totals.utilization_us += duration * account.num_tokens / places
         ids = batch.seq_ids
         if prefill_tokens:
-            ids = [seq_id for seq_id, wanted in zip(ids, batch.wants_token) if wanted]
+            ids = [seq_id for seq_id, wanted in zip(ids, batch.wants_token, strict=True) if wanted]
         totals.latency.tokens(ids, totals.time_us)
 
     def _check_end(self) -> None:

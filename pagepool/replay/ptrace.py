@@ -5,9 +5,9 @@
     ...
 
 `unit` is "s", "ms", "us" or null (no arrivals: everything is there at time 0). The runs name the prefix blocks of the
-prompt; they are checked and not used yet. A file of sessions has one session a line, `{"s", "tool", "sys", "r": [[arrival,
-in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times, whether or not the one before has
-ended.
+prompt; they are checked and not used yet. A file of sessions has one session a line,
+`{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times,
+whether or not the one before has ended.
 
 Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory whatever the
 file holds: a line, the whole text after decompression, and each number.
@@ -142,7 +142,9 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise _Fault(f"byte {error.start + 1} is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise _Fault(f"not JSON: {error.msg} at column {error.colno}" if line.strip() else "the line is empty") from None
+        raise _Fault(
+            f"not JSON: {error.msg} at column {error.colno}" if line.strip() else "the line is empty"
+        ) from None
     except RecursionError:
         raise _Fault("the JSON is nested too deeply") from None
 

@@ -12,7 +12,7 @@ from pagepool.replay.latency import percentile
 __all__ = ["print_table", "results"]
 
 ATTRIBUTION = {
-    "azure2023_conv": "Trace: AzureLLMInferenceTrace_conv from Azure/AzurePublicDataset (Splitwise, ISCA'24), CC-BY-4.0.",
+    "azure2023_conv": "Trace: Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv (Splitwise, ISCA'24), CC-BY-4.0.",
 }
 
 

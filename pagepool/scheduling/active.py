@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pagepool.scheduling.policy import rank
-from pagepool.scheduling.request import Sequence, SeqState
+from pagepool.scheduling.request import SeqState, Sequence
 
 __all__ = ["ActiveSequences"]
 

@@ -77,7 +77,8 @@ class BlockAccount:
 
     def free_blocks(self) -> int:
         """Blocks that are free now."""
-        return self.allocator.free_count
+        free: int = self.allocator.free_count
+        return free
 
     def admits(self, num_tokens: int, promised: int) -> bool:
         """True when a prompt of `num_tokens` finds all of its blocks beside others that run: `promised` blocks, which
@@ -85,24 +86,25 @@ class BlockAccount:
 
         Asking for the first chunk alone would admit more prompts than the pool can hold, only to preempt them.
         """
-        return self.allocator.free_count - promised - self.blocks_for(num_tokens) >= self._reserve
+        return self.free_blocks() - promised - self.blocks_for(num_tokens) >= self._reserve
 
     def starts(self, first_chunk: int) -> bool:
         """True when a prompt finds the blocks of its first chunk. Enough when nothing else runs: a request as large as
         the pool must start, and no watermark can be left then."""
-        return self.allocator.free_count >= self.blocks_for(first_chunk)
+        return self.free_blocks() >= self.blocks_for(first_chunk)
 
     def open(self, max_tokens: int) -> Any:
         """A new, empty state for at most `max_tokens` tokens."""
         return self._make_state(self.allocator, self.block_size, self.blocks_for(max_tokens))
 
     def needs(self, states: list[Any], counts: list[int]) -> list[int]:
-        """New blocks that `take` would need for each state; reserved blocks and copies of shared ones not considered."""
+        """New blocks that `take` would need for each state, apart from reserved blocks and copies of shared ones."""
         blocks_for = self.blocks_for
-        return [blocks_for(state.len + count) - blocks_for(state.len) for state, count in zip(states, counts)]
+        lengths = [state.len for state in states]
+        return [blocks_for(length + count) - blocks_for(length) for length, count in zip(lengths, counts, strict=True)]
 
     def take(self, states: list[Any], counts: list[int]) -> bool:
-        """Append `counts[i]` tokens to `states[i]` for all; False when the pool is out, and nothing has changed then."""
+        """Append `counts[i]` tokens to `states[i]` for all; False, with nothing changed, when the pool is out."""
         try:
             self._append_batch(states, counts)
         except PoolExhausted:

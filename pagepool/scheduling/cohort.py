@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.request import Sequence, SeqState
+from pagepool.scheduling.request import SeqState, Sequence
 
 __all__ = ["Cohort"]
 
@@ -12,7 +12,7 @@ class Cohort:
     """All decoding sequences, in lockstep: in each step each feeds the one token that `commit` gave it.
 
     The lists of a step are then those of the step before, and the work per sequence is one small list and one append.
-    Two things are not kept per sequence: `_fed` lags by `_steps` until `settle`, and `_room` is how many tokens every
+    Two things are not kept per sequence: `_fed` lags by `steps` until `settle`, and `_room` is how many tokens every
     member may still get before the first one is at its limit. Prefills run beside a cohort and join it with their first
     token. Whatever breaks the step (a token by `append_token`, a finish from outside, a sequence without a token, a
     pool that is out, more sequences than places) settles it, and it is over; the next plain `commit` forms a new one.
@@ -25,7 +25,7 @@ class Cohort:
         self._outputs: list[list[int]] = []
         self._tokens: list[int] | None = []
         self._batch: ScheduledBatch | None = None
-        self._steps = 0
+        self.steps = 0
         self._room = 0
         self.join(sequences)
 
@@ -57,7 +57,7 @@ class Cohort:
     def scheduled(self, batch: ScheduledBatch) -> None:
         """Note that `batch`, which begins with the members, is out."""
         self._batch, self._tokens = batch, None
-        self._steps += 1
+        self.steps += 1
 
     def commit(self, batch: ScheduledBatch, results: list[int | None]) -> list[Sequence] | None:
         """Append the members' part of `results`; returns those now at their limit, already out of the cohort. None,
@@ -66,7 +66,7 @@ class Cohort:
         tokens = results if len(results) == size else results[:size]
         if batch is not self._batch or (size and (None in tokens or min(tokens) < 0)):  # type: ignore[type-var, operator]
             return None
-        for output, token in zip(self._outputs, tokens):
+        for output, token in zip(self._outputs, tokens, strict=True):
             output.append(token)  # type: ignore[arg-type]
         self._batch, self._tokens = None, tokens  # type: ignore[assignment]
         self._room -= 1
@@ -75,23 +75,23 @@ class Cohort:
     def join(self, sequences: list[Sequence]) -> None:
         """Take in decoding sequences that have exactly one token to feed, while `ready`."""
         for seq in sequences:
-            seq._fed -= self._steps
-            seq._settle = self.settle
+            seq._fed -= self.steps
+            seq._cohort = self
         self._set(self.sequences + sequences, (self._tokens or []) + [seq.output_tokens[-1] for seq in sequences])
 
     def settle(self) -> None:
         """Write `_fed` of every member and end the cohort: it has no members from then on."""
         for seq in self.sequences:
-            seq._fed += self._steps
-            seq._settle = None
+            seq._fed += self.steps
+            seq._cohort = None
         self._set([], [])
         self._batch = self._tokens = None
 
     def _leave_at_limit(self) -> list[Sequence]:
         done = [seq for seq in self.sequences if seq.at_limit]
         for seq in done:
-            seq._fed += self._steps
-            seq._settle = None
+            seq._fed += self.steps
+            seq._cohort = None
         stay = [seq for seq in self.sequences if not seq.at_limit]
         self._set(stay, [seq.output_tokens[-1] for seq in stay])
         return done

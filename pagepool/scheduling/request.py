@@ -44,10 +44,10 @@ class Sequence:
     """
 
     __slots__ = (
+        "_cohort",
         "_fed",
         "_max_output",
         "_prefill_end",
-        "_settle",
         "id",
         "kv",
         "max_tokens",
@@ -73,15 +73,13 @@ class Sequence:
         # The tokens that count as its prompt since it was admitted: outputs too, when it is recomputed.
         self._prefill_end = len(prompt_tokens)
         self._max_output = max_tokens - len(prompt_tokens)
-        # Set while the scheduler repeats one batch and leaves `_fed` behind (see cohort.py): brings it up to date.
-        self._settle: Any = None
+        # The cohort that it is a member of: it counts the steps that `_fed` lags behind (see cohort.py).
+        self._cohort: Any = None
 
     @property
     def fed(self) -> int:
         """Tokens handed out in batches since the sequence was last admitted."""
-        if self._settle is not None:
-            self._settle()
-        return self._fed
+        return self._fed if self._cohort is None else self._fed + self._cohort.steps
 
     @property
     def prompt_pos(self) -> int:

@@ -12,7 +12,7 @@ from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
 from pagepool.scheduling.cohort import Cohort
-from pagepool.scheduling.request import Sequence, SeqState
+from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.step import LooseDecodes, Step
 from pagepool.scheduling.waiting import WaitingQueue
 
@@ -29,10 +29,11 @@ class Scheduler:
     config  a `SchedulerConfig`; default: its defaults
     pool    a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
 
-    Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it; `commit(batch, tokens)`
-    hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks are freed when a sequence
-    finishes, is removed or is preempted. When the pool runs out, the newest sequence of the lowest priority gives its
-    blocks back, waits at the front and is recomputed later; the oldest always keeps going, so every request ends.
+    Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
+    `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
+    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, the newest sequence of the
+    lowest priority gives its blocks back, waits at the front and is recomputed later; the oldest always keeps going, so
+    every request ends.
     One thread at a time may use a scheduler.
 
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
@@ -180,7 +181,7 @@ class Scheduler:
             if by_turns:
                 self._active.put_back(scheduled=taken)
             if taken:
-                for seq, count in zip(decodes, step.grow):
+                for seq, count in zip(decodes, step.grow[: len(decodes)], strict=True):
                     seq._fed += count
                 self._read_prompts(step)
                 return step.batch
@@ -206,7 +207,8 @@ class Scheduler:
             else:
                 first, finished = size, done
         got = []
-        for seq, token, wanted in zip(batch._sequences[first:], results[first:], batch.wants_token[first:]):
+        rest = zip(batch._sequences[first:], results[first:], batch.wants_token[first:], strict=True)
+        for seq, token, wanted in rest:
             if not wanted or seq.state is FINISHED:
                 continue
             if token is None or token < 0:
@@ -268,7 +270,7 @@ class Scheduler:
     def _read_prompts(self, step: Step) -> None:
         """Count the prompt tokens of `step` as fed."""
         decodes = step.batch.num_decodes
-        for seq, count in zip(step.batch._sequences[decodes:], step.grow[decodes:]):
+        for seq, count in zip(step.batch._sequences[decodes:], step.grow[decodes:], strict=True):
             self._active.read(seq, count)
 
     def _pick(self) -> tuple[list[Sequence], list[Sequence], bool]:
@@ -285,7 +287,7 @@ class Scheduler:
     def _make_room(self, step: Step) -> bool:
         """Preempt, newest first, until `step` without the preempted would fit; False when only one is active."""
         states = step.batch.states
-        needs = dict(zip(step.batch.seq_ids, self._account.needs(states, step.grow)))
+        needs = dict(zip(step.batch.seq_ids, self._account.needs(states, step.grow), strict=True))
         missing = sum(needs.values())
         preempted = False
         while len(self._active) > 1:

@@ -25,9 +25,9 @@ class LooseDecodes:
         each."""
         if self.unfed.count(1) == len(self.unfed):
             return [[seq.output_tokens[-1]] for seq in self.sequences], counts, [True] * len(counts)
-        grow = [min(count, new) for count, new in zip(counts, self.unfed)]
-        tokens = [_next_tokens(seq, count) for seq, count in zip(self.sequences, grow)]
-        return tokens, grow, [count >= new for count, new in zip(counts, self.unfed)]
+        grow = [min(count, new) for count, new in zip(counts, self.unfed, strict=True)]
+        tokens = [_next_tokens(seq, count) for seq, count in zip(self.sequences, grow, strict=True)]
+        return tokens, grow, [count >= new for count, new in zip(counts, self.unfed, strict=True)]
 
 
 class Step:
@@ -53,13 +53,18 @@ class Step:
         self.batch = ScheduledBatch(
             sequences=decodes.sequences + prefills,
             seq_ids=decodes.seq_ids + [seq.id for seq in prefills],
-            tokens=tokens + [_next_tokens(seq, count) for seq, count in zip(prefills, chunks)],
+            tokens=tokens + [_next_tokens(seq, count) for seq, count in zip(prefills, chunks, strict=True)],
             num_tokens=counts,
             num_decodes=size,
-            wants_token=wants + [seq._fed + count == seq.total_tokens for seq, count in zip(prefills, chunks)],
+            wants_token=wants + [_is_last(seq, count) for seq, count in zip(prefills, chunks, strict=True)],
             states=decodes.states + [seq.kv for seq in prefills if seq.kv is not None],
             total_tokens=sum(counts),
         )
+
+
+def _is_last(seq: Sequence, count: int) -> bool:
+    """True when the next `count` tokens are all that `seq` has not fed."""
+    return seq._fed + count == seq.total_tokens
 
 
 def _next_tokens(seq: Sequence, count: int) -> list[int]:

@@ -1,0 +1,329 @@
+"""What the scheduler does with requests, without a pool: order, states, tokens, limits."""
+
+import numpy as np
+import pytest
+
+from pagepool import ScheduledBatch, Scheduler, SchedulerConfig, SeqState
+
+
+def run_to_end(scheduler, token=7, limit=100_000):
+    """Steps until no work is left; returns the finished sequences."""
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return scheduler.drain_finished()
+        batch = scheduler.schedule()
+        assert not batch.is_empty
+        scheduler.commit(batch, [token] * len(batch))
+    raise AssertionError(f"no end after {limit} steps")
+
+
+def test_ids_count_from_one():
+    scheduler = Scheduler()
+    assert [scheduler.add_request([1], 4) for _ in range(3)] == [1, 2, 3]
+    scheduler.remove_sequence(3)
+    assert scheduler.add_request([1], 4) == 4
+
+
+def test_prompt_is_fed_in_chunks_then_one_token_a_step():
+    scheduler = Scheduler(SchedulerConfig(max_prefill_tokens=4))
+    seq_id = scheduler.add_request([1, 2, 3, 4, 5, 6], max_tokens=9)
+    seq = scheduler.get_sequence(seq_id)
+    assert seq.state is SeqState.WAITING and seq.prompt_pos == 0
+
+    batch = scheduler.schedule()
+    assert (batch.seq_ids, batch.tokens, batch.is_prefill) == ([1], [[1, 2, 3, 4]], [True])
+    assert (batch.num_tokens, batch.total_tokens, batch.wants_token, batch.states) == ([4], 4, [False], [])
+    assert seq.state is SeqState.PREFILLING and seq.prompt_pos == 4
+
+    batch = scheduler.schedule()
+    assert (batch.tokens, batch.is_prefill, batch.wants_token) == ([[5, 6]], [True], [True])
+    assert seq.state is SeqState.DECODING and seq.prompt_pos == 6
+
+    scheduler.append_token(1, 50)
+    batch = scheduler.schedule()
+    assert (batch.tokens, batch.is_prefill) == ([[50]], [False])
+    scheduler.append_token(1, 51)
+    assert scheduler.schedule().tokens == [[51]]
+    assert seq.all_tokens == [1, 2, 3, 4, 5, 6, 50, 51]
+
+
+def test_a_decode_without_a_new_token_feeds_the_last_one_again():
+    scheduler = Scheduler()
+    scheduler.add_request([1, 2], 10)
+    scheduler.schedule()
+    assert scheduler.schedule().tokens == [[2]]
+    scheduler.append_token(1, 9)
+    assert scheduler.schedule().tokens == [[9]]
+    again = scheduler.schedule()
+    assert (again.tokens, again.wants_token) == ([[9]], [True])
+    assert scheduler.get_sequence(1).fed == 3
+
+
+def test_several_appended_tokens_are_fed_together_within_the_budget():
+    scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
+    scheduler.add_request([1, 2], 20)
+    scheduler.schedule()
+    for token in (5, 6, 7, 8, 9, 10):
+        scheduler.append_token(1, token)
+    batch = scheduler.schedule()
+    assert (batch.tokens, batch.is_prefill, batch.wants_token) == ([[5, 6, 7, 8]], [False], [False])
+    scheduler.commit(batch, [99])  # not the result of its last token: ignored
+    batch = scheduler.schedule()
+    assert (batch.tokens, batch.wants_token) == ([[9, 10]], [True])
+    scheduler.commit(batch, [11])
+    assert scheduler.schedule().tokens == [[11]]
+
+
+def test_at_the_limit_a_sequence_counts_as_finished():
+    scheduler = Scheduler()
+    scheduler.add_request([1, 2], max_tokens=3)
+    scheduler.schedule()
+    seq = scheduler.get_sequence(1)
+    assert not seq.at_limit
+    scheduler.append_token(1, 5)
+    assert seq.at_limit and seq.state is SeqState.FINISHED and not seq.stopped
+    assert not scheduler.has_work and scheduler.schedule().is_empty
+    scheduler.append_token(1, 6)
+    assert seq.output_tokens == [5]
+    assert scheduler.drain_finished() == [seq]
+
+
+def test_a_prompt_of_max_tokens_is_finished_at_once():
+    scheduler = Scheduler()
+    scheduler.add_request([1, 2, 3], max_tokens=3)
+    assert not scheduler.has_work
+    assert [seq.id for seq in scheduler.drain_finished()] == [1]
+
+
+def test_finish_stops_and_drain_forgets():
+    scheduler = Scheduler()
+    for _ in range(3):
+        scheduler.add_request([1, 2], 10)
+    scheduler.schedule()
+    scheduler.finish_sequence(2)
+    assert scheduler.get_sequence(2).stopped and scheduler.get_sequence(2).state is SeqState.FINISHED
+    assert (scheduler.active_count, scheduler.waiting_count, scheduler.total_count) == (2, 0, 3)
+    assert scheduler.schedule().seq_ids == [1, 3]
+    assert [seq.id for seq in scheduler.drain_finished()] == [2]
+    assert scheduler.get_sequence(2) is None and scheduler.total_count == 2
+    assert scheduler.drain_finished() == []
+
+
+def test_remove_forgets_in_every_state():
+    scheduler = Scheduler(SchedulerConfig(max_sequences=2, max_prefill_tokens=1))
+    for prompt in ([1], [1, 2, 3], [1], [1]):
+        scheduler.add_request(prompt, 10)
+    scheduler.schedule()
+    scheduler.finish_sequence(4)
+    states = [scheduler.get_sequence(seq_id).state for seq_id in (1, 2, 3, 4)]
+    assert states == [SeqState.DECODING, SeqState.PREFILLING, SeqState.WAITING, SeqState.FINISHED]
+    for seq_id in (1, 2, 3, 4):
+        scheduler.remove_sequence(seq_id)
+    assert (scheduler.active_count, scheduler.waiting_count, scheduler.total_count) == (0, 0, 0)
+    assert not scheduler.has_work and scheduler.drain_finished() == [] and scheduler.schedule().is_empty
+
+
+def test_unknown_ids_are_ignored():
+    scheduler = Scheduler()
+    scheduler.finish_sequence(5)
+    scheduler.remove_sequence(5)
+    scheduler.append_token(5, 1)
+    assert scheduler.get_sequence(5) is None and scheduler.total_count == 0
+
+
+def test_admission_is_first_come_first_served():
+    scheduler = Scheduler(SchedulerConfig(max_sequences=2))
+    for _ in range(4):
+        scheduler.add_request([1], 3)
+    assert scheduler.schedule().seq_ids == [1, 2]
+    assert scheduler.waiting_count == 2
+    scheduler.finish_sequence(1)
+    assert scheduler.schedule().seq_ids == [2, 3]
+
+
+def test_lower_priority_numbers_go_first():
+    scheduler = Scheduler(SchedulerConfig(max_sequences=1))
+    for priority in (2, None, -1, 0, 2):
+        scheduler.add_request([1], 2, priority=priority)
+    assert [seq.id for seq in run_to_end(scheduler)] == [3, 2, 4, 1, 5]
+
+
+def test_removed_requests_leave_the_waiting_line():
+    scheduler = Scheduler(SchedulerConfig(max_sequences=1))
+    for _ in range(1000):
+        scheduler.add_request([1], 2)
+    for seq_id in range(1, 1000):
+        scheduler.remove_sequence(seq_id)
+    assert scheduler.waiting_count == 1
+    assert scheduler.schedule().seq_ids == [1000]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "message"),
+    [
+        ([], 4, "a prompt needs at least 1 token, got 0"),
+        ([1, 2, 3], 2, "a prompt of 3 tokens is longer than max_tokens, 2"),
+        ([1], -1, "a prompt of 1 tokens is longer than max_tokens, -1"),
+    ],
+)
+def test_bad_requests_are_refused_and_change_nothing(prompt, limit, message):
+    scheduler = Scheduler()
+    with pytest.raises(ValueError, match=message):
+        scheduler.add_request(prompt, limit)
+    assert scheduler.total_count == 0 and scheduler.add_request([1], 2) == 1
+
+
+def test_wrong_types_are_refused():
+    scheduler = Scheduler()
+    with pytest.raises(TypeError):
+        scheduler.add_request([1], 2.5)
+    with pytest.raises(TypeError):
+        scheduler.add_request([1], 2, priority="high")
+    with pytest.raises(TypeError, match="KvCachePool, SequencePool or BlockAllocator, not int"):
+        Scheduler(pool=3)
+    assert scheduler.total_count == 0
+
+
+def test_the_prompt_is_copied():
+    prompt = [1, 2, 3]
+    scheduler = Scheduler()
+    scheduler.add_request(prompt, 5)
+    scheduler.add_request(np.array(prompt, dtype=np.int64), 5)
+    prompt[0] = 9
+    batch = scheduler.schedule()
+    assert batch.tokens == [[1, 2, 3], [1, 2, 3]]
+    assert all(type(token) is int for token in batch.tokens[1])
+
+
+def test_commit_is_the_bulk_form_of_append_token():
+    """The same traffic by commit and by append_token: the same batches, the same sequences."""
+    config = SchedulerConfig(max_sequences=6, max_batch_tokens=24, max_batch_sequences=5, max_prefill_tokens=7)
+    bulk, single = Scheduler(config), Scheduler(config)
+    for scheduler in (bulk, single):
+        for index in range(20):
+            scheduler.add_request(list(range(index % 9 + 1)), index % 9 + 2 + index % 5)
+    step = 0
+    while bulk.has_work:
+        step += 1
+        one, two = bulk.schedule(), single.schedule()
+        # The order of the rows is open while everyone fits into a step.
+        rows = [
+            sorted(zip(batch.seq_ids, batch.tokens, batch.wants_token, batch.is_prefill, strict=True))
+            for batch in (one, two)
+        ]
+        assert rows[0] == rows[1]
+        bulk.commit(one, [step * 100 + seq_id for seq_id in one.seq_ids])
+        for seq_id, wanted in zip(two.seq_ids, two.wants_token, strict=True):
+            if wanted:
+                single.append_token(seq_id, step * 100 + seq_id)
+        fed = [[(seq.id, seq.fed) for seq in scheduler._sequences.values()] for scheduler in (bulk, single)]
+        assert fed[0] == fed[1]
+    assert not single.has_work
+    ended = [sorted((seq.id, seq.all_tokens) for seq in scheduler.drain_finished()) for scheduler in (bulk, single)]
+    assert ended[0] == ended[1] and len(ended[0]) == 20
+
+
+def test_commit_passes_over_rows_without_a_token():
+    scheduler = Scheduler(SchedulerConfig(max_prefill_tokens=2))
+    for prompt in ([1], [1, 2, 3], [1], [1]):
+        scheduler.add_request(prompt, 9)
+    batch = scheduler.schedule()
+    assert batch.wants_token == [True, False, True, True]
+    scheduler.commit(batch, [5, 5, None, -1])
+    assert [scheduler.get_sequence(seq_id).output_tokens for seq_id in (1, 2, 3, 4)] == [[5], [], [], []]
+
+
+def test_commit_takes_an_array():
+    scheduler = Scheduler()
+    scheduler.add_request([1], 9)
+    scheduler.commit(scheduler.schedule(), np.array([4], dtype=np.int32))
+    assert scheduler.get_sequence(1).output_tokens == [4]
+    assert type(scheduler.get_sequence(1).output_tokens[0]) is int
+
+
+def test_commit_of_the_wrong_length_changes_nothing():
+    scheduler = Scheduler()
+    scheduler.add_request([1], 9)
+    batch = scheduler.schedule()
+    with pytest.raises(ValueError, match="got 2 tokens for a batch of 1 sequences"):
+        scheduler.commit(batch, [1, 2])
+    assert scheduler.get_sequence(1).output_tokens == []
+
+
+def test_commit_leaves_sequences_alone_that_ended_meanwhile():
+    scheduler = Scheduler()
+    for _ in range(3):
+        scheduler.add_request([1], 9)
+    scheduler.commit(scheduler.schedule(), [5, 5, 5])
+    batch = scheduler.schedule()
+    finished, removed = scheduler.get_sequence(1), scheduler.get_sequence(2)
+    scheduler.finish_sequence(1)
+    scheduler.remove_sequence(2)
+    scheduler.commit(batch, [6, 6, 6])
+    assert finished.output_tokens == removed.output_tokens == [5]
+    assert scheduler.get_sequence(3).output_tokens == [5, 6]
+
+
+def test_batches_may_overlap():
+    """A pipelined engine schedules the next step before it has the tokens of the last one."""
+    scheduler = Scheduler()
+    for _ in range(2):
+        scheduler.add_request([1, 2], 9)
+    scheduler.commit(scheduler.schedule(), [5, 5])
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (first.tokens, second.tokens) == ([[5], [5]], [[5], [5]])
+    scheduler.commit(first, [6, 6])
+    scheduler.commit(second, [7, 7])
+    assert scheduler.schedule().tokens == [[6, 7], [6, 7]]
+
+
+def test_the_lists_of_a_batch_belong_to_the_caller():
+    scheduler = Scheduler()
+    for _ in range(2):
+        scheduler.add_request([1], 9)
+    for _ in range(3):
+        batch = scheduler.schedule()
+        size = len(batch)
+        scheduler.commit(batch, [5] * size)
+        assert batch.seq_ids == [1, 2]
+        for name in ("seq_ids", "tokens", "num_tokens", "is_prefill", "wants_token", "states"):
+            getattr(batch, name).clear()
+        assert size == 2
+
+
+def test_prefill_first_holds_prompts_only_and_takes_them_whole():
+    budgets = {"max_batch_tokens": 10, "max_prefill_tokens": 10, "max_batch_sequences": 4}
+    scheduler = Scheduler(SchedulerConfig(**budgets, schedule="prefill-first"))
+    scheduler.add_request([1], 9)
+    scheduler.commit(scheduler.schedule(), [5])
+    for length in (6, 4, 3, 25):
+        scheduler.add_request([1] * length, 40)
+    seen = []
+    while scheduler.get_sequence(5).state is not SeqState.DECODING:
+        batch = scheduler.schedule()
+        seen.append((batch.seq_ids, batch.num_tokens, set(batch.is_prefill)))
+        scheduler.commit(batch, [5] * len(batch))
+    # 6 + 4 fill a step; 25 is over the budget by itself and has to be cut, but only where it stands first.
+    prompts = {True}
+    assert seen == [
+        ([2, 3], [6, 4], prompts),
+        ([4], [3], prompts),
+        ([5], [10], prompts),
+        ([5], [10], prompts),
+        ([5], [5], prompts),
+    ]
+    assert scheduler.schedule().num_decodes == 4
+
+
+def test_an_empty_batch_says_so():
+    batch = ScheduledBatch.empty()
+    assert batch.is_empty and len(batch) == 0 and batch.total_tokens == 0
+    assert Scheduler().schedule().is_empty
+
+
+def test_a_backlog_of_prompts_holds_admission():
+    scheduler = Scheduler(SchedulerConfig(max_batch_tokens=10, max_prefill_tokens=10, max_prefill_backlog=10))
+    for _ in range(4):
+        scheduler.add_request([1] * 8, 20)
+    assert scheduler.schedule().num_tokens == [8, 2]
+    assert (scheduler.active_count, scheduler.waiting_count) == (2, 2)
