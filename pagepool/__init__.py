@@ -10,15 +10,20 @@ from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.paged_seq import PagedSeqState
+from pagepool.memory.sequence_pool import SequencePool
+from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
+from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence
 
 __all__ = [
+    "AttentionSequenceState",
     "BlockAllocator",
     "BlockTables",
     "InvalidBlock",
     "InvalidSlot",
     "KvCachePool",
     "KvLayout",
+    "Mamba2SequenceState",
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
@@ -27,6 +32,10 @@ __all__ = [
     "SchedulerConfig",
     "SeqState",
     "Sequence",
+    "SequencePool",
+    "SequenceSlot",
+    "SequenceState",
+    "SsmStatePool",
     "StateLayout",
     "__version__",
     "cpu_info",

@@ -1,0 +1,78 @@
+"""SequencePool: one face over pages of keys and values, recurrent states, or both."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pagepool.errors import InvalidSlot
+from pagepool.memory.kv_pool import KvCachePool
+from pagepool.memory.sequence_state import SequenceSlot
+from pagepool.memory.ssm_pool import SsmStatePool
+
+__all__ = ["SequencePool"]
+
+_Pool = TypeVar("_Pool", KvCachePool, SsmStatePool)
+
+
+class SequencePool:
+    """The memory of a model: `kv`, a `KvCachePool`, for attention; `ssm`, an `SsmStatePool`, for recurrence; or both.
+
+    Asking for the kind that it lacks raises `InvalidSlot`.
+
+    >>> pool = SequencePool(kv=KvCachePool(page_size=8, initial_pages=2))
+    >>> pool.alloc_kv(), pool.is_kv_based, pool.is_ssm
+    (0, True, False)
+    """
+
+    def __init__(self, kv: KvCachePool | None = None, ssm: SsmStatePool | None = None) -> None:
+        for name, pool, kind in (("kv", kv, KvCachePool), ("ssm", ssm, SsmStatePool)):
+            if pool is not None and not isinstance(pool, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, not {type(pool).__name__}")
+        self._kv = kv
+        self._ssm = ssm
+
+    @property
+    def kv(self) -> KvCachePool | None:
+        """The pages, or None."""
+        return self._kv
+
+    @property
+    def ssm(self) -> SsmStatePool | None:
+        """The recurrent states, or None."""
+        return self._ssm
+
+    @property
+    def is_kv_based(self) -> bool:
+        """Whether it has pages of keys and values."""
+        return self._kv is not None
+
+    @property
+    def is_ssm(self) -> bool:
+        """Whether it has recurrent states."""
+        return self._ssm is not None
+
+    def alloc_kv(self) -> int:
+        """Takes a page; returns its number. Raises `PoolExhausted` when none is free."""
+        return _present(self._kv, "key-value pages").alloc()
+
+    def free_kv(self, i: int) -> None:
+        """Gives page i back. Raises `InvalidBlock` when it is out of range or free already."""
+        _present(self._kv, "key-value pages").free(i)
+
+    def alloc_ssm(self, request_id: int) -> int:
+        """Lends a recurrent state to a request; returns its slot. Raises `PoolExhausted` when none is free."""
+        return _present(self._ssm, "recurrent states").alloc(request_id)
+
+    def release_ssm(self, i: int) -> None:
+        """Takes slot i back and zeroes it. Raises `InvalidSlot` when it is out of range or free already."""
+        _present(self._ssm, "recurrent states").release(i)
+
+    def ssm_slot(self, i: int) -> SequenceSlot:
+        """The `SequenceSlot` number i, free or not. Raises `InvalidSlot` when it is out of range."""
+        return _present(self._ssm, "recurrent states").slot(i)
+
+
+def _present(pool: _Pool | None, what: str) -> _Pool:
+    if pool is None:
+        raise InvalidSlot(f"this pool has no {what}")
+    return pool

@@ -1,0 +1,125 @@
+"""What one sequence has computed so far: the protocol, its two kinds, and the slot that lends one to a request."""
+
+from __future__ import annotations
+
+import operator
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagepool.errors import PoolExhausted
+
+__all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState"]
+
+
+@runtime_checkable
+class SequenceState(Protocol):
+    """The state of one sequence, whatever kind of model computes it."""
+
+    @property
+    def step_position(self) -> int:
+        """Steps taken since the last reset."""
+
+    @property
+    def capacity(self) -> int:
+        """Steps that can be taken."""
+
+    def advance(self) -> None:
+        """Counts one step. Raises `PoolExhausted`, and changes nothing, when all have been taken."""
+
+    def reset(self) -> None:
+        """Returns to the beginning: position 0, and zeros where there is memory."""
+
+
+def size(name: str, value: int, low: int) -> int:
+    number = operator.index(value)
+    if number < low:
+        raise ValueError(f"{name} must be at least {low}, not {number}")
+    return number
+
+
+class AttentionSequenceState:
+    """The position of a sequence whose keys and values are in pages. `max_context` is the most tokens it may have.
+
+    >>> state = AttentionSequenceState(max_context=2)
+    >>> state.advance()
+    >>> state.step_position, state.capacity
+    (1, 2)
+    """
+
+    def __init__(self, max_context: int) -> None:
+        self._capacity = size("max_context", max_context, 0)
+        self._position = 0
+
+    @property
+    def step_position(self) -> int:
+        """Steps taken since the last reset."""
+        return self._position
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that the sequence may have."""
+        return self._capacity
+
+    def advance(self) -> None:
+        """Counts one step. Raises `PoolExhausted`, and changes nothing, when the sequence has all its tokens."""
+        if self._position >= self._capacity:
+            raise PoolExhausted(f"asked for step {self._position + 1}, the sequence has room for {self._capacity}")
+        self._position += 1
+
+    def reset(self) -> None:
+        """Returns to position 0."""
+        self._position = 0
+
+
+class Mamba2SequenceState(AttentionSequenceState):
+    """The recurrent state of a Mamba-2 model: `h`, float32 (n_layers, d_inner, d_state), zeros at first.
+
+    >>> state = Mamba2SequenceState(n_layers=2, d_state=4, d_inner=8, max_context=16)
+    >>> state.h.shape
+    (2, 8, 4)
+    """
+
+    def __init__(self, n_layers: int, d_state: int, d_inner: int, max_context: int) -> None:
+        super().__init__(max_context)
+        shape = (size("n_layers", n_layers, 0), size("d_inner", d_inner, 0), size("d_state", d_state, 0))
+        self._h = np.zeros(shape, np.float32)
+
+    @property
+    def h(self) -> NDArray[np.float32]:
+        """The state itself, float32 (n_layers, d_inner, d_state); the model writes into it."""
+        return self._h
+
+    def reset(self) -> None:
+        """Returns to position 0 and zeros `h` in place."""
+        super().reset()
+        self._h[...] = 0
+
+
+class SequenceSlot:
+    """A state, the request that has it and how far that came.
+
+    >>> slot = SequenceSlot(AttentionSequenceState(8))
+    >>> slot.step()
+    >>> slot.position, slot.request_id
+    (1, 0)
+    """
+
+    __slots__ = ("position", "request_id", "state")
+
+    def __init__(self, state: SequenceState) -> None:
+        self.state = state
+        self.position = state.step_position
+        self.request_id = 0
+
+    def step(self) -> None:
+        """Advances the state and the position by one. What the state raises leaves the position as it was."""
+        self.state.advance()
+        self.position += 1
+
+    def reset(self) -> None:
+        """Resets the state; the position follows it, and no request has the slot."""
+        self.state.reset()
+        self.position = self.state.step_position
+        self.request_id = 0

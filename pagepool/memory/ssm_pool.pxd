@@ -1,0 +1,20 @@
+from libc.stdint cimport int32_t
+
+from pagepool.csrc cimport pp_status
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.state_memory cimport StateMemory
+
+
+cdef class SsmStatePool:
+    cdef BlockAllocator ids
+    cdef StateMemory memory  # None when the states are Python objects
+    cdef list slots
+    cdef object __weakref__
+
+    # For engines without the GIL, on a pool made by from_layout; they leave the slots' positions and request ids alone.
+    # PP_EXHAUSTED.
+    cdef pp_status c_alloc(self, int32_t *slot) noexcept nogil
+    # Zeroes; PP_INVALID_SLOT when the slot is out of range or free, PP_INVALID_ARGUMENT without a layout.
+    cdef pp_status c_release(self, int32_t slot) noexcept nogil
+
+    cdef int32_t read_slot(self, object i) except -1

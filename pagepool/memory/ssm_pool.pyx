@@ -1,0 +1,137 @@
+"""SsmStatePool: recurrent states of a fixed size, lent to sequences and zeroed when they come back."""
+
+cimport cython
+from libc.stdint cimport INT32_MAX, int32_t
+
+from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_SLOT, PP_OK, pp_status
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.state_memory cimport StateMemory
+
+import operator
+
+from pagepool.config import StateLayout
+from pagepool.errors import InvalidSlot, PoolExhausted
+from pagepool.memory.sequence_state import SequenceSlot
+from pagepool.memory.state_memory import StateRow
+
+__all__ = ["SsmStatePool"]
+
+
+cdef object read_capacity(object capacity):
+    number = operator.index(capacity)
+    if not 0 <= number <= INT32_MAX:
+        raise ValueError(f"capacity must be from 0 to {INT32_MAX}, not {number}")
+    return number
+
+
+@cython.final
+cdef class SsmStatePool:
+    """`capacity` states: `make_state(i)` builds each, at once.
+
+    A fresh pool lends 0, 1, 2, ...; later the slot released last comes first. Raises `ValueError` for a capacity out of
+    range, `TypeError` when `make_state` cannot be called.
+
+    >>> from pagepool import Mamba2SequenceState
+    >>> pool = SsmStatePool(2, lambda i: Mamba2SequenceState(n_layers=1, d_state=4, d_inner=8, max_context=16))
+    >>> i = pool.alloc(request_id=7)
+    >>> pool.slot(i).request_id, pool.free_count
+    (7, 1)
+    """
+
+    def __cinit__(self, capacity, make_state):
+        number = read_capacity(capacity)
+        if not callable(make_state):
+            raise TypeError(f"make_state must be callable, not {type(make_state).__name__}")
+        self.ids = BlockAllocator(number)
+        self.slots = [SequenceSlot(make_state(i)) for i in range(number)]
+
+    @staticmethod
+    def from_layout(layout, capacity):
+        """A pool whose states, described by a `StateLayout`, lie in one aligned buffer: see `view`.
+
+        >>> from pagepool import StateLayout
+        >>> layout = StateLayout(layers=[{"conv_states": ((16, 4), "float32")}, {}])
+        >>> SsmStatePool.from_layout(layout, 3).view(0, "conv_states").shape
+        (3, 16, 4)
+        """
+        cdef SsmStatePool pool
+        if not isinstance(layout, StateLayout):
+            raise TypeError(f"layout must be a StateLayout, not {type(layout).__name__}")
+        memory = StateMemory(layout, read_capacity(capacity))
+        pool = SsmStatePool(memory.capacity, lambda i: StateRow(memory, i))
+        pool.memory = memory
+        return pool
+
+    cdef pp_status c_alloc(self, int32_t *slot) noexcept nogil:
+        return self.ids.c_allocate(slot)
+
+    cdef pp_status c_release(self, int32_t slot) noexcept nogil:
+        if self.memory is None:
+            return PP_INVALID_ARGUMENT
+        if self.ids.c_ref_count(slot) < 1:
+            return PP_INVALID_SLOT
+        self.memory.c_zero(slot)
+        self.ids.c_free(slot)
+        return PP_OK
+
+    cdef int32_t read_slot(self, object i) except -1:
+        number = operator.index(i)
+        if not 0 <= number < self.ids.capacity:
+            raise InvalidSlot(f"slot {number} is out of range: the pool has {self.ids.capacity} slots")
+        return number
+
+    def alloc(self, request_id):
+        """Lends a slot to a request (any integer but 0, which means none); returns its number.
+
+        The state is at its beginning. Raises `PoolExhausted` when no slot is free.
+        """
+        cdef int32_t slot
+        request = operator.index(request_id)
+        if self.c_alloc(&slot) != PP_OK:
+            raise PoolExhausted(f"asked for 1 slot, 0 of {self.ids.capacity} are free")
+        self.slots[slot].request_id = request
+        return slot
+
+    def release(self, i):
+        """Takes slot i back: its state is reset, so zeroed, its position 0 and its request none.
+
+        Raises `InvalidSlot` when i is out of range or free already; then, and when the state's `reset` raises, the slot
+        stays as lent as it was.
+        """
+        cdef int32_t slot = self.read_slot(i)
+        if self.ids.c_ref_count(slot) == 0:
+            raise InvalidSlot(f"slot {slot} is free: {self.used_count} of {self.ids.capacity} slots are used")
+        self.slots[slot].reset()
+        self.ids.c_free(slot)
+
+    def slot(self, i):
+        """The `SequenceSlot` number i, free or not (request_id 0 when it is). Raises `InvalidSlot` out of range."""
+        return self.slots[self.read_slot(i)]
+
+    def view(self, layer, name):
+        """A writable view (capacity, *shape) of the states `name` of a layer, one row per slot. It keeps the memory.
+
+        Raises `ValueError` for a layer or name that the layout lacks, or when the pool has no layout.
+        """
+        if self.memory is None:
+            raise ValueError("the pool has no layout: make it with SsmStatePool.from_layout")
+        return self.memory.view(operator.index(layer), name)
+
+    def check(self):
+        """Audits the free list; raises `PoolError` naming an equation that is broken."""
+        self.ids.check()
+
+    @property
+    def capacity(self):
+        """Slots of the pool."""
+        return self.ids.capacity
+
+    @property
+    def free_count(self):
+        """Slots that are free."""
+        return self.ids.free_count
+
+    @property
+    def used_count(self):
+        """Slots that are lent."""
+        return self.ids.in_use

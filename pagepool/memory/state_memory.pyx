@@ -1,0 +1,111 @@
+"""StateMemory: the recurrent states of all sequences in one buffer, and one sequence's row of them."""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
+
+from pagepool.memory.page_buffer cimport PageBuffer
+
+import sys
+from importlib import import_module
+from math import prod
+
+import numpy as np
+
+__all__ = ["StateMemory", "StateRow"]
+
+cdef int64_t ALIGNMENT = 64
+
+
+cdef object state_dtype(object dtype):
+    """The NumPy dtype of a state; bfloat16 is that of ml_dtypes where it is installed, else uint16."""
+    if dtype == "bfloat16":
+        try:
+            return np.dtype(import_module("ml_dtypes").bfloat16)
+        except ModuleNotFoundError:
+            return np.dtype(np.uint16)
+    found = np.dtype(dtype)
+    if found.hasobject or found.itemsize == 0:
+        raise ValueError(f"a state cannot have dtype {found}")
+    return found
+
+
+@cython.final
+cdef class StateMemory:
+    """Zeros for `capacity` rows of the states of a `StateLayout`; each state of a layer is one contiguous array."""
+
+    def __cinit__(self, layout, int32_t capacity):
+        cdef int64_t start = 0
+        wanted = []
+        for layer, states in enumerate(layout.layers):
+            for name, (shape, dtype) in states.items():
+                found = state_dtype(dtype)
+                row = prod(shape) * found.itemsize
+                if start + row * capacity >= 1 << 62:
+                    raise MemoryError(f"the system has no room for {capacity} times {row} bytes")
+                wanted.append((layer, name, shape, found, start, row))
+                start += -(-row * capacity // ALIGNMENT) * ALIGNMENT
+        self.capacity = capacity
+        self.buffer = PageBuffer(start, "B", True)
+        self.starts = np.array([start for *_, start, _ in wanted], np.int64)
+        self.row_bytes = np.array([row for *_, row in wanted], np.int64)
+        self.views = [{} for _ in layout.layers]
+        everything = np.asarray(self.buffer)
+        for layer, name, shape, found, begin, row in wanted:
+            flat = everything[begin : begin + row * capacity]
+            self.views[layer][name] = flat.view(found).reshape(capacity, *shape)
+
+    cdef void c_zero(self, int32_t row) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(self.starts.shape[0]):
+            memset(self.buffer.base + self.starts[i] + row * self.row_bytes[i], 0, <size_t>self.row_bytes[i])
+
+    def zero(self, int32_t row):
+        """Zeros every state of a row. Raises `IndexError` when it is out of range."""
+        if not 0 <= row < self.capacity:
+            raise IndexError(f"row {row} of {self.capacity}")
+        self.c_zero(row)
+
+    def view(self, layer, name):
+        """A view (capacity, *shape) of one state of a layer. Raises `ValueError` for a layer or name that is none."""
+        if not 0 <= layer < len(self.views):
+            raise ValueError(f"layer must be from 0 to {len(self.views) - 1}, not {layer}")
+        states = self.views[layer]
+        if name not in states:
+            raise ValueError(f"layer {layer} has no state {name!r}; it has {', '.join(states) or 'none'}")
+        return states[name][:]
+
+
+class StateRow:
+    """One sequence's states in a `StateMemory`, as a `SequenceState`: any number of steps may be taken.
+
+    >>> from pagepool import StateLayout
+    >>> row = StateRow(StateMemory(StateLayout(layers=[{"conv": ((4,), "float32")}]), 2), 1)
+    >>> row.view(0, "conv")
+    array([0., 0., 0., 0.], dtype=float32)
+    """
+
+    __slots__ = ("_memory", "_row", "step_position")
+
+    def __init__(self, memory, row):
+        self._memory = memory
+        self._row = row
+        self.step_position = 0
+
+    @property
+    def capacity(self):
+        """Steps that can be taken: a recurrent state has no last one."""
+        return sys.maxsize
+
+    def advance(self):
+        """Counts one step."""
+        self.step_position += 1
+
+    def reset(self):
+        """Returns to position 0 and zeros every state."""
+        self._memory.zero(self._row)
+        self.step_position = 0
+
+    def view(self, layer, name):
+        """A view (*shape) of this sequence's state `name` of a layer."""
+        return self._memory.view(layer, name)[self._row]

@@ -1,0 +1,271 @@
+"""SsmStatePool, the slots that it lends and the states in them."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from pagepool import (
+    AttentionSequenceState,
+    InvalidSlot,
+    Mamba2SequenceState,
+    PoolExhausted,
+    SequenceSlot,
+    SequenceState,
+    SsmStatePool,
+    StateLayout,
+)
+
+LAYOUT = StateLayout(
+    layers=[
+        {"conv_states": ((3, 4), "float16"), "recurrent_states": ((2, 5), "float32")},
+        {},
+        {"conv_states": ((7,), "float32")},
+    ]
+)
+
+
+def mamba(i):
+    return Mamba2SequenceState(n_layers=2, d_state=3, d_inner=4, max_context=8)
+
+
+@pytest.mark.parametrize("state", [AttentionSequenceState(3), mamba(0)])
+def test_states_follow_the_protocol(state):
+    assert isinstance(state, SequenceState)
+    assert (state.step_position, state.capacity) in [(0, 3), (0, 8)]
+    state.advance()
+    assert state.step_position == 1
+    state.reset()
+    assert state.step_position == 0
+
+
+def test_a_state_has_no_step_past_its_capacity():
+    state = AttentionSequenceState(1)
+    state.advance()
+    with pytest.raises(PoolExhausted, match="asked for step 2, the sequence has room for 1"):
+        state.advance()
+    assert state.step_position == 1
+    with pytest.raises(PoolExhausted):
+        AttentionSequenceState(0).advance()
+
+
+def test_mamba2_state_is_zeroed_in_place():
+    state = mamba(0)
+    h = state.h
+    assert (h.shape, h.dtype) == ((2, 4, 3), np.float32) and not h.any()
+    h[...] = 1
+    state.advance()
+    state.reset()
+    assert state.h is h and not h.any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AttentionSequenceState(-1),
+        lambda: Mamba2SequenceState(-1, 1, 1, 1),
+        lambda: Mamba2SequenceState(1, -1, 1, 1),
+        lambda: Mamba2SequenceState(1, 1, -1, 1),
+        lambda: SsmStatePool(-1, mamba),
+        lambda: SsmStatePool(2**31, mamba),
+        lambda: SsmStatePool.from_layout(LAYOUT, -1),
+        lambda: SsmStatePool.from_layout(StateLayout(layers=[{"x": ((2,), "O")}]), 1),
+    ],
+)
+def test_sizes_out_of_range(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AttentionSequenceState(1.0),
+        lambda: SsmStatePool(1.0, mamba),
+        lambda: SsmStatePool(1, None),
+        lambda: SsmStatePool.from_layout(None, 1),
+    ],
+)
+def test_wrong_types(make):
+    with pytest.raises(TypeError):
+        make()
+
+
+def test_slot_starts_at_its_states_position():
+    state = AttentionSequenceState(8)
+    state.advance()
+    slot = SequenceSlot(state)
+    assert (slot.state, slot.position, slot.request_id) == (state, 1, 0)
+    slot.step()
+    assert (slot.position, state.step_position) == (2, 2)
+    slot.request_id = 5
+    slot.reset()
+    assert (slot.position, state.step_position, slot.request_id) == (0, 0, 0)
+
+
+def test_a_step_that_fails_leaves_the_slot():
+    slot = SequenceSlot(AttentionSequenceState(0))
+    with pytest.raises(PoolExhausted):
+        slot.step()
+    assert slot.position == 0
+
+
+def test_make_state_builds_each_slot():
+    made = []
+
+    def make_state(i):
+        made.append(i)
+        return AttentionSequenceState(i)
+
+    pool = SsmStatePool(3, make_state)
+    assert made == [0, 1, 2] and [pool.slot(i).state.capacity for i in range(3)] == [0, 1, 2]
+
+
+def pools(capacity):
+    return [SsmStatePool(capacity, mamba), SsmStatePool.from_layout(LAYOUT, capacity)]
+
+
+def test_alloc_is_lifo():
+    for pool in pools(3):
+        assert [pool.alloc(7), pool.alloc(8)] == [0, 1]
+        pool.release(0)
+        pool.release(1)
+        assert [pool.alloc(1), pool.alloc(2), pool.alloc(3)] == [1, 0, 2]
+        assert (pool.capacity, pool.free_count, pool.used_count) == (3, 0, 3)
+        pool.check()
+
+
+def test_exhaustion():
+    for pool in pools(1):
+        pool.alloc(1)
+        with pytest.raises(PoolExhausted, match="asked for 1 slot, 0 of 1 are free"):
+            pool.alloc(2)
+        assert pool.slot(0).request_id == 1
+
+
+def test_slot_of_a_lent_and_of_a_free_slot():
+    for pool in pools(2):
+        assert pool.slot(1).request_id == 0
+        i = pool.alloc(42)
+        assert (pool.slot(i).request_id, pool.slot(i).position) == (42, 0)
+        assert pool.slot(i) is pool.slot(i)
+
+
+def test_release_resets_the_slot():
+    for pool in pools(2):
+        i = pool.alloc(42)
+        slot = pool.slot(i)
+        slot.step()
+        slot.step()
+        assert slot.state.step_position == slot.position == 2
+        pool.release(i)
+        assert (slot.request_id, slot.position, slot.state.step_position) == (0, 0, 0)
+
+
+def test_release_zeroes_the_state():
+    pool = SsmStatePool(2, mamba)
+    i = pool.alloc(1)
+    pool.slot(i).state.h[...] = 3
+    pool.release(i)
+    assert not pool.slot(i).state.h.any()
+
+
+def test_release_zeroes_one_row_of_every_state():
+    pool = SsmStatePool.from_layout(LAYOUT, 3)
+    views = [pool.view(0, "conv_states"), pool.view(0, "recurrent_states"), pool.view(2, "conv_states")]
+    for view in views:
+        view[...] = 1
+    pool.alloc(1), pool.alloc(2)
+    pool.release(1)
+    for view in views:
+        assert not view[1].any() and (view[[0, 2]] == 1).all()
+
+
+@pytest.mark.parametrize("i", [-1, 2, 2**40])
+def test_slots_out_of_range(i):
+    for pool in pools(2):
+        for method in (pool.slot, pool.release):
+            with pytest.raises(InvalidSlot, match=f"slot {i} is out of range: the pool has 2 slots"):
+                method(i)
+
+
+def test_double_release():
+    for pool in pools(2):
+        i = pool.alloc(1)
+        pool.release(i)
+        for slot in (i, 1):
+            with pytest.raises(InvalidSlot, match=f"slot {slot} is free"):
+                pool.release(slot)
+        assert pool.free_count == 2
+
+
+def test_a_reset_that_fails_leaves_the_slot_lent():
+    class Stubborn(AttentionSequenceState):
+        def reset(self):
+            raise RuntimeError("no")
+
+    pool = SsmStatePool(1, lambda i: Stubborn(1))
+    pool.alloc(9)
+    with pytest.raises(RuntimeError):
+        pool.release(0)
+    assert (pool.used_count, pool.slot(0).request_id) == (1, 9)
+
+
+def test_request_id_must_be_an_integer():
+    pool = SsmStatePool(1, mamba)
+    with pytest.raises(TypeError):
+        pool.alloc("a")
+    assert pool.free_count == 1
+
+
+def test_views_of_a_layout():
+    pool = SsmStatePool.from_layout(LAYOUT, 3)
+    conv, recurrent = pool.view(0, "conv_states"), pool.view(0, "recurrent_states")
+    assert (conv.shape, conv.dtype) == ((3, 3, 4), np.float16)
+    assert (recurrent.shape, recurrent.dtype) == ((3, 2, 5), np.float32)
+    assert conv.flags.c_contiguous and conv.ctypes.data % 64 == recurrent.ctypes.data % 64 == 0
+    recurrent[1] = 4
+    assert not conv.any() and not pool.view(2, "conv_states").any()
+    np.testing.assert_array_equal(pool.slot(1).state.view(0, "recurrent_states"), np.full((2, 5), 4))
+
+
+def test_bfloat16_states():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="compares with ml_dtypes.bfloat16")
+    layout = StateLayout(layers=[{"s": ((4,), "bfloat16")}])
+    assert SsmStatePool.from_layout(layout, 1).view(0, "s").dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("layer, name", [(1, "conv_states"), (0, "x"), (3, "conv_states"), (-1, "conv_states")])
+def test_views_that_are_not_there(layer, name):
+    with pytest.raises(ValueError):
+        SsmStatePool.from_layout(LAYOUT, 1).view(layer, name)
+
+
+def test_a_pool_of_objects_has_no_views():
+    with pytest.raises(ValueError, match="from_layout"):
+        SsmStatePool(1, mamba).view(0, "h")
+
+
+def test_views_outlive_the_pool():
+    pool = SsmStatePool.from_layout(LAYOUT, 2)
+    view, row = pool.view(2, "conv_states"), pool.slot(1).state.view(2, "conv_states")
+    view[1] = 6
+    del pool
+    gc.collect()
+    assert view[1].tolist() == row.tolist() == [6] * 7
+
+
+def test_capacity_zero_is_legal():
+    for pool in pools(0):
+        assert (pool.capacity, pool.free_count, pool.used_count) == (0, 0, 0)
+        with pytest.raises(PoolExhausted):
+            pool.alloc(1)
+        with pytest.raises(InvalidSlot):
+            pool.slot(0)
+    assert pool.view(0, "conv_states").shape == (0, 3, 4)
+
+
+def test_a_layout_without_any_state():
+    pool = SsmStatePool.from_layout(StateLayout(layers=[{}, {}]), 2)
+    pool.release(pool.alloc(1))
+    assert pool.free_count == 2
