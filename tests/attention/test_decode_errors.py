@@ -1,0 +1,193 @@
+"""Bad input to decode: a clear error, and `out` is as it was."""
+
+import numpy as np
+import pytest
+from paged_cases import make_case
+
+from pagepool import InvalidBlock, KvCachePool, KvLayout, decode
+
+SENTINEL = np.float32(12345.0)
+LAYOUT = KvLayout(2, 2, 16, dtype="float32")
+
+
+@pytest.fixture
+def call():
+    """decode with good arguments but for those given; they can also be functions of the good one."""
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    good = dict(zip(("q", "pool", "layer", "block_tables", "seq_lens"), case.args, strict=True))
+
+    def call(**changed):
+        out = np.full(case.q.shape, SENTINEL, np.float32)
+        args = {**good, "out": out}
+        for name, value in changed.items():
+            args[name] = value(args[name]) if callable(value) else value
+        positional = [args.pop(name) for name in good]
+        try:
+            return decode(*positional, **args)
+        finally:
+            call.untouched = bool((out == SENTINEL).all())
+
+    return call
+
+
+def changed(index, value):
+    def change(array):
+        array = array.copy()
+        array[index] = value
+        return array
+
+    return change
+
+
+def refused(call, error, match, **arguments):
+    with pytest.raises(error, match=match):
+        call(**arguments)
+    assert call.untouched
+
+
+def test_good_arguments_are_taken(call):
+    call()
+    assert not call.untouched
+
+
+@pytest.mark.parametrize("block", [-1, 6, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("place", [(0, 0), (0, 2), (2, 1)])
+def test_a_block_out_of_range(call, place, block):
+    refused(call, InvalidBlock, str(block), block_tables=changed(place, block))
+
+
+def test_a_length_beyond_the_table(call):
+    width = 5  # of 16 tokens each
+    call(seq_lens=changed(1, 0), block_tables=changed(np.s_[1], 0))
+    refused(call, ValueError, str(width * 16 + 1), seq_lens=changed(1, width * 16 + 1))
+
+
+def test_a_negative_length(call):
+    refused(call, ValueError, "-3", seq_lens=changed(2, -3))
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 2**40])
+def test_a_layer_out_of_range(call, layer):
+    refused(call, ValueError, "layer", layer=layer)
+
+
+def test_a_flat_pool(call):
+    refused(call, ValueError, "layout", pool=KvCachePool(64, 4))
+
+
+def test_what_is_no_pool(call):
+    refused(call, TypeError, "pool", pool=[1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["block_tables", "seq_lens"])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.int16, np.float32])
+def test_tables_of_another_dtype(call, name, dtype):
+    refused(call, TypeError, name, **{name: lambda array: np.zeros(array.shape, dtype)})
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.complex64, np.uint8])
+def test_q_of_another_dtype(call, dtype):
+    refused(call, TypeError, "q", q=lambda q: q.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32])
+def test_out_of_another_dtype(call, dtype):
+    refused(call, TypeError, "out", out=np.zeros((3, 4, 16), dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("q", (3, 64)),
+        ("q", (2, 4, 16)),
+        ("q", (3, 4, 8)),
+        ("q", (3, 4, 24)),
+        ("q", (3, 0, 16)),
+        ("q", (1, 3, 4, 16)),
+        ("block_tables", (15,)),
+        ("block_tables", (2, 5)),
+        ("block_tables", (3, 1)),
+        ("seq_lens", (2,)),
+        ("seq_lens", (3, 1)),
+        ("out", (3, 4, 8)),
+        ("out", (3, 4)),
+        ("out", (4, 3, 16)),
+    ],
+)
+def test_wrong_shapes(call, name, shape):
+    refused(call, ValueError, r"\d", **{name: lambda array: np.ones(shape, array.dtype)})
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_query_heads_that_are_no_multiple(call, heads):
+    refused(call, ValueError, str(heads), q=np.zeros((3, heads, 16), np.float32), out=None)
+
+
+def test_strides_that_kernels_cannot_walk(call):
+    refused(call, ValueError, "q", q=np.zeros((3, 4, 32), np.float32)[:, :, ::2])
+    refused(call, ValueError, "q", q=np.zeros((3, 4, 16), np.float32)[:, :, ::-1])
+    refused(call, ValueError, "block_tables", block_tables=lambda t: np.repeat(t, 2, axis=1)[:, ::2])
+    refused(call, ValueError, "block_tables", block_tables=np.asfortranarray)
+    refused(call, ValueError, "seq_lens", seq_lens=lambda lens: np.repeat(lens, 2)[::2])
+    refused(call, ValueError, "out", out=np.zeros((3, 4, 32), np.float32)[:, :, ::2])
+    refused(call, ValueError, "out", out=np.zeros((3, 8, 16), np.float32)[:, ::2])
+
+
+def test_an_out_that_cannot_be_written(call):
+    out = np.zeros((3, 4, 16), np.float32)
+    out.flags.writeable = False
+    with pytest.raises((ValueError, BufferError, TypeError), match=r"read-only|writ"):
+        call(out=out)
+    assert not out.any()
+
+
+def test_an_out_that_overlaps_q():
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    memory = np.full((5, 4, 16), SENTINEL, np.float32)
+    for out in (memory[:3], memory[1:4], memory[2:]):
+        memory[:3] = case.q
+        before = memory.copy()
+        with pytest.raises(ValueError, match="overlap"):
+            decode(memory[:3], *case.args[1:], out=out)
+        np.testing.assert_array_equal(memory, before)
+    memory[:2] = case.q[:2]
+    two = case.rows(np.array([0, 1]))
+    decode(memory[:2], *two.args[1:], out=memory[2:4])  # neighbours do not overlap
+
+
+def test_an_out_that_overlaps_the_pages():
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    page = case.pool.page(int(case.block_tables[0, 0]))
+    before = page.copy()
+    with pytest.raises(ValueError, match="overlap"):
+        case.decode(out=page[: 3 * 4 * 16].reshape(3, 4, 16))
+    np.testing.assert_array_equal(page, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("window_left", 0),
+        ("window_left", 128),
+        ("logits_soft_cap", 30.0),
+        ("alibi_slopes", np.ones(4, np.float32)),
+        ("sinks", np.zeros(4, np.float32)),
+    ],
+)
+def test_variants_are_refused_by_name(call, name, value):
+    refused(call, NotImplementedError, name, **{name: value})
+
+
+def test_neutral_variants_are_taken(call):
+    call(window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None)
+
+
+@pytest.mark.parametrize("num_threads", [0, -1])
+def test_threads_below_one(call, num_threads):
+    refused(call, ValueError, "num_threads", num_threads=num_threads)
+
+
+def test_options_are_keywords_only(call):
+    case = make_case(LAYOUT, 2, [1])
+    with pytest.raises(TypeError):
+        decode(*case.args, 1.0)

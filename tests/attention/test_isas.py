@@ -1,0 +1,36 @@
+"""Every kernel test once per instruction set of this machine: the tests again, in a process forced to it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagepool import cpu_info
+
+FOLDER = Path(__file__).parent
+KERNEL_TESTS = ["test_decode_accuracy.py", "test_decode_bits.py", "test_decode_special.py"]
+
+
+def test_the_forced_instruction_set_is_in_use():
+    forced = os.environ.get("PAGEPOOL_ISA")
+    info = cpu_info()
+    assert info["isa"] in info["available"]
+    assert "baseline" in info["available"]
+    if forced in info["available"]:
+        assert info["isa"] == forced
+
+
+@pytest.mark.parametrize("isa", [isa for isa in cpu_info()["available"] if isa != cpu_info()["isa"]])
+def test_kernels_with(isa):
+    files = [str(FOLDER / name) for name in [*KERNEL_TESTS, "test_isas.py::test_the_forced_instruction_set_is_in_use"]]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "PAGEPOOL_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, f"PAGEPOOL_ISA={isa}\n{run.stdout[-4000:]}\n{run.stderr[-2000:]}"
+    assert " passed" in run.stdout
