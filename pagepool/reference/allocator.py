@@ -90,9 +90,10 @@ class BlockAllocator:
         reference is dropped.
         """
         ids = self._held(blocks)
-        for block, times in Counter(ids).items():
-            if times > self._refs[block]:
-                raise InvalidBlock(f"block {block} is freed {times} times, it has {self._refs[block]} references")
+        if len(ids) > 1:
+            for block, times in Counter(ids).items():
+                if times > self._refs[block]:
+                    raise InvalidBlock(f"block {block} is freed {times} times, it has {self._refs[block]} references")
         for block in ids:
             self._refs[block] -= 1
             if not self._refs[block]:
@@ -136,7 +137,8 @@ class BlockAllocator:
             block = self._fresh
             self._fresh += 1
             self._refs.append(1)
-        self.peak_in_use = max(self.peak_in_use, self.in_use)
+        if self.in_use > self.peak_in_use:
+            self.peak_in_use = self.in_use
         return block
 
     def _in_range(self, block: int) -> int:
@@ -147,8 +149,8 @@ class BlockAllocator:
 
     def _held(self, blocks: int | Iterable[int]) -> list[int]:
         """`blocks` as a list of ids that all have a reference."""
-        ids = [self._in_range(block) for block in (blocks if isinstance(blocks, Iterable) else [blocks])]
+        ids = [self._in_range(block) for block in (blocks if hasattr(blocks, "__iter__") else [blocks])]
         for block in ids:
-            if not self.ref_count(block):
+            if block >= self._fresh or not self._refs[block]:
                 raise InvalidBlock(f"block {block} is not allocated")
         return ids
