@@ -29,7 +29,7 @@ class ActiveSequences:
     or the ring is swept, so leaving is O(log n). Preemption, which is rare, removes at once: a preempted sequence
     comes back, and must not find its old entry.
 
-    Invariants: `len(_ring) - _gone == len(_ranks) == len(self)`; `num_prefills` of them are PREFILLING; over those,
+    Invariants: `len(_ring) - _gone == len(_ranks) == size`; `num_prefills` of them are PREFILLING; over those,
     `unread` is the sum of the tokens that they still have to read, and `promised` that of the blocks which these need.
     """
 
@@ -41,18 +41,17 @@ class ActiveSequences:
         self._taken: list[Sequence] = []
         self._prefill_turn = True
         self._blocks_for = blocks_for
+        self.size = 0
         self.num_prefills = 0
         self.unread = 0
         self.promised = 0
-
-    def __len__(self) -> int:
-        return len(self._ranks)
 
     def add(self, seq: Sequence) -> None:
         """Put `seq`, just admitted and PREFILLING, at the tail."""
         self._ring.append(seq)
         self._prefills.append(seq)
         insort(self._ranks, rank(seq))
+        self.size += 1
         self.num_prefills += 1
         self._expect(seq, 1)
 
@@ -139,6 +138,7 @@ class ActiveSequences:
 
     def _unrank(self, seq: Sequence) -> None:
         del self._ranks[bisect_left(self._ranks, rank(seq))]
+        self.size -= 1
         if seq.state is PREFILLING:
             self.num_prefills -= 1
             self._expect(seq, -1)

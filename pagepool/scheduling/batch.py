@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.request import SeqState, Sequence
 
 __all__ = ["ScheduledBatch"]
 
@@ -67,6 +67,26 @@ class ScheduledBatch:
     def is_empty(self) -> bool:
         """True when nothing is to be run."""
         return not self.seq_ids
+
+    def _append(self, results: list[Any], first: int, finished: list[Sequence]) -> tuple[list[Sequence], bool]:
+        """Append the results from row `first` on to their sequences. Adds those that reach their limit to `finished`;
+        returns the others that got a token, and whether a sequence that wants a token got none."""
+        got: list[Sequence] = []
+        missed = False
+        for row in range(first, len(results)):
+            seq, token = self._sequences[row], results[row]
+            if not self.wants_token[row] or seq.state is SeqState.FINISHED:
+                continue
+            if token is None or token < 0:
+                missed = True
+                continue
+            output = seq.output_tokens
+            output.append(token)
+            if len(output) < seq._max_output:
+                got.append(seq)
+            else:
+                finished.append(seq)
+        return got, missed
 
     def __len__(self) -> int:
         return len(self.seq_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.request import SeqState, Sequence
 
@@ -19,14 +21,10 @@ class Cohort:
     """
 
     def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences: list[Sequence] = []
-        self.seq_ids: list[int] = []
-        self.states: list[object] = []
-        self._outputs: list[list[int]] = []
-        self._tokens: list[int] | None = []
-        self._batch: ScheduledBatch | None = None
         self.steps = 0
-        self._room = 0
+        self._batch: ScheduledBatch | None = None
+        self._tokens: list[int] | None = None
+        self._clear()
         self.join(sequences)
 
     @classmethod
@@ -36,9 +34,6 @@ class Cohort:
             if seq.state is not SeqState.DECODING or seq.total_tokens - seq._fed != 1:
                 return None
         return cls(sequences)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
 
     @property
     def ready(self) -> bool:
@@ -73,18 +68,18 @@ class Cohort:
         return self._leave_at_limit() if size and not self._room else []
 
     def join(self, sequences: list[Sequence]) -> None:
-        """Take in decoding sequences that have exactly one token to feed, while `ready`."""
+        """Take in decoding sequences that have exactly one token to feed; only while `ready`."""
         for seq in sequences:
             seq._fed -= self.steps
             seq._cohort = self
-        self._set(self.sequences + sequences, (self._tokens or []) + [seq.output_tokens[-1] for seq in sequences])
+        self._extend(sequences)
 
     def settle(self) -> None:
         """Write `_fed` of every member and end the cohort: it has no members from then on."""
         for seq in self.sequences:
             seq._fed += self.steps
             seq._cohort = None
-        self._set([], [])
+        self._clear()
         self._batch = self._tokens = None
 
     def _leave_at_limit(self) -> list[Sequence]:
@@ -93,12 +88,23 @@ class Cohort:
             seq._fed += self.steps
             seq._cohort = None
         stay = [seq for seq in self.sequences if not seq.at_limit]
-        self._set(stay, [seq.output_tokens[-1] for seq in stay])
+        self._clear()
+        self._extend(stay)
         return done
 
-    def _set(self, sequences: list[Sequence], tokens: list[int]) -> None:
-        self.sequences, self._tokens = sequences, tokens
-        self.seq_ids = [seq.id for seq in sequences]
-        self.states = [seq.kv for seq in sequences if seq.kv is not None]
-        self._outputs = [seq.output_tokens for seq in sequences]
-        self._room = min([seq._max_output - len(seq.output_tokens) for seq in sequences], default=0)
+    def _clear(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.seq_ids: list[int] = []
+        self.states: list[Any] = []
+        self._outputs: list[list[int]] = []
+        self._tokens = []
+        self._room = 0
+
+    def _extend(self, sequences: list[Sequence]) -> None:
+        rooms = [seq._max_output - len(seq.output_tokens) for seq in sequences]
+        self._room = min([*rooms, self._room] if self.sequences else rooms, default=0)
+        self.sequences += sequences
+        self.seq_ids += [seq.id for seq in sequences]
+        self.states += [seq.kv for seq in sequences if seq.kv is not None]
+        self._outputs += [seq.output_tokens for seq in sequences]
+        self._tokens = (self._tokens or []) + [seq.output_tokens[-1] for seq in sequences]

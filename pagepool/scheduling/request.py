@@ -84,7 +84,7 @@ class Sequence:
     @property
     def prompt_pos(self) -> int:
         """Prompt tokens scheduled so far; 0 again after a preemption."""
-        return min(self._fed, len(self.prompt_tokens))
+        return min(self.fed, len(self.prompt_tokens))
 
     @property
     def total_tokens(self) -> int:

@@ -9,9 +9,11 @@ from typing import Any
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling import policy
 from pagepool.scheduling.active import ActiveSequences
+from pagepool.scheduling.admission import admit
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
 from pagepool.scheduling.cohort import Cohort
+from pagepool.scheduling.pressure import make_room
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.step import LooseDecodes, Step
 from pagepool.scheduling.waiting import WaitingQueue
@@ -62,8 +64,6 @@ class Scheduler:
         self._cohort: Cohort | None = None
         self._next_id = 1
         self.num_preemptions = 0
-
-    # ------------------------------------------------------------------------------------------------ requests
 
     def add_request(self, prompt_tokens: Iterable[int], max_tokens: int, priority: int | None = None) -> int:
         """Queue a request and return its id: 1, 2, ...
@@ -132,12 +132,10 @@ class Scheduler:
         """The sequence with this id, or None when it is unknown, drained or removed."""
         return self._sequences.get(seq_id)
 
-    # ---------------------------------------------------------------------------------------------------- state
-
     @property
     def active_count(self) -> int:
         """Sequences that are prefilling or decoding."""
-        return len(self._active)
+        return self._active.size
 
     @property
     def waiting_count(self) -> int:
@@ -152,14 +150,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while a sequence waits or is active."""
-        return bool(len(self._active) or len(self._waiting))
+        return self._active.size > 0 or len(self._waiting) > 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens whose places in the pool are taken, over all active sequences; 0 without a pool."""
         return self._account.num_tokens
-
-    # ----------------------------------------------------------------------------------------------------- step
 
     def schedule(self) -> ScheduledBatch:
         """The next step, its blocks taken. All budgets of the config hold.
@@ -168,13 +164,13 @@ class Scheduler:
         empty when there is no work, or when blocks that others hold (forks, another scheduler on the same pool) leave
         not even one sequence room: `has_work` stays True then, and the caller has to free blocks or wait.
         """
-        self._admit()
+        admit(self._waiting, self._active, self._account, self.config)
         if self._cohort is not None:
             batch = self._step_of_cohort(self._cohort)
             if batch is not None:
                 return batch
             self._settle()
-        while len(self._active):
+        while self._active.size:
             decodes, prefills, by_turns = self._pick()
             step = Step(LooseDecodes(decodes), prefills, self.config)
             taken = self._account.take(step.batch.states, step.grow)
@@ -185,8 +181,12 @@ class Scheduler:
                     seq._fed += count
                 self._read_prompts(step)
                 return step.batch
-            if not self._make_room(step):
+            preempted = make_room(step, self._sequences, self._active, self._account)
+            if not preempted:
                 break
+            self.num_preemptions += len(preempted)
+            for seq in preempted:
+                self._waiting.push(seq)
         return ScheduledBatch.empty()
 
     def commit(self, batch: ScheduledBatch, tokens: Iterable[int | None]) -> None:
@@ -199,27 +199,15 @@ class Scheduler:
         results = _as_list(tokens)
         if len(results) != len(batch.seq_ids):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(batch.seq_ids)} sequences")
-        first, finished, missed = 0, [], False
+        first, finished = 0, []
         if self._cohort is not None:
-            size, done = len(self._cohort), self._cohort.commit(batch, results)
+            first, done = len(self._cohort.sequences), self._cohort.commit(batch, results)
             if done is None:
                 self._settle()
+                first = 0
             else:
-                first, finished = size, done
-        got = []
-        rest = zip(batch._sequences[first:], results[first:], batch.wants_token[first:], strict=True)
-        for seq, token, wanted in rest:
-            if not wanted or seq.state is FINISHED:
-                continue
-            if token is None or token < 0:
-                missed = True
-                continue
-            output = seq.output_tokens
-            output.append(token)
-            if len(output) < seq._max_output:
-                got.append(seq)
-            else:
-                finished.append(seq)
+                finished = done
+        got, missed = batch._append(results, first, finished)
         if finished:
             self._finish(finished)
         if missed:
@@ -227,36 +215,14 @@ class Scheduler:
         elif self._cohort is not None:
             if got:
                 self._cohort.join(got)
-        elif len(got) == len(self._active) - self._active.num_prefills and len(self._active) <= self._places:
+        elif len(got) == self._active.size - self._active.num_prefills and self._active.size <= self._places:
             self._cohort = Cohort.form(got)
-
-    # ------------------------------------------------------------------------------------------------- internals
-
-    def _admit(self) -> None:
-        """Move waiting sequences to the active ones while places and blocks last."""
-        active, account, config = self._active, self._account, self.config
-        backlog = config.max_prefill_backlog
-        while len(active) < config.max_sequences and (backlog is None or active.unread < backlog):
-            seq = self._waiting.peek()
-            if seq is None:
-                break
-            if len(active):
-                fits = account.admits(seq.total_tokens, active.promised)
-            else:
-                fits = account.starts(policy.first_chunk(seq.total_tokens, config))
-            if not fits:
-                break
-            seq.kv = account.open(seq.max_tokens)
-            self._waiting.pop()
-            seq._prefill_end = seq.total_tokens
-            seq.state = PREFILLING
-            active.add(seq)
 
     def _step_of_cohort(self, cohort: Cohort) -> ScheduledBatch | None:
         """The step of all decodes in lockstep and all prefills; None when that is not the step to take, or when the
         pool is out."""
         active = self._active
-        if not cohort.ready or len(active) > self._places or len(cohort) != len(active) - active.num_prefills:
+        if not cohort.ready or active.size > self._places or len(cohort.sequences) != active.size - active.num_prefills:
             return None
         if self._prefill_first and active.num_prefills:
             return None
@@ -278,37 +244,11 @@ class Scheduler:
         active = self._active
         if self._prefill_first and active.num_prefills:
             return [], active.prefills(), False
-        by_turns = len(active) > self._places
+        by_turns = active.size > self._places
         chosen = active.take(self._places) if by_turns else active.take_all()
         decodes = [seq for seq in chosen if seq.state is DECODING]
         prefills = [seq for seq in chosen if seq.state is PREFILLING] if by_turns else active.prefills()
         return decodes, prefills, by_turns
-
-    def _make_room(self, step: Step) -> bool:
-        """Preempt, newest first, until `step` without the preempted would fit; False when only one is active."""
-        states = step.batch.states
-        needs = dict(zip(step.batch.seq_ids, self._account.needs(states, step.grow), strict=True))
-        missing = sum(needs.values())
-        preempted = False
-        while len(self._active) > 1:
-            seq = self._sequences[self._active.newest_id()]
-            self._preempt(seq)
-            preempted = True
-            missing -= needs.pop(seq.id, 0)
-            if self._account.free_blocks() >= missing:
-                break
-        return preempted
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of `seq` back; it waits again and will be recomputed, outputs included."""
-        self._active.preempt(seq)
-        self._account.give_back([seq.kv])
-        seq.kv = None
-        seq._fed = 0
-        seq.state = SeqState.PREEMPTED
-        seq.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting.push(seq)
 
     def _finish(self, sequences: list[Sequence]) -> None:
         """Mark them FINISHED, wherever they stand, and free their blocks."""
@@ -332,4 +272,6 @@ class Scheduler:
 
 def _as_list(values: Iterable[Any]) -> list[Any]:
     """A new list of the values; of Python ints, when they come from an array."""
+    if type(values) is list:
+        return values.copy()
     return values.tolist() if hasattr(values, "tolist") else list(values)

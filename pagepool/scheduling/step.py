@@ -43,28 +43,22 @@ class Step:
         unread = [seq._prefill_end - seq._fed for seq in prefills]
         if prefills and config.schedule == "prefill-first":
             counts = whole_prompts(unread, config)
-            prefills = prefills[: len(counts)]
         else:
             counts = share_tokens(decodes.unfed, unread, config)
-        size = len(decodes.sequences)
+        sequences, seq_ids, states = decodes.sequences.copy(), decodes.seq_ids.copy(), decodes.states.copy()
+        size = len(sequences)
         tokens, grow, wants = decodes.rows(counts[:size])
-        chunks = counts[size:]
-        self.grow = grow + chunks
-        self.batch = ScheduledBatch(
-            sequences=decodes.sequences + prefills,
-            seq_ids=decodes.seq_ids + [seq.id for seq in prefills],
-            tokens=tokens + [_next_tokens(seq, count) for seq, count in zip(prefills, chunks, strict=True)],
-            num_tokens=counts,
-            num_decodes=size,
-            wants_token=wants + [_is_last(seq, count) for seq, count in zip(prefills, chunks, strict=True)],
-            states=decodes.states + [seq.kv for seq in prefills if seq.kv is not None],
-            total_tokens=sum(counts),
-        )
-
-
-def _is_last(seq: Sequence, count: int) -> bool:
-    """True when the next `count` tokens are all that `seq` has not fed."""
-    return seq._fed + count == seq.total_tokens
+        # Prefills are few: one loop beside the lists of the decodes.
+        for seq, count in zip(prefills, counts[size:]):  # noqa: B905 -- `whole_prompts` may leave some out
+            sequences.append(seq)
+            seq_ids.append(seq.id)
+            tokens.append(_next_tokens(seq, count))
+            grow.append(count)
+            wants.append(seq._fed + count == seq.total_tokens)
+            if seq.kv is not None:
+                states.append(seq.kv)
+        self.grow = grow
+        self.batch = ScheduledBatch(sequences, seq_ids, tokens, counts, size, wants, states, sum(counts))
 
 
 def _next_tokens(seq: Sequence, count: int) -> list[int]:

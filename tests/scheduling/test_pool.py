@@ -347,11 +347,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq in sequences:
             assert (seq.kv is not None) == (seq in active)
             assert seq.total_tokens <= seq.max_tokens
+            if seq.state is not SeqState.FINISHED:
+                read = seq.state is SeqState.DECODING or seq.fed >= len(seq.prompt_tokens)
+                assert seq.prompt_pos == (len(seq.prompt_tokens) if read else seq.fed)
         assert all(seq.kv.len == seq.fed for seq in active)
         assert scheduler.num_tokens == sum(seq.kv.len for seq in active)
         inner = scheduler._active
         prefills = [seq for seq in active if seq.state is SeqState.PREFILLING]
-        assert inner.num_prefills == len(prefills)
+        assert inner.size == len(active) and inner.num_prefills == len(prefills)
         assert inner.unread == sum(seq._prefill_end - seq.fed for seq in prefills)
         # Blocks of its own and of others: shared ones count once.
         held = {block for state in [*(seq.kv for seq in active), *self.outside] for block in state.blocks}

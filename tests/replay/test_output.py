@@ -1,0 +1,78 @@
+"""What the replay shows: progress on stderr, a table on stdout, with and without rich."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pagepool import BlockAllocator, SchedulerConfig
+from pagepool.replay import progress as progress_module
+from pagepool.replay import report
+from pagepool.replay.clock import CostModel
+from pagepool.replay.command import bundled_trace
+from pagepool.replay.driver import Replay
+from pagepool.replay.meter import MeteredAccount
+from pagepool.replay.progress import PlainProgress, RichProgress, progress
+from pagepool.replay.ptrace import read_trace
+
+
+def run(report=lambda replay: None):
+    account = MeteredAccount(BlockAllocator(500), 16, 0.0)
+    replay = Replay(read_trace(bundled_trace(), 5), SchedulerConfig(), account, CostModel())
+    replay.run(report)
+    return replay
+
+
+def test_plain_progress_prints_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
+    with PlainProgress(5) as show:
+        replay = run(show)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == replay.totals.steps
+    assert lines[0].startswith("pagepool: 0 of 5 requests, 1 running, 0 waiting, 24 of 500 blocks")
+    assert lines[-1].startswith("pagepool: 4 of 5 requests")
+
+
+def test_a_short_replay_prints_no_progress(capsys):
+    with progress(5) as show:
+        assert isinstance(show, PlainProgress)  # stderr is no terminal here
+        run(show)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_bar_and_the_table_of_rich(monkeypatch, capsys):
+    pytest.importorskip("rich", reason="rich is optional")
+    monkeypatch.setattr(progress_module, "BAR_SECONDS", 0.0)
+    with RichProgress(5) as show:
+        replay = run(show)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    report.print_table(report.results(replay))
+    printed = capsys.readouterr().out
+    assert "finished / refused" in printed and "5 / 0" in printed and "CC-BY-4.0" in printed
+
+
+def test_without_rich_a_terminal_gets_the_plain_forms(monkeypatch, capsys):
+    for name in ("rich", "rich.console", "rich.progress", "rich.table"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with progress(5) as show:
+        assert isinstance(show, PlainProgress)
+        report.print_table(report.results(run(show)))
+    assert "finished / refused" in capsys.readouterr().out
+
+
+def test_python_dash_m_pagepool():
+    arguments = [sys.executable, "-m", "pagepool", "replay", "--requests", "2"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 / 0" in done.stdout
+    missing = subprocess.run([*arguments[:4], "no.ptrace"], capture_output=True, text=True, check=False)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr == "pagepool: no.ptrace: cannot be read: No such file or directory\n"
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    command = f"{sys.executable} -m pagepool replay --requests 2 | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
