@@ -39,7 +39,8 @@ static void check_gather(const scenario *s) {
     for (int32_t layer = 0; layer < layout->num_layers; layer++)
         for (int32_t seq = 0; seq < s->num_seqs; seq++) {
             int64_t count = s->seq_lens[seq] * heads * dims, i = 0;
-            float *k = scenario_memory((size_t)count * sizeof(float)), *v = scenario_memory((size_t)count * sizeof(float));
+            float *k = scenario_memory((size_t)count * sizeof(float));
+            float *v = scenario_memory((size_t)count * sizeof(float));
             const int32_t *blocks = s->tables + (int64_t)seq * s->width;
             CHECK(pp_kv_gather(&s->pool, layer, blocks, scenario_blocks_of(s, seq), s->seq_lens[seq], k, v) == PP_OK);
             for (int32_t t = 0; t < s->seq_lens[seq]; t++)

@@ -166,7 +166,8 @@ static inline void scenario_check_head(const scenario *s, const pp_decode_args *
     }
     CHECK(error <= 1e-5 * scale);
     if (args->lse != NULL && length == 0) CHECK(isinf(args->lse[row]) && args->lse[row] < 0.0f);
-    if (args->lse != NULL && length > 0) CHECK(fabs(args->lse[row] - (largest + log(sum))) <= 1e-5 * (1.0 + fabs(largest)));
+    if (args->lse != NULL && length > 0)
+        CHECK(fabs(args->lse[row] - (largest + log(sum))) <= 1e-5 * (1.0 + fabs(largest)));
     free(score);
 }
 
