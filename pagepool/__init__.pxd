@@ -1,0 +1,5 @@
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.block_tables cimport BlockTables
+from pagepool.memory.kv_pool cimport KvCachePool
+from pagepool.memory.paged_seq cimport PagedSeqState
+from pagepool.memory.ssm_pool cimport SsmStatePool

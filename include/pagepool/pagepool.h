@@ -2,6 +2,7 @@
 #ifndef PAGEPOOL_PAGEPOOL_H
 #define PAGEPOOL_PAGEPOOL_H
 
+#include "pagepool/allocator_api.h"
 #include "pagepool/attention.h"
 #include "pagepool/cpu.h"
 #include "pagepool/layout.h"

@@ -1,0 +1,65 @@
+"""What several test folders share: building Cython modules outside the package, as its users do."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pagepool
+
+SETUP = """
+import sys
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+import pagepool
+
+name = sys.argv.pop()
+extension = Extension(
+    name,
+    [f"{name}.pyx"],
+    include_dirs=[pagepool.get_include()],
+    library_dirs=[pagepool.get_library_dir()],
+    libraries=["pagepool"],
+    extra_compile_args=["-std=c11", "-O2", "-pthread"],
+    extra_link_args=["-pthread"],
+)
+directives = {"language_level": 3, "boundscheck": False, "wraparound": False, "cdivision": True}
+setup(name=name, ext_modules=cythonize([extension], compiler_directives=directives, quiet=True))
+"""
+
+
+@pytest.fixture(scope="session")
+def build_foreign(tmp_path_factory):
+    """A function from the path of a .pyx file to the module, built against the pagepool that is imported here."""
+    built = {}
+
+    def build(source):
+        if source not in built:
+            folder = tmp_path_factory.mktemp(source.stem)
+            shutil.copy(source, folder)
+            (folder / "setup.py").write_text(SETUP)
+            path = os.pathsep.join([str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+            done = subprocess.run(
+                [sys.executable, "setup.py", "-q", "build_ext", "--inplace", source.stem],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            [library] = folder.glob(f"{source.stem}*.so")
+            spec = importlib.util.spec_from_file_location(source.stem, library)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            built[source] = module
+        return built[source]
+
+    return build
