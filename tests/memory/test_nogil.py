@@ -42,14 +42,13 @@ def test_threads_share_an_allocator(foreign):
 
 
 def test_python_threads_mix_with_those_without_the_gil(foreign):
-    allocator = BlockAllocator(300)
+    allocator = BlockAllocator(3 * 256 + 8)  # enough for all at a time
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(foreign.hammer, allocator, 0.5, seed) for seed in range(3)]
         while not all(future.done() for future in futures):
-            if allocator.free_count > 40:
-                blocks = allocator.allocate_n(8)
-                allocator.share(blocks)
-                allocator.free(np.concatenate([blocks, blocks]))
+            blocks = allocator.allocate_n(8)
+            allocator.share(blocks)
+            allocator.free(np.concatenate([blocks, blocks]))
             allocator.check()
     assert sum(future.result()[2] for future in futures) == 0
     assert allocator.in_use == 0
