@@ -1,0 +1,228 @@
+"""What is measured: each workload once for every side, used by the benchmarks and by figures.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import foreign
+import numpy as np
+from numpy_side import NumpyAllocator, NumpyPages
+
+import pagepool
+from pagepool import KvLayout, Scheduler, SchedulerConfig, reference
+from pagepool.memory import batch
+
+BLOCKS = 16_384
+SEQS = 256
+
+
+@dataclass
+class Work:
+    """`run()` does `ops` operations."""
+
+    run: Callable[[], Any]
+    ops: int
+
+
+# ---------------------------------------------------------------------------------------------------- allocator
+
+
+def allocator_of(side):
+    make = {"ours": pagepool.BlockAllocator, "reference": reference.BlockAllocator, "numpy": NumpyAllocator}[side]
+    allocator = make(BLOCKS)
+    allocator.free(allocator.allocate_n(BLOCKS // 2))  # no longer fresh
+    return allocator
+
+
+def allocator_pair(side, rounds=2_000):
+    """allocate() and free() of one block, from Python."""
+    allocator = allocator_of(side)
+    allocate, free = allocator.allocate, allocator.free
+
+    def run():
+        for _ in range(rounds):
+            free(allocate())
+
+    return Work(run, rounds)
+
+
+def allocator_bulk(side, rounds=50):
+    """allocate_n(64) and free() of the 64, from Python; an operation is one block."""
+    allocator = allocator_of(side)
+    allocate_n, free = allocator.allocate_n, allocator.free
+
+    def run():
+        for _ in range(rounds):
+            free(allocate_n(64))
+
+    return Work(run, rounds * 64)
+
+
+def nogil_pair(rounds=100_000):
+    """The pair without the GIL, from a foreign Cython module."""
+    allocator, loop = allocator_of("ours"), foreign.nogil().pairs
+
+    def run():
+        if loop(allocator, rounds):
+            raise RuntimeError("an operation failed")
+
+    return Work(run, rounds)
+
+
+def nogil_bulk(rounds=5_000):
+    """64 blocks without the GIL, from a foreign Cython module; an operation is one block."""
+    allocator, loop = allocator_of("ours"), foreign.nogil().bulk
+
+    def run():
+        if loop(allocator, rounds):
+            raise RuntimeError("an operation failed")
+
+    return Work(run, rounds * 64)
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def states_of(side, length):
+    """`SEQS` sequences of `length` tokens."""
+    api = reference if side == "reference" else pagepool
+    allocator = api.BlockAllocator(BLOCKS)
+    states = [api.PagedSeqState(allocator, 16, BLOCKS // SEQS) for _ in range(SEQS)]
+    for state in states:
+        state.append(length)
+    return api, states
+
+
+def table_ensure(side):
+    """ensure_capacity(512) and release of one sequence after the other: 32 blocks each; an operation is one block."""
+    _, states = states_of(side, 0)
+
+    def run():
+        for state in states:
+            state.ensure_capacity(512)
+            state.release()
+
+    return Work(run, SEQS * 32)
+
+
+def table_append(side, tokens=32):
+    """append() of one token at a time, and truncate back; an operation is one token."""
+    _, states = states_of(side, 100)
+
+    def run():
+        for state in states:
+            append = state.append
+            for _ in range(tokens):
+                append()
+            state.truncate(100)
+
+    return Work(run, SEQS * tokens)
+
+
+def table_append_batch(side, steps=32):
+    """append_batch of one token for each of 256 sequences, and truncate back; an operation is one token."""
+    _, states = states_of(side, 100)
+    append_batch = (reference if side == "reference" else batch).append_batch
+    ones = [1] * SEQS
+
+    def run():
+        for _ in range(steps):
+            append_batch(states, ones)
+        for state in states:
+            state.truncate(100)
+
+    return Work(run, SEQS * steps)
+
+
+def table_fill(side, rounds=8):
+    """BlockTables.fill of 256 sequences of 500 tokens; an operation is one sequence."""
+    api, states = states_of(side, 500)
+    if side == "numpy":
+        return Work(lambda: [numpy_fill(states) for _ in range(rounds)], SEQS * rounds)
+    tables = api.BlockTables(SEQS, BLOCKS // SEQS)
+    return Work(lambda: [tables.fill(states) for _ in range(rounds)], SEQS * rounds)
+
+
+def numpy_fill(states):
+    """Rows, lengths and slots from the lists of blocks that a plain engine keeps."""
+    lens = np.array([state.len for state in states], np.int32)
+    tables = np.zeros((len(states), BLOCKS // SEQS), np.int32)
+    for row, state in enumerate(states):
+        blocks = state.blocks
+        tables[row, : len(blocks)] = blocks
+    last = lens - 1
+    slots = tables[np.arange(len(states)), last // 16].astype(np.int64) * 16 + last % 16
+    return tables, lens, slots, np.arange(len(states) + 1, dtype=np.int32)
+
+
+# ---------------------------------------------------------------------------------------------------- pages
+
+
+def append_kv(side, dtype="bfloat16", prefill=True):
+    """K and V of tokens with 8 heads of 128, float32 given; an operation is one token.
+
+    A prefill is 1,024 tokens that follow each other in shuffled blocks, a decode step one token for each of 256
+    sequences: there every element of K lies in a cache line of its own, since K is token-minor.
+    """
+    layout = KvLayout(1, 8, 128, dtype=dtype)
+    blocks = np.random.default_rng(0).permutation(256).astype(np.int64)
+    first = blocks * 16
+    slots = (first[:64, None] + np.arange(16)).ravel() if prefill else first + blocks % 16
+    if side == "reference":
+        slots = slots[:4].copy()
+    k, v = np.random.default_rng(1).standard_normal((2, len(slots), 8, 128), np.float32)
+    if side == "numpy":
+        pages = NumpyPages(layout, 256)
+        return Work(lambda: pages.append(slots, k, v), len(slots))
+    pool = (reference if side == "reference" else pagepool).KvCachePool.from_layout(layout, 256)
+    return Work(lambda: pool.append(0, slots, k, v), len(slots))
+
+
+def decode_step(side, dtype="bfloat16", num_seqs=8, length=512):
+    """decode of 8 x 512 tokens, 14/2 heads of 64, one thread; an operation is a token and query head."""
+    layout = KvLayout(1, 2, 64, dtype=dtype)
+    rng = np.random.default_rng(0)
+    width = length // layout.block_size
+    tables = rng.permutation(num_seqs * width).astype(np.int32).reshape(num_seqs, width)
+    seq_lens = np.full(num_seqs, length, np.int32)
+    slots = np.arange(num_seqs * length, dtype=np.int64)
+    k, v = rng.standard_normal((2, len(slots), 2, 64), np.float32)
+    q = rng.standard_normal((num_seqs, 14, 64), np.float32)
+    ops = num_seqs * length * 14
+    if side == "numpy":
+        pages = NumpyPages(layout, num_seqs * width)
+        pages.append(slots, k, v)
+        return Work(lambda: pages.decode(q, tables, seq_lens, layout.block_size), ops)
+    pool = pagepool.KvCachePool.from_layout(layout, num_seqs * width)
+    pool.append(0, slots, k, v)
+    if side == "reference":
+        return Work(lambda: reference.decode(q, pool, 0, tables, seq_lens), ops)
+    out = np.empty_like(q)
+    return Work(lambda: pagepool.decode(q, pool, 0, tables, seq_lens, out=out, num_threads=1), ops)
+
+
+# ---------------------------------------------------------------------------------------------------- scheduler
+
+
+def scheduler_step(side, waiting, running=SEQS, steps=8):
+    """schedule + commit with 256 running sequences and `waiting` others; an operation is a sequence and step.
+
+    The sequences run for as long as they are measured: nobody finishes and nobody is admitted.
+    """
+    config = SchedulerConfig(max_sequences=running, max_batch_sequences=running, max_batch_tokens=2 * running)
+    allocator = (reference if side == "reference" else pagepool).BlockAllocator(1_000_000)
+    scheduler = Scheduler(config, allocator)
+    for _ in range(running + waiting):
+        scheduler.add_request([1, 2, 3, 4], max_tokens=1_000_000)
+    tokens = [7] * running
+    while True:
+        step = scheduler.schedule()
+        scheduler.commit(step, [7] * len(step.seq_ids))
+        if len(step.seq_ids) == running and not any(step.is_prefill):
+            break
+
+    def run():
+        for _ in range(steps):
+            scheduler.commit(scheduler.schedule(), tokens)
+
+    return Work(run, running * steps)
