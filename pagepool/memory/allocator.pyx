@@ -114,6 +114,7 @@ cdef class BlockAllocator:
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil:
         cdef int32_t i, recycled
         cdef int32_t *top
+        cdef int32_t *counts = &self.ref_counts[0]
         if n < 0:
             return PP_INVALID_ARGUMENT
         pp_lock_acquire(&self.lock)
@@ -125,10 +126,10 @@ cdef class BlockAllocator:
         top = &self.freed[0] + self.num_freed + recycled - 1
         for i in range(recycled):
             blocks[i] = top[-i]
-            self.ref_counts[top[-i]] = 1
+            counts[top[-i]] = 1
         for i in range(recycled, n):
             blocks[i] = self.taken
-            self.ref_counts[self.taken] = 1
+            counts[self.taken] = 1
             self.taken += 1
         pp_lock_release(&self.lock)
         return PP_OK
@@ -139,25 +140,31 @@ cdef class BlockAllocator:
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
         """One pass that turns round at a bad id: a count of 0 says that the pass itself put the block on the list."""
         cdef pp_status status = PP_OK
+        cdef int32_t *counts = &self.ref_counts[0]
+        cdef int32_t *freed = &self.freed[0]
         cdef Py_ssize_t i = 0
-        cdef int32_t count
+        cdef int32_t count, num_freed
+        cdef unsigned int taken
         pp_lock_acquire(&self.lock)
+        num_freed = self.num_freed  # in registers: a store that releases makes the compiler read all memory again
+        taken = self.taken
         while i < n:
-            if <unsigned int>blocks[i] >= <unsigned int>self.taken or self.ref_counts[blocks[i]] == 0:
+            if <unsigned int>blocks[i] >= taken or counts[blocks[i]] == 0:
                 status = PP_INVALID_BLOCK
                 break
-            count = self.ref_counts[blocks[i]] - 1
-            pp_set_count(&self.ref_counts[blocks[i]], count)
+            count = counts[blocks[i]] - 1
+            pp_set_count(&counts[blocks[i]], count)
             if count == 0:
-                self.freed[self.num_freed] = blocks[i]
-                self.num_freed += 1
+                freed[num_freed] = blocks[i]
+                num_freed += 1
             i += 1
         if status != PP_OK:
             while i > 0:
                 i -= 1
-                count = self.ref_counts[blocks[i]]
-                self.num_freed -= count == 0
-                pp_set_count(&self.ref_counts[blocks[i]], count + 1)
+                count = counts[blocks[i]]
+                num_freed -= count == 0
+                pp_set_count(&counts[blocks[i]], count + 1)
+        self.num_freed = num_freed
         pp_lock_release(&self.lock)
         return status
 
