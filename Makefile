@@ -60,6 +60,7 @@ debug: $(VENV)/.build $(VENV)/.test  ## the tests against a build with assertion
 	cd $(VARIANT) && PYTHONPATH=lib $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests
 
 bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
+	$(PY) bench/figures.py
 	$(PY) -m pytest -q bench --benchmark-columns=min,median,ops --benchmark-group-by=group
 
 lint: build $(VENV)/.lint $(VENV)/.test  ## ruff, mypy, stubtest, cython-lint
