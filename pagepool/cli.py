@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    summary = "replay recorded LLM traffic through the pool and the scheduler, under a virtual clock"
-    replay = commands.add_parser("replay", help=summary, description=summary.capitalize() + ".", allow_abbrev=False)
+    summary = "Replay recorded LLM traffic through the pool and the scheduler, under a virtual clock."
+    replay = commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False)
     command.add_arguments(replay)
     options = parser.parse_args(arguments)
     try:

@@ -26,6 +26,7 @@ class ScheduledBatch:
     """
 
     __slots__ = (
+        "_committed",
         "_sequences",
         "is_prefill",
         "num_decodes",
@@ -49,6 +50,7 @@ class ScheduledBatch:
         total_tokens: int,
     ) -> None:
         self._sequences = sequences
+        self._committed = False
         self.seq_ids = seq_ids
         self.tokens = tokens
         self.num_tokens = num_tokens
@@ -68,20 +70,23 @@ class ScheduledBatch:
         """True when nothing is to be run."""
         return not self.seq_ids
 
-    def _append(self, results: list[Any], first: int, finished: list[Sequence]) -> tuple[list[Sequence], bool]:
-        """Append the results from row `first` on to their sequences. Adds those that reach their limit to `finished`;
-        returns the others that got a token, and whether a sequence that wants a token got none."""
+    def _append(
+        self, results: list[Any], first: int, usable: list[bool], finished: list[Sequence]
+    ) -> tuple[list[Sequence], bool]:
+        """Append the results from row `first` on, as far as `usable`, to their sequences. Adds those that reach their
+        limit to `finished`; returns the others that got a token, and whether a sequence that wants one got none."""
+        self._committed = True
         got: list[Sequence] = []
         missed = False
-        for row in range(first, len(results)):
-            seq, token = self._sequences[row], results[row]
+        for row, is_token in enumerate(usable, first):
+            seq = self._sequences[row]
             if not self.wants_token[row] or seq.state is SeqState.FINISHED:
                 continue
-            if token is None or token < 0:
+            if not is_token:
                 missed = True
                 continue
             output = seq.output_tokens
-            output.append(token)
+            output.append(results[row])
             if len(output) < seq._max_output:
                 got.append(seq)
             else:

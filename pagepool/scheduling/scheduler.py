@@ -60,7 +60,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._active = ActiveSequences(self._account.blocks_for)
-        self._finished: list[Sequence] = []
+        self._finished: dict[int, Sequence] = {}
         self._cohort: Cohort | None = None
         self._next_id = 1
         self.num_preemptions = 0
@@ -91,7 +91,7 @@ class Scheduler:
         self._sequences[seq.id] = seq
         if seq.at_limit:
             seq.state = FINISHED
-            self._finished.append(seq)
+            self._finished[seq.id] = seq
         else:
             self._waiting.push(seq)
         return seq.id
@@ -119,13 +119,15 @@ class Scheduler:
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
         self.finish_sequence(seq_id)
+        self._finished.pop(seq_id, None)
         self._sequences.pop(seq_id, None)
 
     def drain_finished(self) -> list[Sequence]:
         """Remove and return the finished sequences, in the order in which they finished."""
-        known = self._sequences
-        drained = [seq for seq in self._finished if known.pop(seq.id, None) is not None]
-        self._finished = []
+        drained = list(self._finished.values())
+        self._finished.clear()
+        for seq in drained:
+            del self._sequences[seq.id]
         return drained
 
     def get_sequence(self, seq_id: int) -> Sequence | None:
@@ -194,20 +196,27 @@ class Scheduler:
 
         An entry that is None or negative adds nothing; neither does the entry of a prompt chunk that was not the last
         (`wants_token` False) or of a sequence that has finished meanwhile. Sequences that reach their limit finish.
-        Raises ValueError when the lengths differ, and changes nothing then.
+        Raises ValueError when the lengths differ or the batch was committed before, TypeError when an entry is not a
+        number, and changes nothing then.
         """
         results = _as_list(tokens)
-        if len(results) != len(batch.seq_ids):
-            raise ValueError(f"got {len(results)} tokens for a batch of {len(batch.seq_ids)} sequences")
-        first, finished = 0, []
-        if self._cohort is not None:
-            first, done = len(self._cohort.sequences), self._cohort.commit(batch, results)
-            if done is None:
-                self._settle()
-                first = 0
-            else:
+        if len(results) != len(batch._sequences):
+            raise ValueError(f"got {len(results)} tokens for a batch of {len(batch._sequences)} sequences")
+        if batch._committed:
+            raise ValueError("the batch was committed before")
+        cohort = self._cohort
+        finished: list[Sequence] = []
+        first = 0 if cohort is None else len(cohort.sequences)
+        usable = _usable(results[first:])
+        if cohort is not None:
+            done = cohort.commit(batch, results)
+            if done is not None:
                 finished = done
-        got, missed = batch._append(results, first, finished)
+            else:
+                usable = _usable(results[:first]) + usable
+                first = 0
+                self._settle()
+        got, missed = batch._append(results, first, usable, finished)
         if finished:
             self._finish(finished)
         if missed:
@@ -260,7 +269,7 @@ class Scheduler:
                 self._waiting.remove(seq)
             seq.state = FINISHED
             seq.kv = None
-        self._finished += sequences
+            self._finished[seq.id] = seq
         self._account.give_back(states)
 
     def _settle(self) -> None:
@@ -268,6 +277,11 @@ class Scheduler:
         if self._cohort is not None:
             self._cohort.settle()
             self._cohort = None
+
+
+def _usable(results: list[Any]) -> list[bool]:
+    """Which of the results are tokens. Whatever is wrong with their types is raised here, before anything changes."""
+    return [token is not None and token >= 0 for token in results]
 
 
 def _as_list(values: Iterable[Any]) -> list[Any]:

@@ -250,6 +250,29 @@ def test_commit_of_the_wrong_length_changes_nothing():
     assert scheduler.get_sequence(1).output_tokens == []
 
 
+def test_commit_of_something_else_than_numbers_changes_nothing():
+    scheduler = Scheduler()
+    for _ in range(2):
+        scheduler.add_request([1], 9)
+    for expected in ([], [5], [5, 5]):
+        batch = scheduler.schedule()
+        with pytest.raises(TypeError):
+            scheduler.commit(batch, [5, "x"])
+        assert [scheduler.get_sequence(seq_id).output_tokens for seq_id in (1, 2)] == [expected, expected]
+        scheduler.commit(batch, [5, 5])
+
+
+def test_a_batch_is_committed_once():
+    scheduler = Scheduler()
+    scheduler.add_request([1], 9)
+    for outputs in (1, 2, 3):
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [5])
+        with pytest.raises(ValueError, match="committed before"):
+            scheduler.commit(batch, [5])
+        assert len(scheduler.get_sequence(1).output_tokens) == outputs
+
+
 def test_commit_leaves_sequences_alone_that_ended_meanwhile():
     scheduler = Scheduler()
     for _ in range(3):
