@@ -9,9 +9,9 @@ from pagepool.memory.allocator cimport BlockAllocator
 def pairs(BlockAllocator allocator, int rounds):
     """allocate + free, `rounds` times; returns how many failed."""
     cdef int32_t block
-    cdef int i, failed = 0
+    cdef int _, failed = 0
     with nogil:
-        for i in range(rounds):
+        for _ in range(rounds):
             failed += allocator.c_allocate(&block) != PP_OK
             failed += allocator.c_free(block) != PP_OK
     return failed
@@ -20,9 +20,9 @@ def pairs(BlockAllocator allocator, int rounds):
 def bulk(BlockAllocator allocator, int rounds):
     """allocate_n(64) + free of the 64, `rounds` times; returns how many failed."""
     cdef int32_t blocks[64]
-    cdef int i, failed = 0
+    cdef int _, failed = 0
     with nogil:
-        for i in range(rounds):
+        for _ in range(rounds):
             failed += allocator.c_allocate_n(64, blocks) != PP_OK
             failed += allocator.c_free_n(blocks, 64) != PP_OK
     return failed
