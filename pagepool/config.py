@@ -114,13 +114,13 @@ class SchedulerConfig:
 
     max_sequences         sequences that may be active (prefilling or decoding) at a time
     max_batch_tokens      tokens of one step, prefill and decode together
-    max_batch_sequences   sequences of one step
+    max_batch_sequences   sequences of one step; each needs one of its tokens at least
     max_prefill_tokens    tokens of one sequence's prompt in one step (its chunk)
     max_prefill_backlog   no request is admitted while the active prompts have this many tokens to read; None: no bound
     block_size            tokens per block, when the scheduler is not given a pool with a layout
     watermark             share of the blocks kept free when a request is admitted while others run
-    schedule              "chunked": prefills and decodes share a step; "prefill-first": while a prompt waits, steps
-                          hold prefills only
+    schedule              "chunked": prefills and decodes share a step, by turns; "prefill-first": while an admitted
+                          prompt is unread, steps hold prompts only, whole ones while they fit, and decodes stand still
     """
 
     max_sequences: int = 32

@@ -21,8 +21,9 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 __all__ = ["Trace", "TraceError", "read_trace"]
 
@@ -71,8 +72,8 @@ def read_trace(path: str | Path, limit: int | None = None) -> Trace:
     number = 0
     try:
         with open(path, "rb") as raw:
-            lines = _lines(raw, where)
             number = 1
+            lines = _lines(raw, where)
             trace, count, scale = _header(next(lines, b""))
             for record in range(count):
                 if limit is not None and len(trace) >= limit:
@@ -99,22 +100,14 @@ def read_trace(path: str | Path, limit: int | None = None) -> Trace:
     return _by_arrival(trace)
 
 
-def _lines(raw: IO[bytes], where: str) -> Iterator[bytes]:
+def _lines(raw: BufferedReader, where: str) -> Iterator[bytes]:
     """The lines of the file, each of bounded length, and no more than MAX_TEXT in all."""
-    magic = raw.read(len(XZ_MAGIC))
-    if magic != XZ_MAGIC and where.endswith(".xz"):
+    packed = raw.peek(len(XZ_MAGIC)).startswith(XZ_MAGIC)
+    if where.endswith(".xz") and not packed:
         raise _Fault("this is not an xz file")
-    stream: Any = raw
+    stream = lzma.LZMAFile(raw) if packed else raw
     total = 0
-    rest = magic
-    if magic == XZ_MAGIC:
-        raw.seek(0)
-        stream, rest = lzma.LZMAFile(raw), b""
-    while True:
-        line = rest + (b"" if rest.endswith(b"\n") else stream.readline(MAX_LINE + 1))
-        rest = b""
-        if not line:
-            return
+    while line := stream.readline(MAX_LINE + 1):
         total += len(line)
         if len(line) > MAX_LINE:
             raise _Fault(f"the line is longer than {MAX_LINE} bytes")

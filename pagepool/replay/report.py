@@ -11,6 +11,7 @@ from pagepool.replay.latency import percentile
 
 __all__ = ["print_table", "results"]
 
+# What to name beside a licence that asks for it.
 ATTRIBUTION = {
     "azure2023_conv": "Trace: Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv (Splitwise, ISCA'24), CC-BY-4.0.",
 }
@@ -29,6 +30,7 @@ def results(replay: Replay) -> dict[str, Any]:
     kv_bytes = attention.kv_bytes if attention else 0
     return {
         "trace": replay.trace.name,
+        "licence": replay.trace.licence,
         "requests": len(replay.trace),
         "finished": totals.finished,
         "refused": totals.refused,
@@ -62,7 +64,7 @@ def print_table(numbers: dict[str, Any]) -> None:
     """Print `numbers` to stdout: with rich when it is installed and stdout is a terminal, in plain text otherwise."""
     title = f"pagepool replay of {numbers['trace']}"
     rows = _rows(numbers)
-    footer = ATTRIBUTION.get(numbers["trace"], "")
+    footer = ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -70,7 +72,7 @@ def print_table(numbers: dict[str, Any]) -> None:
         except ImportError:
             pass  # rich is optional; the plain table says the same
         else:
-            table = Table(title=title, caption=footer or None, show_header=False)
+            table = Table(title=title, caption=footer, show_header=False)
             table.add_column(style="bold")
             table.add_column(justify="right")
             for name, value in rows:
@@ -81,8 +83,7 @@ def print_table(numbers: dict[str, Any]) -> None:
     print(title)
     for name, value in rows:
         print(f"  {name:<{width}}  {value:>24}")
-    if footer:
-        print(footer)
+    print(footer)
 
 
 def _ratio(part: float, whole: float) -> float:
