@@ -29,7 +29,7 @@ def _state(replay: Replay) -> str:
     allocator, scheduler = replay.account.allocator, replay.scheduler
     return (
         f"{scheduler.active_count} running, {scheduler.waiting_count} waiting, "
-        f"{allocator.in_use} of {allocator.capacity} blocks, {replay.totals.time_us / 1e6:.0f} s virtual"
+        f"{allocator.in_use}/{allocator.capacity} blocks"
     )
 
 
@@ -45,7 +45,9 @@ class PlainProgress(AbstractContextManager["PlainProgress"]):
         if now >= self._next:
             self._next = now + LINE_SECONDS
             ended = replay.totals.finished + replay.totals.refused
-            print(f"pagepool: {ended} of {self._total} requests, {_state(replay)}", file=sys.stderr, flush=True)
+            virtual = f"{replay.totals.time_us / 1e6:.0f} s virtual"
+            line = f"pagepool: {ended} of {self._total} requests, {_state(replay)}, {virtual}"
+            print(line, file=sys.stderr, flush=True)
 
     def __exit__(self, *exc: object) -> None:
         return None
@@ -59,8 +61,7 @@ class RichProgress(AbstractContextManager["RichProgress"]):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._bar: Any = Progress(
-            TextColumn("replay"),
-            BarColumn(),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[state]}", markup=False),

@@ -29,7 +29,7 @@ def test_plain_progress_prints_a_line_now_and_then(monkeypatch, capsys):
         replay = run(show)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == replay.totals.steps
-    assert lines[0].startswith("pagepool: 0 of 5 requests, 1 running, 0 waiting, 16 of 500 blocks")
+    assert lines[0].startswith("pagepool: 0 of 5 requests, 1 running, 0 waiting, 16/500 blocks")
     assert lines[-1].startswith("pagepool: 5 of 5 requests, 0 running")
 
 
