@@ -71,7 +71,9 @@ cdef extern from "pagepool/lock.h" nogil:
     ctypedef struct pp_lock:
         pass
 
+    bint pp_lock_try(pp_lock *lock) noexcept
     void pp_lock_acquire(pp_lock *lock) noexcept
+    void pp_lock_wait(pp_lock *lock) noexcept
     void pp_lock_release(pp_lock *lock) noexcept
     pp_status pp_lock_register(pp_lock *lock) noexcept
     void pp_lock_unregister(pp_lock *lock) noexcept

@@ -25,8 +25,11 @@ typedef struct pp_lock {
 /* Waits for a lock that was found held: pauses, then gives up the processor between tries. */
 PP_API void pp_lock_wait(pp_lock *lock);
 
+/* Whether it was free, and is now the caller's. */
+static inline int pp_lock_try(pp_lock *lock) { return !__atomic_exchange_n(&lock->held, 1, __ATOMIC_ACQUIRE); }
+
 static inline void pp_lock_acquire(pp_lock *lock) {
-    if (__atomic_exchange_n(&lock->held, 1, __ATOMIC_ACQUIRE)) pp_lock_wait(lock);
+    if (!pp_lock_try(lock)) pp_lock_wait(lock);
 }
 
 static inline void pp_lock_release(pp_lock *lock) { __atomic_store_n(&lock->held, 0, __ATOMIC_RELEASE); }

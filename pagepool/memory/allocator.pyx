@@ -5,6 +5,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Re
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from pagepool.memory.audit cimport Audit, audit_counts
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
@@ -19,6 +20,7 @@ from pagepool.csrc cimport (
     pp_lock_register,
     pp_lock_release,
     pp_lock_unregister,
+    pp_lock_wait,
     pp_status,
 )
 from pagepool.memory.page_buffer cimport PageBuffer
@@ -31,17 +33,6 @@ from pagepool.errors import InvalidBlock, PoolError
 from pagepool.memory.explain import exhausted, invalid_blocks
 
 __all__ = ["BlockAllocator"]
-
-
-cdef extern from *:
-    """
-    /* A count above 1 may fall while its block's owner reads it without the lock: release and acquire order what the
-     * others read of the block before what the owner then writes to it. */
-    #define pp_set_count(count, value) __atomic_store_n(count, value, __ATOMIC_RELEASE)
-    #define pp_get_count(count) __atomic_load_n(count, __ATOMIC_ACQUIRE)
-    """
-    void pp_set_count(int32_t *count, int32_t value) nogil
-    int32_t pp_get_count(int32_t *count) nogil
 
 
 cdef extern from "regions.h" nogil:
@@ -81,6 +72,8 @@ cdef class BlockAllocator:
             raise ValueError(f"num_blocks must be from 0 to {INT32_MAX}, not {number}")
         self.freed = PageBuffer(number, "i")
         self.ref_counts = PageBuffer(number, "i")
+        self.c_freed = &self.freed[0]
+        self.c_counts = &self.ref_counts[0]
         self.regions = <pp_regions *>calloc(1, sizeof(pp_regions_complete))
         if self.regions == NULL or pp_lock_register(&self.lock) != PP_OK:
             free(self.regions)
@@ -94,27 +87,13 @@ cdef class BlockAllocator:
             free((<pp_regions_complete *>self.regions).pools)
             free(self.regions)
 
-    cdef pp_status c_allocate(self, int32_t *block) noexcept nogil:
-        cdef int32_t taken
-        pp_lock_acquire(&self.lock)
-        if self.num_freed:
-            self.num_freed -= 1
-            taken = self.freed[self.num_freed]
-        elif self.taken < self.capacity:
-            taken = self.taken
-            self.taken += 1
-        else:
-            pp_lock_release(&self.lock)
-            return PP_EXHAUSTED
-        self.ref_counts[taken] = 1
-        pp_lock_release(&self.lock)
-        block[0] = taken
-        return PP_OK
+    cdef void c_wait_for_lock(self) noexcept nogil:
+        pp_lock_wait(&self.lock)
 
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil:
-        cdef int32_t i, recycled
-        cdef int32_t *top
-        cdef int32_t *counts = &self.ref_counts[0]
+        cdef int32_t i, recycled, fresh
+        cdef int32_t *counts = self.c_counts
+        cdef const int32_t *top
         if n < 0:
             return PP_INVALID_ARGUMENT
         pp_lock_acquire(&self.lock)
@@ -122,51 +101,58 @@ cdef class BlockAllocator:
             pp_lock_release(&self.lock)
             return PP_EXHAUSTED
         recycled = min(n, self.num_freed)
+        fresh = self.taken - recycled
+        top = self.c_freed + self.num_freed - 1
         self.num_freed -= recycled
-        top = &self.freed[0] + self.num_freed + recycled - 1
-        for i in range(recycled):
+        self.taken = fresh + n
+        for i in range(recycled):  # apart from the counts, so that it becomes a vector loop
             blocks[i] = top[-i]
+        for i in range(recycled):
             counts[top[-i]] = 1
         for i in range(recycled, n):
-            blocks[i] = self.taken
-            counts[self.taken] = 1
-            self.taken += 1
+            blocks[i] = fresh + i
+            counts[fresh + i] = 1
         pp_lock_release(&self.lock)
         return PP_OK
 
-    cdef pp_status c_free(self, int32_t block) noexcept nogil:
-        return self.c_free_n(&block, 1)
-
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
-        """One pass that turns round at a bad id: a count of 0 says that the pass itself put the block on the list."""
-        cdef pp_status status = PP_OK
-        cdef int32_t *counts = &self.ref_counts[0]
-        cdef int32_t *freed = &self.freed[0]
-        cdef Py_ssize_t i = 0
-        cdef int32_t count, num_freed
+        """One pass that turns round at a bad id: a count of 0 says that the pass itself put the block on the list.
+
+        Most blocks have one reference: as long as that holds, the ids as they are given are what goes on the list.
+        """
+        cdef int32_t *counts = self.c_counts
+        cdef int32_t *freed = self.c_freed
         cdef unsigned int taken
+        cdef int32_t num_freed, block, count
+        cdef Py_ssize_t i, first = 0, done = n
         pp_lock_acquire(&self.lock)
-        num_freed = self.num_freed  # in registers: a store that releases makes the compiler read all memory again
         taken = self.taken
-        while i < n:
-            if <unsigned int>blocks[i] >= taken or counts[blocks[i]] == 0:
-                status = PP_INVALID_BLOCK
+        num_freed = self.num_freed
+        if n <= self.capacity - num_freed:
+            freed += num_freed
+            memcpy(freed, blocks, <size_t>n * sizeof(int32_t))
+            while first < n and <unsigned int>freed[first] < taken and counts[freed[first]] == 1:
+                counts[freed[first]] = 0
+                first += 1
+            freed -= num_freed
+            num_freed += <int32_t>first
+        for i in range(first, n):
+            block = blocks[i]
+            if <unsigned int>block >= taken or counts[block] == 0:
+                done = i
                 break
-            count = counts[blocks[i]] - 1
-            pp_set_count(&counts[blocks[i]], count)
-            if count == 0:
-                freed[num_freed] = blocks[i]
-                num_freed += 1
-            i += 1
-        if status != PP_OK:
-            while i > 0:
-                i -= 1
+            count = counts[block] - 1
+            pp_set_count(&counts[block], count)
+            freed[num_freed] = block
+            num_freed += count == 0
+        if done < n:
+            for i in range(done - 1, -1, -1):
                 count = counts[blocks[i]]
                 num_freed -= count == 0
                 pp_set_count(&counts[blocks[i]], count + 1)
         self.num_freed = num_freed
         pp_lock_release(&self.lock)
-        return status
+        return PP_OK if done == n else PP_INVALID_BLOCK
 
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
         cdef pp_status status = PP_OK
@@ -346,7 +332,7 @@ cdef class BlockAllocator:
     cdef Audit c_audit(self) noexcept nogil:
         cdef Audit audit
         pp_lock_acquire(&self.lock)
-        audit = audit_counts(&self.freed[0], self.num_freed, self.taken, self.capacity, &self.ref_counts[0])
+        audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.capacity, self.c_counts)
         pp_lock_release(&self.lock)
         return audit
 
