@@ -83,7 +83,7 @@ def hammer_sequences(KvCachePool pool, list forks, double duration, float value)
     cdef PagedSeqState state
     cdef PagedSeqState parent = forks[0]
     cdef int64_t shared_len = parent.length, appended = 0, errors = 0, n, slot
-    cdef Py_ssize_t row = pool.c_pool.layout.num_kv_heads * pool.c_pool.layout.head_dim, i, j
+    cdef Py_ssize_t row = pool.c_pool.layout.num_kv_heads * pool.c_pool.layout.head_dim, i
     cdef float *k = <float *>malloc(<size_t>(2 * 256 * row) * sizeof(float))
     cdef float *v = k + 256 * row
     cdef float *token = <float *>malloc(<size_t>row * sizeof(float))
@@ -102,7 +102,7 @@ def hammer_sequences(KvCachePool pool, list forks, double duration, float value)
                 errors += pool.c_gather(0, state.c_blocks, state.num_blocks, n, k, v) != PP_OK
                 for i in range(n * row):
                     errors += k[i] != (1 if i // row < shared_len else value)
-                for j in range(0, 3):
+                for _ in range(3):
                     if state.length > shared_len:
                         errors += state.c_truncate(state.length - 1) != PP_OK
     finally:
