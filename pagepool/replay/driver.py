@@ -137,9 +137,10 @@ class Replay:
         totals.occupied_us += duration
         places = account.allocator.in_use * account.block_size
         totals.utilization_us += duration * account.num_tokens / places
-        ids = batch.seq_ids
+        # Every decode gives a token, and so does the last chunk of a prompt.
+        ids, first = batch.seq_ids, batch.num_decodes
         if prefill_tokens:
-            ids = [seq_id for seq_id, wanted in zip(ids, batch.wants_token, strict=True) if wanted]
+            ids = ids[:first] + [ids[row] for row in range(first, len(ids)) if batch.wants_token[row]]
         totals.latency.tokens(ids, totals.time_us)
 
     def _check_end(self) -> None:

@@ -69,10 +69,11 @@ class ActiveSequences:
 
     def read(self, seq: Sequence, count: int) -> None:
         """Count `count` more tokens of a prefill as fed; after the last it decodes."""
-        self._expect(seq, -1)
-        seq._fed += count
-        self._expect(seq, 1)
-        if seq._fed == seq._prefill_end:
+        before = seq._fed
+        seq._fed = after = before + count
+        self.unread -= count
+        self.promised -= self._blocks_for(after) - self._blocks_for(before)
+        if after == seq._prefill_end:
             seq.state = SeqState.DECODING
             self.num_prefills -= 1
 

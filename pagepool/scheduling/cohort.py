@@ -72,7 +72,13 @@ class Cohort:
         for seq in sequences:
             seq._fed -= self.steps
             seq._cohort = self
-        self._extend(sequences)
+        self.sequences += sequences
+        self.seq_ids += [seq.id for seq in sequences]
+        self.states += [seq.kv for seq in sequences if seq.kv is not None]
+        self._outputs += [seq.output_tokens for seq in sequences]
+        self._limits += [seq._max_output for seq in sequences]
+        self._tokens = (self._tokens or []) + [seq.output_tokens[-1] for seq in sequences]
+        self._room = min(self._rooms(), default=0)
 
     def settle(self) -> None:
         """Write `_fed` of every member and end the cohort: it has no members from then on."""
@@ -83,28 +89,27 @@ class Cohort:
         self._batch = self._tokens = None
 
     def _leave_at_limit(self) -> list[Sequence]:
-        done = [seq for seq in self.sequences if seq.at_limit]
+        done = [seq for seq, room in zip(self.sequences, self._rooms(), strict=True) if not room]
         for seq in done:
             seq._fed += self.steps
             seq._cohort = None
-        stay = [seq for seq in self.sequences if not seq.at_limit]
-        self._clear()
-        self._extend(stay)
+            index = self.sequences.index(seq)
+            columns: tuple[list[Any] | None, ...]
+            columns = (self.sequences, self.seq_ids, self.states, self._outputs, self._limits, self._tokens)
+            for column in columns:
+                if column:  # without a pool there are no states
+                    del column[index]
+        self._room = min(self._rooms(), default=0)
         return done
+
+    def _rooms(self) -> list[int]:
+        return [limit - len(output) for limit, output in zip(self._limits, self._outputs, strict=True)]
 
     def _clear(self) -> None:
         self.sequences: list[Sequence] = []
         self.seq_ids: list[int] = []
         self.states: list[Any] = []
         self._outputs: list[list[int]] = []
+        self._limits: list[int] = []
         self._tokens = []
         self._room = 0
-
-    def _extend(self, sequences: list[Sequence]) -> None:
-        rooms = [seq._max_output - len(seq.output_tokens) for seq in sequences]
-        self._room = min([*rooms, self._room] if self.sequences else rooms, default=0)
-        self.sequences += sequences
-        self.seq_ids += [seq.id for seq in sequences]
-        self.states += [seq.kv for seq in sequences if seq.kv is not None]
-        self._outputs += [seq.output_tokens for seq in sequences]
-        self._tokens = (self._tokens or []) + [seq.output_tokens[-1] for seq in sequences]
