@@ -37,8 +37,9 @@ typedef struct pp_allocator_api {
     /* All n blocks or none.  PP_EXHAUSTED; PP_INVALID_ARGUMENT for n below 0. */
     pp_status (*allocate_n)(pp_allocator *allocator, int32_t n, int32_t *blocks);
 
-    /* Drops, or adds, one reference of each of n blocks, or none.  PP_INVALID_BLOCK for an id that is out of range, free
-     * or dropped too often; PP_OVER_MAXIMUM when a count would pass 2^31 - 1; PP_INVALID_ARGUMENT for n below 0. */
+    /* Drops, or adds, one reference of each of n blocks, or none.  PP_INVALID_BLOCK for an id that is out of range,
+     * free or dropped too often; PP_OVER_MAXIMUM when a count would pass 2^31 - 1; PP_INVALID_ARGUMENT for n below 0.
+     */
     pp_status (*free_n)(pp_allocator *allocator, const int32_t *blocks, int64_t n);
     pp_status (*share_n)(pp_allocator *allocator, const int32_t *blocks, int64_t n);
 

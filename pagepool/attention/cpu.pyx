@@ -13,8 +13,8 @@ def cpu_info():
     """What the kernels run on.
 
     Returns a dict: `isa`, the instruction set in use; `available`, all that this build has and this machine can run,
-    best first; `num_threads`, the default of `decode`; `machine`, the architecture. The environment's PAGEPOOL_ISA names
-    one of `available` to be used instead of the best; it is read once.
+    best first; `num_threads`, the default of `decode`; `machine`, the architecture. The environment's PAGEPOOL_ISA
+    names one of `available` to be used instead of the best; it is read once.
 
     >>> info = cpu_info()
     >>> info["isa"] in info["available"] and info["available"][-1] == "baseline"

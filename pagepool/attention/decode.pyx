@@ -14,7 +14,6 @@ from pagepool.attention.int_array cimport IntArray, read_ints, release_ints
 from pagepool.csrc cimport (
     PP_BF16,
     PP_F32,
-    PP_INVALID_BLOCK,
     PP_MAX_THREADS,
     PP_NO_MEMORY,
     PP_OK,
@@ -148,9 +147,11 @@ cdef class Arguments:
     cdef int read_out(self, object out) except -1:
         """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
         cdef Py_ssize_t axis, step = sizeof(float)
+        cdef const char *letters
         PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES | PyBUF_WRITABLE)
         self.has_out = True
-        if self.out.itemsize != step or self.out.format == NULL or self.out.format[self.out.format[0] in b"@=<"] != b"f":
+        letters = self.out.format
+        if self.out.itemsize != step or letters == NULL or letters[letters[0] in b"@=<"] != b"f":
             raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
         shape = tuple([self.q.shape[axis] for axis in range(3)])
         got = tuple([self.out.shape[axis] for axis in range(self.out.ndim)])
@@ -158,7 +159,8 @@ cdef class Arguments:
             raise ValueError(f"out must have q's shape {shape}, not {got}")
         for axis in range(2, -1, -1):
             if self.out.shape[axis] > 1 and self.out.strides[axis] != step:
-                raise ValueError(f"out must be C-contiguous: axis {axis} steps {self.out.strides[axis]} bytes, not {step}")
+                got_step = self.out.strides[axis]
+                raise ValueError(f"out must be C-contiguous: axis {axis} steps {got_step} bytes, not {step}")
             step *= self.out.shape[axis]
         if <size_t>self.out.buf % sizeof(float):
             raise ValueError(f"out must be aligned to {sizeof(float)} bytes")
@@ -210,9 +212,8 @@ cdef class Arguments:
             for index in range((self.args.seq_lens[seq] + size - 1) // size):
                 block = self.args.block_tables[seq * self.args.block_tables_stride + index]
                 if not 0 <= block < self.pool.c_pool.num_blocks:
-                    return InvalidBlock(
-                        f"block_tables[{seq}, {index}] is {block}, and the pool has {self.pool.c_pool.num_blocks} blocks"
-                    )
+                    total = self.pool.c_pool.num_blocks
+                    return InvalidBlock(f"block_tables[{seq}, {index}] is {block}, and the pool has {total} blocks")
         return ValueError(f"{self.args.num_seqs} sequences of these lengths need more memory than can be addressed")
 
 

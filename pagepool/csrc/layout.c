@@ -37,8 +37,8 @@ pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t nu
     return PP_OK;
 }
 
-/* A head's K or V row of one token, in the page's dtype, to and from its places in the page.  In tiled pages the dims of
- * K (bf16: pairs of dims) are 16 words apart, those of V side by side (bf16: every other element). */
+/* A head's K or V row of one token, in the page's dtype, to and from its places in the page.  In tiled pages the dims
+ * of K (bf16: pairs of dims) are 16 words apart, those of V side by side (bf16: every other element). */
 
 /* `from` may be the caller's and lie anywhere. */
 static void scatter32(uint32_t *to, const void *from, int32_t n) {

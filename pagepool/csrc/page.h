@@ -1,4 +1,4 @@
-/* page.h: from (layer, block, token, head) to bytes, and from a dim to an element: see pagepool/layout.h for the picture. */
+/* page.h: from (layer, block, token, head) to bytes and from a dim to an element; pagepool/layout.h has the picture. */
 #ifndef PP_PAGE_H
 #define PP_PAGE_H
 

@@ -4,9 +4,9 @@
  *
  *   gate = job number << 32 | OPEN | workers inside
  *
- * A worker enters by adding 1 to an open gate and leaves by taking 1 away.  The caller works too; when no unit is left it
- * closes the gate and waits until nobody is inside.  A worker that has not come by then (its core is busy) is not waited
- * for: it finds the gate closed.  So a job's fields are only read between entering and leaving. */
+ * A worker enters by adding 1 to an open gate and leaves by taking 1 away.  The caller works too; when no unit is left
+ * it closes the gate and waits until nobody is inside.  A worker that has not come by then (its core is busy) is not
+ * waited for: it finds the gate closed.  So a job's fields are only read between entering and leaving. */
 #define _GNU_SOURCE
 #include "pagepool/threads.h"
 

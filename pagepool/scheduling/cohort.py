@@ -59,7 +59,9 @@ class Cohort:
         with nothing changed, unless this is the batch that is out and every member gets a token."""
         size = len(self.sequences)
         tokens = results if len(results) == size else results[:size]
-        if batch is not self._batch or (size and (None in tokens or min(tokens) < 0)):  # type: ignore[type-var, operator]
+        if batch is not self._batch:
+            return None
+        if size and (None in tokens or min(tokens) < 0):  # type: ignore[type-var, operator]
             return None
         for output, token in zip(self._outputs, tokens, strict=True):
             output.append(token)  # type: ignore[arg-type]
