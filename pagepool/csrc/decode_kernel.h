@@ -9,7 +9,7 @@
  *
  * While a head is worked on, the next head's bytes are prefetched (after the last head, the next tile's first).
  *
- * The order of every sum is fixed by absolute token positions and nothing else; pagepool/reference/attention.py spells
+ * The order of every sum is fixed by absolute token positions and nothing else; pagepool/reference/canonical.py spells
  * it out.  Which heads share a load, and how many vectors are in flight, changes no bit. */
 
 #define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from math import inf, isfinite, nextafter
 
 __all__ = ["bf16_bits", "f16_bits", "f32", "f32_bits", "float_of", "fma"]
 
@@ -14,12 +15,19 @@ def f32(value: float) -> float:
 
 
 def fma(a: float, b: float, c: float) -> float:
-    """a * b + c of three float32, rounded to float32.
+    """a * b + c of three float32, rounded once to float32.
 
-    The product is exact in float64. The sum is rounded to 53 bits before it is rounded to 24: that may differ from one
-    rounding, by one unit in the last place, when the 53 bits lie exactly between two float32 (1 case in 2**29).
+    The product is exact in float64. Where the sum is not, it is rounded to the odd one of its two neighbours: that is
+    never halfway between two float32, so that the second rounding gives what a single one would.
     """
-    return f32(a * b + c)
+    product = a * b
+    total = product + c
+    if isfinite(total):
+        rest = total - product
+        error = (product - (total - rest)) + (c - rest)
+        if error and not int.from_bytes(struct.pack("<d", total), "little") & 1:
+            total = nextafter(total, inf if error > 0 else -inf)
+    return f32(total)
 
 
 def f32_bits(value: float) -> int:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from paged_cases import DTYPES, assert_close, assert_same_bits, attention_f64, make_case
 
-from pagepool import KvLayout, decode, reference
+from pagepool import KvLayout, cpu_info, decode, reference
 from pagepool.reference import canonical
 
 GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
@@ -101,12 +101,16 @@ def test_the_reference_says_the_same(dtype):
     assert_close(case.decode(return_lse=True), reference.decode(*case.args, return_lse=True))
 
 
-@pytest.mark.parametrize("length", [1, 31, 33, 512, 1061])
-def test_the_canonical_order_is_closer_still(length):
-    case = make_case(KvLayout(1, 1, 24, dtype="float32"), 1, [length])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("length", "head_dim"), [(1, 8), (16, 40), (33, 256), (512, 16), (530, 72), (1061, 24)])
+def test_the_bits_are_those_of_the_canonical_order(length, head_dim, dtype):
+    case = make_case(KvLayout(1, 1, head_dim, dtype=dtype), 1, [length])
     k, v = (x[:, 0].tolist() for x in case.pool.gather(0, case.block_tables[0], length))
-    out, lse = canonical.attend(case.q[0, 0].tolist(), k, v, 1 / np.sqrt(24))
-    assert_close(case.decode(return_lse=True), (np.array([[out]]), np.array([[lse]])), limit=1e-6)
+    fused = cpu_info()["isa"] != "baseline"
+    expected, expected_lse = canonical.attend(case.q[0, 0].tolist(), k, v, 1 / np.sqrt(head_dim), fused=fused)
+    out, lse = case.decode(return_lse=True)
+    assert_same_bits([out[0, 0]], [np.array(expected, np.float32)])
+    np.testing.assert_allclose(lse[0, 0], expected_lse, rtol=3e-7)
 
 
 @pytest.mark.parametrize("q_dtype", [np.float16, ml_dtypes.bfloat16])

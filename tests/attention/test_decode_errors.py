@@ -182,6 +182,11 @@ def test_neutral_variants_are_taken(call):
     call(window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None)
 
 
+@pytest.mark.parametrize("sm_scale", [float("nan"), float("inf"), 1e39])
+def test_a_scale_that_is_no_finite_float32(call, sm_scale):
+    refused(call, ValueError, "sm_scale", sm_scale=sm_scale)
+
+
 @pytest.mark.parametrize("num_threads", [0, -1])
 def test_threads_below_one(call, num_threads):
     refused(call, ValueError, "num_threads", num_threads=num_threads)

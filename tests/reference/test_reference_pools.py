@@ -1,6 +1,7 @@
 """The reference pools: rounding, layout, append and gather; recurrent states."""
 
 import struct
+from fractions import Fraction
 from itertools import product
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import pytest
 from pagepool import InvalidBlock, InvalidSlot, KvLayout, PoolExhausted, StateLayout
 from pagepool.reference import KvCachePool, Mamba2SequenceState, SsmStatePool
 from pagepool.reference.kv_pool import place
-from pagepool.reference.rounding import bf16_bits, f16_bits, f32, float_of
+from pagepool.reference.rounding import bf16_bits, f16_bits, f32, float_of, fma
 
 DTYPES = ["float32", "float16", "bfloat16"]
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -46,6 +47,26 @@ def test_nan_stays_nan_and_f32_overflows_to_infinity():
         for bits in (0x7F800001, 0xFFC00000, 0x7FFFFFFF):
             assert np.isnan(float_of(rounding(struct.unpack("<f", struct.pack("<I", bits))[0]), dtype))
     assert (f32(1e39), f32(0.1)) == (float("inf"), float(np.float32(0.1)))
+
+
+def test_fma_rounds_once():
+    rng = np.random.default_rng(7)
+    # Sums close to halfway between two float32: the product is a little more or less than half a unit of c.
+    c = np.float32(1) + rng.integers(0, 2**23, 3000).astype(np.float32) * np.float32(2**-23)
+    a = (np.float32(1) + rng.integers(-4, 5, 3000).astype(np.float32) * np.float32(2**-23)) * np.float32(2**-12)
+    b = (np.float32(1) + rng.integers(-4, 5, 3000).astype(np.float32) * np.float32(2**-23)) * np.float32(2**-12)
+    twice = 0
+    for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        low = float(np.nextafter(np.float32(z), np.float32(0)))
+        near = [low, z, float(np.nextafter(np.float32(z), np.float32(4)))]
+        distances = [abs(exact - Fraction(number)) for number in near]
+        best = [number for number, far in zip(near, distances, strict=True) if far == min(distances)]
+        got = fma(x, y, z)
+        assert got in best
+        assert len(best) == 1 or np.float32(got).view(np.uint32) % 2 == 0
+        twice += got != f32(x * y + z)
+    assert twice > 100  # rounding by way of float64 would have been wrong for these
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
