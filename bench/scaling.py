@@ -17,10 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pagepool import KvCachePool, KvLayout
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "foreign"))
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "foreign"))
 from build_engine import load_engine
+
+from pagepool import KvCachePool, KvLayout
 
 LAYERS, KV_HEADS, QO_HEADS, DIM = 4, 2, 14, 64
 PROMPT, LENGTH, TURNS = 64, 1024, 5
