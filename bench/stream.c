@@ -30,14 +30,23 @@ static void read_all(const char *at, size_t bytes, size_t ahead) {
     atomic_fetch_xor_explicit(&sink, word, memory_order_relaxed);
 }
 
+/* A buffer that begins at a huge page, all of it touched; NULL when there is no memory.  What lies before the first whole
+ * huge page and behind the last is given back at once, so that stream_free needs only the address. */
+static size_t rounded(size_t bytes) { return (bytes + 2 * (size_t)HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
+
 char *stream_buffer(size_t bytes) {
-    size_t all = bytes + 2 * (size_t)HUGE_PAGE;
-    char *map = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const size_t all = rounded(bytes), slack = HUGE_PAGE;
+    char *map = mmap(NULL, all + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (map == MAP_FAILED) return NULL;
-    madvise(map, all, MADV_HUGEPAGE);
-    memset(map, 1, all);
-    return (char *)(((uintptr_t)map + HUGE_PAGE - 1) & ~(uintptr_t)(HUGE_PAGE - 1));
+    char *buffer = (char *)(((uintptr_t)map + HUGE_PAGE - 1) & ~(uintptr_t)(HUGE_PAGE - 1));
+    if (buffer > map) munmap(map, (size_t)(buffer - map));
+    if (map + slack > buffer) munmap(buffer + all, (size_t)(map + slack - buffer));
+    madvise(buffer, all, MADV_HUGEPAGE);
+    memset(buffer, 1, all);
+    return buffer;
 }
+
+void stream_free(char *buffer, size_t bytes) { munmap(buffer, rounded(bytes)); }
 
 static inline void relax(void) {
 #if defined(__x86_64__)

@@ -62,6 +62,15 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
     return pp_decode(&args, num_threads)
 
 
+cdef bint is_float32(const Py_buffer *view) noexcept:
+    cdef const char *format = view.format
+    if format == NULL or view.itemsize != sizeof(float):
+        return False
+    if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
+        format += 1
+    return format[0] == b"f" and format[1] == 0
+
+
 @cython.final
 @cython.no_gc
 @cython.freelist(4)
@@ -147,11 +156,9 @@ cdef class Arguments:
     cdef int read_out(self, object out) except -1:
         """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
         cdef Py_ssize_t axis, step = sizeof(float)
-        cdef const char *letters
         PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES | PyBUF_WRITABLE)
         self.has_out = True
-        letters = self.out.format
-        if self.out.itemsize != step or letters == NULL or letters[letters[0] in b"@=<"] != b"f":
+        if not is_float32(&self.out):
             raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
         shape = tuple([self.q.shape[axis] for axis in range(3)])
         got = tuple([self.out.shape[axis] for axis in range(self.out.ndim)])
@@ -159,8 +166,9 @@ cdef class Arguments:
             raise ValueError(f"out must have q's shape {shape}, not {got}")
         for axis in range(2, -1, -1):
             if self.out.shape[axis] > 1 and self.out.strides[axis] != step:
-                got_step = self.out.strides[axis]
-                raise ValueError(f"out must be C-contiguous: axis {axis} steps {got_step} bytes, not {step}")
+                raise ValueError(
+                    f"out must be C-contiguous: axis {axis} steps {self.out.strides[axis]} bytes, not {step}"
+                )
             step *= self.out.shape[axis]
         if <size_t>self.out.buf % sizeof(float):
             raise ValueError(f"out must be aligned to {sizeof(float)} bytes")
@@ -212,8 +220,10 @@ cdef class Arguments:
             for index in range((self.args.seq_lens[seq] + size - 1) // size):
                 block = self.args.block_tables[seq * self.args.block_tables_stride + index]
                 if not 0 <= block < self.pool.c_pool.num_blocks:
-                    total = self.pool.c_pool.num_blocks
-                    return InvalidBlock(f"block_tables[{seq}, {index}] is {block}, and the pool has {total} blocks")
+                    return InvalidBlock(
+                        f"block_tables[{seq}, {index}] is {block}, "
+                        f"and the pool has {self.pool.c_pool.num_blocks} blocks"
+                    )
         return ValueError(f"{self.args.num_seqs} sequences of these lengths need more memory than can be addressed")
 
 
