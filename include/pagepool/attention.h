@@ -55,8 +55,8 @@ typedef struct pp_decode_plan {
     int64_t num_units;
     /* private */
     int32_t head_parts;
-    int64_t record, o_stride;
-    float *partial;
+    int64_t record, row_stride;
+    float *q, *partial;
     int64_t *unit_begin, *row_begin;
     int32_t *remaining, *seq_lens, *ids;
 } pp_decode_plan;
@@ -67,7 +67,7 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
 /* Checks everything (PP_INVALID_ARGUMENT: a size, a seq_len below 0 or past the table's width; PP_INVALID_BLOCK: an id
  * within a sequence's length that is out of range) and plans.  `workspace` is 64-byte aligned and must live until the
- * last unit is done; so must the pool and q, out and lse.  block_tables and seq_lens are copied. */
+ * last unit is done; so must the pool, out and lse.  q, block_tables and seq_lens are copied. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

@@ -32,6 +32,23 @@ static int runs_avx512(void) {
 }
 #endif
 
+int pp_prefetch_level(void) {
+#if defined(__x86_64__)
+    static _Atomic int level;
+    int known = atomic_load_explicit(&level, memory_order_relaxed);
+    if (!known) {
+        unsigned highest, b, c, d;
+        int intel = __get_cpuid(0, &highest, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
+                    d == signature_INTEL_edx;
+        known = intel ? PP_PREFETCH_L2 : PP_PREFETCH_L1;
+        atomic_store_explicit(&level, known, memory_order_relaxed);
+    }
+    return known;
+#else
+    return PP_PREFETCH_L1;
+#endif
+}
+
 static int always(void) { return 1; }
 
 /* Best first. */

@@ -20,8 +20,8 @@ enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
 
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over even and
  * over odd dims. */
-PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
-                               int64_t q_stride, float *s, int prefetch) {
+PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q, float *s,
+                               int prefetch) {
     const int per_group = PP_GROUP / PP_LANES;
     const int pairs = tile->head_dim / 2;
     const unsigned char *rows[4], *ahead[4];
@@ -33,15 +33,15 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
     }
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
-    for (int p = 0; p < pairs; p++) {
+    for (int p = 0; p < pairs; p++, q += 2 * HEADS) {
         pp_v a[4], b[4];
         const int64_t at = (int64_t)p * PP_NAME(K_PAIR_BYTES);
         PP_UNROLL for (int j = 0; j < NV; j++) {
             LOAD2(rows[j] + at, PP_GROUP, column[j], &a[j], &b[j]);
-            if (prefetch && column[j] == 0) prefetch_span(ahead[j] + at, PP_NAME(K_PAIR_BYTES));
+            if (prefetch && column[j] == 0) prefetch_span(ahead[j] + at, PP_NAME(K_PAIR_BYTES), prefetch);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++) {
-            const pp_v qa = v_set1(q[g * q_stride + 2 * p]), qb = v_set1(q[g * q_stride + 2 * p + 1]);
+            const pp_v qa = v_set1(q[2 * g]), qb = v_set1(q[2 * g + 1]);
             PP_UNROLL for (int j = 0; j < NV; j++) {
                 even[g * NV + j] = v_fma(a[j], qa, even[g * NV + j]);
                 odd[g * NV + j] = v_fma(b[j], qb, odd[g * NV + j]);
@@ -54,13 +54,14 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
             v_store(s + g * PP_TILE + (first + j) * PP_LANES, v_mul(v_add(even[g * NV + j], odd[g * NV + j]), scale));
 }
 
-/* Adds p V to NV vectors of dims, from `column` of the run that starts at byte `run` of V and is `width` dims wide. */
-PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, const pp_tile *tile, int64_t run,
-                               int width, int column, const float *p, const float *rescale, float *o, int prefetch) {
+/* Adds p V to NV vectors of dims, from `column` of V's dims on, which lies in a run that is `width` dims wide. */
+PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, const pp_tile *tile, const int width,
+                               int column, const float *p, const float *rescale, float *o, int prefetch) {
+    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM;
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++) {
-            sum[g * NV + j] = v_load(o + g * tile->o_stride + column + j * PP_LANES);
+            sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
             if (rescale) sum[g * NV + j] = v_mul(sum[g * NV + j], v_set1(rescale[g]));
         }
     const int pair_bytes = 2 * width * PP_ITEM;
@@ -70,7 +71,7 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         const float *weight = p + i * PP_GROUP;
         for (int t = 0; t < tokens; t += 2, rows += pair_bytes, ahead += pair_bytes) {
             pp_v a[8], b[8];
-            if (prefetch) prefetch_span(ahead, pair_bytes);
+            if (prefetch) prefetch_span(ahead, pair_bytes, prefetch);
             PP_UNROLL for (int j = 0; j < NV; j++) {
 #if PP_HALF_TAIL
                 if (HALF)
@@ -91,75 +92,70 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
     (void)HALF;
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++)
-            v_store(o + g * tile->o_stride + column + j * PP_LANES, sum[g * NV + j]);
+            v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
 }
 
-/* One tile of one kv head for HEADS of its query heads. */
-PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int64_t q_stride, float *m, float *l,
-                             float *o, int prefetch) {
+/* One tile of one kv head for HEADS of its query heads, whose queries begin at q, rows at `rows` and maxima at m. */
+PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, float *rows, float *m, int prefetch) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[PP_MAX_HEADS];
-    const int step = score_vectors(HEADS);
-    const int full = tile->tokens > PP_GROUP ? PP_TILE / PP_LANES : PP_GROUP / PP_LANES;
+    enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
+    const int full = tile->tokens > PP_GROUP ? VECTORS : VECTORS / 2;
     int vector = 0;
-    for (; vector + step <= full; vector += step)
-        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, q_stride, s, prefetch);
-    for (; vector < full; vector++) PP_NAME(scores)(HEADS, 1, tile, vector, q, q_stride, s, prefetch);
+    for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS))
+        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, s, prefetch);
+    for (; vector < full; vector++) PP_NAME(scores)(HEADS, 1, tile, vector, q, s, prefetch);
+    if (tile->tokens < PP_TILE)
+        for (int g = 0; g < HEADS; g++)
+            for (int t = tile->tokens; t < PP_TILE; t++) s[g * PP_TILE + t] = -INFINITY;
     int rescaled = 0;
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        float *row = s + g * PP_TILE;
-        for (int t = tile->tokens; t < PP_TILE; t++) row[t] = -INFINITY;
-        pp_v x[PP_TILE / PP_LANES], highest = v_load(row);
-        for (int j = 1; j < PP_TILE / PP_LANES; j++) highest = v_max(highest, v_load(row + j * PP_LANES));
-        const float tile_maximum = v_highest(highest), old = m[g];
+        float *row = s + g * PP_TILE, *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
+        pp_v x[VECTORS], highest = v_load(row);
+        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(row + j * PP_LANES));
         rescale[g] = 1.0f;
-        if (tile_maximum > old) {
-            rescale[g] = exp_one(old - tile_maximum);
-            m[g] = tile_maximum;
-            l[g] = l[g] * rescale[g];
+        if (__builtin_expect(v_any_above(highest, m[g]), 0)) {
+            const float higher = v_highest(highest);
+            rescale[g] = exp_one(m[g] - higher);
+            m[g] = higher;
+            for (int j = 0; j < SUMS; j++)
+                v_store(sums + j * PP_LANES, v_mul(v_load(sums + j * PP_LANES), v_set1(rescale[g])));
             rescaled = 1;
         }
         const pp_v shift = v_set1(shift_of(m[g]));
-        for (int j = 0; j < PP_TILE / PP_LANES; j++) {
+        PP_UNROLL for (int j = 0; j < VECTORS; j++) {
             x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
             v_store(row + j * PP_LANES, x[j]);
         }
-        for (int half = PP_TILE / PP_LANES / 2; half; half /= 2)
-            for (int j = 0; j < half; j++) x[j] = v_add(x[j], x[j + half]);
-        l[g] = l[g] + v_sum(x[0]);
+        PP_UNROLL for (int j = 0; j < SUMS; j++)
+            v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
     }
     const float *scales = rescaled ? rescale : NULL;
-    const int columns = value_vectors(HEADS) * PP_LANES;
-    for (int d = 0; d < tile->head_dim; d += PP_V_RUN) {
-        const int left = tile->head_dim - d, width = left < PP_V_RUN ? left : PP_V_RUN;
-        const int64_t run = (int64_t)d * PP_GROUP * PP_ITEM;
-        int column = 0;
-        for (; column + columns <= width; column += columns)
-            PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, run, width, d + column, s, scales, o,
-                            prefetch && column == 0);
-        for (; column + PP_LANES <= width; column += PP_LANES)
-            PP_NAME(values)(HEADS, 1, 0, tile, run, width, d + column, s, scales, o, prefetch && column == 0);
+    const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
+    int d = 0;
+    for (; d < whole; d += columns)
+        PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, s, scales, rows, d % PP_V_RUN ? 0 : prefetch);
+    for (; d + PP_LANES <= dims; d += PP_LANES)
+        PP_NAME(values)(HEADS, 1, 0, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
 #if PP_HALF_TAIL
-        if (column < width)
-            PP_NAME(values)(HEADS, 1, 1, tile, run, width, d + column, s, scales, o, prefetch && column == 0);
+    if (d < dims) PP_NAME(values)(HEADS, 1, 1, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
 #endif
-    }
 }
 
-static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int64_t q_stride,
-                                                       float *m, float *l, float *o, int prefetch) {
+static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, float *rows,
+                                                       float *m, int prefetch) {
     switch (heads) {
-    case 1: PP_NAME(tile)(1, tile, q, q_stride, m, l, o, prefetch); break;
-    case 2: PP_NAME(tile)(2, tile, q, q_stride, m, l, o, prefetch); break;
-    case 3: PP_NAME(tile)(3, tile, q, q_stride, m, l, o, prefetch); break;
-    case 4: PP_NAME(tile)(4, tile, q, q_stride, m, l, o, prefetch); break;
+    case 1: PP_NAME(tile)(1, tile, q, rows, m, prefetch); break;
+    case 2: PP_NAME(tile)(2, tile, q, rows, m, prefetch); break;
+    case 3: PP_NAME(tile)(3, tile, q, rows, m, prefetch); break;
+    case 4: PP_NAME(tile)(4, tile, q, rows, m, prefetch); break;
 #if PP_MAX_HEADS > 4
-    case 5: PP_NAME(tile)(5, tile, q, q_stride, m, l, o, prefetch); break;
-    case 6: PP_NAME(tile)(6, tile, q, q_stride, m, l, o, prefetch); break;
+    case 5: PP_NAME(tile)(5, tile, q, rows, m, prefetch); break;
+    case 6: PP_NAME(tile)(6, tile, q, rows, m, prefetch); break;
 #endif
 #if PP_MAX_HEADS > 6
-    case 7: PP_NAME(tile)(7, tile, q, q_stride, m, l, o, prefetch); break;
-    case 8: PP_NAME(tile)(8, tile, q, q_stride, m, l, o, prefetch); break;
+    case 7: PP_NAME(tile)(7, tile, q, rows, m, prefetch); break;
+    case 8: PP_NAME(tile)(8, tile, q, rows, m, prefetch); break;
 #endif
     }
 }
@@ -184,15 +180,13 @@ static void PP_NAME(pack)(const pp_chunk *work, int64_t begin, int tokens, int32
 
 static void PP_NAME(chunk)(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
-    const int group_size = work->group_size, num_parts = (group_size + PP_MAX_HEADS - 1) / PP_MAX_HEADS;
+    const int group_size = work->group_size;
     const int64_t k_bytes = (int64_t)layout->head_dim * PP_GROUP * PP_ITEM;
     unsigned char scratch[2 * 2 * PP_MAX_HEAD_DIM * PP_GROUP * PP_ITEM] __attribute__((aligned(64)));
-    pp_tile tile = {.head_dim = layout->head_dim, .sm_scale = work->sm_scale, .o_stride = work->o_stride};
-    for (int32_t h = work->head_begin * group_size; h < work->head_end * group_size; h++) {
-        work->m[h] = -INFINITY;
-        work->l[h] = 0.0f;
-        memset(work->o + h * work->o_stride, 0, (size_t)work->o_stride * sizeof(float));
-    }
+    pp_tile tile = {.head_dim = layout->head_dim, .sm_scale = work->sm_scale, .row_stride = work->row_stride};
+    const int32_t first = work->head_begin * group_size, last = work->head_end * group_size;
+    for (int32_t h = first; h < last; h++) work->m[h] = -INFINITY;
+    memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
     const unsigned char *groups[2], *next[2];
     pp_tile_groups(work, work->begin, groups);
     if (!layout->tiled) memset(scratch, 0, sizeof scratch); /* lanes past the length are loaded, though never used */
@@ -202,26 +196,35 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
         const int more = begin + PP_TILE < work->end;
         pp_tile_groups(work, more ? begin + PP_TILE : begin, next);
         for (int32_t head = work->head_begin; head < work->head_end; head++) {
-            const int last = head + 1 == work->head_end;
+            const int more_heads = head + 1 < work->head_end;
             if (!layout->tiled) PP_NAME(pack)(work, begin, tile.tokens, head, scratch);
             for (int i = 0; i < 2; i++) {
                 tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : scratch + i * 2 * k_bytes;
                 tile.v[i] = tile.k[i] + k_bytes;
-                tile.next_k[i] = !last          ? tile.k[i] + layout->head_bytes
-                                 : more         ? next[i] + work->head_begin * layout->head_bytes
+                tile.next_k[i] = more_heads      ? tile.k[i] + layout->head_bytes
+                                 : more          ? next[i] + work->head_begin * layout->head_bytes
                                  : work->next[i] ? work->next[i]
                                                 : tile.k[i];
                 tile.next_v[i] = tile.next_k[i] + k_bytes;
             }
-            for (int part = 0; part < num_parts; part++) {
-                const int from = group_size * part / num_parts, to = group_size * (part + 1) / num_parts;
+            for (int32_t part = 0; part < num_parts(group_size); part++) {
+                const int32_t from = part_border(group_size, part), to = part_border(group_size, part + 1);
                 const int32_t row = head * group_size + from;
-                PP_NAME(tile_of)(to - from, &tile, work->q + row * work->q_stride, work->q_stride, work->m + row,
-                                 work->l + row, work->o + row * work->o_stride, layout->tiled && part == 0);
+                PP_NAME(tile_of)(to - from, &tile, work->q + (int64_t)row * layout->head_dim,
+                                 work->rows + row * work->row_stride, work->m + row,
+                                 layout->tiled && part == 0 ? work->prefetch : 0);
             }
         }
         groups[0] = next[0];
         groups[1] = next[1];
+    }
+    for (int32_t h = first; h < last; h++) {
+        float *sums = work->rows + (h + 1) * work->row_stride - PP_GROUP;
+        pp_v sum[PP_GROUP / PP_LANES];
+        for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + j * PP_LANES);
+        for (int half = PP_GROUP / PP_LANES / 2; half; half /= 2)
+            for (int j = 0; j < half; j++) sum[j] = v_add(sum[j], sum[j + half]);
+        *sums = v_sum(sum[0]);
     }
 }
 

@@ -28,27 +28,43 @@ static inline float exp_one(float x) {
 /* What scores are shifted by: the maximum, or 0 while every score is -inf, so that exp(-inf - shift) is 0 and not NaN. */
 PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
+/* How a group of query heads is cut into parts that share loads: about equal ones of up to PP_MAX_HEADS. */
+PP_INLINE int32_t num_parts(int32_t group_size) { return (group_size + PP_MAX_HEADS - 1) / PP_MAX_HEADS; }
+PP_INLINE int32_t part_border(int32_t group_size, int32_t part) {
+    return (int32_t)((int64_t)group_size * part / num_parts(group_size));
+}
+
+static void pack_queries(float *to, const float *q, int64_t q_stride, int32_t num_kv_heads, int32_t group_size,
+                         int32_t head_dim) {
+    for (int32_t kv = 0; kv < num_kv_heads; kv++)
+        for (int32_t part = 0; part < num_parts(group_size); part++) {
+            const int32_t from = part_border(group_size, part), heads = part_border(group_size, part + 1) - from;
+            const float *rows = q + ((int64_t)kv * group_size + from) * q_stride;
+            for (int32_t d = 0; d < head_dim; d += 2)
+                for (int32_t g = 0; g < heads; g++, to += 2) memcpy(to, rows + g * q_stride + d, 2 * sizeof(float));
+        }
+}
+
 static void merge_chunks(const pp_merge *work) {
-    const int64_t stride = work->record_stride;
+    const int64_t stride = work->record_stride, width = work->row_stride - PP_GROUP;
     for (int32_t h = work->head_begin; h < work->head_end; h++) {
-        const float *o = work->first + h * work->o_stride;
-        const float *m = work->first + work->num_qo_heads * work->o_stride + h, *l = m + work->num_qo_heads;
-        float sum[PP_MAX_HEAD_DIM + 16];
-        float maximum = *m, total = *l;
-        for (int64_t d = 0; d < work->o_stride; d += PP_LANES) v_store(sum + d, v_load(o + d));
+        const float *row = work->first + h * work->row_stride;
+        const float *m = work->first + work->num_qo_heads * work->row_stride + h;
+        float sum[PP_MAX_HEAD_DIM];
+        float maximum = *m, total = row[width];
+        for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_load(row + d));
         for (int64_t c = 1; c < work->num_chunks; c++) {
-            float chunk_maximum = m[c * stride];
-            float both = chunk_maximum > maximum ? chunk_maximum : maximum, shift = shift_of(both);
-            float old_scale = exp_one(maximum - shift), scale = exp_one(chunk_maximum - shift);
-            float scaled = total * old_scale, added = l[c * stride] * scale;
+            const float *chunk = row + c * stride;
+            const float chunk_maximum = m[c * stride];
+            const float both = chunk_maximum > maximum ? chunk_maximum : maximum, shift = shift_of(both);
+            const float old_scale = exp_one(maximum - shift), scale = exp_one(chunk_maximum - shift);
+            const float scaled = total * old_scale, added = chunk[width] * scale;
             total = scaled + added;
             maximum = both;
-            const float *chunk = o + c * stride;
-            for (int64_t d = 0; d < work->o_stride; d += PP_LANES)
+            for (int64_t d = 0; d < width; d += PP_LANES)
                 v_store(sum + d, v_fma(v_load(chunk + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
         }
-        for (int64_t d = 0; d < work->o_stride; d += PP_LANES)
-            v_store(sum + d, v_div(v_load(sum + d), v_set1(total)));
+        for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_div(v_load(sum + d), v_set1(total)));
         memcpy(work->out + (int64_t)h * work->head_dim, sum, (size_t)work->head_dim * sizeof(float));
         if (work->lse) work->lse[h] = maximum + logf(total);
     }

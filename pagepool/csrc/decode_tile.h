@@ -10,7 +10,7 @@ typedef struct pp_tile {
     int tokens;                                 /* 1 to PP_TILE */
     int head_dim;
     float sm_scale;
-    int64_t o_stride;
+    int64_t row_stride;
 } pp_tile;
 
 #endif

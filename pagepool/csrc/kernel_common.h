@@ -21,10 +21,13 @@
 #define PP_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* Prefetches `bytes` from a line-aligned address into L1: the next head's or the next page's bytes, found through the
- * block table; hardware prefetchers stop at the end of a 4 KB page and know nothing of the table. */
-PP_INLINE void prefetch_span(const unsigned char *at, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+/* Prefetches `bytes` from a line-aligned address: the next head's or the next page's, found through the block table;
+ * hardware prefetchers stop at the end of a 4 KB page and know nothing of the table. */
+PP_INLINE void prefetch_span(const unsigned char *at, int bytes, int level) {
+    if (level == PP_PREFETCH_L2)
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    else
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
 }
 
 #endif

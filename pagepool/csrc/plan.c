@@ -7,9 +7,9 @@
  *   remaining[s * head_parts + part] = chunks of that part which are not done yet; who does the last one merges
  *
  * Lengths and block ids are copied into the workspace as they are checked: what another thread does to the caller's arrays
- * meanwhile cannot lead a unit out of the pool.
+ * meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the kernel reads them.
  *
- * Each chunk of each sequence has a record in the workspace: o (num_qo_heads, o_stride), m and l (num_qo_heads,).  A
+ * Each chunk of each sequence has a record in the workspace: rows (num_qo_heads, row_stride) and m (num_qo_heads,).  A
  * chunk's record depends on its tokens alone and records are merged in order, so no bit depends on who ran what. */
 #define _GNU_SOURCE
 #include <math.h>
@@ -24,9 +24,9 @@ enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
 typedef struct measures {
     int64_t num_chunks, num_blocks; /* of all sequences */
     int64_t record;                 /* elements of one */
-    int64_t o_stride;
+    int64_t row_stride;
     int32_t head_parts;
-    size_t counters, begins, lengths, ids, bytes; /* sizes: remaining, unit_begin and row_begin each, ..., all */
+    size_t counters, begins, lengths, ids, queries, bytes; /* sizes: remaining, unit_begin and row_begin each, ..., all */
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
@@ -53,16 +53,21 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads), parts = 1;
     if (all->num_chunks && all->num_chunks < wanted) parts = (wanted + all->num_chunks - 1) / all->num_chunks;
     all->head_parts = parts < layout->num_kv_heads ? (int32_t)parts : layout->num_kv_heads;
-    all->o_stride = (layout->head_dim + 15) / 16 * 16;
-    all->record = ((int64_t)args->num_qo_heads * (all->o_stride + 2) + 15) / 16 * 16;
+    all->row_stride = (layout->head_dim + 15) / 16 * 16 + PP_GROUP;
+    all->record = ((int64_t)args->num_qo_heads * (all->row_stride + 1) + 15) / 16 * 16;
     all->counters = aligned(sizeof(int32_t) * (size_t)args->num_seqs * (size_t)all->head_parts);
     all->begins = aligned(sizeof(int64_t) * ((size_t)args->num_seqs + 1));
     all->lengths = aligned(sizeof(int32_t) * (size_t)args->num_seqs);
     all->ids = aligned(sizeof(int32_t) * (size_t)all->num_blocks);
+    size_t queries, records;
+    if (__builtin_mul_overflow((size_t)args->num_seqs * sizeof(float), (size_t)args->num_qo_heads * (size_t)layout->head_dim,
+                               &queries))
+        return PP_INVALID_ARGUMENT;
+    all->queries = aligned(queries);
     const size_t tables = all->counters + 2 * all->begins + all->lengths + all->ids;
-    size_t records;
-    if (__builtin_mul_overflow((size_t)all->num_chunks, (size_t)all->record * sizeof(float), &records) ||
-        __builtin_add_overflow(records, tables, &all->bytes))
+    if (__builtin_add_overflow(tables, all->queries, &all->bytes) ||
+        __builtin_mul_overflow((size_t)all->num_chunks, (size_t)all->record * sizeof(float), &records) ||
+        __builtin_add_overflow(records, all->bytes, &all->bytes))
         return PP_INVALID_ARGUMENT;
     return PP_OK;
 }
@@ -104,23 +109,30 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
     if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
     if (status != PP_OK) return status;
     char *at = workspace;
-    *plan = (pp_decode_plan){.args = *args, .head_parts = all.head_parts, .record = all.record, .o_stride = all.o_stride};
+    *plan = (pp_decode_plan){.args = *args, .head_parts = all.head_parts, .record = all.record, .row_stride = all.row_stride};
     plan->remaining = (int32_t *)at;
     plan->unit_begin = (int64_t *)(at += all.counters);
     plan->row_begin = (int64_t *)(at += all.begins);
     plan->seq_lens = (int32_t *)(at += all.begins);
     plan->ids = (int32_t *)(at += all.lengths);
-    plan->partial = (float *)(at += all.ids);
+    plan->q = (float *)(at += all.ids);
+    plan->partial = (float *)(at += all.queries);
     status = copy_tables(plan, args, &all);
     if (status != PP_OK) return status;
-    const int64_t row = (int64_t)args->num_qo_heads * args->pool->layout.head_dim;
+    const pp_kv_layout *layout = &args->pool->layout;
+    const int64_t row = (int64_t)args->num_qo_heads * layout->head_dim;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         int64_t chunks = chunks_of(plan->seq_lens[s]);
         plan->unit_begin[s] = plan->num_units;
         plan->num_units += chunks * all.head_parts;
         for (int32_t part = 0; part < all.head_parts; part++)
             plan->remaining[(int64_t)s * all.head_parts + part] = (int32_t)chunks;
-        if (chunks) continue;
+        if (chunks) {
+            pp_kernels_get()->pack_queries(plan->q + s * row, args->q + s * args->q_stride_seq, args->q_stride_head,
+                                           layout->num_kv_heads, args->num_qo_heads / layout->num_kv_heads,
+                                           layout->head_dim);
+            continue;
+        }
         memset(args->out + s * row, 0, (size_t)row * sizeof(float));
         for (int32_t h = 0; args->lse && h < args->num_qo_heads; h++)
             args->lse[(int64_t)s * args->num_qo_heads + h] = -INFINITY;
@@ -164,12 +176,11 @@ static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, i
                        .head_end = head_border(plan, *part + 1),
                        .group_size = args->num_qo_heads / layout->num_kv_heads,
                        .sm_scale = args->sm_scale,
-                       .q = args->q + s * args->q_stride_seq,
-                       .q_stride = args->q_stride_head,
-                       .o = record,
-                       .m = record + args->num_qo_heads * plan->o_stride,
-                       .l = record + args->num_qo_heads * (plan->o_stride + 1),
-                       .o_stride = plan->o_stride};
+                       .q = plan->q + (int64_t)s * args->num_qo_heads * layout->head_dim,
+                       .rows = record,
+                       .m = record + args->num_qo_heads * plan->row_stride,
+                       .row_stride = plan->row_stride,
+                       .prefetch = pp_prefetch_level()};
 }
 
 static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
@@ -183,7 +194,7 @@ static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
         .head_begin = work->head_begin * work->group_size,
         .head_end = work->head_end * work->group_size,
         .head_dim = head_dim,
-        .o_stride = plan->o_stride,
+        .row_stride = plan->row_stride,
         .out = args->out + (int64_t)s * args->num_qo_heads * head_dim,
         .lse = args->lse ? args->lse + (int64_t)s * args->num_qo_heads : NULL,
     });

@@ -30,6 +30,10 @@ static inline float v_sum(pp_v a) {
     c = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
+/* Whether some lane is above `limit`. */
+static inline int v_any_above(pp_v a, float limit) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
+}
 static inline float v_highest(pp_v a) {
     __m128 c = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     c = _mm_max_ps(c, _mm_movehl_ps(c, c));

@@ -30,6 +30,10 @@ static inline float v_sum(pp_v a) {
     c = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
+/* Whether some lane is above `limit`. */
+static inline int v_any_above(pp_v a, float limit) {
+    return _mm512_cmp_ps_mask(a, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+}
 static inline float v_highest(pp_v a) { return _mm512_reduce_max_ps(a); }
 
 /* Two neighbouring rows of `width` columns as f32: columns [column, column + 16) of each. */

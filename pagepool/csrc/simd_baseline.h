@@ -29,6 +29,11 @@ static inline pp_v v_pow2(pp_v biased) { return (pp_v)(((pp_vu)biased << 23) + 0
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) { return (pp_v)(~(x < limit) & (pp_vi)a); }
 /* Sums lanes i and i + n / 2 until one is left. */
 static inline float v_sum(pp_v a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+/* Whether some lane is above `limit`. */
+static inline int v_any_above(pp_v a, float limit) {
+    pp_vi above = a > v_set1(limit);
+    return (above[0] | above[1] | above[2] | above[3]) != 0;
+}
 static inline float v_highest(pp_v a) {
     float b = a[0] > a[2] ? a[0] : a[2], c = a[1] > a[3] ? a[1] : a[3];
     return b > c ? b : c;

@@ -28,6 +28,10 @@ static inline float v_sum(pp_v a) {
     float32x2_t b = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(b, 0) + vget_lane_f32(b, 1);
 }
+/* Whether some lane is above `limit`. */
+static inline int v_any_above(pp_v a, float limit) {
+    return vmaxvq_u32(vcgtq_f32(a, vdupq_n_f32(limit))) != 0;
+}
 static inline float v_highest(pp_v a) { return vmaxvq_f32(a); }
 
 /* Two neighbouring rows of `width` columns as f32: columns [column, column + 4) of each. */
