@@ -9,8 +9,8 @@ size, nor the batch, nor the threads can change the order.
               then (even + odd) * sm_scale
     4 shift   new = max(m, scores of the tile); if new != m: c = exp(m - new), l = l * c, o = o * c
     5 weight  p[t] = exp(score[t] - new), 0 when that difference is below EXP_MIN
-    6 sum     lane i holds p[i], 0 where the tile has no token; lane i += lane i+16, then i+8, i+4, i+2, i+1;
-              l = l + lane 0
+    6 sum     16 running sums: l[i] = l[i] + (p[i] + p[i+16]), p being 0 where the tile has no token; when the chunk is
+              done l[i] += l[i+8], then l[i+4], l[i+2], l[i+1], and l is l[0]
     7 values  o[d] = fma(p[t], V[t][d], o[d]) for t ascending
     8 merge   the chunks before, a, and the next one, b: m = max(m_a, m_b), c_a = exp(m_a - m), c_b = exp(m_b - m),
               l = l_a * c_a + l_b * c_b (two products and a sum), o = fma(o_b, c_b, o_a * c_a)
@@ -36,6 +36,7 @@ __all__ = ["CHUNK", "EXP_MIN", "TILE", "attend"]
 
 CHUNK = 512
 TILE = 32
+LANES = 16
 EXP_MIN = f32(-87.33654)  # exp of anything smaller is not a normal float32
 EXP_COEFFICIENTS = [
     1.9875691500e-4,
@@ -82,11 +83,11 @@ def _twice(a: float, b: float, c: float) -> float:
 
 
 def _chunk(q: list[float], k: Vectors, v: Vectors, sm_scale: float, fma: Fma) -> Partial:
-    partial = Partial(-inf, 0.0, [0.0] * len(q))
+    m, sums, o = -inf, [0.0] * LANES, [0.0] * len(q)
     for start in range(0, len(k), TILE):
         scores = [_score(q, key, sm_scale, fma) for key in k[start : start + TILE]]
-        partial = _tile(partial, scores, v[start : start + TILE], fma)
-    return partial
+        m, sums, o = _tile(m, sums, o, scores, v[start : start + TILE], fma)
+    return Partial(m, _tree_sum(sums), o)
 
 
 def _score(q: list[float], key: list[float], sm_scale: float, fma: Fma) -> float:
@@ -96,20 +97,22 @@ def _score(q: list[float], key: list[float], sm_scale: float, fma: Fma) -> float
     return f32(f32(chains[0] + chains[1]) * f32(sm_scale))
 
 
-def _tile(partial: Partial, scores: list[float], values: Vectors, fma: Fma) -> Partial:
-    m = _maximum(partial.m, *scores)
-    kept, o = partial.l, partial.o
-    if m != partial.m:
-        c = _exp(partial.m, m, fma)
-        kept, o = f32(kept * c), [f32(x * c) for x in o]
+def _tile(
+    old: float, sums: list[float], o: list[float], scores: list[float], values: Vectors, fma: Fma
+) -> tuple[float, list[float], list[float]]:
+    m = _maximum(old, *scores)
+    if m != old:
+        c = _exp(old, m, fma)
+        sums, o = [f32(x * c) for x in sums], [f32(x * c) for x in o]
     weights = [_exp(score, m, fma) for score in scores]
     for p, value in zip(weights, values, strict=True):
         o = [fma(p, y, x) for x, y in zip(o, value, strict=True)]
-    return Partial(m, f32(kept + _tree_sum(weights)), o)
-
-
-def _tree_sum(weights: list[float]) -> float:
     lanes = weights + [0.0] * (TILE - len(weights))
+    sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
+    return m, sums, o
+
+
+def _tree_sum(lanes: list[float]) -> float:
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = [f32(lanes[i] + lanes[i + half]) for i in range(half)]
