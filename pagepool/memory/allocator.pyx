@@ -8,7 +8,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from pagepool.memory.audit cimport Audit, audit_counts
-from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
+from pagepool.memory.ids cimport IdArray, list_ids, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
     PP_INVALID_ARGUMENT,
@@ -338,5 +338,8 @@ cdef class BlockAllocator:
 
     cdef object invalid(self, IdArray *array, verb):
         """The InvalidBlock that says which of the ids is wrong, and why."""
-        blocks = [array.ids[i] for i in range(array.count)]
-        return invalid_blocks(blocks, [self.c_ref_count(block) for block in blocks], self.capacity, verb)
+        cdef Py_ssize_t i
+        cdef list counts = [None] * array.count
+        for i in range(array.count):
+            counts[i] = self.c_ref_count(array.ids[i])
+        return invalid_blocks(list_ids(array.ids, array.count), counts, self.capacity, verb)

@@ -51,14 +51,16 @@ cdef int32_t *room_for(int64_t count) except NULL:
 cdef int64_t kept_by_last(list states) except -1:
     """How many shared blocks have no reference but those of states that will un-share them: the last keeps each."""
     cdef PagedSeqState state
-    cdef int64_t i, end
+    cdef int64_t i, end, kept = 0
     references = Counter()
     for state in states:
         if state.pending:
             end = (state.length + state.pending + state.block_size - 1) // state.block_size
             for i in range(state.length // state.block_size, min(end, state.num_blocks)):
                 references[state.c_blocks[i]] += 1
-    return sum([times > 1 and state.allocator.c_ref_count(block) == times for block, times in references.items()])
+    for block, times in references.items():
+        kept += times > 1 and state.allocator.c_ref_count(block) == times
+    return kept
 
 
 def append_batch(list states not None, list counts not None):

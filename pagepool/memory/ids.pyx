@@ -135,6 +135,15 @@ cdef int read_ids(object blocks, IdArray *array) except -1:
     return 0
 
 
+cdef list list_ids(const int32_t *ids, Py_ssize_t count):
+    """Made at its full length: a comprehension of Cython 3.3 frees an item twice when its list cannot grow."""
+    cdef Py_ssize_t i
+    cdef list items = [None] * count
+    for i in range(count):
+        items[i] = ids[i]
+    return items
+
+
 cdef void release_ids(IdArray *array) noexcept:
     if array.has_view:
         PyBuffer_Release(&array.view)

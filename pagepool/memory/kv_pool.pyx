@@ -21,7 +21,7 @@ from pagepool.csrc cimport (
 )
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
-from pagepool.memory.ids cimport IdArray, read_count, read_id, read_ids, release_ids
+from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_id, read_ids, release_ids
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.memory.token_rows cimport TokenRows
 
@@ -230,8 +230,8 @@ cdef class KvCachePool:
                 )
             self.c_unpin()
             if status == PP_INVALID_BLOCK:
-                bad = [array.ids[i] for i in range(needed) if not 0 <= array.ids[i] < self.c_pool.num_blocks]
-                raise InvalidBlock(f"block {bad[0]} is out of range: the pool has {self.c_pool.num_blocks} blocks")
+                bad = next(b for b in list_ids(array.ids, needed) if not 0 <= b < self.c_pool.num_blocks)
+                raise InvalidBlock(f"block {bad} is out of range: the pool has {self.c_pool.num_blocks} blocks")
             if status != PP_OK:
                 raise ValueError(f"cannot gather {length} tokens of layer {number}: status {status}")
         finally:
@@ -266,7 +266,10 @@ cdef class KvCachePool:
         bfloat16 comes as `ml_dtypes.bfloat16` where that package is installed, else as its uint16 bits.
         """
         self.check_open()
-        pages = np.asarray(self.buffer).reshape(self.c_pool.num_blocks, self.page_size)
+        # np.asarray would take a MemoryError for "no buffer"; frombuffer does not take an empty one.
+        dtype = VIEWS[self.c_pool.layout.dtype]
+        flat = np.frombuffer(self.buffer, dtype) if self.c_pool.num_blocks else empty(0, dtype)
+        pages = flat.reshape(self.c_pool.num_blocks, self.page_size)
         if self.c_pool.layout.dtype == PP_BF16:
             try:
                 return pages.view(import_module("ml_dtypes").bfloat16)

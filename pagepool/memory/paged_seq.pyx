@@ -16,7 +16,7 @@ from pagepool.csrc cimport (
     PP_OVER_MAXIMUM,
     pp_status,
 )
-from pagepool.memory.ids cimport read_count
+from pagepool.memory.ids cimport list_ids, read_count
 from pagepool.memory.page_buffer cimport PageBuffer
 
 import operator
@@ -276,8 +276,7 @@ cdef class PagedSeqState:
     @property
     def blocks(self):
         """The ids of its blocks, reserved ones too, as a new list."""
-        cdef int32_t i
-        return [self.c_blocks[i] for i in range(self.num_blocks)]
+        return list_ids(self.c_blocks, self.num_blocks)
 
     @property
     def len(self):

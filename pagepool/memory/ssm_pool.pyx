@@ -43,7 +43,9 @@ cdef class SsmStatePool:
         if not callable(make_state):
             raise TypeError(f"make_state must be callable, not {type(make_state).__name__}")
         self.ids = BlockAllocator(number)
-        self.slots = [SequenceSlot(make_state(i)) for i in range(number)]
+        self.slots = [None] * number
+        for i in range(number):
+            self.slots[i] = SequenceSlot(make_state(i))
 
     @staticmethod
     def from_layout(layout, capacity):

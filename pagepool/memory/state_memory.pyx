@@ -47,10 +47,12 @@ cdef class StateMemory:
                 start += -(-row * capacity // ALIGNMENT) * ALIGNMENT
         self.capacity = capacity
         self.buffer = PageBuffer(start, "B", True)
-        self.starts = np.array([start for *_, start, _ in wanted], np.int64)
-        self.row_bytes = np.array([row for *_, row in wanted], np.int64)
-        self.views = [{} for _ in layout.layers]
-        everything = np.asarray(self.buffer)
+        self.starts = np.fromiter((begin for *_, begin, _ in wanted), np.int64)
+        self.row_bytes = np.fromiter((row for *_, row in wanted), np.int64)
+        self.views = [None] * len(layout.layers)
+        for layer in range(len(layout.layers)):
+            self.views[layer] = {}
+        everything = np.frombuffer(self.buffer, np.uint8) if start else np.empty(0, np.uint8)
         for layer, name, shape, found, begin, row in wanted:
             flat = everything[begin : begin + row * capacity]
             self.views[layer][name] = flat.view(found).reshape(capacity, *shape)

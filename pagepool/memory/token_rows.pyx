@@ -90,7 +90,7 @@ cdef class TokenRows:
             tensor.ndim != 3 or tensor.shape[0] != self.num_tokens or tensor.shape[1] != layout.num_kv_heads
             or tensor.shape[2] != layout.head_dim
         ):
-            shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
+            shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
             wanted = (self.num_tokens, layout.num_kv_heads, layout.head_dim)
             raise ValueError(f"{name} must have shape {wanted} (slots, num_kv_heads, head_dim), not {shape}")
         if tensor.strides[2] != item:

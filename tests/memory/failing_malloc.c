@@ -1,0 +1,69 @@
+/* failing_malloc.c: preloaded, makes one allocation fail, and counts the blocks that live and the bytes mapped.
+ *
+ * failing_countdown = n: the n-th allocation of this process from then on fails, once. 0: none does. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+long failing_countdown, failing_live, failing_mapped;
+
+extern void *__libc_malloc(size_t);
+extern void *__libc_calloc(size_t, size_t);
+extern void *__libc_realloc(void *, size_t);
+extern void *__libc_memalign(size_t, size_t);
+extern void __libc_free(void *);
+
+static int fails(void) { return failing_countdown > 0 && --failing_countdown == 0; }
+
+static void *counted(void *memory) {
+    failing_live += memory != NULL;
+    return memory;
+}
+
+void *malloc(size_t size) { return fails() ? NULL : counted(__libc_malloc(size)); }
+
+void *calloc(size_t count, size_t size) { return fails() ? NULL : counted(__libc_calloc(count, size)); }
+
+void *realloc(void *old, size_t size) {
+    if (fails()) return NULL;
+    void *memory = __libc_realloc(old, size);
+    failing_live += !old && memory;
+    return memory;
+}
+
+void *aligned_alloc(size_t alignment, size_t size) { return fails() ? NULL : counted(__libc_memalign(alignment, size)); }
+
+int posix_memalign(void **memory, size_t alignment, size_t size) {
+    if (fails()) return ENOMEM;
+    void *taken = counted(__libc_memalign(alignment, size));
+    if (!taken) return ENOMEM;
+    *memory = taken;
+    return 0;
+}
+
+void free(void *memory) {
+    failing_live -= memory != NULL;
+    __libc_free(memory);
+}
+
+void *mmap(void *address, size_t size, int protection, int flags, int file, off_t offset) {
+    static void *(*next)(void *, size_t, int, int, int, off_t);
+    if (fails()) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
+    if (!next) next = (void *(*)(void *, size_t, int, int, int, off_t))dlsym(RTLD_NEXT, "mmap");
+    void *mapped = next(address, size, protection, flags, file, offset);
+    failing_mapped += mapped == MAP_FAILED ? 0 : (long)size;
+    return mapped;
+}
+
+int munmap(void *address, size_t size) {
+    static int (*next)(void *, size_t);
+    if (!next) next = (int (*)(void *, size_t))dlsym(RTLD_NEXT, "munmap");
+    failing_mapped -= (long)size;
+    return next(address, size);
+}

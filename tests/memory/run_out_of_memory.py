@@ -1,0 +1,148 @@
+"""Started by test_no_memory.py under failing_malloc: runs operations with each of their allocations failing in turn.
+
+Prints, as JSON, how many allocations of each operation failed it; or what went wrong.
+"""
+
+import ctypes
+import gc
+import json
+
+import numpy as np
+
+from pagepool import (
+    AttentionSequenceState,
+    BlockAllocator,
+    BlockTables,
+    KvCachePool,
+    KvLayout,
+    PagedSeqState,
+    PoolError,
+    SsmStatePool,
+    StateLayout,
+)
+from pagepool.memory.block_tables import append_batch, release_batch
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
+STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
+ROUNDS = 12  # of each failure, to see whether memory is lost
+countdown = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_countdown")
+live = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_live")
+mapped = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_mapped")
+
+
+class World:
+    """Everything that the operations work on, and what must not change when one fails."""
+
+    def __init__(self):
+        self.pool = KvCachePool.from_layout(LAYOUT, 400)
+        self.allocator = self.pool.allocator
+        self.many = self.allocator.allocate_n(100).tolist()
+        self.parent = PagedSeqState(self.allocator, 4)
+        self.parent.append(6)
+        self.child = self.parent.fork()
+        self.tables = BlockTables(4, 400)
+        self.states = [self.parent, self.child]
+        self.k = np.ones((3, 1, 8), np.float32)
+        self.strided = np.ones((3, 2, 8), np.float32)[:, :1]
+        self.slots = np.array([0, 1, 2])
+        self.ssm = SsmStatePool.from_layout(STATES, 3)
+
+    def picture(self):
+        self.allocator.check()
+        self.ssm.check()
+        states = [(state.len, state.blocks) for state in self.states]
+        counts = [self.allocator.ref_count(b) for b in range(110)]
+        return states, counts, self.allocator.free_count, self.ssm.free_count, bytes(memoryview(self.pool))
+
+
+OPERATIONS = {
+    "small allocator": lambda world: BlockAllocator(8),
+    "large allocator": lambda world: BlockAllocator(1 << 20),
+    "allocate": lambda world: world.allocator.allocate(),
+    "allocate_n": lambda world: world.allocator.allocate_n(150),
+    "free a list": lambda world: world.allocator.free(world.many),
+    "share a list": lambda world: world.allocator.share(world.many),
+    "bad free": lambda world: world.allocator.free([*world.many, 399]),
+    "state": lambda world: PagedSeqState(world.allocator),
+    "state with a large table": lambda world: PagedSeqState(world.allocator, 16, 1 << 20),
+    "append": lambda world: world.child.append(3),
+    "append of many blocks": lambda world: world.child.append(900),
+    "reserve": lambda world: world.child.ensure_capacity(900),
+    "fork": lambda world: world.parent.fork(),
+    "truncate": lambda world: world.parent.truncate(2),
+    "append_batch": lambda world: append_batch(world.states, [2, 700]),
+    "release_batch": lambda world: release_batch(world.states),
+    "tables": lambda world: BlockTables(64, 64),
+    "fill": lambda world: world.tables.fill(world.states, [6, 6]),
+    "flat pool": lambda world: KvCachePool(64, 64),
+    "pool": lambda world: KvCachePool.from_layout(LAYOUT, 64),
+    "fifth pool of an allocator": lambda world: [
+        KvCachePool.from_layout(LAYOUT, 400, world.allocator) for _ in range(5)
+    ],
+    "append of k and v": lambda world: world.pool.append(0, world.slots, world.k, world.k),
+    "append of k and v with other strides": lambda world: world.pool.append(0, world.slots, world.k, world.strided),
+    "gather": lambda world: world.pool.gather(0, world.many, 300),
+    "page": lambda world: world.pool.page(3),
+    "numpy": lambda world: world.pool.numpy(),
+    "dlpack": lambda world: world.pool.__dlpack__(),
+    "dlpack copy": lambda world: world.pool.__dlpack__(max_version=(1, 0), copy=True),
+    "states of a layout": lambda world: SsmStatePool.from_layout(STATES, 3),
+    "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
+    "lend": lambda world: world.ssm.alloc(5000),
+}
+
+
+def attempt(operation, world, n):
+    """Whether allocation n failed, and so the operation; whatever it made when it did not is dropped."""
+    countdown.value = n
+    try:
+        operation(world)
+    except MemoryError as error:
+        assert not isinstance(error, PoolError), error
+        return True
+    except PoolError:
+        assert operation is OPERATIONS["bad free"]
+    except SystemError as error:  # CPython 3.11 itself, where it allocates a frame and loses the MemoryError
+        assert operation is OPERATIONS["bad free"] and str(error) == "error return without exception set"
+        return "survived"
+    finally:
+        fired = countdown.value == 0
+        countdown.value = 0
+    return fired and "survived"
+
+
+def fail_in_turn(operation):
+    """How many allocations fail the operation. Raises AssertionError when one of them changes or loses something."""
+    attempt(operation, World(), 0)  # what is made on first use is there
+    failures = 0
+    for n in range(1, 2000):
+        world = World()
+        before = world.picture()
+        outcome = attempt(operation, world, n)
+        if outcome is False:
+            return failures
+        if outcome == "survived":
+            continue  # whoever asked could do without
+        failures += 1
+        assert world.picture() == before, f"allocation {n} failed and something changed"
+        start = live.value, mapped.value
+        for _ in range(ROUNDS):
+            attempt(operation, world, n)
+        gc.collect()
+        lost = live.value - start[0], mapped.value - start[1]
+        assert lost[0] < ROUNDS and lost[1] <= 0, f"allocation {n} failed and {lost} blocks and mapped bytes were lost"
+    raise AssertionError("no end of allocations")
+
+
+def main():
+    results = {}
+    for name, operation in OPERATIONS.items():
+        try:
+            results[name] = fail_in_turn(operation)
+        except AssertionError as error:
+            results[name] = str(error)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

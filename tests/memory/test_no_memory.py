@@ -1,0 +1,43 @@
+"""Every malloc, posix_memalign and mmap fails in turn: MemoryError, nothing changed, nothing lost."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pagepool
+
+HERE = Path(__file__).parent
+
+
+def test_every_allocation_may_fail(tmp_path):
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc builds the library that lets allocations fail")
+    shim = tmp_path / "failing_malloc.so"
+    source = str(HERE / "failing_malloc.c")
+    subprocess.run(["gcc", "-O1", "-Wall", "-shared", "-fPIC", source, "-o", str(shim), "-ldl"], check=True)
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(shim),
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(Path(pagepool.__file__).parents[1]),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run_out_of_memory.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    results = json.loads(done.stdout)
+    wrong = {name: what for name, what in results.items() if not isinstance(what, int)}
+    assert not wrong
+    spared = {name for name, failures in results.items() if failures == 0}
+    assert spared <= {"allocate", "free a list", "share a list", "reserve", "truncate", "release_batch"}
+    assert len(results) > 25 and sum(results.values()) > 100
