@@ -97,6 +97,10 @@ cdef extern from "pagepool/attention.h" nogil:
         int64_t block_tables_width
         const int32_t *seq_lens
         float sm_scale
+        int64_t window
+        float logits_soft_cap
+        const float *alibi_slopes
+        const float *sinks
         int32_t num_threads
         float *out
         float *lse

@@ -2,7 +2,8 @@
  *
  * One query token per sequence attends over the K and V that the pool holds for it:
  *
- *     out[s, h] = sum_t softmax_t(sm_scale * q[s, h] . K[s, t, h / G]) * V[s, t, h / G],   G = num_qo_heads / num_kv_heads
+ *     out[s, h] = sum_t softmax_t(sm_scale * q[s, h] . K[s, t, h / G]) * V[s, t, h / G]
+ *     G = num_qo_heads / num_kv_heads
  *
  * A plan cuts the work into units that do not depend on each other; any thread may run any range of them, in any
  * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what:
@@ -45,9 +46,13 @@ typedef struct pp_decode_args {
     int64_t block_tables_width;
     const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
     float sm_scale;
-    int32_t num_threads;          /* how many threads will share the units; decides how finely they are cut, never a bit */
+    int64_t window;               /* 0: every token; else only the last `window` ones: no other page, no id of one, is read */
+    float logits_soft_cap;        /* 0: none; else a score becomes cap * tanh(score / cap) */
+    const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - (seq_len - 1)) is added, after the cap */
+    const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
+    int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
     float *out;                   /* (num_seqs, num_qo_heads, head_dim), C-contiguous; must not overlap q */
-    float *lse;                   /* NULL, or (num_seqs, num_qo_heads): natural log of the sum of exp(scores) */
+    float *lse;                   /* NULL, or (num_seqs, num_qo_heads): natural log of the sum of exp(scores), sinks included */
 } pp_decode_args;
 
 typedef struct pp_decode_plan {

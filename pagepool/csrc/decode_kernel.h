@@ -67,11 +67,14 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
     const int pair_bytes = 2 * width * PP_ITEM;
     for (int i = 0; i * PP_GROUP < tile->tokens; i++) {
         const int left = tile->tokens - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
+        const int before = tile->first - i * PP_GROUP, first = before > 0 ? before : 0;
         const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run;
         const float *weight = p + i * PP_GROUP;
+        if (first >= tokens) continue;
         for (int t = 0; t < tokens; t += 2, rows += pair_bytes, ahead += pair_bytes) {
             pp_v a[8], b[8];
             if (prefetch) prefetch_span(ahead, pair_bytes, prefetch);
+            if (t + 1 < first) continue;
             PP_UNROLL for (int j = 0; j < NV; j++) {
 #if PP_HALF_TAIL
                 if (HALF)
@@ -80,9 +83,10 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
 #endif
                     LOAD2(rows, width, column % PP_V_RUN + j * PP_LANES, &a[j], &b[j]);
             }
-            PP_UNROLL for (int g = 0; g < HEADS; g++)
-                PP_UNROLL for (int j = 0; j < NV; j++)
-                    sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + t]), a[j], sum[g * NV + j]);
+            if (t >= first) /* else the first row is not seen */
+                PP_UNROLL for (int g = 0; g < HEADS; g++)
+                    PP_UNROLL for (int j = 0; j < NV; j++)
+                        sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + t]), a[j], sum[g * NV + j]);
             if (t + 1 == tokens) break; /* the second row is not the sequence's */
             PP_UNROLL for (int g = 0; g < HEADS; g++)
                 PP_UNROLL for (int j = 0; j < NV; j++)
@@ -101,13 +105,16 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     float rescale[PP_MAX_HEADS];
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
     const int full = tile->tokens > PP_GROUP ? VECTORS : VECTORS / 2;
-    int vector = 0;
+    int vector = tile->first < PP_GROUP ? 0 : VECTORS / 2;
     for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS))
         PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, s, prefetch);
     for (; vector < full; vector++) PP_NAME(scores)(HEADS, 1, tile, vector, q, s, prefetch);
-    if (tile->tokens < PP_TILE)
-        for (int g = 0; g < HEADS; g++)
+    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
+    if (tile->tokens - tile->first < PP_TILE)
+        for (int g = 0; g < HEADS; g++) {
+            for (int t = 0; t < tile->first; t++) s[g * PP_TILE + t] = -INFINITY;
             for (int t = tile->tokens; t < PP_TILE; t++) s[g * PP_TILE + t] = -INFINITY;
+        }
     int rescaled = 0;
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE, *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
@@ -165,8 +172,8 @@ static void PP_NAME(pack)(const pp_chunk *work, int64_t begin, int tokens, int32
     pp_kv_layout tiled;
     const pp_kv_layout *plain = &work->pool->layout;
     pp_kv_layout_init(&tiled, 1, 1, plain->head_dim, PP_GROUP, (pp_dtype)plain->dtype);
-    for (int t = 0; t < tokens; t++) {
-        const int64_t position = begin + t, block = work->blocks[position / plain->block_size];
+    for (int t = begin < work->first ? (int)(work->first - begin) : 0; t < tokens; t++) {
+        const int64_t position = begin + t, block = work->blocks[position / plain->block_size - work->first_block];
         const unsigned char *k = work->layer + block * plain->block_bytes + head * plain->head_bytes +
                                  position % plain->block_size * plain->head_dim * PP_ITEM;
         unsigned char *group = scratch + t / PP_GROUP * tiled.head_bytes;
@@ -183,16 +190,22 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
     const int group_size = work->group_size;
     const int64_t k_bytes = (int64_t)layout->head_dim * PP_GROUP * PP_ITEM;
     unsigned char scratch[2 * 2 * PP_MAX_HEAD_DIM * PP_GROUP * PP_ITEM] __attribute__((aligned(64)));
-    pp_tile tile = {.head_dim = layout->head_dim, .sm_scale = work->sm_scale, .row_stride = work->row_stride};
+    pp_tile tile = {.head_dim = layout->head_dim,
+                    .sm_scale = work->sm_scale,
+                    .logits_soft_cap = work->logits_soft_cap,
+                    .row_stride = work->row_stride};
     const int32_t first = work->head_begin * group_size, last = work->head_end * group_size;
     for (int32_t h = first; h < last; h++) work->m[h] = -INFINITY;
     memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
     const unsigned char *groups[2], *next[2];
-    pp_tile_groups(work, work->begin, groups);
+    const int64_t first_tile = work->first / PP_TILE * PP_TILE;
+    pp_tile_groups(work, first_tile, groups);
     if (!layout->tiled) memset(scratch, 0, sizeof scratch); /* lanes past the length are loaded, though never used */
-    for (int64_t begin = work->begin; begin < work->end; begin += PP_TILE) {
+    for (int64_t begin = first_tile; begin < work->end; begin += PP_TILE) {
         const int64_t left = work->end - begin;
         tile.tokens = left < PP_TILE ? (int)left : PP_TILE;
+        tile.first = begin < work->first ? (int)(work->first - begin) : 0;
+        tile.distance = begin - work->last_position;
         const int more = begin + PP_TILE < work->end;
         pp_tile_groups(work, more ? begin + PP_TILE : begin, next);
         for (int32_t head = work->head_begin; head < work->head_end; head++) {
@@ -210,6 +223,7 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
             for (int32_t part = 0; part < num_parts(group_size); part++) {
                 const int32_t from = part_border(group_size, part), to = part_border(group_size, part + 1);
                 const int32_t row = head * group_size + from;
+                tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + row : NULL;
                 PP_NAME(tile_of)(to - from, &tile, work->q + (int64_t)row * layout->head_dim,
                                  work->rows + row * work->row_stride, work->m + row,
                                  layout->tiled && part == 0 ? work->prefetch : 0);

@@ -28,6 +28,39 @@ static inline float exp_one(float x) {
 /* What scores are shifted by: the maximum, or 0 while every score is -inf, so that exp(-inf - shift) is 0 and not NaN. */
 PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
+/* tanh(x): a polynomial near 0 (Cephes), by exp elsewhere. */
+PP_INLINE pp_v v_tanh(pp_v x) {
+    const pp_v one = v_set1(1.0f), border = v_set1(0.625f);
+    const pp_v size = v_max(x, v_sub(v_set1(0.0f), x)); /* a NaN in x is kept */
+    const pp_v e = v_exp(v_mul(size, v_set1(-2.0f))), far = v_div(v_sub(one, e), v_add(one, e));
+    const pp_v small = v_sub(v_set1(0.0f), v_max(v_set1(-0.625f), v_sub(v_set1(0.0f), size)));
+    const pp_v z = v_mul(small, small);
+    pp_v p = v_set1(-5.70498872745e-3f);
+    p = v_fma(p, z, v_set1(2.06390887954e-2f));
+    p = v_fma(p, z, v_set1(-5.37397155531e-2f));
+    p = v_fma(p, z, v_set1(1.33314422036e-1f));
+    p = v_fma(p, z, v_set1(-3.33332819422e-1f));
+    const pp_v near = v_fma(v_mul(p, z), small, small);
+    const pp_v y = v_add(v_zero_below(far, size, border), v_sub(near, v_zero_below(near, size, border)));
+    return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
+}
+
+/* Bends the scores of `heads` heads of a tile: soft cap, then ALiBi. */
+static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads, float *s) {
+    static const float LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const pp_v cap = v_set1(tile->logits_soft_cap), inverse = v_set1(1.0f / tile->logits_soft_cap);
+    for (int t = 0; t < PP_TILE; t += PP_LANES) {
+        const pp_v position = v_add(v_set1((float)(tile->distance + t)), v_load(LANES));
+        for (int g = 0; g < heads; g++) {
+            float *at = s + g * PP_TILE + t;
+            pp_v x = v_load(at);
+            if (tile->logits_soft_cap != 0.0f) x = v_mul(cap, v_tanh(v_mul(x, inverse)));
+            if (tile->alibi_slopes) x = v_fma(v_set1(tile->alibi_slopes[g]), position, x);
+            v_store(at, x);
+        }
+    }
+}
+
 /* How a group of query heads is cut into parts that share loads: about equal ones of up to PP_MAX_HEADS. */
 PP_INLINE int32_t num_parts(int32_t group_size) { return (group_size + PP_MAX_HEADS - 1) / PP_MAX_HEADS; }
 PP_INLINE int32_t part_border(int32_t group_size, int32_t part) {
@@ -63,6 +96,13 @@ static void merge_chunks(const pp_merge *work) {
             maximum = both;
             for (int64_t d = 0; d < width; d += PP_LANES)
                 v_store(sum + d, v_fma(v_load(chunk + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
+        }
+        if (work->sinks) { /* as a chunk that has a weight and no value */
+            const float sink = work->sinks[h], both = sink > maximum ? sink : maximum, shift = shift_of(both);
+            const float old_scale = exp_one(maximum - shift), scaled = total * old_scale;
+            total = scaled + exp_one(sink - shift);
+            maximum = both;
+            for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_mul(v_load(sum + d), v_set1(old_scale)));
         }
         for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_div(v_load(sum + d), v_set1(total)));
         memcpy(work->out + (int64_t)h * work->head_dim, sum, (size_t)work->head_dim * sizeof(float));

@@ -17,11 +17,15 @@ int pp_prefetch_level(void);
 typedef struct pp_chunk {
     const pp_kv_pool *pool;
     const unsigned char *layer; /* pool->base + layer * layer_bytes */
-    const int32_t *blocks;      /* the sequence's row of the block table */
+    const int32_t *blocks;      /* of the sequence's row of the block table, from the first that is read */
+    int64_t first_block;        /* the logical number of blocks[0] */
     int64_t begin, end;         /* tokens; begin is a multiple of PP_CHUNK, 0 < end - begin <= PP_CHUNK */
+    int64_t first;              /* the first token that is seen: begin <= first < end */
+    int64_t last_position;      /* seq_len - 1, where the query stands */
     int32_t head_begin, head_end;
     int32_t group_size;         /* query heads per kv head */
-    float sm_scale;
+    float sm_scale, logits_soft_cap;
+    const float *alibi_slopes;  /* NULL, or (num_qo_heads,) */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
     int64_t row_stride;         /* head_dim rounded up to 16, and 16 more */
@@ -29,20 +33,20 @@ typedef struct pp_chunk {
     const unsigned char *next[2]; /* what will be read after this chunk (K of two groups), to be prefetched; or NULLs */
 } pp_chunk;
 
-/* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; when the second lies past
- * the chunk's end, or in plain layouts, where tiles are packed first, the other pointer stands for it. */
+/* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; for one without a token that is
+ * seen the other stands.  In plain layouts tiles are packed first, and the layer's first byte stands for both. */
 static inline void pp_tile_groups(const pp_chunk *work, int64_t begin, const unsigned char **groups) {
     const pp_kv_layout *layout = &work->pool->layout;
-    for (int i = 0; i < 2; i++) {
+    groups[0] = groups[1] = layout->tiled ? NULL : work->layer;
+    for (int i = 0; i < 2 && layout->tiled; i++) {
         const int64_t token = begin + i * PP_GROUP;
-        if (i && token >= work->end) {
-            groups[1] = groups[0];
-            return;
-        }
-        const int64_t block = work->blocks[token / layout->block_size], offset = token % layout->block_size;
+        if (token >= work->end || token + PP_GROUP <= work->first) continue;
+        const int64_t block = work->blocks[token / layout->block_size - work->first_block];
         groups[i] = work->layer + block * layout->block_bytes +
-                    (layout->tiled ? offset / PP_GROUP * layout->group_bytes : 0);
+                    token % layout->block_size / PP_GROUP * layout->group_bytes;
     }
+    if (!groups[0]) groups[0] = groups[1];
+    if (!groups[1]) groups[1] = groups[0];
 }
 
 /* Merges a sequence's chunks in order and writes rows [head_begin, head_end) of its result. */
@@ -54,6 +58,7 @@ typedef struct pp_merge {
     int64_t row_stride;
     float *out;            /* (num_qo_heads, head_dim) */
     float *lse;            /* NULL or (num_qo_heads,) */
+    const float *sinks;    /* NULL or (num_qo_heads,) */
 } pp_merge;
 
 typedef struct pp_kernels {

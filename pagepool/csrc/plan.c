@@ -35,20 +35,33 @@ static int64_t blocks_of(int32_t seq_len, int32_t block_size) {
     return ((int64_t)seq_len + block_size - 1) / block_size;
 }
 
-static int64_t chunks_of(int32_t seq_len) { return ((int64_t)seq_len + PP_CHUNK - 1) / PP_CHUNK; }
+/* The first token that a query at the end of seq_len tokens sees, and the borders in chunks of what it sees. */
+static int64_t first_seen(const pp_decode_args *args, int32_t seq_len) {
+    return args->window && args->window < seq_len ? seq_len - args->window : 0;
+}
+
+static int64_t first_chunk(const pp_decode_args *args, int32_t seq_len) { return first_seen(args, seq_len) / PP_CHUNK; }
+
+static int64_t chunks_of(const pp_decode_args *args, int32_t seq_len) {
+    return ((int64_t)seq_len + PP_CHUNK - 1) / PP_CHUNK - first_chunk(args, seq_len);
+}
+
+static int64_t first_block(const pp_decode_args *args, int32_t seq_len) {
+    return first_seen(args, seq_len) / args->pool->layout.block_size;
+}
 
 static pp_status measure(const pp_decode_args *args, measures *all) {
     const pp_kv_layout *layout = &args->pool->layout;
     if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
-        args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0)
+        args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0 || args->window < 0)
         return PP_INVALID_ARGUMENT;
     all->num_chunks = all->num_blocks = 0;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t seq_len = args->seq_lens[s];
         const int64_t blocks = blocks_of(seq_len, layout->block_size);
         if (seq_len < 0 || blocks > args->block_tables_width) return PP_INVALID_ARGUMENT;
-        all->num_chunks += chunks_of(seq_len);
-        all->num_blocks += blocks;
+        all->num_chunks += chunks_of(args, seq_len);
+        all->num_blocks += blocks - first_block(args, seq_len);
     }
     int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads), parts = 1;
     if (all->num_chunks && all->num_chunks < wanted) parts = (wanted + all->num_chunks - 1) / all->num_chunks;
@@ -86,12 +99,14 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
     int64_t num_chunks = 0, row = 0;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t seq_len = plan->seq_lens[s] = __atomic_load_n(&args->seq_lens[s], __ATOMIC_RELAXED);
-        const int64_t blocks = blocks_of(seq_len, pool->layout.block_size);
+        if (seq_len < 0) return PP_INVALID_ARGUMENT;
+        const int64_t end = blocks_of(seq_len, pool->layout.block_size), begin = first_block(args, seq_len);
+        const int64_t blocks = end - begin;
         plan->row_begin[s] = row;
         row += blocks;
-        num_chunks += chunks_of(seq_len);
-        if (seq_len < 0 || blocks > args->block_tables_width || row > all->num_blocks) return PP_INVALID_ARGUMENT;
-        const int32_t *from = args->block_tables + s * args->block_tables_stride;
+        num_chunks += chunks_of(args, seq_len);
+        if (end > args->block_tables_width || row > all->num_blocks) return PP_INVALID_ARGUMENT;
+        const int32_t *from = args->block_tables + s * args->block_tables_stride + begin;
         int32_t *to = plan->ids + plan->row_begin[s];
         int bad = 0;
         for (int64_t b = 0; b < blocks; b++) {
@@ -122,7 +137,7 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t row = (int64_t)args->num_qo_heads * layout->head_dim;
     for (int32_t s = 0; s < args->num_seqs; s++) {
-        int64_t chunks = chunks_of(plan->seq_lens[s]);
+        int64_t chunks = chunks_of(args, plan->seq_lens[s]);
         plan->unit_begin[s] = plan->num_units;
         plan->num_units += chunks * all.head_parts;
         for (int32_t part = 0; part < all.head_parts; part++)
@@ -163,19 +178,26 @@ static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, i
     const pp_decode_args *args = &plan->args;
     const pp_kv_layout *layout = &args->pool->layout;
     const int32_t s = *sequence = sequence_of(plan, unit);
-    const int64_t index = unit - plan->unit_begin[s], chunk = index / plan->head_parts;
+    const int64_t index = unit - plan->unit_begin[s], place = index / plan->head_parts;
+    const int32_t seq_len = plan->seq_lens[s];
+    const int64_t chunk = first_chunk(args, seq_len) + place, first = first_seen(args, seq_len);
     *part = (int32_t)(index % plan->head_parts);
-    float *record = plan->partial + (plan->unit_begin[s] / plan->head_parts + chunk) * plan->record;
+    float *record = plan->partial + (plan->unit_begin[s] / plan->head_parts + place) * plan->record;
     const int64_t end = (chunk + 1) * PP_CHUNK;
     *work = (pp_chunk){.pool = args->pool,
                        .layer = args->pool->base + args->layer * layout->layer_bytes,
                        .blocks = plan->ids + plan->row_begin[s],
+                       .first_block = first_block(args, seq_len),
                        .begin = chunk * PP_CHUNK,
-                       .end = end < plan->seq_lens[s] ? end : plan->seq_lens[s],
+                       .end = end < seq_len ? end : seq_len,
+                       .first = first > chunk * PP_CHUNK ? first : chunk * PP_CHUNK,
+                       .last_position = seq_len - 1,
                        .head_begin = head_border(plan, *part),
                        .head_end = head_border(plan, *part + 1),
                        .group_size = args->num_qo_heads / layout->num_kv_heads,
                        .sm_scale = args->sm_scale,
+                       .logits_soft_cap = args->logits_soft_cap,
+                       .alibi_slopes = args->alibi_slopes,
                        .q = plan->q + (int64_t)s * args->num_qo_heads * layout->head_dim,
                        .rows = record,
                        .m = record + args->num_qo_heads * plan->row_stride,
@@ -189,13 +211,14 @@ static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
     pp_kernels_get()->merge(&(pp_merge){
         .first = plan->partial + plan->unit_begin[s] / plan->head_parts * plan->record,
         .record_stride = plan->record,
-        .num_chunks = chunks_of(plan->seq_lens[s]),
+        .num_chunks = chunks_of(args, plan->seq_lens[s]),
         .num_qo_heads = args->num_qo_heads,
         .head_begin = work->head_begin * work->group_size,
         .head_end = work->head_end * work->group_size,
         .head_dim = head_dim,
         .row_stride = plan->row_stride,
         .out = args->out + (int64_t)s * args->num_qo_heads * head_dim,
+        .sinks = args->sinks,
         .lse = args->lse ? args->lse + (int64_t)s * args->num_qo_heads : NULL,
     });
 }
@@ -211,7 +234,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
         part = part_after;
         if (unit + 1 < end) {
             chunk_of(plan, unit + 1, &after, &sequence_after, &part_after);
-            pp_tile_groups(&after, after.begin, work.next);
+            pp_tile_groups(&after, after.first / PP_TILE * PP_TILE, work.next);
             for (int i = 0; i < 2; i++) work.next[i] += after.head_begin * plan->args.pool->layout.head_bytes;
         }
         kernel(&work);

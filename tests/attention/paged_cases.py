@@ -82,7 +82,7 @@ def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0):
     return Case(pool, num_blocks, layer, tables, np.array(lengths, np.int32), q)
 
 
-def attention_f64(case, sm_scale=None):
+def attention_f64(case, sm_scale=None, *, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None):
     """out and lse in float64 on the values that the pool stores."""
     num_seqs, heads, dim = case.q.shape
     scale = 1 / np.sqrt(dim) if sm_scale is None else sm_scale
@@ -93,9 +93,18 @@ def attention_f64(case, sm_scale=None):
         k, v = (x.astype(np.float64) for x in case.pool.gather(case.layer, case.block_tables[row], int(length)))
         q = case.q[row].astype(np.float64).reshape(k.shape[1], -1, dim)
         scores = np.matmul(q, k.transpose(1, 2, 0)) * scale
-        top = scores.max(axis=2, keepdims=True)
+        if logits_soft_cap:
+            scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+        back = np.arange(length) - (length - 1)
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.astype(np.float64).reshape(k.shape[1], -1, 1) * back
+        if window_left >= 0:
+            scores, v = scores[:, :, -window_left - 1 :], v[-window_left - 1 :]
+        sink = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+        sink = sink.reshape(k.shape[1], -1, 1)
+        top = np.maximum(scores.max(axis=2, keepdims=True), sink)
         weights = np.exp(scores - top)
-        total = weights.sum(axis=2, keepdims=True)
+        total = weights.sum(axis=2, keepdims=True) + np.exp(sink - top)
         out[row] = (np.matmul(weights, v.transpose(1, 0, 2)) / total).reshape(heads, dim)
         lse[row] = (np.log(total) + top).reshape(heads)
     return out, lse

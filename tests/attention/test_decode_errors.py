@@ -165,17 +165,23 @@ def test_an_out_that_overlaps_the_pages():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "error"),
     [
-        ("window_left", 0),
-        ("window_left", 128),
-        ("logits_soft_cap", 30.0),
-        ("alibi_slopes", np.ones(4, np.float32)),
-        ("sinks", np.zeros(4, np.float32)),
+        ("window_left", -2, ValueError),
+        ("window_left", 1.5, TypeError),
+        ("logits_soft_cap", -1.0, ValueError),
+        ("logits_soft_cap", float("nan"), ValueError),
+        ("logits_soft_cap", 1e39, ValueError),
+        ("alibi_slopes", np.ones(3, np.float32), ValueError),
+        ("alibi_slopes", np.ones((4, 1), np.float32), ValueError),
+        ("alibi_slopes", np.ones(4), TypeError),
+        ("sinks", np.zeros(5, np.float32), ValueError),
+        ("sinks", [0.0] * 4, TypeError),
     ],
 )
-def test_variants_are_refused_by_name(call, name, value):
-    refused(call, NotImplementedError, name, **{name: value})
+def test_a_variant_out_of_range(call, name, value, error):
+    match = "integer" if (name, error) == ("window_left", TypeError) else name
+    refused(call, error, match, **{name: value})
 
 
 def test_neutral_variants_are_taken(call):

@@ -1,0 +1,33 @@
+from cpython.buffer cimport Py_buffer
+
+from pagepool.attention.int_array cimport IntArray
+from pagepool.csrc cimport pp_decode_args, pp_status
+from pagepool.memory.kv_pool cimport KvCachePool
+from pagepool.memory.tensor cimport Tensor
+
+
+# The arguments of a call, read and checked; what they point to is held until the object goes.
+cdef class Arguments:
+    cdef pp_decode_args args
+    cdef KvCachePool pool
+    cdef Tensor q
+    cdef object q_owner
+    cdef IntArray tables
+    cdef IntArray lengths
+    cdef Py_buffer out
+    cdef bint has_out
+    cdef float *widened
+    cdef float *slopes
+    cdef float *sinks
+
+    cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens) except -1
+    cdef int read_queries(self) except -1
+    cdef int read_scale(self, object sm_scale) except -1
+    cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,
+                          object sinks) except -1
+    cdef float *read_heads(self, str name, object source) except NULL
+    cdef int read_out(self, object out) except -1
+    cdef int check_apart(self, str name, const char *data, const Py_ssize_t *shape, const Py_ssize_t *strides,
+                         int ndim, Py_ssize_t item) except -1
+    cdef long long first_block(self, Py_ssize_t seq) noexcept
+    cdef object failure(self, pp_status status)

@@ -1,0 +1,228 @@
+"""The arguments of decode, checked before anything is written."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.math cimport isfinite, sqrt
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
+
+from pagepool.attention.int_array cimport read_ints, release_ints
+from pagepool.csrc cimport PP_BF16, PP_F32, PP_NO_MEMORY, pp_dtype, pp_status, pp_widen
+from pagepool.memory.kv_pool cimport KvCachePool
+from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
+
+import operator
+
+from pagepool.errors import InvalidBlock
+
+__all__ = []
+
+
+cdef pp_dtype kind_of(const Tensor *tensor) noexcept:
+    return PP_BF16 if tensor.kind == TENSOR_BITS16 else <pp_dtype>tensor.kind
+
+
+cdef bint is_float32(const Py_buffer *view) noexcept:
+    cdef const char *format = view.format
+    if format == NULL or view.itemsize != sizeof(float):
+        return False
+    if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
+        format += 1
+    return format[0] == b"f" and format[1] == 0
+
+
+@cython.final
+@cython.no_gc
+@cython.freelist(4)
+cdef class Arguments:
+    """Internal: the arguments of a call, read and checked; what they point to is held until the object goes."""
+
+    def __dealloc__(self):
+        release_tensor(&self.q)
+        release_ints(&self.tables)
+        release_ints(&self.lengths)
+        if self.has_out:
+            PyBuffer_Release(&self.out)
+        PyMem_Free(self.widened)
+        PyMem_Free(self.slopes)
+        PyMem_Free(self.sinks)
+
+    cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens) except -1:
+        cdef int32_t kv_heads
+        pool.check_open()
+        if pool.layout is None:
+            raise ValueError("decode needs a pool with a layout: KvCachePool.from_layout makes one")
+        self.pool = pool
+        self.args.pool = &pool.c_pool
+        self.args.layer = pool.read_layer(layer)
+        self.q_owner = read_tensor("q", q, &self.q)
+        read_ints("block_tables", block_tables, 2, &self.tables)
+        read_ints("seq_lens", seq_lens, 1, &self.lengths)
+        if self.q.ndim != 3:
+            raise ValueError(f"q must be (n_seqs, num_qo_heads, head_dim), not of {self.q.ndim} dimensions")
+        if self.q.shape[2] != pool.c_pool.layout.head_dim:
+            raise ValueError(f"q has head_dim {self.q.shape[2]}, the pool {pool.c_pool.layout.head_dim}")
+        kv_heads = pool.c_pool.layout.num_kv_heads
+        if self.q.shape[1] < 1 or self.q.shape[1] % kv_heads:
+            raise ValueError(f"q has {self.q.shape[1]} heads, which is no multiple of the pool's {kv_heads}")
+        if self.q.shape[0] != self.tables.rows or self.q.shape[0] != self.lengths.rows:
+            raise ValueError(
+                f"q has {self.q.shape[0]} sequences, block_tables {self.tables.rows}, seq_lens {self.lengths.rows}"
+            )
+        if self.q.shape[0] > INT32_MAX or self.q.shape[1] > INT32_MAX:
+            raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the most is {INT32_MAX}")
+        self.args.num_seqs = <int32_t>self.q.shape[0]
+        self.args.num_qo_heads = <int32_t>self.q.shape[1]
+        self.args.block_tables = self.tables.data
+        self.args.block_tables_stride = self.tables.stride
+        self.args.block_tables_width = self.tables.columns
+        self.args.seq_lens = self.lengths.data
+        return self.read_queries()
+
+    cdef int read_queries(self) except -1:
+        """Takes q in place when it is f32 with whole strides, and a copy widened to f32 when it is not."""
+        cdef Py_ssize_t item = self.q.item_bytes, seq, head, dim = self.q.shape[2]
+        cdef pp_dtype dtype = kind_of(&self.q)
+        cdef float *to
+        if dim > 1 and self.q.strides[2] != item:
+            raise ValueError(f"the last axis of q must be contiguous: {item} bytes a step, not {self.q.strides[2]}")
+        if (dtype == PP_F32 and self.q.strides[0] % item == 0 and self.q.strides[1] % item == 0
+                and <size_t>self.q.data % sizeof(float) == 0):
+            self.args.q = <const float *>self.q.data
+            self.args.q_stride_seq = self.q.strides[0] // item
+            self.args.q_stride_head = self.q.strides[1] // item
+            return 0
+        self.widened = to = <float *>PyMem_Malloc(
+            <size_t>(self.q.shape[0] * self.q.shape[1] * dim + 1) * sizeof(float))
+        if to == NULL:
+            raise MemoryError(f"no memory to widen q of {self.q.shape[0]} sequences")
+        for seq in range(self.q.shape[0]):
+            for head in range(self.q.shape[1]):
+                pp_widen(to, self.q.data + seq * self.q.strides[0] + head * self.q.strides[1], dim, dtype)
+                to += dim
+        self.args.q = self.widened
+        self.args.q_stride_seq = self.q.shape[1] * dim
+        self.args.q_stride_head = dim
+        return 0
+
+    cdef int read_scale(self, object sm_scale) except -1:
+        cdef double scale = 1.0 / sqrt(self.q.shape[2]) if sm_scale is None else sm_scale
+        if not isfinite(<float>scale):
+            raise ValueError(f"sm_scale must be a finite float32, not {sm_scale}")
+        self.args.sm_scale = <float>scale
+        return 0
+
+    cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,
+                          object sinks) except -1:
+        cdef int64_t window = operator.index(window_left)
+        cdef double cap = logits_soft_cap
+        if window < -1:
+            raise ValueError(f"window_left must be -1 (no window) or more, not {window}")
+        if not (isfinite(<float>cap) and cap >= 0.0):
+            raise ValueError(f"logits_soft_cap must be 0 (no cap) or a finite float32 above it, not {logits_soft_cap}")
+        if alibi_slopes is not None:
+            self.slopes = self.read_heads("alibi_slopes", alibi_slopes)
+        if sinks is not None:
+            self.sinks = self.read_heads("sinks", sinks)
+        self.args.window = window + 1
+        self.args.logits_soft_cap = <float>cap
+        self.args.alibi_slopes = self.slopes
+        self.args.sinks = self.sinks
+        return 0
+
+    cdef float *read_heads(self, str name, object source) except NULL:
+        """A copy, to be freed with PyMem_Free, of one number for each query head."""
+        cdef Tensor tensor
+        cdef Py_ssize_t i, heads = self.q.shape[1]
+        cdef float *numbers = NULL
+        held = read_tensor(name, source, &tensor)
+        try:
+            if tensor.ndim != 1 or tensor.shape[0] != heads:
+                shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
+                raise ValueError(f"{name} must hold a number for each of the {heads} query heads, not {shape}")
+            numbers = <float *>PyMem_Malloc(<size_t>heads * sizeof(float))
+            if numbers == NULL:
+                raise MemoryError(f"no memory for {heads} {name}")
+            for i in range(heads):
+                pp_widen(numbers + i, tensor.data + i * tensor.strides[0], 1, kind_of(&tensor))
+        finally:
+            release_tensor(&tensor)
+            del held
+        return numbers
+
+    cdef int read_out(self, object out) except -1:
+        """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
+        cdef Py_ssize_t axis, step = sizeof(float)
+        PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES | PyBUF_WRITABLE)
+        self.has_out = True
+        if not is_float32(&self.out):
+            raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
+        shape = tuple([self.q.shape[axis] for axis in range(3)])
+        got = tuple([self.out.shape[axis] for axis in range(self.out.ndim)])
+        if got != shape:
+            raise ValueError(f"out must have q's shape {shape}, not {got}")
+        for axis in range(2, -1, -1):
+            if self.out.shape[axis] > 1 and self.out.strides[axis] != step:
+                raise ValueError(
+                    f"out must be C-contiguous: axis {axis} steps {self.out.strides[axis]} bytes, not {step}"
+                )
+            step *= self.out.shape[axis]
+        if <size_t>self.out.buf % sizeof(float):
+            raise ValueError(f"out must be aligned to {sizeof(float)} bytes")
+        self.check_apart("q", self.q.data, self.q.shape, self.q.strides, 3, self.q.item_bytes)
+        self.check_apart("block_tables", <const char *>self.tables.data, self.tables.view.shape,
+                         self.tables.view.strides, 2, sizeof(int32_t))
+        self.check_apart("seq_lens", <const char *>self.lengths.data, self.lengths.view.shape,
+                         self.lengths.view.strides, 1, sizeof(int32_t))
+        cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes, one = 1
+        self.check_apart("the pool's pages", <const char *>self.pool.c_pool.base, &pool_bytes, &one, 1, 1)
+        self.args.out = <float *>self.out.buf
+        return 0
+
+    cdef int check_apart(self, str name, const char *data, const Py_ssize_t *shape, const Py_ssize_t *strides,
+                         int ndim, Py_ssize_t item) except -1:
+        cdef const char *low = data
+        cdef const char *high = data + item
+        cdef const char *begin = <const char *>self.out.buf
+        cdef int axis
+        for axis in range(ndim):
+            if shape[axis] == 0:
+                return 0
+            if strides[axis] < 0:
+                low += (shape[axis] - 1) * strides[axis]
+            else:
+                high += (shape[axis] - 1) * strides[axis]
+        if self.out.len and begin < high and low < begin + self.out.len:
+            raise ValueError(f"out overlaps {name}: it is written while that is read")
+        return 0
+
+    cdef long long first_block(self, Py_ssize_t seq) noexcept:
+        cdef int64_t length = self.args.seq_lens[seq], window = self.args.window
+        return (length - window) // self.pool.c_pool.layout.block_size if 0 < window < length else 0
+
+    cdef object failure(self, pp_status status):
+        """The exception for a status, with the place and both numbers."""
+        cdef Py_ssize_t seq, index
+        cdef int64_t length, blocks, size = self.pool.c_pool.layout.block_size
+        cdef int32_t block
+        if status == PP_NO_MEMORY:
+            return MemoryError(f"no memory for the partial results of {self.args.num_seqs} sequences")
+        for seq in range(self.lengths.rows):
+            length = self.args.seq_lens[seq]
+            blocks = (length + size - 1) // size
+            if length < 0:
+                return ValueError(f"seq_lens[{seq}] is {length}, below 0")
+            if blocks > self.args.block_tables_width:
+                return ValueError(
+                    f"seq_lens[{seq}] is {length}: that is {blocks} blocks of {size} tokens, and block_tables has "
+                    f"{self.args.block_tables_width} columns"
+                )
+        for seq in range(self.lengths.rows):
+            for index in range(self.first_block(seq), (self.args.seq_lens[seq] + size - 1) // size):
+                block = self.args.block_tables[seq * self.args.block_tables_stride + index]
+                if not 0 <= block < self.pool.c_pool.num_blocks:
+                    return InvalidBlock(
+                        f"block_tables[{seq}, {index}] is {block}, "
+                        f"and the pool has {self.pool.c_pool.num_blocks} blocks"
+                    )
+        return ValueError(f"{self.args.num_seqs} sequences of these lengths need more memory than can be addressed")
