@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,8 +80,8 @@ def test_forks_append_in_parallel_while_pools_come_and_go(foreign):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # that is what is tested
 def test_a_forked_child_finds_the_allocator_whole(foreign):
-    allocator = BlockAllocator(500)
-    pool = KvCachePool.from_layout(LAYOUT, 500, allocator)
+    allocator = BlockAllocator(3 * 256 + 8)  # what the parent's threads hold stays held in the child
+    pool = KvCachePool.from_layout(LAYOUT, 3 * 256 + 8, allocator)
     threads = [threading.Thread(target=foreign.hammer, args=(allocator, 1.0, seed)) for seed in range(3)]
     for thread in threads:
         thread.start()
@@ -97,6 +98,8 @@ def test_a_forked_child_finds_the_allocator_whole(foreign):
                 state.fork().append(1)  # copies a page
                 del pool
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         statuses.append(os.waitpid(child, 0)[1])
