@@ -30,8 +30,8 @@ static void read_all(const char *at, size_t bytes, size_t ahead) {
     atomic_fetch_xor_explicit(&sink, word, memory_order_relaxed);
 }
 
-/* A buffer that begins at a huge page, all of it touched; NULL when there is no memory.  What lies before the first whole
- * huge page and behind the last is given back at once, so that stream_free needs only the address. */
+/* A buffer that begins at a huge page, all of it touched; NULL when there is no memory.  What lies before the first
+ * whole huge page and behind the last is given back at once, so that stream_free needs only the address. */
 static size_t rounded(size_t bytes) { return (bytes + 2 * (size_t)HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 
 char *stream_buffer(size_t bytes) {

@@ -46,13 +46,13 @@ typedef struct pp_decode_args {
     int64_t block_tables_width;
     const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
     float sm_scale;
-    int64_t window;               /* 0: every token; else only the last `window` ones: no other page, no id of one, is read */
+    int64_t window;               /* 0: every token; else the last `window` ones: no other page, nor its id, is read */
     float logits_soft_cap;        /* 0: none; else a score becomes cap * tanh(score / cap) */
     const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - (seq_len - 1)) is added, after the cap */
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
     int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
     float *out;                   /* (num_seqs, num_qo_heads, head_dim), C-contiguous; must not overlap q */
-    float *lse;                   /* NULL, or (num_seqs, num_qo_heads): natural log of the sum of exp(scores), sinks included */
+    float *lse;                   /* NULL, or (num_seqs, num_qo_heads): log of the sum of exp(scores), sinks included */
 } pp_decode_args;
 
 typedef struct pp_decode_plan {

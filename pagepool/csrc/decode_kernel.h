@@ -1,7 +1,7 @@
 /* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
  *
- * Included once per dtype with PP_DTYPE (f32, f16, bf16) and PP_ITEM (bytes of an element) defined.  The walk, per tile of
- * 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
+ * Included once per dtype with PP_DTYPE (f32, f16, bf16) and PP_ITEM (bytes of an element) defined.  The walk, per tile
+ * of 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
  *   softmax  running maximum, rescale, exp
@@ -100,7 +100,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
 }
 
 /* One tile of one kv head for HEADS of its query heads, whose queries begin at q, rows at `rows` and maxima at m. */
-PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, float *rows, float *m, int prefetch) {
+PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, float *rows, float *m,
+                             int prefetch) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[PP_MAX_HEADS];
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
@@ -141,7 +142,8 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     int d = 0;
     for (; d < whole; d += columns)
-        PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, s, scales, rows, d % PP_V_RUN ? 0 : prefetch);
+        PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, s, scales, rows,
+                        d % PP_V_RUN ? 0 : prefetch);
     for (; d + PP_LANES <= dims; d += PP_LANES)
         PP_NAME(values)(HEADS, 1, 0, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
 #if PP_HALF_TAIL
@@ -167,7 +169,7 @@ static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile 
     }
 }
 
-/* Brings the tile's tokens of one head from plain pages into the order of tiled ones, so that the same walk reads them. */
+/* Brings the tile's tokens of one head from plain pages into the order of tiled ones: the same walk reads them then. */
 static void PP_NAME(pack)(const pp_chunk *work, int64_t begin, int tokens, int32_t head, unsigned char *scratch) {
     pp_kv_layout tiled;
     const pp_kv_layout *plain = &work->pool->layout;

@@ -25,7 +25,7 @@ static inline float exp_one(float x) {
     return lanes[0];
 }
 
-/* What scores are shifted by: the maximum, or 0 while every score is -inf, so that exp(-inf - shift) is 0 and not NaN. */
+/* What scores are shifted by: the maximum, or 0 while every score is -inf: exp(-inf - shift) is 0 then and not NaN. */
 PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 /* tanh(x): a polynomial near 0 (Cephes), by exp elsewhere. */

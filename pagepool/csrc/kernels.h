@@ -4,13 +4,13 @@
 
 #include "pagepool/attention.h"
 
-/* Where to prefetch.  Measured on shuffled pages: Intel server cores (16 line fill buffers in L1) gain 5 to 20 % with L2,
- * AMD's Zen 5 with L1. */
+/* Where to prefetch.  Measured on shuffled pages: Intel server cores (16 line fill buffers in L1) gain 5 to 20 % with
+ * L2, AMD's Zen 5 with L1. */
 enum { PP_PREFETCH_L1 = 1, PP_PREFETCH_L2 = 2 };
 int pp_prefetch_level(void);
 
-/* A chunk of one sequence, for some of its kv heads.  Starts from nothing and leaves, for each query head h of those, in
- * the chunk's record
+/* A chunk of one sequence, for some of its kv heads.  Starts from nothing and leaves, for each query head h of those,
+ * in the chunk's record
  *   rows[h][:head_dim]        = sum exp(score - m) * V
  *   rows[h][row_stride - 16]  = sum exp(score - m)        (16 running sums until the chunk is done)
  *   m[h]                      = max score */
@@ -33,8 +33,8 @@ typedef struct pp_chunk {
     const unsigned char *next[2]; /* what will be read after this chunk (K of two groups), to be prefetched; or NULLs */
 } pp_chunk;
 
-/* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; for one without a token that is
- * seen the other stands.  In plain layouts tiles are packed first, and the layer's first byte stands for both. */
+/* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; for one without a token
+ * that is seen the other stands.  In plain layouts tiles are packed first, and the layer's first byte stands for both. */
 static inline void pp_tile_groups(const pp_chunk *work, int64_t begin, const unsigned char **groups) {
     const pp_kv_layout *layout = &work->pool->layout;
     groups[0] = groups[1] = layout->tiled ? NULL : work->layer;

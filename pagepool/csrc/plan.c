@@ -6,8 +6,8 @@
  *   unit_begin[s] = the first unit of sequence s;   unit_begin[num_seqs] = num_units
  *   remaining[s * head_parts + part] = chunks of that part which are not done yet; who does the last one merges
  *
- * Lengths and block ids are copied into the workspace as they are checked: what another thread does to the caller's arrays
- * meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the kernel reads them.
+ * Lengths and block ids are copied into the workspace as they are checked: what another thread does to the caller's
+ * arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the kernel reads them.
  *
  * Each chunk of each sequence has a record in the workspace: rows (num_qo_heads, row_stride) and m (num_qo_heads,).  A
  * chunk's record depends on its tokens alone and records are merged in order, so no bit depends on who ran what. */
@@ -26,7 +26,7 @@ typedef struct measures {
     int64_t record;                 /* elements of one */
     int64_t row_stride;
     int32_t head_parts;
-    size_t counters, begins, lengths, ids, queries, bytes; /* sizes: remaining, unit_begin and row_begin each, ..., all */
+    size_t counters, begins, lengths, ids, queries, bytes; /* sizes: remaining; unit_begin and row_begin each; ...; all */
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
@@ -73,8 +73,8 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     all->lengths = aligned(sizeof(int32_t) * (size_t)args->num_seqs);
     all->ids = aligned(sizeof(int32_t) * (size_t)all->num_blocks);
     size_t queries, records;
-    if (__builtin_mul_overflow((size_t)args->num_seqs * sizeof(float), (size_t)args->num_qo_heads * (size_t)layout->head_dim,
-                               &queries))
+    const size_t row_bytes = (size_t)args->num_qo_heads * (size_t)layout->head_dim * sizeof(float);
+    if (__builtin_mul_overflow((size_t)args->num_seqs, row_bytes, &queries))
         return PP_INVALID_ARGUMENT;
     all->queries = aligned(queries);
     const size_t tables = all->counters + 2 * all->begins + all->lengths + all->ids;
@@ -124,7 +124,8 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
     if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
     if (status != PP_OK) return status;
     char *at = workspace;
-    *plan = (pp_decode_plan){.args = *args, .head_parts = all.head_parts, .record = all.record, .row_stride = all.row_stride};
+    *plan = (pp_decode_plan){
+        .args = *args, .head_parts = all.head_parts, .record = all.record, .row_stride = all.row_stride};
     plan->remaining = (int32_t *)at;
     plan->unit_begin = (int64_t *)(at += all.counters);
     plan->row_begin = (int64_t *)(at += all.begins);

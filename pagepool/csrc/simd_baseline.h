@@ -1,4 +1,4 @@
-/* simd_baseline.h: the kernels' vocabulary in the compiler's own vectors: 4 lanes, any CPU, no fma, no f16 instructions. */
+/* simd_baseline.h: the kernels' vocabulary in the compiler's own vectors: 4 lanes, any CPU, no fma, no f16. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 4 /* query heads that share a load */
 #define PP_HALF_TAIL 0
