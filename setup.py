@@ -153,7 +153,7 @@ def extension(module):
         module,
         [] if module == SHARED else [module.replace(".", "/") + ".pyx"],
         include_dirs=INCLUDE,
-        libraries=["pagepool"],
+        libraries=["pagepool", "m"],
         define_macros=[("CYTHON_CLINE_IN_TRACEBACK", "0")],
         extra_compile_args=[*COMMON, *OPTIMISE, "-Wall", "-Wextra", *CYTHON_QUIET, *SAN],
         extra_link_args=LINK,

@@ -4,6 +4,7 @@ from pagepool._paths import get_include, get_library_dir
 from pagepool._version import __version__
 from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode
+from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, SchedulerConfig, StateLayout
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
@@ -42,4 +43,6 @@ __all__ = [
     "decode",
     "get_include",
     "get_library_dir",
+    "merge_state",
+    "merge_states",
 ]

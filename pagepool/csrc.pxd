@@ -115,6 +115,21 @@ cdef extern from "pagepool/attention.h" nogil:
     void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) noexcept
     pp_status pp_decode(const pp_decode_args *args, int num_threads) noexcept
 
+    ctypedef struct pp_merge_args:
+        int64_t num_rows
+        int64_t num_parts
+        int64_t head_dim
+        const float *v
+        int64_t v_stride_row
+        int64_t v_stride_part
+        const float *s
+        int64_t s_stride_row
+        int64_t s_stride_part
+        float *out
+        float *lse
+
+    pp_status pp_merge_states(const pp_merge_args *args) noexcept
+
 
 cdef extern from "pagepool/cpu.h" nogil:
     const char *pp_isa() noexcept

@@ -78,6 +78,31 @@ PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args 
 /* Runs units [begin, end).  Each unit exactly once in all. */
 PP_API void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end);
 
+/* Merges partial results of the same queries over disjoint tokens, in order, so that attention over all of them comes
+ * out: for each of `num_rows` rows
+ *
+ *     out = sum_i v[i] exp(s[i] - m) / sum_i exp(s[i] - m),   lse = m + log(sum_i exp(s[i] - m)),   m = max_i s[i]
+ *
+ *   v        part i of row r at v + r * v_stride_row + i * v_stride_part, head_dim contiguous elements
+ *   s        its log of the sum of exp(scores) at s + r * s_stride_row + i * s_stride_part; -inf: a part without tokens,
+ *            whose v does not count
+ *   out      (num_rows, head_dim), C-contiguous; must not overlap v or s
+ *   lse      NULL, or (num_rows,)
+ *
+ * A row whose parts are all without tokens (or num_parts 0) becomes zeros and -inf.  The bits depend on the row alone.
+ * PP_INVALID_ARGUMENT for a size below 0 or a head_dim above 2^24. */
+typedef struct pp_merge_args {
+    int64_t num_rows, num_parts, head_dim;
+    const float *v;
+    int64_t v_stride_row, v_stride_part;
+    const float *s;
+    int64_t s_stride_row, s_stride_part;
+    float *out;
+    float *lse;
+} pp_merge_args;
+
+PP_API pp_status pp_merge_states(const pp_merge_args *args);
+
 /* Plans and runs on `num_threads` threads with scratch of its own.  PP_NO_MEMORY when there is none. */
 PP_API pp_status pp_decode(const pp_decode_args *args, int num_threads);
 

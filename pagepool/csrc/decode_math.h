@@ -109,3 +109,44 @@ static void merge_chunks(const pp_merge *work) {
         if (work->lse) work->lse[h] = maximum + logf(total);
     }
 }
+
+/* to[:n] = a * to + b * from, or b * from where a is 0: what has no weight does not count, be it NaN. */
+PP_INLINE void add_weighted(float *to, float a, const float *from, float b, int64_t n) {
+    int64_t d = 0;
+    for (; d + PP_LANES <= n; d += PP_LANES) {
+        const pp_v scaled = v_mul(v_load(from + d), v_set1(b));
+        v_store(to + d, a != 0.0f ? v_fma(v_load(to + d), v_set1(a), scaled) : scaled);
+    }
+    if (d < n) { /* the rest, by way of whole vectors, so that it is rounded as they are */
+        float x[PP_LANES] = {0}, y[PP_LANES] = {0};
+        memcpy(x, to + d, (size_t)(n - d) * sizeof(float));
+        memcpy(y, from + d, (size_t)(n - d) * sizeof(float));
+        const pp_v scaled = v_mul(v_load(y), v_set1(b));
+        v_store(x, a != 0.0f ? v_fma(v_load(x), v_set1(a), scaled) : scaled);
+        memcpy(to + d, x, (size_t)(n - d) * sizeof(float));
+    }
+}
+
+/* Weights first, so that each part is read once and the result is divided by nothing. */
+static void merge_rows(const pp_merge_args *args) {
+    for (int64_t r = 0; r < args->num_rows; r++) {
+        const float *s = args->s + r * args->s_stride_row, *v = args->v + r * args->v_stride_row;
+        float *out = args->out + r * args->head_dim;
+        float maximum = -INFINITY, total = 0.0f;
+        for (int64_t i = 0; i < args->num_parts; i++) {
+            const float part = s[i * args->s_stride_part];
+            if (!(part <= maximum)) maximum = part; /* a NaN is taken, and stays */
+        }
+        for (int64_t i = 0; i < args->num_parts; i++)
+            total += exp_one(s[i * args->s_stride_part] - shift_of(maximum));
+        int empty = 1;
+        for (int64_t i = 0; i < args->num_parts; i++) {
+            const float part = s[i * args->s_stride_part], weight = exp_one(part - shift_of(maximum)) / total;
+            if (part == -INFINITY) continue;
+            add_weighted(out, empty ? 0.0f : 1.0f, v + i * args->v_stride_part, weight, args->head_dim);
+            empty = 0;
+        }
+        if (empty) memset(out, 0, (size_t)args->head_dim * sizeof(float));
+        if (args->lse) args->lse[r] = empty ? -INFINITY : maximum + logf(total);
+    }
+}

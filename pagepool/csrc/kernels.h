@@ -65,6 +65,7 @@ typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *); /* by pp_dtype */
     void (*merge)(const pp_merge *);
+    void (*merge_rows)(const pp_merge_args *);
     /* Lays out a sequence's queries so that those of the heads that share a load are neighbours: for each kv head and
      * each such part of its group, [head_dim / 2][heads of the part][2]. */
     void (*pack_queries)(float *to, const float *q, int64_t q_stride, int32_t num_kv_heads, int32_t group_size,

@@ -26,6 +26,7 @@ const pp_kernels pp_kernels_neon = {
     .name = "neon",
     .chunk = {chunk_f32, chunk_f16, chunk_bf16},
     .merge = merge_chunks,
+    .merge_rows = merge_rows,
     .pack_queries = pack_queries,
     .narrow = {copy_f32, narrow_f16, narrow_bf16},
     .widen = {copy_to_f32, widen_f16, widen_bf16},
