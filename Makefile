@@ -113,7 +113,8 @@ build/aarch64/program: tests/capi/program.c $(CSRC) $(HEADERS)
 
 wheel: $(VENV)/.package  ## dist/: an sdist, and a wheel built from it in isolation
 	rm -rf dist
-	$(PY) -m build --outdir dist .
+	@mkdir -p build
+	$(PY) -m build --outdir dist . > build/package.log 2>&1 || { cat build/package.log; exit 1; }
 	$(PY) .ci/check_dist.py dist
 
 # In an environment and a folder of their own, so that nothing of the checkout can be imported.
