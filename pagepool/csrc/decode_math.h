@@ -45,12 +45,14 @@ PP_INLINE pp_v v_tanh(pp_v x) {
     return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
 }
 
-/* Bends the scores of `heads` heads of a tile: soft cap, then ALiBi. */
+/* Bends the scores of `heads` heads of a tile: soft cap, then ALiBi.  Each position is rounded by itself, so that beyond
+ * 2^24, too, it does not depend on the number of lanes. */
 static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads, float *s) {
-    static const float LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float positions[PP_TILE];
+    for (int t = 0; t < PP_TILE; t++) positions[t] = (float)((int32_t)tile->distance + t);
     const pp_v cap = v_set1(tile->logits_soft_cap), inverse = v_set1(1.0f / tile->logits_soft_cap);
     for (int t = 0; t < PP_TILE; t += PP_LANES) {
-        const pp_v position = v_add(v_set1((float)(tile->distance + t)), v_load(LANES));
+        const pp_v position = v_load(positions + t);
         for (int g = 0; g < heads; g++) {
             float *at = s + g * PP_TILE + t;
             pp_v x = v_load(at);

@@ -1,7 +1,9 @@
 """Decode attention in plain Python: float64, online softmax over pages. Oracle of the tests, baseline of the bench.
 
-    out[s, h] = sum_t softmax_t(sm_scale * q[s, h] . K[s, t, h / G]) * V[s, t, h / G]   G = num_qo_heads / num_kv_heads
-    lse[s, h] = log(sum_t exp(sm_scale * q[s, h] . K[s, t, h / G]))
+    x[s, h, t] = sm_scale * q[s, h] . K[s, t, h / G]      G = num_qo_heads / num_kv_heads
+                 with a soft cap: cap * tanh(x / cap);    then, with ALiBi: x + slope[h] * (t - (seq_len - 1))
+    lse[s, h] = log(sum_t exp(x[s, h, t]) + exp(sink[h]))    t over all tokens, or the last window_left + 1
+    out[s, h] = sum_t exp(x[s, h, t] - lse[s, h]) * V[s, t, h / G]
 
 What IEEE arithmetic makes of special values is the result: a NaN among the scores, or a score of +inf, makes the
 head's output NaN; a score of -inf has weight 0; scores that are all -inf give NaN and the lse -inf. The order in which
@@ -11,28 +13,33 @@ the kernels add is in `pagepool.reference.canonical`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import exp, inf, log, nan, sqrt
-from typing import Any
+from math import exp, inf, log, nan, sqrt, tanh
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["decode", "refuse_variants"]
+__all__ = ["decode"]
 
 Vectors = list[list[float]]
 State = tuple[float, float, list[float]]  # maximum, sum of weights, weighted sum of V: both relative to the maximum
 
 
-def refuse_variants(window_left: int, logits_soft_cap: float, alibi_slopes: Any, sinks: Any) -> None:
-    """Raises `NotImplementedError`, naming the argument, for a variant that is not neutral."""
-    asked = {
-        "window_left": window_left != -1,
-        "logits_soft_cap": logits_soft_cap != 0.0,
-        "alibi_slopes": alibi_slopes is not None,
-        "sinks": sinks is not None,
-    }
-    for name, given in asked.items():
-        if given:
-            raise NotImplementedError(f"{name} is not supported yet")
+class Variant(NamedTuple):
+    """What bends scores and limits what is seen; slopes and sinks, if any, have a number per query head."""
+
+    window_left: int
+    cap: float
+    slopes: list[float] | None
+    sinks: list[float] | None
+
+    def first_seen(self, seq_len: int) -> int:
+        return max(0, seq_len - 1 - self.window_left) if self.window_left >= 0 else 0
+
+    def bend(self, score: float, h: int, position: int) -> float:
+        """`position` is that of the token from the query's: 0 or below."""
+        if self.cap:
+            score = self.cap * tanh(score / self.cap)
+        return score + self.slopes[h] * position if self.slopes is not None else score
 
 
 def decode(
@@ -63,12 +70,13 @@ def decode(
     >>> decode([[[1.0] * 8]], pool, 0, [[1]], [2]).shape
     (1, 1, 8)
     """
-    refuse_variants(window_left, logits_soft_cap, alibi_slopes, sinks)
+    slopes, sink_scores = (None if x is None else np.asarray(x).tolist() for x in (alibi_slopes, sinks))
+    variant = Variant(window_left, logits_soft_cap, slopes, sink_scores)
     queries: list[Vectors] = np.asarray(q).tolist()
     scale = 1.0 / sqrt(pool.layout.head_dim) if sm_scale is None else sm_scale
     tables, lengths = np.asarray(block_tables).tolist(), np.asarray(seq_lens).tolist()
     rows = [
-        _attend(heads, pages(pool, layer, table, length), scale)
+        _attend(heads, pages(pool, layer, table, variant.first_seen(length), length), length, scale, variant)
         for heads, table, length in zip(queries, tables, lengths, strict=True)
     ]
     shape = np.asarray(q).shape
@@ -80,30 +88,42 @@ def decode(
     return (result, lse) if return_lse else result
 
 
-def pages(pool: Any, layer: int, table: list[int], seq_len: int) -> Iterator[tuple[Any, Any]]:
-    """K and V of a sequence, a page at a time: nested lists `[token][kv head][dim]`."""
+def pages(pool: Any, layer: int, table: list[int], first: int, seq_len: int) -> Iterator[tuple[int, Any, Any]]:
+    """The tokens from `first` on, a page at a time: the first one's position, K and V as lists `[token][kv head][dim]`.
+
+    No other page is read.
+    """
     size = pool.layout.block_size
-    for start in range(0, seq_len, size):
+    for start in range(first // size * size, seq_len, size):
         block = np.array(table[start // size : start // size + 1], dtype=np.int32)
         k, v = pool.gather(layer, block, min(size, seq_len - start))
-        yield k.tolist(), v.tolist()
+        begin = max(first, start)
+        yield begin, k[begin - start :].tolist(), v[begin - start :].tolist()
 
 
-def _attend(heads: Vectors, kv: Iterator[tuple[Any, Any]], scale: float) -> list[tuple[list[float], float]]:
+def _attend(
+    heads: Vectors, kv: Iterator[tuple[int, Any, Any]], seq_len: int, scale: float, variant: Variant
+) -> list[tuple[list[float], float]]:
     """All query heads of one sequence: (output, log of the sum of exponentials) of each."""
-    running: list[State | None] = [None] * len(heads)
-    for k_page, v_page in kv:
+    if not seq_len:
+        return [([0.0] * len(q), -inf) for q in heads]
+    running: list[State] = [(-inf, 0.0, [0.0] * len(q)) for q in heads]
+    for begin, k_page, v_page in kv:
         group = len(heads) // len(k_page[0])
         for h, q in enumerate(heads):
             keys = [token[h // group] for token in k_page]
             values = [token[h // group] for token in v_page]
-            scores = [scale * sum([a * b for a, b in zip(q, key, strict=True)]) for key in keys]
-            running[h] = _absorb(running[h] or (-inf, 0.0, [0.0] * len(q)), scores, values)
-    return [_finish(state) if state else ([0.0] * len(q), -inf) for q, state in zip(heads, running, strict=True)]
+            products = [scale * sum([a * b for a, b in zip(q, key, strict=True)]) for key in keys]
+            scores = [variant.bend(x, h, t - (seq_len - 1)) for t, x in enumerate(products, begin)]
+            running[h] = _absorb(running[h], scores, values)
+    if variant.sinks is not None:  # a score with a value of nothing
+        sinks = zip(running, variant.sinks, strict=True)
+        running = [_absorb(state, [sink], [[0.0] * len(state[2])]) for state, sink in sinks]
+    return [_finish(state) for state in running]
 
 
 def _absorb(state: State, scores: list[float], values: Vectors) -> State:
-    """One page more."""
+    """Some tokens more."""
     m, total, o = state
     new = nan if any(s != s for s in [m, *scores]) else max(m, *scores)
     kept = _weight(m, new)

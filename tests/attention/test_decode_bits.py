@@ -1,12 +1,25 @@
-"""The same bits, always: whatever the threads, the batch, its order, the block size and what lies beside the tokens."""
+"""The same bits, always: whatever the threads, the batch, its order, the block size and what lies beside the tokens.
+
+And those that `pagepool.reference.canonical` spells out, with every variant.
+"""
 
 import numpy as np
 import pytest
 from paged_cases import DTYPES, assert_same_bits, garbage, make_case, random_kv, slots_of
 
-from pagepool import KvLayout
+from pagepool import KvLayout, cpu_info
+from pagepool.reference import canonical
+from pagepool.reference.canonical_math import TANH_BORDER, rounding_once_or_twice, tanh
 
 LENGTHS = [1, 16, 512, 0, 513, 33, 2600, 1024]
+VARIANTS = [
+    *({"window_left": window} for window in (0, 15, 16, 31, 40, 511, 530)),
+    *({"logits_soft_cap": cap} for cap in (0.7, 30.0)),
+    {"alibi_slopes": True},
+    {"sinks": True},
+    {"window_left": 20, "logits_soft_cap": 3.3, "alibi_slopes": True, "sinks": True},
+    {"window_left": 545, "logits_soft_cap": 0.9, "alibi_slopes": True, "sinks": True},
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,3 +100,77 @@ def test_a_second_run_gives_the_same_bits():
     first = case.decode(return_lse=True)
     for _ in range(20):
         assert_same_bits(case.decode(return_lse=True), first)
+
+
+def per_head(options, heads):
+    """The options with a number per head where they say True: slopes of both signs, sinks from -inf to above all."""
+    slopes = np.array([0.5, -0.031, 0.004, 0.0, -1.3], np.float32)
+    sinks = np.array([1.7, 60.0, -np.inf, -3.0], np.float32)
+    numbers = {"alibi_slopes": np.resize(slopes, heads), "sinks": np.resize(sinks, heads)}
+    return {name: numbers[name] if value is True else value for name, value in options.items()}
+
+
+def canonical_head(case, row, head, options):
+    """Output and lse of one query head of a sequence, by the canonical order."""
+    _, heads, dim = case.q.shape
+    kv_heads = case.pool.layout.num_kv_heads
+    kv = case.pool.gather(0, case.block_tables[row], int(case.seq_lens[row]))
+    k, v = (x[:, head * kv_heads // heads].astype(np.float32).tolist() for x in kv)
+    names = {"alibi_slopes": "alibi_slope", "sinks": "sink"}
+    own = {names.get(name, name): float(value[head]) if name in names else value for name, value in options.items()}
+    fused = cpu_info()["isa"] != "baseline"
+    return canonical.attend(case.q[row, head].tolist(), k, v, 1 / np.sqrt(dim), fused=fused, **own)
+
+
+def assert_canonical(case, options):
+    out, lse = case.decode(return_lse=True, **options)
+    for row, head in np.ndindex(lse.shape):
+        expected, expected_lse = canonical_head(case, row, head, options)
+        assert_same_bits([out[row, head]], [np.array(expected, np.float32)])
+        np.testing.assert_allclose(lse[row, head], expected_lse, rtol=3e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "kv_heads", "group", "head_dim", "lengths"),
+    [
+        ("float32", 16, 1, 5, 16, [561, 0, 1]),
+        ("float16", 5, 2, 2, 8, [47, 1030]),
+        ("bfloat16", 16, 1, 9, 24, [31, 32, 70]),
+    ],
+)
+def test_variants_follow_the_canonical_order(dtype, block_size, kv_heads, group, head_dim, lengths, options):
+    case = make_case(KvLayout(1, kv_heads, head_dim, block_size, dtype), group, lengths)
+    assert_canonical(case, per_head(options, kv_heads * group))
+
+
+@pytest.mark.parametrize("cap", [0.01, 0.625, 1.0, 9.0])
+def test_capped_scores_on_both_sides_of_the_border_of_tanh(cap):
+    """The lse of a lone token is its score: log(1) is 0."""
+    border = cap * TANH_BORDER
+    scores = np.array([0.0, 1e-6 * cap, *border * np.linspace(0.9999999, 1.0000001, 9), 2 * cap, 9 * cap, 1e4])
+    scores = np.concatenate([scores, -scores]).astype(np.float32)
+    k = np.zeros((len(scores), 1, 1, 8), np.float32)
+    k[..., 0] = scores.reshape(-1, 1, 1)
+    case = make_case(KvLayout(1, 1, 8, 16, "float32"), 1, [1] * len(scores), kv=[(x, x) for x in k])
+    case.q[:] = 1.0
+    lse = case.decode(logits_soft_cap=cap, sm_scale=1.0, return_lse=True)[1][:, 0]
+    once, cap32 = rounding_once_or_twice(cpu_info()["isa"] != "baseline"), np.float32(cap)
+    inverse = np.float32(1.0) / cap32
+    expected = np.array([cap32 * np.float32(tanh(float(x * inverse), once)) for x in scores])
+    assert_same_bits([lse + np.float32(0.0)], [expected + np.float32(0.0)])
+    np.testing.assert_allclose(lse, cap * np.tanh(scores.astype(np.float64) / cap), rtol=3e-7)
+
+
+def test_positions_that_float32_cannot_hold_are_rounded_one_by_one():
+    """Far more tokens than pages: all table entries name the same few. The slope leaves weight to the first tokens."""
+    seq_len, size = 2**24 + 6, 1024
+    case = make_case(KvLayout(1, 1, 8, size, "float32"), 1, [size])
+    case.q[:] = 0.0
+    case.block_tables = np.repeat(case.block_tables[:, :1], -(-seq_len // size), axis=1)
+    case.seq_lens[:] = seq_len
+    out = case.decode(alibi_slopes=np.array([-1.0], np.float32))
+    scores = -(np.arange(64) - (seq_len - 1)).astype(np.float32).astype(np.float64)
+    weights = np.exp(scores - scores.max())
+    values = case.pool.gather(0, case.block_tables[0], 64)[1][:, 0]
+    np.testing.assert_allclose(out[0, 0], weights @ values / weights.sum(), rtol=1e-5, atol=1e-6)

@@ -112,9 +112,21 @@ def test_a_special_q_poisons_only_its_head(value):
     assert_same_bits([out[0, 0], out[0, 2]], [clean[0, 0], clean[0, 2]])
 
 
+OPTIONS = [
+    {},
+    {"window_left": 20},
+    {"logits_soft_cap": 2.0},
+    {"alibi_slopes": np.array([0.1, -0.02], np.float32)},
+    {"sinks": np.array([1.0, -INF], np.float32)},
+    {"sinks": np.array([INF, NAN], np.float32)},
+    {"window_left": 33, "logits_soft_cap": 2.0, "sinks": np.array([-INF, 9.0], np.float32)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [16, 3])
-def test_the_reference_says_the_same_of_random_special_values(block_size, dtype):
+def test_the_reference_says_the_same_of_random_special_values(block_size, dtype, options):
     rng = np.random.default_rng(block_size)
     layout = KvLayout(1, 1, 8, block_size=block_size, dtype=dtype)
     for trial in range(20):
@@ -124,6 +136,7 @@ def test_the_reference_says_the_same_of_random_special_values(block_size, dtype)
             for _ in range(rng.integers(0, 3)):
                 array[rng.integers(length), 0, rng.integers(8)] = rng.choice([NAN, INF, -INF])
         case = make_case(layout, 2, [length], kv=[(k, v)], seed=trial)
-        got, expected = case.decode(return_lse=True), reference.decode(*case.args, return_lse=True)
+        got = case.decode(return_lse=True, **options)
+        expected = reference.decode(*case.args, return_lse=True, **options)
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

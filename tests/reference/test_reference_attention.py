@@ -8,16 +8,35 @@ import pytest
 from pagepool import KvLayout
 from pagepool.reference import KvCachePool, decode
 from pagepool.reference.canonical import CHUNK, TILE, attend
+from pagepool.reference.canonical_math import rounding_once_or_twice, tanh
+
+VARIANTS = [
+    *({"window_left": window} for window in (0, 3, 15, 16, 39, 100)),
+    {"logits_soft_cap": 0.8},
+    {"alibi_slopes": [0.5, -0.25, 0.0, 0.125]},
+    {"sinks": [0.5, -math.inf, 20.0, -3.0]},
+    {
+        "window_left": 9,
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": [0.5, 0.25, -0.5, 0.125],
+        "sinks": [1.0, 0.0, 2.0, -2.0],
+    },
+]
 
 
-def softmax_attention(q, k, v, scale):
+def softmax_attention(q, k, v, scale, window_left=-1, logits_soft_cap=0.0, alibi_slopes=(0.0,), sinks=(-math.inf,)):
     """All at once in numpy: q (heads, dim), k and v (tokens, kv heads, dim); returns out and lse."""
-    group = q.shape[0] // k.shape[1]
+    group, tokens = q.shape[0] // k.shape[1], len(k)
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = np.einsum("hd,thd->ht", q, k) * scale
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    total = weights.sum(axis=1)
-    return np.einsum("ht,thd->hd", weights, v) / total[:, None], np.log(total) + scores.max(axis=1)
+    if logits_soft_cap:
+        scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+    scores = scores + np.reshape(alibi_slopes, (-1, 1)) * (np.arange(tokens) - (tokens - 1))
+    if window_left >= 0:
+        scores[:, : max(0, tokens - 1 - window_left)] = -math.inf
+    weights, sink = np.exp(scores), np.exp(sinks)
+    total = weights.sum(axis=1) + sink
+    return np.einsum("ht,thd->hd", weights, v) / total[:, None], np.log(total)
 
 
 def filled(layout, lengths, seed=0):
@@ -64,10 +83,25 @@ def test_decode_fills_out_and_scales_as_asked():
     np.testing.assert_allclose(out[0, 0], pool.gather(0, tables[0], 6)[1].mean(axis=0)[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("argument", ["window_left", "logits_soft_cap", "alibi_slopes", "sinks"])
-def test_variants_are_refused_by_name(argument):
-    with pytest.raises(NotImplementedError, match=argument):
-        decode(None, None, 0, None, None, **{argument: 1})
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_variants_equal_a_softmax_in_one_go(block_size, options):
+    lengths = [0, 1, 7, 40]
+    pool, tables = filled(KvLayout(1, 2, 8, block_size=block_size, dtype="float32"), lengths)
+    q = np.random.default_rng(3).standard_normal((4, 4, 8))
+    window = options.get("window_left", -1)
+    for row, length in enumerate(lengths):  # what is outside of the window is not read
+        tables[row, : max(0, length - 1 - window) // block_size if window >= 0 else 0] = -9
+    out, lse = decode(q, pool, 0, tables, lengths, return_lse=True, **options)
+    assert not out[0].any()
+    assert (lse[0] == -np.inf).all()
+    for row in range(1, 4):
+        skipped = max(0, lengths[row] - 1 - window) // block_size if window >= 0 else 0
+        k, v = pool.gather(0, tables[row, skipped:], lengths[row] - skipped * block_size)
+        k, v = (np.pad(x, ((skipped * block_size, 0), (0, 0), (0, 0))) for x in (k, v))
+        expected, expected_lse = softmax_attention(q[row], k, v, 1 / math.sqrt(8), **options)
+        np.testing.assert_allclose(out[row], expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(lse[row], expected_lse, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +141,28 @@ def pool_with(pool, k, v):
     return pool
 
 
+@pytest.mark.parametrize("options", [{}, *VARIANTS[1:]], ids=str)
 @pytest.mark.parametrize("length", [1, TILE - 1, TILE, TILE + 1, CHUNK, CHUNK + 1, 2 * CHUNK + 37])
-def test_the_canonical_order_is_close_to_the_oracle(length):
+def test_the_canonical_order_is_close_to_the_oracle(length, options):
     pool, tables = filled(KvLayout(1, 1, 8, block_size=16, dtype="float32"), [length])
     q = np.random.default_rng(5).standard_normal((1, 1, 8), np.float32)
-    expected, expected_lse = decode(q, pool, 0, tables, [length], return_lse=True)
+    own = {name: value[:1] if isinstance(value, list) else value for name, value in options.items()}
+    expected, expected_lse = decode(q, pool, 0, tables, [length], return_lse=True, **own)
     k, v = (x[:, 0].tolist() for x in pool.gather(0, tables[0], length))
-    out, lse = attend(q[0, 0].tolist(), k, v, 1 / math.sqrt(8))
+    names = {"alibi_slopes": "alibi_slope", "sinks": "sink"}
+    head = {names.get(name, name): value[0] if name in names else value for name, value in options.items()}
+    out, lse = attend(q[0, 0].tolist(), k, v, 1 / math.sqrt(8), **head)
     assert np.abs(np.array(out) - expected[0, 0]).max() <= 1e-6 * np.abs(expected).max()
     assert abs(lse - expected_lse[0, 0]) <= 1e-6 * max(1, abs(expected_lse[0, 0]))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_tanh_of_the_canonical_order_is_good_to_two_units_in_the_last_place(fused):
+    rng = np.random.default_rng(1)
+    numbers = np.concatenate([rng.uniform(-1, 1, 2000), rng.uniform(-12, 12, 2000), [0.0, 0.625, -0.625, 1e-30, 1e30]])
+    numbers = numbers.astype(np.float32).tolist()
+    got = np.array([tanh(x, rounding_once_or_twice(fused)) for x in numbers])
+    right = np.tanh(np.array(numbers))
+    assert (np.abs(got - right) <= 2 * np.spacing(np.abs(right).astype(np.float32))).all()
+    assert [tanh(x, rounding_once_or_twice(fused)) for x in (math.inf, -math.inf)] == [1.0, -1.0]
+    assert math.isnan(tanh(math.nan, rounding_once_or_twice(fused)))

@@ -1,0 +1,76 @@
+"""exp and tanh as the kernels compute them: every step one float32 operation, each `fma` one or, without fma, two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagepool.reference.rounding import f32, fma
+
+__all__ = ["EXP_MIN", "TANH_BORDER", "Fma", "exp", "rounding_once_or_twice", "tanh"]
+
+EXP_MIN = f32(-87.33654)  # exp of anything smaller is not a normal float32
+EXP_COEFFICIENTS = [
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+]
+TANH_BORDER = 0.625
+TANH_COEFFICIENTS = [
+    -5.70498872745e-3,
+    2.06390887954e-2,
+    -5.37397155531e-2,
+    1.33314422036e-1,
+    -3.33332819422e-1,
+]
+
+Fma = Callable[[float, float, float], float]
+
+
+def rounding_once_or_twice(fused: bool) -> Fma:
+    """a * b + c with one rounding, or, as where there is no such instruction, a product and a sum."""
+    return fma if fused else _twice
+
+
+def _twice(a: float, b: float, c: float) -> float:
+    return f32(f32(a * b) + c)
+
+
+def exp(x: float, fma: Fma) -> float:
+    """exp(x) for x <= 0, 0 below EXP_MIN: x = n ln 2 + r with n whole, a polynomial in r (Cephes), times 2**n.
+
+    >>> exp(-1.0, fma)
+    0.3678794503211975
+    """
+    if x < EXP_MIN:
+        return 0.0
+    magic = 12582912.0  # 1.5 * 2**23: adding it leaves no room for a fraction
+    n = f32(fma(x, f32(1.44269504), magic) - magic)
+    r = fma(n, f32(2.12194440e-4), fma(n, -0.693359375, x))
+    p = _horner(EXP_COEFFICIENTS, r, fma)
+    return f32(f32(fma(p, f32(r * r), r) + 1.0) * 2.0**n)
+
+
+def tanh(x: float, fma: Fma) -> float:
+    """tanh(x): a polynomial in x * x (Cephes) below TANH_BORDER, (1 - e) / (1 + e) with e = exp(-2 |x|) from there on.
+
+    >>> tanh(-0.5, fma), tanh(20.0, fma)
+    (-0.46211716532707214, 1.0)
+    """
+    size = abs(x)
+    if size < TANH_BORDER:
+        z = f32(size * size)
+        y = fma(f32(_horner(TANH_COEFFICIENTS, z, fma) * z), size, size)
+    else:
+        e = exp(f32(-2.0 * size), fma)
+        y = f32(f32(1.0 - e) / f32(1.0 + e))
+    return -y if x < 0.0 else y
+
+
+def _horner(coefficients: list[float], x: float, fma: Fma) -> float:
+    p, *others = map(f32, coefficients)
+    for coefficient in others:
+        p = fma(p, x, coefficient)
+    return p
