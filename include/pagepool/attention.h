@@ -84,8 +84,8 @@ PP_API void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end);
  *     out = sum_i v[i] exp(s[i] - m) / sum_i exp(s[i] - m),   lse = m + log(sum_i exp(s[i] - m)),   m = max_i s[i]
  *
  *   v        part i of row r at v + r * v_stride_row + i * v_stride_part, head_dim contiguous elements
- *   s        its log of the sum of exp(scores) at s + r * s_stride_row + i * s_stride_part; -inf: a part without tokens,
- *            whose v does not count
+ *   s        its log of the sum of exp(scores) at s + r * s_stride_row + i * s_stride_part; -inf: a part without
+ *            tokens, whose v does not count
  *   out      (num_rows, head_dim), C-contiguous; must not overlap v or s
  *   lse      NULL, or (num_rows,)
  *

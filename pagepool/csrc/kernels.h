@@ -34,7 +34,8 @@ typedef struct pp_chunk {
 } pp_chunk;
 
 /* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; for one without a token
- * that is seen the other stands.  In plain layouts tiles are packed first, and the layer's first byte stands for both. */
+ * that is seen the other stands.  In plain layouts tiles are packed first, and the layer's first byte stands for both.
+ */
 static inline void pp_tile_groups(const pp_chunk *work, int64_t begin, const unsigned char **groups) {
     const pp_kv_layout *layout = &work->pool->layout;
     groups[0] = groups[1] = layout->tiled ? NULL : work->layer;

@@ -7,7 +7,8 @@
  *   remaining[s * head_parts + part] = chunks of that part which are not done yet; who does the last one merges
  *
  * Lengths and block ids are copied into the workspace as they are checked: what another thread does to the caller's
- * arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the kernel reads them.
+ * arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the kernel reads
+ * them.
  *
  * Each chunk of each sequence has a record in the workspace: rows (num_qo_heads, row_stride) and m (num_qo_heads,).  A
  * chunk's record depends on its tokens alone and records are merged in order, so no bit depends on who ran what. */
@@ -26,7 +27,8 @@ typedef struct measures {
     int64_t record;                 /* elements of one */
     int64_t row_stride;
     int32_t head_parts;
-    size_t counters, begins, lengths, ids, queries, bytes; /* sizes: remaining; unit_begin and row_begin each; ...; all */
+    /* Sizes: remaining; unit_begin and row_begin each; ...; all. */
+    size_t counters, begins, lengths, ids, queries, bytes;
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }

@@ -34,7 +34,9 @@ void *realloc(void *old, size_t size) {
     return memory;
 }
 
-void *aligned_alloc(size_t alignment, size_t size) { return fails() ? NULL : counted(__libc_memalign(alignment, size)); }
+void *aligned_alloc(size_t alignment, size_t size) {
+    return fails() ? NULL : counted(__libc_memalign(alignment, size));
+}
 
 int posix_memalign(void **memory, size_t alignment, size_t size) {
     if (fails()) return ENOMEM;
