@@ -14,6 +14,7 @@ from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.prefix import PrefixCache
 from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
+    "PrefixCache",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",

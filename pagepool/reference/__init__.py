@@ -7,6 +7,7 @@ from pagepool.reference.allocator import BlockAllocator
 from pagepool.reference.attention import decode
 from pagepool.reference.block_table import BlockTables, PagedSeqState, append_batch, release_batch
 from pagepool.reference.kv_pool import KvCachePool
+from pagepool.reference.prefix import PrefixCache
 from pagepool.reference.ssm_pool import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SsmStatePool
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "KvCachePool",
     "Mamba2SequenceState",
     "PagedSeqState",
+    "PrefixCache",
     "SequenceSlot",
     "SsmStatePool",
     "append_batch",

@@ -5,7 +5,7 @@
     ...
 
 `unit` is "s", "ms", "us" or null (no arrivals: everything is there at time 0). The runs name the prefix blocks of the
-prompt; they are checked and not used yet. A file of sessions has one session a line,
+prompt; they are kept when they are asked for. A file of sessions has one session a line,
 `{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times,
 whether or not the one before has ended.
 
@@ -52,6 +52,8 @@ class Trace:
     arrival_us: array[int] = field(default_factory=lambda: array("q"))
     prompt: array[int] = field(default_factory=lambda: array("i"))
     output: array[int] = field(default_factory=lambda: array("i"))
+    session: array[int] = field(default_factory=lambda: array("i"))  # whose block ids are those of request i
+    runs: list[list[int]] | None = None  # of the block ids of each prompt, [start, length, ...], if asked for
 
     def __len__(self) -> int:
         return len(self.arrival_us)
@@ -65,8 +67,11 @@ class _Fault(Exception):
     """What is wrong with the line at hand; `read_trace` adds where."""
 
 
-def read_trace(path: str | Path, limit: int | None = None) -> Trace:
-    """Read the trace at `path`, or only its first `limit` requests. Raises `TraceError` for whatever is wrong."""
+def read_trace(path: str | Path, limit: int | None = None, *, prefixes: bool = False) -> Trace:
+    """Read the trace at `path`, or only its first `limit` requests, with the runs of their blocks for `prefixes`.
+
+    Raises `TraceError` for whatever is wrong.
+    """
     where = str(path)
     shown = where if where.isprintable() else ascii(where)
     number = 0
@@ -75,6 +80,8 @@ def read_trace(path: str | Path, limit: int | None = None) -> Trace:
             number = 1
             lines = _lines(raw, where)
             trace, count, scale = _header(next(lines, b""))
+            if prefixes:
+                trace.runs = []
             for record in range(count):
                 if limit is not None and len(trace) >= limit:
                     break
@@ -82,7 +89,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> Trace:
                 line = next(lines, None)
                 if line is None:
                     raise _Fault(f"the file ends after {record} of the {count} records that the header promises")
-                _record(trace, _parse(line), scale, limit)
+                _record(trace, _parse(line), record, scale, limit)
             else:
                 number = count + 2
                 if next(lines, None) is not None:
@@ -170,8 +177,8 @@ def _whole(what: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _record(trace: Trace, record: Any, scale: int, limit: int | None) -> None:
-    """Add a request, or the requests of a session, up to `limit` in all."""
+def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | None) -> None:
+    """Add a request, or the requests of a session, the file's `number`-th, up to `limit` in all."""
     if isinstance(record, dict):
         requests = record.get("r")
         if not isinstance(requests, list):
@@ -180,14 +187,14 @@ def _record(trace: Trace, record: Any, scale: int, limit: int | None) -> None:
         for index, request in enumerate(requests[: room - len(trace)]):
             if not isinstance(request, list) or len(request) != 6:
                 raise _Fault(f"request {index + 1} of the session must be [arrival, in, out, think, api, [runs]]")
-            _request(trace, [*request[:3], request[5]], scale)
+            _request(trace, [*request[:3], request[5]], number, scale)
     elif isinstance(record, list) and len(record) == 4:
-        _request(trace, record, scale)
+        _request(trace, record, 0, scale)
     else:
         raise _Fault("a request must be [arrival, prompt tokens, output tokens, [runs]]")
 
 
-def _request(trace: Trace, record: list[Any], scale: int) -> None:
+def _request(trace: Trace, record: list[Any], session: int, scale: int) -> None:
     """Add one request to `trace`. A request that is plainly right takes no more than a few comparisons."""
     arrival, prompt, output, runs = record
     if not isinstance(runs, list) or len(runs) % 2:
@@ -202,6 +209,11 @@ def _request(trace: Trace, record: list[Any], scale: int) -> None:
     trace.arrival_us.append(_microseconds(arrival, scale))
     trace.prompt.append(prompt)
     trace.output.append(output)
+    if trace.runs is not None:
+        if trace.block and sum(runs[1::2]) > -(-prompt // trace.block):
+            raise _Fault(f"{prompt} tokens cannot have {sum(runs[1::2])} blocks of {trace.block}")
+        trace.session.append(session)
+        trace.runs.append(runs)
 
 
 def _microseconds(arrival: Any, scale: int) -> int:
@@ -228,6 +240,9 @@ def _by_arrival(trace: Trace) -> Trace:
     """The same requests in the order of arrival, those of one moment in the order of the file."""
     times = trace.arrival_us
     order = sorted(range(len(times)), key=times.__getitem__)
+    if trace.runs is not None:
+        trace.session = array("i", (trace.session[i] for i in order))
+        trace.runs = [trace.runs[i] for i in order]
     for column in ("arrival_us", "prompt", "output"):
         values = getattr(trace, column)
         setattr(trace, column, array(values.typecode, (values[i] for i in order)))

@@ -1,0 +1,208 @@
+"""PrefixCache: blocks of finished and running prompts, found again by the tokens that they hold."""
+
+cimport cython
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
+
+from pagepool.csrc cimport PP_OK
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.ids cimport IdArray, read_ids, release_ids
+from pagepool.prefix.cached_blocks cimport CachedBlocks
+
+import operator
+
+import numpy as np
+
+from pagepool.errors import PoolError
+from pagepool.prefix.keys import root_key, token_row
+from pagepool.prefix.policies import POLICIES
+
+__all__ = ["PrefixCache"]
+
+cdef object empty = np.empty
+cdef object INT32 = np.dtype(np.int32)
+cdef int MAX_BLOCK_SIZE = 1024
+
+
+@cython.final
+cdef class PrefixCache:
+    """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
+
+    allocator   whose blocks these are; the cache holds one reference to each block that it keeps
+    block_size  tokens per block, from 1 to 1,024
+    policy      who is evicted first: "lru", "lfu", "s3fifo" or "arc"
+    hash_bits   bits of the block hashes that count; fewer than 64 only to force collisions in tests
+
+    A block is found by a hash chained from the block before it, and taken only when every token, from the first of the
+    prompt on, and the salt and the keys are equal. Blocks leave only through `evict` and `reset_prefix_cache`; one that
+    a sequence holds is never evicted. The GIL makes each call atomic. Raises `ValueError` for a wrong block size or an
+    unknown policy.
+
+    >>> from pagepool import BlockAllocator
+    >>> allocator = BlockAllocator(8)
+    >>> cache = PrefixCache(allocator, block_size=2)
+    >>> blocks = allocator.allocate_n(3)
+    >>> cache.cache_blocks([1, 2, 3, 4, 5], blocks)  # the last block is not full
+    2
+    >>> allocator.free(blocks)
+    >>> cache.match_prefix([1, 2, 3, 4, 9, 9]), cache.match_prefix([1, 2], cache_salt="another tenant")
+    (array([0, 1], dtype=int32), array([], dtype=int32))
+    """
+
+    def __cinit__(self, BlockAllocator allocator not None, block_size=16, str policy="lru", *, int hash_bits=64):
+        size = operator.index(block_size)
+        if not 1 <= size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size must be from 1 to {MAX_BLOCK_SIZE}, not {size}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        self.allocator = allocator
+        self.policy = policy
+        self.block_size = size
+        self.cached = CachedBlocks(allocator, size, policy, hash_bits)
+
+    @property
+    def num_cached(self):
+        """Blocks that the cache holds a reference to."""
+        return self.cached.num_cached
+
+    @property
+    def evictable(self):
+        """Cached blocks that nobody else holds: what `evict` could free now. O(nodes)."""
+        return self.cached.c_evictable()
+
+    def match_prefix(self, tokens, *, cache_salt=None, extra_keys=()):
+        """The cached blocks of the longest prefix of `tokens`, in order: int32 `(n,)`, for `n * block_size` tokens.
+
+        tokens      ids (n_tokens,): a sequence of integers or an array; an int32 array is read in place
+        cache_salt  str, bytes, int or None: only blocks cached with an equal one, of the same type, are found
+        extra_keys  what else the keys and values depend on, an adapter or the hash of an image; as the salt
+
+        Each block has one reference more, the caller's to free: it is not evicted before. All of them count as used,
+        from the first to the last. Raises `TypeError` and `ValueError` for what are no tokens or keys, `PoolError` when
+        a block was freed behind the cache's back; then nothing has changed.
+        """
+        cdef const int32_t[::1] row = token_row(tokens)
+        cdef CachedBlocks cached = self.cached
+        cdef int64_t n = row.shape[0] // self.block_size, num_found = 0, i
+        cdef int32_t[::1] found
+        root = cached.table.roots.get(root_key(cache_salt, extra_keys))
+        if root is not None and n:
+            cached.c_reserve_path(n)
+            num_found = cached.c_walk(root, &row[0], n, True)
+        blocks = empty(num_found, INT32)
+        if num_found:
+            found = blocks
+            for i in range(num_found):
+                found[i] = cached.table.nodes[cached.path[i]].block
+            if self.allocator.c_share_n(&found[0], num_found) != PP_OK:
+                raise PoolError("a cached block was freed by someone else, or has all the references a count can hold")
+            for i in range(num_found):
+                cached.c_touch(cached.path[i])
+        self.looked_up += n
+        self.hits += num_found
+        return blocks
+
+    def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=()):
+        """Keeps the full blocks of a sequence; returns how many of them are new to the cache.
+
+        tokens  those of the sequence from its first on, whose keys and values the blocks hold: as in `match_prefix`
+        blocks  ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
+
+        The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
+        that one stays, and the sequence's own remains the sequence's alone. Raises `InvalidBlock` for a block that is
+        free, out of range, or cached for other tokens, `ValueError` for too few blocks, `TypeError`, `MemoryError`;
+        then nothing has changed.
+        """
+        cdef const int32_t[::1] row = token_row(tokens)
+        cdef CachedBlocks cached = self.cached
+        cdef int64_t n = row.shape[0] // self.block_size
+        cdef IdArray ids
+        cdef int32_t root
+        key = root_key(cache_salt, extra_keys)
+        if n == 0:
+            return 0
+        read_ids(blocks, &ids)
+        try:
+            if ids.count < n:
+                raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
+            cached.c_reserve_path(2 * n)
+            cached.table.reserve(n + 1)
+            root = cached.table.root(key)
+            cached.c_pin(root)
+            try:
+                return cached.c_publish(root, &row[0], ids.ids, n)
+            finally:
+                cached.c_unpin(root)
+        finally:
+            release_ids(&ids)
+
+    def touch(self, tokens, *, cache_salt=None, extra_keys=()):
+        """One prompt of a pure cache pass; returns how many of its leading full blocks were cached.
+
+        From the first block to the last: a cached one counts as used, any other gets a block, free or else evicted from
+        the cache, which keeps it. No block is held for the prompt, so that one longer than the cache evicts its own
+        beginning. Arguments as for `match_prefix`. Stops where nothing can be evicted. Raises as `match_prefix` does.
+        """
+        cdef const int32_t[::1] row = token_row(tokens)
+        cdef int64_t n = row.shape[0] // self.block_size, leading = 0
+        key = root_key(cache_salt, extra_keys)
+        if n:
+            self.cached.table.reserve(n + 1)
+            leading = self.cached.c_pass(self.cached.table.root(key), &row[0], n)
+        self.looked_up += n
+        self.hits += leading
+        return leading
+
+    def evict(self, n):
+        """Gives up to n blocks that nobody else holds back to the allocator; returns how many, fewer when it has fewer.
+
+        O(1) a block, in the order of the policy. A block found in use waits aside until a later call finds it free: it
+        then counts as used just now. Raises `ValueError` when n is below 0.
+
+        >>> from pagepool import BlockAllocator
+        >>> PrefixCache(BlockAllocator(4)).evict(1)
+        0
+        """
+        number = operator.index(n)
+        if number < 0:
+            raise ValueError(f"cannot evict {number} blocks")
+        return self.cached.c_evict(min(number, INT32_MAX))
+
+    def reset_prefix_cache(self):
+        """Forgets everything and drops every reference of the cache; blocks of sequences stay theirs.
+
+        The lowest id that is free then is the next to be handed out. O(n log n).
+        """
+        self.cached.reset()
+
+    def stats(self):
+        """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(nodes).
+
+        `looked_up` and `hits` are full blocks asked for and found, `inserted` = `cached` + `evicted` + `cleared`;
+        `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of unequal blocks.
+        """
+        free = self.allocator.c_free_count()
+        evictable = self.evictable
+        return {
+            "policy": self.policy,
+            "capacity": self.allocator.capacity,
+            "cached": self.cached.num_cached,
+            "used": self.allocator.capacity - free - evictable,
+            "evictable": evictable,
+            "free": free,
+            "looked_up": self.looked_up,
+            "hits": self.hits,
+            "inserted": self.cached.inserted,
+            "evicted": self.cached.evicted,
+            "cleared": self.cached.cleared,
+            "nodes": self.cached.table.num_alive,
+            "collisions": self.cached.table.collisions,
+        }
+
+    def check(self):
+        """Audits every equation between tree, policy, allocator and counters; raises `PoolError` naming a broken one.
+
+        O(nodes + tokens cached). Changes nothing.
+        """
+        broken = self.cached.audit()
+        if broken is not None:
+            raise PoolError(f"broken invariant: {broken}")

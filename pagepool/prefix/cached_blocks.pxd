@@ -1,0 +1,45 @@
+from libc.stdint cimport int32_t, int64_t
+
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.prefix.node cimport NodeList
+from pagepool.prefix.node_table cimport NodeTable
+from pagepool.prefix.policy cimport EvictionPolicy
+
+
+cdef class CachedBlocks:
+    # The cache holds one reference to each cached block:
+    #   owners[block] = node + 1, and 0 for a block that is not cached; nodes[owners[block] - 1].block = block
+    #   num_cached = nodes with a block = nodes with a block in the policy's lists + nodes in `held`
+    #   inserted - evicted - cleared = num_cached
+    cdef BlockAllocator allocator
+    cdef NodeTable table
+    cdef EvictionPolicy order
+    cdef PageBuffer owners_memory
+    cdef int32_t *owners
+    cdef NodeList held  # nodes whose blocks were in use when their turn came
+    cdef int32_t *path  # room for the nodes and the blocks of one call
+    cdef int64_t path_room
+    cdef int32_t num_cached
+    cdef long long inserted
+    cdef long long evicted
+    cdef long long cleared
+
+    cdef int reset(self) except -1
+    # Cached blocks that nobody else holds; O(nodes).
+    cdef int64_t c_evictable(self) noexcept
+    cdef int c_reserve_path(self, int64_t n) except -1
+    cdef void c_pin(self, int32_t node) noexcept
+    cdef void c_unpin(self, int32_t node) noexcept
+    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept
+    cdef void c_touch(self, int32_t node) noexcept
+    cdef void c_put(self, int32_t node, int32_t block) noexcept
+    cdef void c_drop(self, int32_t node) noexcept
+    cdef bint c_in_use(self, int32_t node) noexcept
+    cdef void c_return_held(self, int32_t most) noexcept
+    cdef int64_t c_evict(self, int64_t n) noexcept
+    # Room for n + 1 nodes must be reserved before the next two.
+    cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
+    cdef int64_t c_publish(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) except -1
+    cdef str audit(self)
+    cdef object refused(self, int64_t i, int32_t block)

@@ -1,0 +1,250 @@
+"""CachedBlocks: which node has which block, and who goes when room is needed. All of it wants the GIL."""
+
+cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+from pagepool.csrc cimport PP_OK
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
+from pagepool.prefix.node_table cimport NodeTable
+
+from pagepool.errors import InvalidBlock, PoolError
+from pagepool.prefix.policies import POLICIES
+
+__all__ = ["CachedBlocks"]
+
+
+@cython.final
+@cython.no_gc_clear  # __dealloc__ gives blocks back to the allocator
+cdef class CachedBlocks:
+    """The blocks that a prefix cache holds a reference to. Internal: the cache checks arguments, this acts."""
+
+    def __cinit__(self, BlockAllocator allocator not None, int32_t block_size, str policy not None, int hash_bits):
+        list_clear(&self.held)
+        self.allocator = allocator
+        self.table = NodeTable(block_size, hash_bits)
+        self.order = POLICIES[policy](self.table, allocator.capacity)
+        self.owners_memory = PageBuffer(allocator.capacity, "i")
+        self.owners = <int32_t *>self.owners_memory.base
+
+    def __dealloc__(self):
+        cdef int32_t node
+        if self.owners != NULL:
+            for node in range(self.table.num_made):
+                if self.table.nodes[node].block >= 0:
+                    self.allocator.c_free(self.table.nodes[node].block)
+        PyMem_Free(self.path)
+
+    cdef int reset(self) except -1:
+        """Drops every reference, the highest id first: the lowest is the next to be handed out."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node, block
+        blocks = [nodes[node].block for node in range(self.table.num_made) if nodes[node].block >= 0]
+        blocks.sort(reverse=True)
+        for block in blocks:
+            self.owners[block] = 0
+            self.allocator.c_free(block)
+        self.cleared += self.num_cached
+        self.num_cached = 0
+        list_clear(&self.held)
+        self.order.c_clear()
+        self.table.c_clear()
+        return 0
+
+    cdef int64_t c_evictable(self) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node
+        cdef int64_t count = 0
+        for node in range(self.table.num_made):
+            if nodes[node].block >= 0:
+                count += not self.c_in_use(node)
+        return count
+
+    cdef int c_reserve_path(self, int64_t n) except -1:
+        cdef void *memory
+        if n > self.path_room:
+            memory = PyMem_Realloc(self.path, n * sizeof(int32_t))
+            if memory == NULL:
+                raise MemoryError(f"no memory for a path of {n} nodes")
+            self.path = <int32_t *>memory
+            self.path_room = n
+        return 0
+
+    cdef void c_pin(self, int32_t node) noexcept:
+        self.table.nodes[node].num_children += 1
+
+    cdef void c_unpin(self, int32_t node) noexcept:
+        self.table.nodes[node].num_children -= 1
+        self.table.c_collect(node)
+
+    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept:
+        """Writes the nodes of the leading blocks to `path`, as far as there are any, or any with a block."""
+        cdef int32_t node = root
+        cdef int64_t i
+        cdef uint64_t hash
+        for i in range(n):
+            node = self.table.c_find(node, tokens + i * self.table.block_size, &hash)
+            if node < 0 or (cached_only and self.table.nodes[node].block < 0):
+                return i
+            self.path[i] = node
+        return n
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        if self.table.nodes[node].held:
+            self.table.nodes[node].held = 0
+            list_remove(&self.held, self.table.nodes, node)
+            self.order.c_link(node)
+        self.order.c_touch(node)
+
+    cdef void c_put(self, int32_t node, int32_t block) noexcept:
+        """Gives a node a block whose reference is the cache's."""
+        self.table.nodes[node].block = block
+        self.owners[block] = node + 1
+        self.num_cached += 1
+        self.inserted += 1
+        self.order.c_insert(node)
+
+    cdef void c_drop(self, int32_t node) noexcept:
+        cdef int32_t block = self.table.nodes[node].block
+        self.table.nodes[node].block = -1
+        self.owners[block] = 0
+        self.num_cached -= 1
+        self.evicted += 1
+        self.c_pin(node)  # the policy may forget ghosts, this one among them
+        self.order.c_evicted(node)
+        self.c_unpin(node)
+        self.allocator.c_free(block)
+
+    cdef bint c_in_use(self, int32_t node) noexcept:
+        return self.allocator.c_is_shared(self.table.nodes[node].block)
+
+    cdef void c_return_held(self, int32_t most) noexcept:
+        """Looks at up to `most` held nodes, the longest held first, and gives the policy those that are free again."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node
+        for _ in range(min(most, self.held.size)):
+            node = self.held.head
+            list_remove(&self.held, nodes, node)
+            if self.c_in_use(node):
+                list_push(&self.held, nodes, node)
+            else:
+                nodes[node].held = 0
+                self.order.c_link(node)
+
+    cdef int64_t c_evict(self, int64_t n) noexcept:
+        """A node in use moves to `held`, at most once until it is free: with two looked at a turn, O(1) amortised."""
+        cdef int64_t done = 0
+        cdef int32_t node
+        while done < n:
+            self.c_return_held(2)
+            node = self.order.c_victim()
+            if node < 0:
+                self.c_return_held(self.held.size)
+                node = self.order.c_victim()
+                if node < 0:
+                    break
+            if self.c_in_use(node):
+                self.order.c_unlink(node)
+                self.table.nodes[node].held = 1
+                list_push(&self.held, self.table.nodes, node)
+            else:
+                self.c_drop(node)
+                done += 1
+        return done
+
+    cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
+        """Finds or caches a block after the other; the pin on the last node keeps the path to it alive."""
+        cdef int64_t size = self.table.block_size, i, leading = 0
+        cdef int32_t node = root, child, block
+        cdef uint64_t hash
+        self.c_pin(node)
+        for i in range(n):
+            child = self.table.c_find(node, tokens + i * size, &hash)
+            if child < 0:
+                child = self.table.c_add(node, tokens + i * size, hash)
+            self.c_pin(child)
+            self.c_unpin(node)
+            node = child
+            if self.table.nodes[node].block >= 0:
+                self.c_touch(node)
+                leading += leading == i
+            elif self.allocator.c_allocate(&block) == PP_OK or (
+                self.c_evict(1) == 1 and self.allocator.c_allocate(&block) == PP_OK
+            ):
+                self.c_put(node, block)
+            else:
+                break
+        self.c_unpin(node)
+        return leading
+
+    cdef int64_t c_publish(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) except -1:
+        """The second half of `path` takes the new blocks; marks of -1 in `owners` show one that is given twice."""
+        cdef Node *nodes = self.table.nodes
+        cdef int64_t size = self.table.block_size, known, i, fresh = 0
+        cdef int32_t *shared = self.path + n
+        cdef int32_t node = root, last, refused = -1
+        cdef bint is_shared = False
+        known = self.c_walk(root, tokens, n, False)
+        for i in range(n):
+            if i < known and nodes[self.path[i]].block >= 0:
+                continue
+            if <unsigned int>blocks[i] >= <unsigned int>self.allocator.capacity or self.owners[blocks[i]] != 0:
+                refused = <int32_t>i
+                break
+            self.owners[blocks[i]] = -1
+            shared[fresh] = blocks[i]
+            fresh += 1
+        if refused < 0:
+            is_shared = self.allocator.c_share_n(shared, fresh) == PP_OK
+        for i in range(fresh):
+            self.owners[shared[i]] = 0
+        if refused >= 0:
+            raise self.refused(refused, blocks[refused])
+        if not is_shared:
+            for i in range(fresh):
+                if self.allocator.c_ref_count(shared[i]) == 0:
+                    raise InvalidBlock(f"block {shared[i]} cannot be cached: it is free")
+            raise PoolError("a block has all the references that a count can hold")
+        fresh = 0
+        if known:
+            node = self.path[known - 1]
+        self.c_pin(node)  # the policy may forget ghosts: whatever is on the path stays
+        for i in range(known):
+            if nodes[self.path[i]].block < 0:
+                self.c_put(self.path[i], shared[fresh])
+                fresh += 1
+        last = node
+        for i in range(known, n):
+            node = self.table.c_add(node, tokens + i * size, self.table.c_hash(node, tokens + i * size))
+            self.c_put(node, shared[fresh])
+            fresh += 1
+        self.c_unpin(last)
+        return fresh
+
+    cdef str audit(self):
+        """The first equation that does not hold, as a sentence, or None. O(nodes + tokens)."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node, cached = 0, held = 0
+        broken = self.table.audit()
+        if broken is not None:
+            return broken
+        for node in range(self.table.num_made):
+            if nodes[node].block >= 0:
+                cached += 1
+                held += nodes[node].held
+                if self.owners[nodes[node].block] != node + 1:
+                    return f"node {node} has block {nodes[node].block}, whose owner is another"
+                if self.allocator.c_ref_count(nodes[node].block) < 1:
+                    return f"cached block {nodes[node].block} is free"
+        if cached != self.num_cached or held != self.held.size or not list_is_sound(&self.held, nodes):
+            return f"{cached} blocks are cached and {held} held, not {self.num_cached} and {self.held.size}"
+        if self.inserted - self.evicted - self.cleared != cached:
+            return f"{self.inserted} inserted - {self.evicted} evicted - {self.cleared} cleared are not {cached}"
+        return self.order.audit(cached - held)
+
+    cdef object refused(self, int64_t i, int32_t block):
+        if block < 0 or block >= self.allocator.capacity:
+            return InvalidBlock(f"block {block} is out of range: there are {self.allocator.capacity} blocks")
+        return InvalidBlock(f"block {block}, given at {i}, is cached already, for other tokens")

@@ -1,0 +1,5 @@
+from pagepool.prefix.policy cimport EvictionPolicy
+
+
+cdef class LruPolicy(EvictionPolicy):
+    pass

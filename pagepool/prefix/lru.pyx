@@ -1,0 +1,13 @@
+"""Least recently used: one list, whoever is found moves to its recent end."""
+
+cimport cython
+
+from pagepool.prefix.policy cimport EvictionPolicy
+
+__all__ = ["LruPolicy"]
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class LruPolicy(EvictionPolicy):
+    """Evicts the block that was looked up or cached the longest time ago: what every policy starts from."""

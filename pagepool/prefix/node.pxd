@@ -1,0 +1,69 @@
+"""A node of the prefix tree, and lists of nodes that are linked through the nodes themselves."""
+
+from libc.stdint cimport int32_t, uint8_t, uint64_t
+
+
+cdef struct Node:
+    uint64_t hash
+    int32_t parent  # -1 for a root
+    int32_t next_in_bucket
+    int32_t block  # -1 when it has none, or is not alive
+    int32_t num_children
+    int32_t last_child  # the child found or added last, or -1: where the next walk looks first
+    int32_t previous
+    int32_t next
+    uint8_t list  # of the policy's
+    uint8_t uses  # of the policy's
+    uint8_t ghost  # without a block, yet remembered by the policy
+    uint8_t held  # found in use when its turn to be evicted came: out of the policy's lists
+    uint8_t alive
+
+
+# Oldest first. size nodes are linked from head to tail by next, and back by previous; -1 ends both ways.
+cdef struct NodeList:
+    int32_t head
+    int32_t tail
+    int32_t size
+
+
+cdef inline void list_clear(NodeList *self) noexcept nogil:
+    self.head = -1
+    self.tail = -1
+    self.size = 0
+
+
+cdef inline void list_push(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
+    nodes[node].previous = self.tail
+    nodes[node].next = -1
+    if self.tail < 0:
+        self.head = node
+    else:
+        nodes[self.tail].next = node
+    self.tail = node
+    self.size += 1
+
+
+cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
+    cdef int32_t before = nodes[node].previous
+    cdef int32_t after = nodes[node].next
+    if before < 0:
+        self.head = after
+    else:
+        nodes[before].next = after
+    if after < 0:
+        self.tail = before
+    else:
+        nodes[after].previous = before
+    self.size -= 1
+
+
+# Whether links and size agree; every node of it must be alive.
+cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept nogil:
+    cdef int32_t node = self.head, before = -1, size = 0
+    while node >= 0 and size <= self.size:
+        if nodes[node].previous != before or not nodes[node].alive:
+            return False
+        before = node
+        node = nodes[node].next
+        size += 1
+    return node < 0 and before == self.tail and size == self.size

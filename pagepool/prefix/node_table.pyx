@@ -1,0 +1,213 @@
+"""NodeTable: the tree of prefixes, each found by a chained hash and then by its tokens."""
+
+cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+from pagepool.prefix.node cimport Node
+
+import os
+
+__all__ = ["NodeTable"]
+
+
+cdef extern from "block_hash.h" nogil:
+    uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int64_t n)
+
+
+@cython.final
+cdef class NodeTable:
+    """The prefixes that a cache knows, as a tree. Internal: the cache and its policy share it.
+
+    `hash_bits` below 64 keeps only so many bits of each hash, so that tests can force collisions.
+    """
+
+    def __cinit__(self, int32_t block_size, int hash_bits=64):
+        if not 0 <= hash_bits <= 64:
+            raise ValueError(f"hash_bits must be from 0 to 64, not {hash_bits}")
+        self.block_size = block_size
+        self.hash_mask = <uint64_t>-1 if hash_bits == 64 else (<uint64_t>1 << hash_bits) - 1
+        self.root_hash = int.from_bytes(os.urandom(8), "little")
+        self.roots = {}
+        self.root_keys = {}
+        self.unused = -1
+
+    def __dealloc__(self):
+        PyMem_Free(self.nodes)
+        PyMem_Free(self.tokens)
+        PyMem_Free(self.buckets)
+
+    cdef int reserve(self, int64_t n) except -1:
+        cdef int64_t needed = self.num_alive + n, room = max(64, self.room), buckets = max(64, self.num_buckets)
+        cdef int32_t node, bucket
+        cdef void *memory
+        if needed > INT32_MAX:
+            raise MemoryError(f"{needed} prefix nodes are more than {INT32_MAX}")
+        while room < needed:
+            room *= 2
+        while buckets < needed:
+            buckets *= 2
+        if room > self.room:
+            memory = PyMem_Realloc(self.nodes, room * sizeof(Node))
+            if memory != NULL:
+                self.nodes = <Node *>memory
+                memory = PyMem_Realloc(self.tokens, room * self.block_size * sizeof(int32_t))
+            if memory == NULL:
+                raise MemoryError(f"no memory for {room} prefix nodes")
+            self.tokens = <int32_t *>memory
+            self.room = room
+        if buckets > self.num_buckets:
+            memory = PyMem_Realloc(self.buckets, buckets * sizeof(int32_t))
+            if memory == NULL:
+                raise MemoryError(f"no memory for {buckets} buckets of prefix nodes")
+            self.buckets = <int32_t *>memory
+            self.num_buckets = buckets
+            for bucket in range(buckets):
+                self.buckets[bucket] = -1
+            for node in range(self.num_made):
+                if self.nodes[node].alive and self.nodes[node].parent >= 0:
+                    bucket = self.nodes[node].hash & (buckets - 1)
+                    self.nodes[node].next_in_bucket = self.buckets[bucket]
+                    self.buckets[bucket] = node
+        return 0
+
+    cdef int32_t root(self, bytes key) except -1:
+        cdef object known = self.roots.get(key)
+        cdef int32_t node
+        if known is not None:
+            return known
+        node = self.c_make()
+        self.nodes[node].parent = -1
+        self.root_hash = pp_hash_block(self.root_hash, NULL, 0)
+        self.nodes[node].hash = self.root_hash
+        self.roots[key] = node
+        self.root_keys[node] = key
+        return node
+
+    cdef int32_t c_make(self) noexcept:
+        cdef int32_t node = self.unused
+        if node >= 0:
+            self.unused = self.nodes[node].next_in_bucket
+        else:
+            node = self.num_made
+            self.num_made += 1
+        self.num_alive += 1
+        self.nodes[node] = Node(0, -1, -1, -1, 0, -1, -1, -1, 0, 0, 0, 0, 1)
+        return node
+
+    cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept:
+        return pp_hash_block(self.nodes[parent].hash, tokens, self.block_size) & self.hash_mask
+
+    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens, uint64_t *hash) noexcept:
+        """The last child first: a walk along a path that was walked before hashes nothing."""
+        cdef Node *nodes = self.nodes
+        cdef size_t row = self.block_size, size = row * sizeof(int32_t)
+        cdef int32_t node = nodes[parent].last_child
+        if node >= 0 and memcmp(self.tokens + node * row, tokens, size) == 0:
+            return node
+        hash[0] = self.c_hash(parent, tokens)
+        node = self.buckets[hash[0] & (self.num_buckets - 1)]
+        while node >= 0:
+            if nodes[node].hash == hash[0]:
+                if nodes[node].parent == parent and memcmp(self.tokens + node * row, tokens, size) == 0:
+                    nodes[parent].last_child = node
+                    return node
+                self.collisions += 1
+            node = nodes[node].next_in_bucket
+        return -1
+
+    cdef int32_t c_add(self, int32_t parent, const int32_t *tokens, uint64_t hash) noexcept:
+        cdef int32_t node = self.c_make()
+        cdef int32_t *bucket = self.buckets + (hash & (self.num_buckets - 1))
+        cdef size_t row = self.block_size
+        memcpy(self.tokens + node * row, tokens, row * sizeof(int32_t))
+        self.nodes[node].hash = hash
+        self.nodes[node].parent = parent
+        self.nodes[node].next_in_bucket = bucket[0]
+        bucket[0] = node
+        self.nodes[parent].num_children += 1
+        self.nodes[parent].last_child = node
+        return node
+
+    cdef void c_collect(self, int32_t node) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef int32_t parent
+        cdef int32_t *link
+        while node >= 0 and nodes[node].block < 0 and nodes[node].num_children == 0 and not nodes[node].ghost:
+            parent = nodes[node].parent
+            if parent >= 0:
+                link = self.buckets + (nodes[node].hash & (self.num_buckets - 1))
+                while link[0] != node:
+                    link = &nodes[link[0]].next_in_bucket
+                link[0] = nodes[node].next_in_bucket
+                nodes[parent].num_children -= 1
+                if nodes[parent].last_child == node:
+                    nodes[parent].last_child = -1
+            else:
+                del self.roots[self.root_keys.pop(node)]
+            nodes[node].alive = 0
+            nodes[node].next_in_bucket = self.unused
+            self.unused = node
+            self.num_alive -= 1
+            node = parent
+
+    cdef void c_clear(self) noexcept:
+        """Gives back all memory, too: what is left is an empty table."""
+        PyMem_Free(self.nodes)
+        PyMem_Free(self.tokens)
+        PyMem_Free(self.buckets)
+        self.nodes = NULL
+        self.tokens = NULL
+        self.buckets = NULL
+        self.num_buckets = self.room = 0
+        self.num_made = self.num_alive = 0
+        self.unused = -1
+        self.roots.clear()
+        self.root_keys.clear()
+
+    cdef str audit(self):
+        """The first equation that does not hold, as a sentence, or None. O(nodes)."""
+        cdef Node *nodes = self.nodes
+        cdef int32_t node, other
+        cdef int64_t alive = 0, hashed = 0, steps, bucket
+        cdef size_t row = self.block_size
+        children = {}
+        for node in range(self.num_made):
+            if not nodes[node].alive:
+                continue
+            alive += 1
+            if nodes[node].parent < 0:
+                if self.roots.get(self.root_keys.get(node)) != node:
+                    return f"node {node} has no parent and is the root of no key"
+                continue
+            hashed += 1
+            if not nodes[nodes[node].parent].alive:
+                return f"node {node} is alive, its parent {nodes[node].parent} is not"
+            if nodes[node].hash != self.c_hash(nodes[node].parent, self.tokens + node * row):
+                return f"the hash of node {node} is not that of its tokens"
+            children[nodes[node].parent] = children.get(nodes[node].parent, 0) + 1
+        for node in range(self.num_made):
+            if not nodes[node].alive:
+                continue
+            if nodes[node].num_children != children.get(node, 0):
+                return f"node {node} counts {nodes[node].num_children} children, there are {children.get(node, 0)}"
+            other = nodes[node].last_child
+            if other >= 0 and (not nodes[other].alive or nodes[other].parent != node):
+                return f"the last child of node {node} is {other}, which is none of its children"
+            if nodes[node].block < 0 and not nodes[node].ghost and nodes[node].num_children == 0:
+                return f"nothing keeps node {node} alive"
+        if alive != self.num_alive:
+            return f"{alive} nodes are alive, {self.num_alive} are counted"
+        if alive - hashed != len(self.roots):
+            return f"{alive - hashed} nodes are roots, there are {len(self.roots)} keys"
+        for bucket in range(self.num_buckets):
+            node = self.buckets[bucket]
+            steps = 0
+            while node >= 0 and steps <= alive:
+                if not nodes[node].alive or <int64_t>(nodes[node].hash & (self.num_buckets - 1)) != bucket:
+                    return f"node {node} is in bucket {bucket}, where it does not belong"
+                hashed -= 1
+                steps += 1
+                node = nodes[node].next_in_bucket
+        return None if hashed == 0 else f"{hashed} more nodes are alive than are in buckets"

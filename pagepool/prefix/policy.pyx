@@ -1,0 +1,83 @@
+"""EvictionPolicy: what every policy has, and the four methods that make one."""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t
+
+from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
+from pagepool.prefix.node_table cimport NodeTable
+
+__all__ = ["EvictionPolicy"]
+
+
+@cython.auto_pickle(False)
+cdef class EvictionPolicy:
+    """Decides which cached block goes first. Subclasses, in Cython, override the four methods of the interface.
+
+    Internal: a cache makes the one it is asked for by name; see `POLICIES` in pagepool.prefix.policies.
+    """
+
+    def __cinit__(self, NodeTable table not None, int64_t capacity):
+        self.table = table
+        self.capacity = capacity
+        self.num_lists = 256
+        self.c_clear()
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        self.c_push(0, node)
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.c_move(node, 0)
+
+    cdef int32_t c_victim(self) noexcept:
+        return self.lists[0].head
+
+    cdef void c_evicted(self, int32_t node) noexcept:
+        self.c_unlink(node)
+
+    cdef void c_unlink(self, int32_t node) noexcept:
+        list_remove(&self.lists[self.table.nodes[node].list], self.table.nodes, node)
+
+    cdef void c_link(self, int32_t node) noexcept:
+        list_push(&self.lists[self.table.nodes[node].list], self.table.nodes, node)
+
+    cdef void c_push(self, int list, int32_t node) noexcept:
+        self.table.nodes[node].list = list
+        list_push(&self.lists[list], self.table.nodes, node)
+
+    cdef void c_move(self, int32_t node, int list) noexcept:
+        cdef Node *nodes = self.table.nodes
+        list_remove(&self.lists[nodes[node].list], nodes, node)
+        nodes[node].list = list
+        list_push(&self.lists[list], nodes, node)
+
+    cdef void c_keep_ghost(self, int32_t node, int list) noexcept:
+        self.c_move(node, list)
+        self.table.nodes[node].ghost = 1
+
+    cdef void c_forget_oldest(self, int list) noexcept:
+        """Drops the oldest ghost of a list, and what only the ghost kept alive."""
+        cdef int32_t node = self.lists[list].head
+        list_remove(&self.lists[list], self.table.nodes, node)
+        self.table.nodes[node].ghost = 0
+        self.table.c_collect(node)
+
+    cdef void c_clear(self) noexcept:
+        cdef int list
+        for list in range(self.num_lists):
+            list_clear(&self.lists[list])
+
+    cdef str audit(self, int32_t num_linked):
+        """The first equation that does not hold, as a sentence, or None. `num_linked`: cached nodes not held."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node, linked = 0
+        cdef int list
+        for list in range(self.num_lists):
+            if not list_is_sound(&self.lists[list], nodes):
+                return f"list {list} of the policy is broken"
+            node = self.lists[list].head
+            while node >= 0:
+                if nodes[node].list != list or nodes[node].held or nodes[node].ghost != (nodes[node].block < 0):
+                    return f"node {node} does not belong into list {list} of the policy"
+                linked += not nodes[node].ghost
+                node = nodes[node].next
+        return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"

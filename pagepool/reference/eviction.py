@@ -1,0 +1,162 @@
+"""Eviction policies in plain Python: who goes first when a prefix cache must make room.
+
+A policy is told, from the head of a prefix to its tail, that a node was cached (`insert`), looked up (`touch`), that
+it lost its block (`evicted`), that it was found in use (`unlink`) and is free again (`link`); `victim` names who goes
+next. Each list is a dict in the order of age, the oldest first. S3-FIFO and ARC remember evicted nodes: ghosts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["POLICIES", "Lru"]
+
+
+def oldest(nodes: dict[Any, None]) -> Any:
+    """The first key of a dict."""
+    return next(iter(nodes))
+
+
+class Lru:
+    """Least recently used; what the others build on: some lists, and the list that each node is in."""
+
+    def __init__(self, capacity: int, num_lists: int = 1) -> None:
+        self.capacity = capacity
+        self.lists: list[dict[Any, None]] = [{} for _ in range(num_lists)]
+        self.place: dict[Any, int] = {}
+
+    def insert(self, node: Any) -> None:
+        """The node has a block from now on."""
+        self.move(node, 0)
+
+    def touch(self, node: Any) -> None:
+        """The node was found by a look-up."""
+        self.move(node, 0)
+
+    def victim(self) -> Any:
+        """Who goes next, or None."""
+        return oldest(self.lists[0]) if self.lists[0] else None
+
+    def evicted(self, node: Any) -> None:
+        """The node has lost its block."""
+        del self.lists[self.place.pop(node)][node]
+
+    def unlink(self, node: Any) -> None:
+        """Out of the lists; which one it was in is remembered."""
+        del self.lists[self.place[node]][node]
+
+    def link(self, node: Any) -> None:
+        """Back at the recent end of its list."""
+        self.lists[self.place[node]][node] = None
+
+    def move(self, node: Any, to: int) -> None:
+        """To the recent end of a list, from wherever it was."""
+        if node in self.place:
+            self.lists[self.place[node]].pop(node, None)
+        self.place[node] = to
+        self.lists[to][node] = None
+
+    def forget_oldest(self, index: int) -> None:
+        """Drops the oldest ghost of a list."""
+        node = oldest(self.lists[index])
+        del self.lists[index][node], self.place[node]
+
+
+class Lfu(Lru):
+    """Least frequently used, then least recently: a list per number of uses, 255 and more in one."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 256)
+
+    def insert(self, node: Any) -> None:
+        self.move(node, 1)
+
+    def touch(self, node: Any) -> None:
+        self.move(node, min(255, self.place[node] + 1))
+
+    def victim(self) -> Any:
+        return next((oldest(nodes) for nodes in self.lists if nodes), None)
+
+
+class S3Fifo(Lru):
+    """A small queue, a main queue, and the ghosts of the small one; uses are counted up to 3."""
+
+    SMALL, MAIN, GHOST = range(3)
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 3)
+        self.uses: dict[Any, int] = {}
+
+    def insert(self, node: Any) -> None:
+        self.uses[node] = 0
+        self.move(node, self.MAIN if node in self.lists[self.GHOST] else self.SMALL)
+
+    def touch(self, node: Any) -> None:
+        self.uses[node] = min(3, self.uses[node] + 1)
+
+    def victim(self) -> Any:
+        small, main = self.lists[self.SMALL], self.lists[self.MAIN]
+        while small or main:
+            if small and (not main or 10 * len(small) >= len(small) + len(main)):
+                node = oldest(small)
+                if self.uses[node] <= 1:
+                    return node
+                self.uses[node] = 0
+            else:
+                node = oldest(main)
+                if self.uses[node] == 0:
+                    return node
+                self.uses[node] -= 1
+            self.move(node, self.MAIN)
+        return None
+
+    def evicted(self, node: Any) -> None:
+        if node in self.lists[self.MAIN]:
+            super().evicted(node)
+            return
+        self.move(node, self.GHOST)
+        if len(self.lists[self.GHOST]) > self.capacity - self.capacity // 10:
+            self.forget_oldest(self.GHOST)
+
+
+class Arc(Lru):
+    """Used once against used again, with ghosts of both; the target of the first moves when a ghost comes back."""
+
+    RECENT, FREQUENT, RECENT_GHOSTS, FREQUENT_GHOSTS = range(4)
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 4)
+        self.target = 0
+
+    def insert(self, node: Any) -> None:
+        recent, frequent = len(self.lists[self.RECENT_GHOSTS]), len(self.lists[self.FREQUENT_GHOSTS])
+        if node in self.lists[self.RECENT_GHOSTS]:
+            self.target = min(self.capacity, self.target + max(1, frequent // recent))
+        elif node in self.lists[self.FREQUENT_GHOSTS]:
+            self.target = max(0, self.target - max(1, recent // frequent))
+        self.move(node, self.FREQUENT if node in self.place else self.RECENT)
+        self.trim()
+
+    def touch(self, node: Any) -> None:
+        self.move(node, self.FREQUENT)
+
+    def victim(self) -> Any:
+        recent, frequent = self.lists[self.RECENT], self.lists[self.FREQUENT]
+        if recent and (len(recent) > self.target or not frequent):
+            return oldest(recent)
+        return oldest(frequent) if frequent else None
+
+    def evicted(self, node: Any) -> None:
+        self.move(node, self.RECENT_GHOSTS if self.place[node] == self.RECENT else self.FREQUENT_GHOSTS)
+        self.trim()
+
+    def trim(self) -> None:
+        """RECENT and its ghosts are at most the capacity, all four at most twice that."""
+        recent, _, recent_ghosts, frequent_ghosts = self.lists
+        while recent_ghosts and len(recent) + len(recent_ghosts) > self.capacity:
+            self.forget_oldest(self.RECENT_GHOSTS)
+        while frequent_ghosts and sum(map(len, self.lists)) > 2 * self.capacity:
+            self.forget_oldest(self.FREQUENT_GHOSTS)
+
+
+POLICIES = {"lru": Lru, "lfu": Lfu, "s3fifo": S3Fifo, "arc": Arc}

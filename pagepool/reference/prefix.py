@@ -1,0 +1,208 @@
+"""The prefix cache in plain Python: a tree of blocks, each found from its parent by its tokens.
+
+ref_count(node.block) >= 1      for each node with a block: the cache's own reference
+no block at two nodes
+the nodes with a block are those of the policy and those held, each once
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pagepool.errors import InvalidBlock, PoolError
+from pagepool.reference.eviction import POLICIES
+
+__all__ = ["PrefixCache"]
+
+
+class Node:
+    """A prefix: that of its parent and one block of tokens more. `block` is None when it is not cached."""
+
+    def __init__(self) -> None:
+        self.block: int | None = None
+        self.children: dict[tuple[int, ...], Node] = {}
+
+
+class PrefixCache:
+    """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
+
+    >>> from pagepool.reference import BlockAllocator
+    >>> allocator = BlockAllocator(8)
+    >>> cache = PrefixCache(allocator, block_size=2)
+    >>> blocks = allocator.allocate_n(3)
+    >>> cache.cache_blocks([1, 2, 3, 4, 5], blocks)
+    2
+    >>> allocator.free(blocks)
+    >>> cache.match_prefix([1, 2, 3, 4, 9, 9])
+    array([0, 1], dtype=int32)
+    """
+
+    def __init__(self, allocator: Any, block_size: int = 16, policy: str = "lru") -> None:
+        if not 1 <= operator.index(block_size) <= 1024:
+            raise ValueError(f"block_size must be from 1 to 1024, not {block_size}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        self.allocator = allocator
+        self.block_size = block_size
+        self.policy = policy
+        self.evicted = self.looked_up = self.hits = 0
+        self._forget()
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that the cache holds a reference to."""
+        return len(self._cached)
+
+    @property
+    def evictable(self) -> int:
+        """Cached blocks that nobody else holds."""
+        return sum(not self._in_use(node) for node in self._cached.values())
+
+    def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> np.ndarray:
+        """The cached blocks of the longest prefix of `tokens`, each with one reference more, the caller's to free."""
+        node, found = self._root(cache_salt, extra_keys), []
+        keys = self._keys(tokens)
+        for key in keys:
+            child = node.children.get(key)
+            if child is None or child.block is None:
+                break
+            found.append(child)
+            node = child
+        blocks = [node.block for node in found]
+        self.allocator.share(blocks)
+        for node in found:
+            self._touch(node)
+        self.looked_up += len(keys)
+        self.hits += len(found)
+        return np.array(blocks, dtype=np.int32)
+
+    def cache_blocks(self, tokens: Any, blocks: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
+        """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
+        keys, ids = self._keys(tokens), [int(block) for block in blocks]
+        if len(ids) < len(keys):
+            raise ValueError(f"{len(keys)} blocks are full, here are {len(ids)}")
+        path = self._path(self._root(cache_salt, extra_keys), keys)
+        fresh = [(node, block) for node, block in zip(path, ids, strict=False) if node.block is None]
+        taken = [block for _, block in fresh]
+        if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
+            raise InvalidBlock("a block is cached already, for other tokens, or given twice")
+        self.allocator.share(taken)
+        for node, block in fresh:
+            self._put(node, block)
+        return len(fresh)
+
+    def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
+        """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""
+        keys = self._keys(tokens)
+        leading = 0
+        for index, node in enumerate(self._path(self._root(cache_salt, extra_keys), keys)):
+            if node.block is not None:
+                self._touch(node)
+                leading += leading == index
+            elif self.allocator.free_count or self.evict(1):
+                self._put(node, self.allocator.allocate())
+            else:
+                break
+        self.looked_up += len(keys)
+        self.hits += leading
+        return leading
+
+    def evict(self, n: int) -> int:
+        """Gives up to n blocks that nobody else holds back to the allocator; returns how many."""
+        if operator.index(n) < 0:
+            raise ValueError(f"cannot evict {n} blocks")
+        done = 0
+        while done < n:
+            self._return_held(2)
+            node = self._order.victim()
+            if node is None:
+                self._return_held(len(self._held))
+                node = self._order.victim()
+                if node is None:
+                    break
+            if self._in_use(node):
+                self._order.unlink(node)
+                self._held[node] = None
+            else:
+                block, node.block = node.block, None
+                del self._cached[block]
+                self._order.evicted(node)
+                self.allocator.free(block)
+                done += 1
+        self.evicted += done
+        return done
+
+    def stats(self) -> dict[str, Any]:
+        """What it holds and has done, as a dict."""
+        return {
+            "policy": self.policy,
+            "cached": self.num_cached,
+            "evictable": self.evictable,
+            "looked_up": self.looked_up,
+            "hits": self.hits,
+            "evicted": self.evicted,
+        }
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets everything and drops every reference of the cache."""
+        self.allocator.free(sorted(self._cached, reverse=True))
+        self._forget()
+
+    def check(self) -> None:
+        """Raises `PoolError` when one of the invariants above is broken."""
+        for block, node in self._cached.items():
+            if node.block != block or self.allocator.ref_count(block) < 1:
+                raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
+        linked = [node for nodes in self._order.lists for node in nodes if node.block is not None]
+        if sorted(map(id, [*linked, *self._held])) != sorted(map(id, self._cached.values())):
+            raise PoolError(f"{len(linked)} nodes are in the policy, {len(self._held)} held, not {self.num_cached}")
+
+    def _forget(self) -> None:
+        self._roots: dict[tuple[Any, ...], Node] = {}
+        self._cached: dict[int, Node] = {}
+        self._held: dict[Node, None] = {}  # in use when their turn came, the longest first
+        self._order = POLICIES[self.policy](self.allocator.capacity)
+
+    def _keys(self, tokens: Any) -> list[tuple[int, ...]]:
+        row, size = np.asarray(tokens).tolist(), self.block_size
+        return [tuple(row[at : at + size]) for at in range(0, len(row) - size + 1, size)]
+
+    def _root(self, cache_salt: Any, extra_keys: Iterable[Any]) -> Node:
+        return self._roots.setdefault(tuple((type(key), key) for key in (cache_salt, *extra_keys)), Node())
+
+    def _path(self, node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
+        path = []
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node()
+            path.append(child)
+            node = child
+        return path
+
+    def _in_use(self, node: Node) -> bool:
+        return bool(self.allocator.ref_count(node.block) > 1)
+
+    def _touch(self, node: Node) -> None:
+        if node in self._held:
+            del self._held[node]
+            self._order.link(node)
+        self._order.touch(node)
+
+    def _put(self, node: Node, block: int) -> None:
+        node.block = block
+        self._cached[block] = node
+        self._order.insert(node)
+
+    def _return_held(self, most: int) -> None:
+        """Looks at some of the held nodes, and gives the policy those that are free again."""
+        for node in list(self._held)[:most]:
+            del self._held[node]
+            if self._in_use(node):
+                self._held[node] = None
+            else:
+                self._order.link(node)

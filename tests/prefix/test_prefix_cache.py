@@ -1,0 +1,271 @@
+"""What the prefix cache promises, one promise a test."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from pagepool import BlockAllocator, InvalidBlock, PoolError, PrefixCache
+
+POLICIES = ["lru", "lfu", "s3fifo", "arc"]
+
+
+@pytest.fixture
+def cache():
+    return PrefixCache(BlockAllocator(32), block_size=4)
+
+
+def serve(cache, tokens, **names):
+    """Matches, takes the blocks that are missing and caches them; the blocks, which the caller holds."""
+    blocks = cache.match_prefix(tokens, **names).tolist()
+    missing = -(-len(tokens) // cache.block_size) - len(blocks)
+    blocks += cache.allocator.allocate_n(missing).tolist()
+    cache.cache_blocks(tokens, blocks, **names)
+    return blocks
+
+
+def test_full_blocks_of_a_common_beginning_are_found(cache):
+    first = serve(cache, range(1, 11))
+    second = cache.match_prefix([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13])
+    assert second.dtype == np.int32 and second.tolist() == first[:2]
+    assert cache.match_prefix([1, 2, 3, 4, 5, 6, 7, 9]).tolist() == first[:1]
+    assert cache.match_prefix([2, 2, 3, 4, 5, 6, 7, 8]).tolist() == []
+    assert [cache.allocator.ref_count(block) for block in first] == [4, 3, 1]
+    cache.check()
+
+
+def test_the_same_tokens_behind_other_tokens_are_another_block(cache):
+    serve(cache, [1, 1, 1, 1, 5, 5, 5, 5])
+    serve(cache, [2, 2, 2, 2, 5, 5, 5, 5])
+    assert cache.num_cached == 4
+    assert cache.match_prefix([5, 5, 5, 5]).size == 0
+
+
+@pytest.mark.parametrize("hash_bits", [0, 1, 3])
+def test_equal_hashes_are_told_apart_by_tokens(hash_bits):
+    cache = PrefixCache(BlockAllocator(64), block_size=2, hash_bits=hash_bits)
+    held = [serve(cache, [a, b, a, b]) for a in range(5) for b in range(5)]
+    for number, blocks in enumerate(held):
+        a, b = divmod(number, 5)
+        assert cache.match_prefix([a, b, a, b, 9, 9]).tolist() == blocks
+    assert cache.match_prefix([5, 5]).size == 0
+    assert cache.stats()["collisions"] > 0
+    cache.check()
+
+
+CONTEXTS = [
+    {},
+    {"cache_salt": ""},
+    {"cache_salt": "tenant"},
+    {"cache_salt": b"tenant"},
+    {"cache_salt": 1},
+    {"cache_salt": True},
+    {"extra_keys": ("tenant",)},
+    {"extra_keys": (None,)},
+    {"extra_keys": ("ab", "c")},
+    {"extra_keys": ("a", "bc")},
+    {"extra_keys": ("abc",)},
+    {"extra_keys": (1,)},
+    {"extra_keys": ("1",)},
+    {"cache_salt": "a", "extra_keys": ("b",)},
+    {"cache_salt": "b", "extra_keys": ("a",)},
+]
+
+
+@pytest.mark.parametrize("hash_bits", [0, 64])
+def test_salts_and_extra_keys_never_share(hash_bits):
+    cache = PrefixCache(BlockAllocator(32), block_size=4, hash_bits=hash_bits)
+    blocks = []
+    for context in CONTEXTS:
+        assert cache.match_prefix([1, 2, 3, 4], **context).size == 0
+        blocks.append(serve(cache, [1, 2, 3, 4], **context))
+    for context, mine in zip(CONTEXTS, blocks, strict=True):
+        assert cache.match_prefix([1, 2, 3, 4], **context).tolist() == mine
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_in_use_is_never_evicted(policy):
+    cache = PrefixCache(BlockAllocator(8), block_size=1, policy=policy)
+    held = serve(cache, [1, 2, 3])
+    free = serve(cache, [7, 8])
+    cache.allocator.free(free)
+    assert cache.evictable == 2
+    assert cache.evict(5) == 2
+    assert cache.evictable == 0 and cache.evict(1) == 0
+    assert [cache.allocator.ref_count(block) for block in held] == [2, 2, 2]
+    cache.check()
+    cache.allocator.free(held)
+    assert cache.evictable == 3
+    assert cache.evict(1) == 1
+    cache.check()
+    assert cache.evict(9) == 2 and cache.allocator.in_use == 0
+
+
+def test_lru_evicts_from_the_head_of_what_was_used_longest_ago(cache):
+    old, new = serve(cache, [1] * 8), serve(cache, [2] * 8)
+    cache.allocator.free(cache.match_prefix([1] * 8))
+    cache.allocator.free(old + new)
+    assert cache.evict(3) == 3
+    assert cache.match_prefix([2] * 8).size == 0
+    assert cache.match_prefix([1] * 8).size == 0  # its first block has gone, the second cannot be reached
+    assert cache.num_cached == 1
+
+
+def test_a_child_is_found_again_when_its_parent_comes_back(cache):
+    blocks = serve(cache, [1] * 8)
+    cache.allocator.free(blocks)
+    cache.evict(1)
+    again = cache.allocator.allocate_n(2).tolist()
+    assert cache.cache_blocks([1] * 8, again) == 1
+    assert cache.match_prefix([1] * 8).tolist() == [again[0], blocks[1]]
+    cache.check()
+
+
+def test_lfu_keeps_what_is_used_often():
+    cache = PrefixCache(BlockAllocator(2), 1, "lfu")
+    assert [cache.touch([token]) for token in (1, 1, 1, 2, 3, 4, 1)] == [0, 1, 1, 0, 0, 0, 1]
+
+
+def test_s3fifo_and_arc_keep_the_used_in_a_scan():
+    for policy in ("s3fifo", "arc"):
+        cache = PrefixCache(BlockAllocator(10), 1, policy)
+        for token in (1, 1, 1, 1):
+            cache.touch([token])
+        for token in range(100, 160):
+            cache.touch([token])
+        assert cache.touch([1]) == 1, policy
+        cache.check()
+
+
+def test_a_prompt_longer_than_the_cache_evicts_its_own_beginning():
+    cache = PrefixCache(BlockAllocator(3), 1)
+    assert cache.touch([1, 2, 3, 4, 5]) == 0
+    assert cache.touch([1, 2, 3, 4, 5]) == 0
+    assert cache.num_cached == 3 and cache.stats()["evicted"] == 7
+    cache.check()
+
+
+def test_a_pass_stops_where_others_hold_every_block():
+    cache = PrefixCache(BlockAllocator(2), 1)
+    mine = cache.allocator.allocate()
+    assert cache.touch([1, 2, 3]) == 0
+    assert cache.num_cached == 1 and cache.allocator.ref_count(mine) == 1
+    cache.check()
+
+
+def test_reset_leaves_only_what_sequences_hold(cache):
+    held, gone = serve(cache, [1] * 8, cache_salt="a"), serve(cache, [2] * 8)
+    cache.allocator.free(gone)
+    cache.reset_prefix_cache()
+    cache.check()
+    stats = cache.stats()
+    assert stats["nodes"] == stats["cached"] == 0 and stats["cleared"] == 4
+    assert cache.allocator.in_use == 2
+    assert cache.match_prefix([1] * 8, cache_salt="a").size == 0
+    cache.allocator.free(held)
+    serve(cache, [1] * 8)
+    cache.check()
+
+
+def test_nothing_stays_of_evicted_tenants():
+    cache = PrefixCache(BlockAllocator(4), 1)
+    for tenant in range(100):
+        cache.touch([1, 2, 3], cache_salt=tenant)
+    assert cache.stats()["nodes"] <= 4 + 4  # the blocks, and a root each
+    cache.check()
+
+
+def test_the_allocator_is_free_when_its_cache_is_gone():
+    allocator = BlockAllocator(4)
+    cache = PrefixCache(allocator, 1)
+    cache.touch([1, 2, 3])
+    assert allocator.in_use == 3
+    del cache
+    gc.collect()
+    assert allocator.in_use == 0
+    allocator.check()
+
+
+def test_a_second_block_for_the_same_tokens_stays_with_its_sequence(cache):
+    first = serve(cache, [1] * 4)
+    mine = cache.allocator.allocate_n(1)
+    assert cache.cache_blocks([1] * 4, mine) == 0
+    assert cache.cache_blocks([1] * 4, first) == 0
+    assert cache.allocator.ref_count(mine[0]) == 1
+    assert cache.match_prefix([1] * 4).tolist() == first
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "error", "message"),
+    [
+        ([1] * 8, [0], ValueError, "8 tokens fill 2 blocks, here are 1"),
+        ([1] * 8, [0, 31], InvalidBlock, "block 31 cannot be cached: it is free"),
+        ([1] * 8, [0, 99], InvalidBlock, "block 99 is out of range: there are 32 blocks"),
+        ([1] * 8, [0, -1], InvalidBlock, "block -1 is out of range"),
+        ([1] * 8, [0, 0], InvalidBlock, "block 0, given at 1, is cached already"),
+        ([1] * 8, [0, 1], InvalidBlock, "block 1, given at 1, is cached already, for other tokens"),
+        ([1.5] * 8, [0, 2], TypeError, "tokens must be integers, not float64"),
+        ([[1] * 8], [0, 2], ValueError, "tokens must have 1 dimension, not 2"),
+        ([2**31] * 8, [0, 2], ValueError, "token 2147483648 has more than 32 bits"),
+    ],
+)
+def test_a_refused_call_changes_nothing(cache, tokens, blocks, error, message):
+    zero, one, two = cache.allocator.allocate_n(3).tolist()
+    assert [zero, one, two] == [0, 1, 2]
+    cache.cache_blocks([9] * 4, [one])
+    before = cache.stats()
+    with pytest.raises(error, match=message):
+        cache.cache_blocks(tokens, blocks)
+    assert cache.stats() == before
+    assert [cache.allocator.ref_count(block) for block in range(3)] == [1, 2, 1]
+    assert cache.cache_blocks([1] * 8, [zero, two]) == 2
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [({"cache_salt": 1.5}, "not float"), ({"extra_keys": "lora"}, "not str"), ({"extra_keys": ([],)}, "not list")],
+)
+def test_keys_of_other_types_are_refused(cache, names, message):
+    for call in (cache.match_prefix, cache.touch, lambda tokens, **names: cache.cache_blocks(tokens, [0], **names)):
+        with pytest.raises(TypeError, match=message):
+            call([1, 2, 3, 4], **names)
+    assert cache.stats()["nodes"] == 0
+
+
+def test_wrong_construction_and_numbers_are_refused(cache):
+    with pytest.raises(ValueError, match="block_size must be from 1 to 1024, not 0"):
+        PrefixCache(cache.allocator, 0)
+    with pytest.raises(ValueError, match="policy must be one of lru, lfu, s3fifo, arc, not 'fifo'"):
+        PrefixCache(cache.allocator, 4, "fifo")
+    with pytest.raises(ValueError, match="cannot evict -1 blocks"):
+        cache.evict(-1)
+
+
+def test_a_block_freed_behind_its_back_is_found(cache):
+    [block] = serve(cache, [1] * 4)
+    cache.allocator.free([block, block])
+    with pytest.raises(PoolError, match="cached block 0 is free"):
+        cache.check()
+    with pytest.raises(PoolError, match="freed by someone else"):
+        cache.match_prefix([1] * 4)
+
+
+def test_arrays_of_any_integer_type_and_stride_are_tokens(cache):
+    blocks = serve(cache, np.arange(8, dtype=np.int32))
+    for row in (np.arange(8), np.arange(16, dtype=np.uint8)[:8], np.arange(0, 16, 1, dtype=np.int64)[:8], range(8)):
+        assert cache.match_prefix(row).tolist() == blocks
+    assert cache.match_prefix(np.repeat(np.arange(8, dtype=np.int32), 2)[::2]).tolist() == blocks
+    frozen = np.arange(8, dtype=np.int32)
+    frozen.flags.writeable = False
+    assert cache.match_prefix(frozen).tolist() == blocks
+    assert cache.match_prefix([]).size == 0
+
+
+def test_capacity_zero_is_legal():
+    for policy in POLICIES:
+        cache = PrefixCache(BlockAllocator(0), 1, policy)
+        assert cache.touch([1, 2]) == 0 and cache.evict(1) == 0 and cache.match_prefix([1]).size == 0
+        assert cache.stats()["nodes"] == 0
+        cache.check()

@@ -1,0 +1,119 @@
+"""The compiled cache and the one in plain Python, step by step: equal answers, equal evictions, sound after each."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pagepool import BlockAllocator, PoolExhausted, PrefixCache
+from pagepool.reference import BlockAllocator as PlainAllocator
+from pagepool.reference import PrefixCache as PlainCache
+
+SALTS = st.sampled_from([None, "a", b"a", "", 0, False])
+KEYS = st.sampled_from([(), ("a",), ("a", "b"), ("ab",), (1,), ("1",), (True,)])
+# Few tokens, so that prompts share beginnings, and blocks by chance their tokens but not what precedes them.
+TOKENS = st.lists(st.integers(0, 1), max_size=24)
+NAMES = ("num_cached", "evictable")
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    @initialize(
+        capacity=st.integers(0, 12),
+        block_size=st.integers(1, 3),
+        policy=st.sampled_from(["lru", "lfu", "s3fifo", "arc"]),
+        hash_bits=st.sampled_from([0, 1, 64]),
+    )
+    def begin(self, capacity, block_size, policy, hash_bits):
+        self.block_size = block_size
+        self.ours = PrefixCache(BlockAllocator(capacity), block_size, policy, hash_bits=hash_bits)
+        self.plain = PlainCache(PlainAllocator(capacity), block_size, policy)
+        self.running = []  # the references of sequences: lists of blocks, the same on both sides
+
+    def both(self, method, *arguments, **names):
+        got = getattr(self.ours, method)(*arguments, **names)
+        assert np.array_equal(got, getattr(self.plain, method)(*arguments, **names))
+        return got
+
+    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS, publish=st.booleans())
+    def prompt(self, tokens, salt, keys, publish):
+        """As an engine serves it: match, make room, take the other blocks, cache them; the blocks are held."""
+        names = {"cache_salt": salt, "extra_keys": keys}
+        blocks = self.both("match_prefix", tokens, **names).tolist()
+        missing = -(-len(tokens) // self.block_size) - len(blocks)
+        self.both("evict", max(0, missing - self.ours.allocator.free_count))
+        try:
+            fresh = self.ours.allocator.allocate_n(missing).tolist()
+        except PoolExhausted:
+            self.release_all(blocks)
+            return
+        assert self.plain.allocator.allocate_n(missing).tolist() == fresh
+        blocks += fresh
+        if publish:
+            self.both("cache_blocks", tokens, blocks, **names)
+        self.running.append(blocks)
+
+    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS)
+    def touch(self, tokens, salt, keys):
+        self.both("touch", tokens, cache_salt=salt, extra_keys=keys)
+
+    @rule(data=st.data())
+    def finish(self, data):
+        if self.running:
+            self.release_all(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @rule(n=st.integers(0, 5))
+    def evict(self, n):
+        self.both("evict", n)
+
+    @rule()
+    def reset(self):
+        self.both("reset_prefix_cache")
+        assert self.ours.stats()["nodes"] == 0
+
+    def release_all(self, blocks):
+        for side in (self.ours, self.plain):
+            side.allocator.free(blocks)
+
+    @invariant()
+    def agree(self):
+        if not hasattr(self, "ours"):
+            return
+        self.ours.check()
+        self.plain.check()
+        self.ours.allocator.check()
+        for name in NAMES:
+            assert getattr(self.ours, name) == getattr(self.plain, name)
+        stats = self.ours.stats()
+        for name in ("evicted", "looked_up", "hits"):
+            assert stats[name] == getattr(self.plain, name)
+        assert stats["used"] + stats["evictable"] + stats["free"] == self.ours.allocator.capacity
+        for block in range(self.ours.allocator.capacity):
+            assert self.ours.allocator.ref_count(block) == self.plain.allocator.ref_count(block)
+
+    def teardown(self):
+        if hasattr(self, "ours"):
+            for blocks in self.running:
+                self.release_all(blocks)
+            self.reset()
+            assert self.ours.allocator.in_use == self.plain.allocator.in_use == 0
+
+
+class TestPrefixMachine(PrefixMachine.TestCase):
+    settings = settings(
+        max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc"])
+def test_a_long_pass_agrees_with_the_reference(policy):
+    random = np.random.default_rng(5)
+    ours = PrefixCache(BlockAllocator(60), 2, policy, hash_bits=4)
+    plain = PlainCache(PlainAllocator(60), 2, policy)
+    for _ in range(1500):
+        shared = random.integers(0, 12)
+        tokens = [int(shared), 7] * int(random.integers(1, 20)) + random.integers(0, 3, 8).tolist()
+        assert ours.touch(tokens) == plain.touch(tokens)
+    ours.check()
+    assert ours.stats()["evicted"] == plain.evicted > 1000
+    assert ours.stats()["collisions"] > 0

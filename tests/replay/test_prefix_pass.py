@@ -1,0 +1,118 @@
+"""`--clock none`: prompts through the prefix cache alone, against integers worked out by hand or by others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagepool import cli
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+MOONCAKE = DATA / "mooncake_synthetic.ptrace.xz"
+needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
+
+# Blocks of 4 tokens; the last prompt's third block, 4, holds 2.
+RECORDS = [
+    [0, 12, 1, [0, 3]],
+    [1, 12, 1, [0, 2, 3, 1]],
+    [2, 12, 1, [0, 3]],
+    [3, 10, 1, [0, 2, 4, 1]],
+]
+
+
+def run(capsys, path, *arguments):
+    assert cli.main(["replay", str(path), "--clock", "none", "--json", "-", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("memory", [[], ["--reference"]])
+@pytest.mark.parametrize(
+    ("arguments", "full", "hits", "evictions"),
+    [
+        ([], 11, 7, 0),
+        (["--capacity", "4"], 11, 7, 0),
+        (["--capacity", "3"], 11, 6, 2),
+        (["--capacity", "2"], 11, 0, 9),
+        (["--capacity", "0"], 11, 0, 0),
+        (["--capacity", "3", "--cache-partial"], 11, 6, 3),
+        (["--capacity", "6", "--block-size", "2"], 23, 12, 5),
+        (["--requests", "2"], 6, 2, 0),
+    ],
+)
+def test_lru_worked_out_by_hand(make_trace, capsys, memory, arguments, full, hits, evictions):
+    found = run(capsys, make_trace(RECORDS, block=4), *arguments, *memory)["prefix"]
+    assert (found["full_blocks"], found["hit_blocks"], found["evictions"]) == (full, hits, evictions)
+
+
+def test_ids_of_another_session_are_other_blocks(make_trace, capsys):
+    session = {"s": "a", "tool": 0, "sys": 0, "r": [[0, 8, 1, 0, 0, [0, 2]], [1, 8, 1, 0, 0, [0, 2]]]}
+    found = run(capsys, make_trace([session, session], block=4))["prefix"]
+    assert (found["full_blocks"], found["hit_blocks"]) == (8, 4)
+
+
+def test_several_policies_and_capacities_make_a_list(make_trace, capsys):
+    path = make_trace(RECORDS, block=4)
+    found = run(capsys, path, "--policy", "lru,arc", "--capacity", "2,3")["prefix"]
+    assert [(row["policy"], row["capacity_blocks"]) for row in found] == [
+        ("lru", 2),
+        ("lru", 3),
+        ("arc", 2),
+        ("arc", 3),
+    ]
+    assert cli.main(["replay", str(path), "--clock", "none", "--capacity", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "54.5%" in printed and "Trace: test, none." in printed
+
+
+@pytest.mark.parametrize(
+    ("block", "arguments", "message"),
+    [
+        (0, [], "the trace names no prefix blocks, which --clock none needs"),
+        (4, ["--block-size", "3"], "--block-size 3 does not divide the trace's blocks of 4 tokens"),
+        (4, ["--blocks", "3"], "--attend and --blocks do not go with --clock none"),
+    ],
+)
+def test_what_cannot_be_passed_is_one_sentence(make_trace, capsys, block, arguments, message):
+    assert cli.main(["replay", str(make_trace(RECORDS, block=block)), "--clock", "none", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_many_or_too_large_block_ids_are_refused(make_trace, capsys):
+    for runs, message in (([0, 4], "12 tokens cannot have 4 blocks of 4"), ([2**31, 1], "are more than 2147483648")):
+        assert cli.main(["replay", str(make_trace([[0, 12, 1, runs]], block=4)), "--clock", "none"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_options_of_the_pass_need_it(make_trace, capsys):
+    assert cli.main(["replay", str(make_trace(RECORDS, block=4)), "--policy", "lru"]) == 2
+    assert "need --clock none" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["replay", "--clock", "none", "--policy", "lru,fifo"])
+    assert "'fifo' is none of lru, lfu, s3fifo, arc" in capsys.readouterr().err
+
+
+@needs_traces
+def test_lru_on_mooncake_is_exact(capsys):
+    expected = {
+        1000: (10_210, 106_678),
+        3000: (23_350, 91_538),
+        5859: (38_303, 73_726),
+        10000: (52_888, 55_000),
+        20000: (70_797, 27_091),
+        30000: (76_350, 11_538),
+        1_000_000_000: (77_740, 0),
+    }
+    found = run(capsys, MOONCAKE, "--capacity", ",".join(map(str, expected)))["prefix"]
+    assert {row["full_blocks"] for row in found} == {117_888}
+    assert {row["capacity_blocks"]: (row["hit_blocks"], row["evictions"]) for row in found} == expected
+    assert run(capsys, MOONCAKE)["prefix"]["hit_blocks"] == 77_740
+
+
+@needs_traces
+def test_the_curve_of_the_paper(capsys):
+    curve = json.loads((DATA / "mooncake_fig9_synthetic.json").read_text())["synthetic"]
+    assert len(curve) == 12
+    capacities = ",".join(str(round(tokens / 512)) for tokens, _ in curve)
+    found = run(capsys, MOONCAKE, "--cache-partial", "--capacity", capacities)["prefix"]
+    for row, (tokens, rate) in zip(found, curve, strict=True):
+        assert abs(row["hit_blocks"] / row["full_blocks"] - rate) <= 0.005, tokens
