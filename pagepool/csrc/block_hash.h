@@ -1,4 +1,4 @@
-/* The hash of a block of a prefix: it stands for the block's tokens and, through its parent's hash, for all that precede
+/* The hash of a block of a prefix: it stands for the block's tokens and, through its parent's hash, for all before
  * them. It only finds candidates, tokens decide; the seed, the root's hash, keeps strangers from making collisions. */
 #ifndef PP_BLOCK_HASH_H
 #define PP_BLOCK_HASH_H
