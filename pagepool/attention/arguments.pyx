@@ -118,8 +118,8 @@ cdef class Arguments:
         cdef double cap = logits_soft_cap
         if window < -1:
             raise ValueError(f"window_left must be -1 (no window) or more, not {window}")
-        if not (isfinite(<float>cap) and cap >= 0.0):
-            raise ValueError(f"logits_soft_cap must be 0 (no cap) or a finite float32 above it, not {logits_soft_cap}")
+        if cap != 0.0 and not 1e-30 <= cap <= 1e30:  # its inverse is taken in float32
+            raise ValueError(f"logits_soft_cap must be 0 (no cap) or from 1e-30 to 1e30, not {logits_soft_cap}")
         if alibi_slopes is not None:
             self.slopes = self.read_heads("alibi_slopes", alibi_slopes)
         if sinks is not None:

@@ -19,9 +19,9 @@
 enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
 
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over even and
- * over odd dims. */
-PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q, float *s,
-                               int prefetch) {
+ * over odd dims.  From one pair of dims to the next, queries are q_step elements apart. */
+PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
+                               const int q_step, float *s, int prefetch) {
     const int per_group = PP_GROUP / PP_LANES;
     const int pairs = tile->head_dim / 2;
     const unsigned char *rows[4], *ahead[4];
@@ -33,7 +33,7 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
     }
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
-    for (int p = 0; p < pairs; p++, q += 2 * HEADS) {
+    for (int p = 0; p < pairs; p++, q += q_step) {
         pp_v a[4], b[4];
         const int64_t at = (int64_t)p * PP_NAME(K_PAIR_BYTES);
         PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -99,6 +99,24 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
             v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
 }
 
+/* What is left over: one vector of tokens at the ragged end of a sequence, the last 8 dims of rows that are no multiple
+ * of a vector.  Head by head, since it is little and every copy of the code is not. */
+static __attribute__((noinline)) void PP_NAME(scores_left)(int heads, const pp_tile *tile, int first, const float *q,
+                                                           float *s, int prefetch) {
+    for (int g = 0; g < heads; g++)
+        PP_NAME(scores)(1, 1, tile, first, q + 2 * g, 2 * heads, s + g * PP_TILE, g ? 0 : prefetch);
+}
+
+#if PP_HALF_TAIL
+static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_tile *tile, int width, int column,
+                                                           const float *p, const float *rescale, float *rows,
+                                                           int prefetch) {
+    for (int g = 0; g < heads; g++)
+        PP_NAME(values)(1, 1, 1, tile, width, column, p + g * PP_TILE, rescale ? rescale + g : NULL,
+                        rows + g * tile->row_stride, g ? 0 : prefetch);
+}
+#endif
+
 /* One tile of one kv head for HEADS of its query heads, whose queries begin at q, rows at `rows` and maxima at m. */
 PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, float *rows, float *m,
                              int prefetch) {
@@ -108,8 +126,8 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     const int full = tile->tokens > PP_GROUP ? VECTORS : VECTORS / 2;
     int vector = tile->first < PP_GROUP ? 0 : VECTORS / 2;
     for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS))
-        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, s, prefetch);
-    for (; vector < full; vector++) PP_NAME(scores)(HEADS, 1, tile, vector, q, s, prefetch);
+        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, 2 * HEADS, s, prefetch);
+    for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, s, prefetch);
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
     if (tile->tokens - tile->first < PP_TILE)
         for (int g = 0; g < HEADS; g++) {
@@ -147,7 +165,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     for (; d + PP_LANES <= dims; d += PP_LANES)
         PP_NAME(values)(HEADS, 1, 0, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
 #if PP_HALF_TAIL
-    if (d < dims) PP_NAME(values)(HEADS, 1, 1, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
+    if (d < dims) PP_NAME(values_left)(HEADS, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
 #endif
 }
 

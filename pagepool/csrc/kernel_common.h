@@ -14,8 +14,11 @@
 #define PP_CAT_(a, b, c) a##b##c
 #define PP_CAT(a, b, c) PP_CAT_(a, b, c)
 
-/* Unrolls the next loop whole: its accumulators must live in registers. */
-#if defined(__clang__)
+/* Unrolls the next loop whole: its accumulators must live in registers.  Not under a sanitizer, where each load is a page
+ * of code and compilers take minutes. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define PP_UNROLL
+#elif defined(__clang__)
 #define PP_UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define PP_UNROLL _Pragma("GCC unroll 16")
