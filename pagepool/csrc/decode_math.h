@@ -45,8 +45,8 @@ PP_INLINE pp_v v_tanh(pp_v x) {
     return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
 }
 
-/* Bends the scores of `heads` heads of a tile: soft cap, then ALiBi.  Each position is rounded by itself, so that it does
- * not depend on the number of lanes beyond 2^24 either. */
+/* Bends the scores of `heads` heads of a tile: soft cap, then ALiBi.  Each position is rounded by itself, so that it
+ * does not depend on the number of lanes beyond 2^24 either. */
 static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads, float *s) {
     float positions[PP_TILE];
     for (int t = 0; t < PP_TILE; t++) positions[t] = (float)((int32_t)tile->distance + t);
