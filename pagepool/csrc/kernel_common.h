@@ -14,8 +14,8 @@
 #define PP_CAT_(a, b, c) a##b##c
 #define PP_CAT(a, b, c) PP_CAT_(a, b, c)
 
-/* Unrolls the next loop whole: its accumulators must live in registers.  Not under a sanitizer, where each load is a page
- * of code and compilers take minutes. */
+/* Unrolls the next loop whole: its accumulators must live in registers.  Not under a sanitizer, where each load is a
+ * page of code and compilers take minutes. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define PP_UNROLL
 #elif defined(__clang__)

@@ -1,5 +1,5 @@
-/* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its target
- * region and after its vocabulary. */
+/* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its
+ * target region and after its vocabulary. */
 #include "decode_math.h"
 #include "narrow.h"
 
