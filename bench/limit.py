@@ -24,6 +24,8 @@ from statistics import median
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+
 import pagepool
 
 HERE = Path(__file__).resolve().parent

@@ -1,41 +1,10 @@
-/* layout.c: page layout, append, gather and page copy.  The picture is in pagepool/layout.h. */
+/* layout.c: append and gather.  The picture is in pagepool/layout.h. */
 #include "pagepool/layout.h"
 
 #include <string.h>
 
 #include "kernels.h"
 #include "page.h"
-
-int pp_abi_version(void) { return PP_ABI_VERSION; }
-
-int64_t pp_dtype_bytes(pp_dtype dtype) { return dtype == PP_F32 ? 4 : 2; }
-
-pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
-                            int32_t block_size, pp_dtype dtype) {
-    if (num_layers < 1 || num_kv_heads < 1 || head_dim < 8 || head_dim > PP_MAX_HEAD_DIM || head_dim % 8 ||
-        block_size < 1 || block_size > PP_MAX_BLOCK_SIZE || (dtype != PP_F32 && dtype != PP_F16 && dtype != PP_BF16))
-        return PP_INVALID_ARGUMENT;
-    int tiled = block_size % PP_GROUP == 0;
-    int64_t item = pp_dtype_bytes(dtype), k_bytes = (int64_t)head_dim * (tiled ? PP_GROUP : block_size) * item;
-    int64_t group_bytes, layer_bytes, block_bytes;
-    if (__builtin_mul_overflow(k_bytes * 2, (int64_t)num_kv_heads, &group_bytes) ||
-        __builtin_mul_overflow(group_bytes, (int64_t)(tiled ? block_size / PP_GROUP : 1), &layer_bytes) ||
-        __builtin_mul_overflow(layer_bytes, (int64_t)num_layers, &block_bytes) || block_bytes >= (int64_t)1 << 40)
-        return PP_INVALID_ARGUMENT;
-    *layout = (pp_kv_layout){.num_layers = num_layers,
-                             .num_kv_heads = num_kv_heads,
-                             .head_dim = head_dim,
-                             .block_size = block_size,
-                             .dtype = dtype,
-                             .tiled = tiled,
-                             .item_bytes = item,
-                             .k_bytes = k_bytes,
-                             .head_bytes = k_bytes * 2,
-                             .group_bytes = group_bytes,
-                             .layer_bytes = layer_bytes,
-                             .block_bytes = block_bytes};
-    return PP_OK;
-}
 
 /* A head's K or V row of one token, in the page's dtype, to and from its places in the page.  In tiled pages the dims
  * of K (bf16: pairs of dims) are 16 words apart, those of V side by side (bf16: every other element). */
@@ -173,11 +142,3 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
 }
 
 void pp_widen(float *to, const void *from, int64_t n, pp_dtype dtype) { pp_kernels_get()->widen[dtype](to, from, n); }
-
-pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src) {
-    if (dst < 0 || src < 0 || dst >= pool->num_blocks || src >= pool->num_blocks) return PP_INVALID_BLOCK;
-    if (dst != src)
-        memcpy(pool->base + dst * pool->layout.block_bytes, pool->base + src * pool->layout.block_bytes,
-               (size_t)pool->layout.block_bytes);
-    return PP_OK;
-}
