@@ -1,4 +1,4 @@
-/* page.c: the page layout and copies of whole pages: what needs no kernels, so that who allocates does not carry them. */
+/* page.c: the page layout and copies of whole pages, which need no kernels: who allocates does not carry those. */
 #include <string.h>
 
 #include "pagepool/layout.h"
