@@ -37,7 +37,7 @@ int pp_prefetch_level(void) {
     static _Atomic int level;
     int known = atomic_load_explicit(&level, memory_order_relaxed);
     if (!known) {
-        unsigned highest, b, c, d;
+        unsigned highest, b = 0, c = 0, d = 0;
         int intel = __get_cpuid(0, &highest, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
                     d == signature_INTEL_edx;
         known = intel ? PP_PREFETCH_L2 : PP_PREFETCH_L1;
