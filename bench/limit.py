@@ -26,19 +26,12 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
 
+from shapes import ITEM_BYTES, SHAPES
+
 import pagepool
 
 HERE = Path(__file__).resolve().parent
 
-# query heads, kv heads, head_dim, sequences, context
-SHAPES = {
-    "S1": (32, 8, 128, 16, 4096),
-    "S2": (14, 2, 64, 32, 2048),
-    "S3": (32, 32, 128, 4, 2048),
-    "S4": (32, 8, 128, 1, 32768),
-    "S5": (32, 4, 64, 1, 512),
-}
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 BLOCK_SIZE = 16
 AHEAD = (0, 2048, 8192)  # prefetch distances of the stream, in bytes
 

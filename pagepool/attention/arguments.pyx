@@ -114,7 +114,7 @@ cdef class Arguments:
 
     cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,
                           object sinks) except -1:
-        cdef int64_t window = operator.index(window_left)
+        window = operator.index(window_left)
         cdef double cap = logits_soft_cap
         if window < -1:
             raise ValueError(f"window_left must be -1 (no window) or more, not {window}")
@@ -124,7 +124,7 @@ cdef class Arguments:
             self.slopes = self.read_heads("alibi_slopes", alibi_slopes)
         if sinks is not None:
             self.sinks = self.read_heads("sinks", sinks)
-        self.args.window = window + 1
+        self.args.window = min(window, INT32_MAX) + 1  # no sequence is longer
         self.args.logits_soft_cap = <float>cap
         self.args.alibi_slopes = self.slopes
         self.args.sinks = self.sinks

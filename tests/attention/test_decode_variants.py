@@ -109,6 +109,11 @@ def test_a_window_as_long_as_the_sequence_has_the_bits_of_none(case):
     assert_same_bits(case.decode(window_left=1099, return_lse=True), case.decode(return_lse=True))
 
 
+@pytest.mark.parametrize("window_left", [2**31 - 1, 2**31, 2**63 - 1, 2**100])
+def test_a_window_longer_than_any_sequence_is_none(case, window_left):
+    assert_same_bits(case.decode(window_left=window_left, return_lse=True), case.decode(return_lse=True))
+
+
 def test_sinks_of_minus_infinity_take_no_weight(case):
     nothing = np.full(case.q.shape[1], -np.inf, np.float32)
     assert_same_bits(case.decode(sinks=nothing, return_lse=True), case.decode(return_lse=True))
