@@ -126,6 +126,22 @@ class Memory(RuleBasedStateMachine):
         self.fork_of(index)
         self.grow(data.draw(st.sampled_from([index, len(self.stamps) - 1]), label="writer"), self.tokens(data))
 
+    @precondition(lambda self: self.stamps and len(self.stamps) < MAX_SEQS)
+    @rule(data=st.data(), mistake=st.integers(0, 9))
+    def adopt(self, data, mistake):
+        """A new sequence begins with some of another's tokens; one time in ten the number of tokens is wrong."""
+        index = self.some(data)
+        tokens = data.draw(st.integers(0, len(self.stamps[index])), label="tokens adopted")
+        for side in self.sides:
+            side.states.append(side.api.PagedSeqState(side.allocator, self.block_size))
+        self.stamps.append([])
+        held = -(-tokens // self.block_size)
+        wanted = tokens + self.block_size if mistake == 0 else tokens
+        adopted = self.both(lambda side: side.states[-1].adopt(side.states[index].blocks[:held], wanted) or True)
+        if adopted:
+            self.stamps[-1] += self.stamps[index][:tokens]
+            self.grow(len(self.stamps) - 1, self.tokens(data))
+
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
     def append(self, data):

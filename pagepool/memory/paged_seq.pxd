@@ -29,6 +29,9 @@ cdef class PagedSeqState:
     # PP_INVALID_BLOCK when a block was freed behind the sequence's back; so does c_release.
     cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil
     cdef pp_status c_release(self) noexcept nogil
+    # An empty sequence gets num_tokens tokens in n blocks, exactly as many as they need, and shares the blocks.
+    # PP_OVER_MAXIMUM; PP_INVALID_BLOCK for a block that is free, out of range, or has all the references it can have.
+    cdef pp_status c_adopt(self, const int32_t *blocks, Py_ssize_t n, int64_t num_tokens) noexcept nogil
 
     # The most blocks that an append of n tokens takes: new ones, and one for each shared block that it writes.
     # Below 0: n is, or it passes the maximum.

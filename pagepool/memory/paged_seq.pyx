@@ -16,7 +16,7 @@ from pagepool.csrc cimport (
     PP_OVER_MAXIMUM,
     pp_status,
 )
-from pagepool.memory.ids cimport list_ids, read_count
+from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_ids, release_ids
 from pagepool.memory.page_buffer cimport PageBuffer
 
 import operator
@@ -180,6 +180,23 @@ cdef class PagedSeqState:
     cdef pp_status c_release(self) noexcept nogil:
         return self.c_truncate(0)
 
+    cdef pp_status c_adopt(self, const int32_t *blocks, Py_ssize_t n, int64_t num_tokens) noexcept nogil:
+        cdef pp_status status
+        if self.num_blocks or num_tokens < 0 or num_tokens > MAX_TOKENS:
+            return PP_INVALID_ARGUMENT
+        if n != num_tokens // self.block_size + (num_tokens % self.block_size != 0):
+            return PP_INVALID_ARGUMENT
+        if n > self.max_blocks_per_seq:
+            return PP_OVER_MAXIMUM
+        status = self.allocator.c_share_n(blocks, n)
+        if status == PP_OVER_MAXIMUM:
+            return PP_INVALID_BLOCK
+        if status == PP_OK:
+            memcpy(self.c_blocks, blocks, <size_t>n * sizeof(int32_t))
+            self.num_blocks = <int32_t>n
+            self.length = num_tokens
+        return status
+
     cdef void c_forget(self, int32_t keep) noexcept nogil:
         memset(self.c_blocks + keep, 0, <size_t>(self.num_blocks - keep) * sizeof(int32_t))
         self.num_blocks = keep
@@ -263,6 +280,42 @@ cdef class PagedSeqState:
         child.num_blocks = held
         child.length = self.length
         return child
+
+    def adopt(self, blocks, num_tokens=None):
+        """Begins with tokens that are in blocks already, as those of `PrefixCache.match_prefix`: `len` is their number.
+
+        blocks      ids of the blocks that hold them, in order: a sequence of integers or an array
+        num_tokens  how many there are; by default all blocks are full. The last block may be filled in part
+
+        Adds one reference to each block, so that the caller's own are still the caller's to free. Nothing is copied:
+        an `append` into a last block that others hold, too, takes a new one and copies its page first. Raises
+        `ValueError` when the state is not empty, passes its maximum of blocks, or has another number of blocks than
+        the tokens need, `InvalidBlock` for one that is free or out of range; then nothing has changed.
+
+        >>> from pagepool import BlockAllocator
+        >>> allocator = BlockAllocator(8)
+        >>> state = PagedSeqState(allocator, block_size=4)
+        >>> state.adopt(allocator.allocate_n(2), 7)
+        >>> state.append().tolist(), state.blocks
+        ([11], [0, 2])
+        """
+        cdef IdArray ids
+        cdef pp_status status
+        cdef int64_t number
+        read_ids(blocks, &ids)
+        try:
+            number = ids.count * <int64_t>self.block_size if num_tokens is None else read_count(num_tokens)
+            status = self.c_adopt(ids.ids, ids.count, number)
+            if status == PP_OVER_MAXIMUM:
+                raise self.failed(status, number, 0)
+            if status == PP_INVALID_BLOCK:
+                raise self.allocator.invalid(&ids, "add")
+            if status != PP_OK:
+                if self.num_blocks:
+                    raise ValueError(f"cannot adopt blocks: the sequence has {self.num_blocks} of its own")
+                raise ValueError(f"{number} tokens are not what {ids.count} blocks of {self.block_size} hold")
+        finally:
+            release_ids(&ids)
 
     def release(self):
         """Gives every block back; `len` becomes 0 and the state can be used again.

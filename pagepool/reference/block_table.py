@@ -107,6 +107,23 @@ class PagedSeqState:
         child.len = self.len
         return child
 
+    def adopt(self, blocks: Sequence[int], num_tokens: int | None = None) -> None:
+        """Begins an empty sequence with `num_tokens` tokens that are in `blocks` already; shares them.
+
+        Raises `ValueError` when it is not empty, or the blocks are not as many as the tokens need or than it may have.
+        """
+        ids = [int(block) for block in blocks]
+        tokens = count_of("num_tokens", len(ids) * self.block_size if num_tokens is None else num_tokens)
+        if self._blocks:
+            raise ValueError(f"cannot adopt blocks: the sequence has {len(self._blocks)} of its own")
+        if self._needed(tokens) != len(ids):
+            raise ValueError(f"{tokens} tokens are not what {len(ids)} blocks of {self.block_size} hold")
+        self._missing(tokens)
+        self.allocator.share(ids)
+        self._blocks = ids
+        self._table[: len(ids)] = ids
+        self.len = tokens
+
     def release(self) -> None:
         """Gives all blocks back; `len` becomes 0 and the sequence can be used again."""
         self._keep(0)

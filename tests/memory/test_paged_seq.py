@@ -177,6 +177,55 @@ def test_fork_of_an_empty_state(allocator):
     assert state.fork().blocks == []
 
 
+def test_adopting_shares_blocks_and_counts_their_tokens(allocator):
+    blocks = allocator.allocate_n(3)
+    state = PagedSeqState(allocator, block_size=4)
+    state.adopt(blocks)
+    assert (state.len, state.blocks, state.block_table[:4].tolist()) == (12, [0, 1, 2], [0, 1, 2, 0])
+    allocator.free(blocks)
+    assert allocator.in_use == 3
+    state.release()
+    assert allocator.in_use == 0
+    state.adopt([], 0)
+    assert state.len == 0
+
+
+def test_a_block_adopted_in_part_is_copied_before_it_is_written(allocator):
+    blocks = allocator.allocate_n(2)
+    state = PagedSeqState(allocator, block_size=4)
+    state.adopt(blocks, 5)
+    assert state.append(2).tolist() == [9, 10] and state.blocks == [0, 2]
+    assert [allocator.ref_count(b) for b in range(3)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "blocks, num_tokens, error, match",
+    [
+        ([0, 1], 9, ValueError, "9 tokens are not what 2 blocks of 4 hold"),
+        ([0, 1], 4, ValueError, "4 tokens are not what 2 blocks of 4 hold"),
+        ([0], -1, ValueError, "-1 tokens"),
+        ([0, 1, 2, 3], 16, ValueError, "16 tokens need 4 blocks, the maximum is 3"),
+        ([0, 7], 8, InvalidBlock, "block 7"),
+        ([0, 99], 8, InvalidBlock, "block 99"),
+        ([0, 1.5], 8, TypeError, "float"),
+    ],
+)
+def test_what_cannot_be_adopted_changes_nothing(allocator, blocks, num_tokens, error, match):
+    allocator.allocate_n(4)
+    state = PagedSeqState(allocator, 4, 3)
+    with pytest.raises(error, match=match):
+        state.adopt(blocks, num_tokens)
+    assert (state.len, state.blocks, allocator.ref_count(0)) == (0, [], 1)
+
+
+def test_a_sequence_with_blocks_adopts_none(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.ensure_capacity(1)
+    with pytest.raises(ValueError, match="has 1 of its own"):
+        state.adopt(allocator.allocate_n(1))
+    assert state.blocks == [0] and allocator.ref_count(1) == 1
+
+
 def test_append_unshares_only_the_block_that_it_writes(allocator):
     state = PagedSeqState(allocator, block_size=4)
     state.append(6)
