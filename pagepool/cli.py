@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pagepool._version import __version__
 from pagepool.errors import PoolError
-from pagepool.replay import command
+from pagepool.replay import command, options
 from pagepool.replay.driver import ReplayFailed
 from pagepool.replay.ptrace import TraceError
 
@@ -32,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     summary = "Replay recorded LLM traffic through the pool and the scheduler, under a virtual clock."
     replay = commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False)
-    command.add_arguments(replay)
-    options = parser.parse_args(arguments)
+    options.add_arguments(replay)
+    chosen = parser.parse_args(arguments)
     try:
-        command.run(options)
+        command.run(chosen)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:

@@ -10,28 +10,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pagepool.config import KV_DTYPES, SchedulerConfig
-from pagepool.prefix.policies import POLICIES
+from pagepool.config import SchedulerConfig
 from pagepool.replay.attend import Attention
-from pagepool.replay.clock import CostModel
 from pagepool.replay.driver import Replay
 from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.meter import MeteredAccount
-from pagepool.replay.prefix_pass import PassError, Prompts, cache_pass
-from pagepool.replay.prefix_report import pass_results, print_passes
+from pagepool.replay.options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS
+from pagepool.replay.order import in_order
+from pagepool.replay.prefix_pass import cache_passes
+from pagepool.replay.prefix_report import pass_results, print_comparison, print_passes
 from pagepool.replay.progress import progress
+from pagepool.replay.prompts import PassError, Prompts
 from pagepool.replay.ptrace import Trace, read_trace
 from pagepool.replay.report import print_table, results
 
-__all__ = ["UsageError", "add_arguments", "bundled_trace", "run"]
+__all__ = ["UsageError", "bundled_trace", "run"]
 
-# Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
-DEFAULT_BLOCKS = 3072
-DEFAULT_BLOCK_SIZE = 16
 ATTEND_BYTES = 2 << 30
-MAX_BLOCKS = 2**31 - 1
-MAX_BATCH = 65_536
-MAX_BUDGET = 1 << 24
+CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "users", "order")
 
 
 class UsageError(ValueError):
@@ -41,108 +37,6 @@ class UsageError(ValueError):
 def bundled_trace() -> Path:
     """The trace that comes with the package: the first 2,000 requests of azure2023_conv."""
     return Path(__file__).parent.parent / "data" / "azure2023_conv_head.ptrace.xz"
-
-
-def _between(low: int, high: int) -> Any:
-    def parse(text: str) -> int:
-        try:
-            value = int(text) if len(text) <= 20 else high + 1
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text[:24]}")
-        return value
-
-    return parse
-
-
-def _several(parse: Any) -> Any:
-    return lambda text: [parse(part) for part in text.split(",")]
-
-
-def _policy(text: str) -> str:
-    if text not in POLICIES:
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join(POLICIES)}")
-    return text
-
-
-def _cost(text: str) -> CostModel:
-    try:
-        return CostModel.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `pagepool replay`."""
-    add = parser.add_argument
-    add(
-        "trace", nargs="?", metavar="TRACE", help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's"
-    )
-    add("--requests", type=_between(0, MAX_BLOCKS), metavar="N", help="replay only the first N requests")
-    add(
-        "--blocks",
-        type=_between(0, MAX_BLOCKS),
-        metavar="N",
-        help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or as many as the longest request needs; with --attend "
-        "at most as many as 2 GiB hold",
-    )
-    add(
-        "--block-size",
-        type=_between(1, 1024),
-        metavar="N",
-        help=f"tokens per block; default: {DEFAULT_BLOCK_SIZE}, or the trace's with --clock none",
-    )
-    add("--budget", type=_between(1, MAX_BUDGET), default=512, metavar="N", help="tokens of a step; default: 512")
-    add("--max-batch", type=_between(1, MAX_BATCH), default=256, metavar="N", help="sequences at a time; default: 256")
-    add(
-        "--schedule",
-        choices=("chunked", "prefill-first"),
-        default="chunked",
-        help="chunked: prompts share steps with decodes (default); prefill-first: while a prompt waits, steps hold "
-        "whole prompts only, and the budget is at least the longest of them",
-    )
-    add(
-        "--cost",
-        type=_cost,
-        default=CostModel(),
-        metavar="STEP,PREFILL,DECODE",
-        help="virtual microseconds per step, per prefill token, per decode token; default: 10000,60,150",
-    )
-    add(
-        "--attend",
-        choices=sorted(GEOMETRIES),
-        metavar="GEOMETRY",
-        help=f"store K/V and attend: {', '.join(GEOMETRIES)}",
-    )
-    add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages, with --attend; default: bfloat16")
-    add("--threads", type=_between(1, 1024), metavar="N", help="threads of decode, with --attend; default: all cores")
-    add("--reference", action="store_true", help="use the pure-Python memory instead, to compare")
-    add(
-        "--clock",
-        choices=("virtual", "none"),
-        default="virtual",
-        help="none: prompts through the prefix cache alone, in order, without time; for traces with prefix blocks",
-    )
-    add(
-        "--policy",
-        type=_several(_policy),
-        metavar="NAME,...",
-        help=f"of eviction, with --clock none: {', '.join(POLICIES)}; default: lru",
-    )
-    add(
-        "--capacity",
-        type=_several(_between(0, MAX_BLOCKS)),
-        metavar="N,...",
-        help="blocks of the prefix cache, with --clock none; default: unlimited",
-    )
-    add("--cache-partial", action="store_true", help="cache the last, partial block too, with --clock none")
-    parser.epilog = (
-        "Counts and virtual times are the same in every run. ns_per_block_op is the wall time of taking and giving "
-        "back blocks, the filling of block tables and appends into the last block included, over blocks taken and "
-        "given back; sched_us_per_step is that of a whole schedule and commit, block operations included."
-    )
-    add("--json", metavar="FILE", help="write the results to FILE as JSON; - is standard output, without the table")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -161,8 +55,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Under the virtual clock: the results, and what prints them."""
-    if options.policy or options.capacity or options.cache_partial:
-        raise UsageError("--policy, --capacity and --cache-partial need --clock none")
+    for option in CLOCKLESS:
+        if getattr(options, option):
+            raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
     trace = read_trace(options.trace or bundled_trace(), options.requests)
     try:
         replay = _prepare(trace, options)
@@ -177,18 +72,31 @@ def _passes(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Without a clock: a pass for each policy and capacity."""
     if options.attend or options.blocks is not None:
         raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
-    trace = read_trace(options.trace or bundled_trace(), options.requests, prefixes=True)
+    if options.compare and options.policy:
+        raise UsageError("--policy and --compare both name policies; give one of them")
+    path = options.trace or bundled_trace()
+    trace = read_trace(path, options.requests, prefixes=True)
     memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
+    order = options.order or ("turns" if options.users else "arrival")
     try:
-        prompts = Prompts(trace, options.block_size, options.cache_partial)
+        prompts = Prompts(
+            trace, options.block_size, options.cache_partial, in_order(trace, order, options.users, options.seed)
+        )
     except PassError as error:
-        raise UsageError(f"{options.trace or bundled_trace()}: {error}") from None
-    passes = [
-        cache_pass(memory, prompts, policy, capacity)
-        for policy in options.policy or ["lru"]
-        for capacity in options.capacity or [None]
-    ]
-    return pass_results(prompts, passes), print_passes
+        raise UsageError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    capacities = options.capacity or (_steps(prompts.most_ids) if options.compare else [None])
+    passes = cache_passes(
+        memory, prompts, options.compare or options.policy or ["lru"], capacities, sweep=not options.reference
+    )
+    about = {"order": order, "users": options.users}
+    return pass_results(prompts, passes, about), print_comparison if options.compare else print_passes
+
+
+def _steps(blocks: int) -> list[int]:
+    """Eight capacities up to all of the blocks, each twice the one before."""
+    return sorted({max(1, blocks >> shift) for shift in range(8)})
 
 
 def _check_writable(path: Path) -> None:

@@ -2,67 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from pagepool.replay.lru_sweep import LruSweep, NotSwept
+from pagepool.replay.prompts import MAX_IDS, Prompts
 
-from pagepool.replay.ptrace import Trace
-
-__all__ = ["CachePass", "PassError", "Prompts", "cache_pass"]
-
-MAX_IDS = 2**31
-
-
-class PassError(ValueError):
-    """The trace cannot go through a prefix cache, or not with this block size."""
-
-
-class Prompts:
-    """The prompts of a trace as rows of block ids, which stand for blocks of tokens: equal where all tokens are.
-
-    trace       one that was read with its prefixes
-    block_size  tokens per block; None: the trace's own. One that divides it cuts each block of the trace
-    partial     whether a last block that is not full has an id, too
-
-    Raises `PassError` for a trace without prefix blocks, a size that does not divide theirs, and ids beyond 31 bits.
-    """
-
-    def __init__(self, trace: Trace, block_size: int | None, partial: bool) -> None:
-        if not trace.block or trace.runs is None:
-            raise PassError("the trace names no prefix blocks, which --clock none needs")
-        self.trace = trace
-        self.block_size = block_size or trace.block
-        self.partial = partial
-        if trace.block % self.block_size:
-            raise PassError(
-                f"--block-size {self.block_size} does not divide the trace's blocks of {trace.block} tokens"
-            )
-        self._cuts = trace.block // self.block_size
-        last = max((start + length for runs in trace.runs for start, length in _pairs(runs)), default=0)
-        if last * self._cuts > MAX_IDS:
-            raise PassError(f"{last} block ids cut in {self._cuts} are more than {MAX_IDS}")
-        self.full_blocks = sum(tokens // self.block_size for tokens in trace.prompt)
-        self.most_ids = sum(-(-tokens // self.block_size) for tokens in trace.prompt)
-
-    def __iter__(self) -> Iterator[tuple[NDArray[np.int32], int, int]]:
-        """For each prompt its ids, how many of its blocks are full, and its session."""
-        trace, cuts = self.trace, self._cuts
-        for runs, tokens, session in zip(trace.runs or [], trace.prompt, trace.session, strict=True):
-            full = tokens // self.block_size
-            parts = [np.arange(start * cuts, (start + length) * cuts, dtype=np.int32) for start, length in _pairs(runs)]
-            ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
-            yield ids[: -(-tokens // self.block_size) if self.partial else full], full, session
+__all__ = ["CachePass", "cache_pass", "cache_passes"]
 
 
 @dataclass(frozen=True)
 class CachePass:
     """What one pass has counted. `nanoseconds` is the wall time of all calls of the cache, `blocks` what it was given.
 
-    `capacity` is None when there was room for everything.
+    `capacity` is None when there was room for everything, `nanoseconds` when no cache but a sweep has counted.
     """
 
     policy: str
@@ -71,7 +26,7 @@ class CachePass:
     hit_blocks: int
     evictions: int
     blocks: int
-    nanoseconds: int
+    nanoseconds: int | None
 
 
 def cache_pass(memory: Any, prompts: Prompts, policy: str, capacity: int | None) -> CachePass:
@@ -96,5 +51,28 @@ def cache_pass(memory: Any, prompts: Prompts, policy: str, capacity: int | None)
     return CachePass(policy, capacity, prompts.full_blocks, hits, evictions, blocks, nanoseconds)
 
 
-def _pairs(runs: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(runs[::2], runs[1::2], strict=True)
+def cache_passes(
+    memory: Any, prompts: Prompts, policies: Sequence[str], capacities: Sequence[int | None], sweep: bool = True
+) -> list[CachePass]:
+    """Every policy at every capacity, policies first. Several capacities of LRU take one pass, unless `sweep` is False;
+    the others take one each, over the prompts read once."""
+    passes = []
+    for policy in policies:
+        found = None
+        if policy == "lru" and sweep and len(capacities) > 1:
+            found = _swept(prompts, capacities)
+        passes += found or [cache_pass(memory, prompts, policy, capacity) for capacity in capacities]
+    return passes
+
+
+def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass] | None:
+    """The passes of LRU by stack distances, or None where those do not tell."""
+    try:
+        lru = LruSweep(prompts)
+    except NotSwept:
+        return None
+    full, blocks = prompts.full_blocks, lru.touches
+    return [
+        CachePass("lru", capacity, full, lru.hits(capacity), lru.evictions(capacity), blocks, None)
+        for capacity in capacities
+    ]

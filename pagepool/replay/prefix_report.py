@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagepool.replay.prefix_pass import CachePass, Prompts
+from pagepool.replay.prefix_pass import CachePass
+from pagepool.replay.prompts import Prompts
 
 __all__ = ["pass_results", "print_passes"]
 
@@ -14,9 +15,10 @@ ATTRIBUTION = {
 }
 
 
-def pass_results(prompts: Prompts, passes: list[CachePass]) -> dict[str, Any]:
+def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any]) -> dict[str, Any]:
     """Everything counted. `prefix` is an object for one pass, a list of them for several; only `ns_per_block`, the wall
-    time of look-up and insertion over the blocks given, differs from run to run. `capacity_blocks` null: unlimited.
+    time of look-up and insertion over the blocks given, differs from run to run; null: they were counted by stack
+    distances, without a cache. `capacity_blocks` null: unlimited. `about` says what else was asked for.
     """
     rows = [
         {
@@ -25,7 +27,7 @@ def pass_results(prompts: Prompts, passes: list[CachePass]) -> dict[str, Any]:
             "full_blocks": one.full_blocks,
             "hit_blocks": one.hit_blocks,
             "evictions": one.evictions,
-            "ns_per_block": one.nanoseconds / one.blocks if one.blocks else 0.0,
+            "ns_per_block": None if one.nanoseconds is None else one.nanoseconds / max(1, one.blocks),
         }
         for one in passes
     ]
@@ -36,22 +38,61 @@ def pass_results(prompts: Prompts, passes: list[CachePass]) -> dict[str, Any]:
         "clock": "none",
         "block_size": prompts.block_size,
         "cache_partial": prompts.partial,
+        **about,
         "prefix": rows[0] if len(rows) == 1 else rows,
     }
 
 
 def print_passes(numbers: dict[str, Any]) -> None:
     """Print a line for each pass to stdout."""
-    rows = numbers["prefix"] if isinstance(numbers["prefix"], list) else [numbers["prefix"]]
-    partial = ", partial blocks too" if numbers["cache_partial"] else ""
-    blocks = f"{numbers['block_size']}-token blocks{partial}"
-    print(f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {blocks}")
+    rows = _rows(numbers)
+    print(_title(numbers))
     print(f"  {'policy':<8}{'capacity':>14}{'hits':>14}{'of full':>14}{'rate':>8}{'evictions':>14}{'ns/block':>10}")
     for row in rows:
-        capacity = "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
-        rate = row["hit_blocks"] / row["full_blocks"] if row["full_blocks"] else 0.0
+        cost = "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}"
         print(
-            f"  {row['policy']:<8}{capacity:>14}{row['hit_blocks']:>14,}{row['full_blocks']:>14,}{rate:>8.1%}"
-            f"{row['evictions']:>14,}{row['ns_per_block']:>10.1f}"
+            f"  {row['policy']:<8}{_capacity(row):>14}{row['hit_blocks']:>14,}{row['full_blocks']:>14,}"
+            f"{_rate(row):>8.1%}{row['evictions']:>14,}{cost:>10}"
         )
-    print(ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}."))
+    print(_footer(numbers))
+
+
+def print_comparison(numbers: dict[str, Any]) -> None:
+    """Print the hit rates to stdout, a line for each capacity and a column for each policy; * marks the best."""
+    rows = _rows(numbers)
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    print(_title(numbers))
+    print(f"  {'capacity':>14}" + "".join(f"{policy:>12}" for policy in policies))
+    for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
+        line = {row["policy"]: row for row in rows if row["capacity_blocks"] == capacity}
+        most = max(row["hit_blocks"] for row in line.values())
+        cells = (f"{_rate(row):.2%}{'*' if row['hit_blocks'] == most else ' '}" for row in line.values())
+        print(f"  {_capacity(next(iter(line.values()))):>14}" + "".join(f"{cell:>12}" for cell in cells))
+    print(_footer(numbers))
+
+
+def _rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = numbers["prefix"] if isinstance(numbers["prefix"], list) else [numbers["prefix"]]
+    return found
+
+
+def _title(numbers: dict[str, Any]) -> str:
+    partial = ", partial blocks too" if numbers["cache_partial"] else ""
+    users = f", {numbers['users']} users" if numbers["users"] else ""
+    order = "" if numbers["order"] == "arrival" else f", order {numbers['order']}"
+    return (
+        f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {numbers['block_size']}-token blocks"
+        f"{partial}{users}{order}"
+    )
+
+
+def _footer(numbers: dict[str, Any]) -> str:
+    return ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
+
+
+def _capacity(row: dict[str, Any]) -> str:
+    return "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
+
+
+def _rate(row: dict[str, Any]) -> float:
+    return row["hit_blocks"] / row["full_blocks"] if row["full_blocks"] else 0.0

@@ -7,7 +7,7 @@
 `unit` is "s", "ms", "us" or null (no arrivals: everything is there at time 0). The runs name the prefix blocks of the
 prompt; they are kept when they are asked for. A file of sessions has one session a line,
 `{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times,
-whether or not the one before has ended.
+whether or not the one before has ended. `think` is the pause before a request, `api` how long it took, in seconds.
 
 Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory whatever the
 file holds: a line, the whole text after decompression, and each number.
@@ -52,7 +52,11 @@ class Trace:
     arrival_us: array[int] = field(default_factory=lambda: array("q"))
     prompt: array[int] = field(default_factory=lambda: array("i"))
     output: array[int] = field(default_factory=lambda: array("i"))
-    session: array[int] = field(default_factory=lambda: array("i"))  # whose block ids are those of request i
+    session: array[int] = field(
+        default_factory=lambda: array("i")
+    )  # whose block ids are those of request i; 0: of none
+    think_us: array[int] = field(default_factory=lambda: array("q"))  # from the end of the session's request before
+    api_us: array[int] = field(default_factory=lambda: array("q"))  # that request i took where it was recorded
     runs: list[list[int]] | None = None  # of the block ids of each prompt, [start, length, ...], if asked for
 
     def __len__(self) -> int:
@@ -187,9 +191,13 @@ def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | Non
         for index, request in enumerate(requests[: room - len(trace)]):
             if not isinstance(request, list) or len(request) != 6:
                 raise _Fault(f"request {index + 1} of the session must be [arrival, in, out, think, api, [runs]]")
-            _request(trace, [*request[:3], request[5]], number, scale)
+            _request(trace, [*request[:3], request[5]], number + 1, scale)
+            trace.think_us.append(_microseconds(request[3], 1_000_000, "the think time"))
+            trace.api_us.append(_microseconds(request[4], 1_000_000, "the api time"))
     elif isinstance(record, list) and len(record) == 4:
         _request(trace, record, 0, scale)
+        trace.think_us.append(0)
+        trace.api_us.append(0)
     else:
         raise _Fault("a request must be [arrival, prompt tokens, output tokens, [runs]]")
 
@@ -209,23 +217,23 @@ def _request(trace: Trace, record: list[Any], session: int, scale: int) -> None:
     trace.arrival_us.append(_microseconds(arrival, scale))
     trace.prompt.append(prompt)
     trace.output.append(output)
+    trace.session.append(session)
     if trace.runs is not None:
         if trace.block and sum(runs[1::2]) > -(-prompt // trace.block):
             raise _Fault(f"{prompt} tokens cannot have {sum(runs[1::2])} blocks of {trace.block}")
-        trace.session.append(session)
         trace.runs.append(runs)
 
 
-def _microseconds(arrival: Any, scale: int) -> int:
-    if arrival is None:
+def _microseconds(time: Any, scale: int, what: str = "the arrival") -> int:
+    if time is None:
         return 0
-    if type(arrival) is not int and type(arrival) is not float:
-        raise _Fault(f"the arrival must be a number or null, not {_short(arrival)}")
+    if type(time) is not int and type(time) is not float:
+        raise _Fault(f"{what} must be a number or null, not {_short(time)}")
     if not scale:
         raise _Fault("an arrival needs a unit, the header has none")
-    if not math.isfinite(arrival) or not 0 <= arrival * scale <= MAX_TIME_US:
-        raise _Fault(f"the arrival must be from 0 to {MAX_TIME_US // scale}, not {arrival}")
-    return round(arrival * scale)
+    if not math.isfinite(time) or not 0 <= time * scale <= MAX_TIME_US:
+        raise _Fault(f"{what} must be from 0 to {MAX_TIME_US // scale}, not {time}")
+    return round(time * scale)
 
 
 def _short(value: Any) -> str:
@@ -241,9 +249,8 @@ def _by_arrival(trace: Trace) -> Trace:
     times = trace.arrival_us
     order = sorted(range(len(times)), key=times.__getitem__)
     if trace.runs is not None:
-        trace.session = array("i", (trace.session[i] for i in order))
         trace.runs = [trace.runs[i] for i in order]
-    for column in ("arrival_us", "prompt", "output"):
+    for column in ("arrival_us", "prompt", "output", "session", "think_us", "api_us"):
         values = getattr(trace, column)
         setattr(trace, column, array(values.typecode, (values[i] for i in order)))
     return trace

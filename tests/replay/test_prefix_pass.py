@@ -9,6 +9,7 @@ from pagepool import cli
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 MOONCAKE = DATA / "mooncake_synthetic.ptrace.xz"
+SESSIONS = DATA / "claude_code_sessions.ptrace.xz"
 needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
 
 # Blocks of 4 tokens; the last prompt's third block, 4, holds 2.
@@ -85,7 +86,7 @@ def test_too_many_or_too_large_block_ids_are_refused(make_trace, capsys):
 
 def test_the_options_of_the_pass_need_it(make_trace, capsys):
     assert cli.main(["replay", str(make_trace(RECORDS, block=4)), "--policy", "lru"]) == 2
-    assert "need --clock none" in capsys.readouterr().err
+    assert "--policy needs --clock none" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["replay", "--clock", "none", "--policy", "lru,fifo"])
     assert "'fifo' is none of lru, lfu, s3fifo, arc" in capsys.readouterr().err
@@ -106,6 +107,19 @@ def test_lru_on_mooncake_is_exact(capsys):
     assert {row["full_blocks"] for row in found} == {117_888}
     assert {row["capacity_blocks"]: (row["hit_blocks"], row["evictions"]) for row in found} == expected
     assert run(capsys, MOONCAKE)["prefix"]["hit_blocks"] == 77_740
+    for capacity in ("5859", "1000000000"):
+        row = run(capsys, MOONCAKE, "--capacity", capacity)["prefix"]
+        assert (row["hit_blocks"], row["evictions"]) == expected[int(capacity)] and row["ns_per_block"] > 0
+
+
+@needs_traces
+@pytest.mark.parametrize("capacity", [5_859, 20_000])
+def test_the_sweep_of_sessions_is_what_the_cache_finds(capsys, capacity):
+    arguments = ("--users", "8", "--requests", "3000", "--capacity")
+    swept = run(capsys, SESSIONS, *arguments, f"{capacity},{2 * capacity}")["prefix"][0]
+    cached = run(capsys, SESSIONS, *arguments, str(capacity))["prefix"]
+    assert swept.pop("ns_per_block") is None and cached.pop("ns_per_block") > 0
+    assert swept == cached
 
 
 @needs_traces

@@ -1,0 +1,142 @@
+"""The arguments of `pagepool replay`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from pagepool.config import KV_DTYPES
+from pagepool.prefix.policies import POLICIES
+from pagepool.replay.clock import CostModel
+from pagepool.replay.geometry import GEOMETRIES
+from pagepool.replay.order import ORDERS, USER_ORDERS
+
+__all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "add_arguments"]
+
+# Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
+DEFAULT_BLOCKS = 3072
+DEFAULT_BLOCK_SIZE = 16
+MAX_BLOCKS = 2**31 - 1
+MAX_BATCH = 65_536
+MAX_BUDGET = 1 << 24
+
+
+def _between(low: int, high: int) -> Any:
+    def parse(text: str) -> int:
+        try:
+            value = int(text) if len(text) <= 20 else high + 1
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text[:24]}")
+        return value
+
+    return parse
+
+
+def _several(parse: Any) -> Any:
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def _policy(text: str) -> str:
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join(POLICIES)}")
+    return text
+
+
+def _cost(text: str) -> CostModel:
+    try:
+        return CostModel.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `pagepool replay`."""
+    add = parser.add_argument
+    add(
+        "trace", nargs="?", metavar="TRACE", help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's"
+    )
+    add("--requests", type=_between(0, MAX_BLOCKS), metavar="N", help="replay only the first N requests")
+    add(
+        "--blocks",
+        type=_between(0, MAX_BLOCKS),
+        metavar="N",
+        help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or as many as the longest request needs; with --attend "
+        "at most as many as 2 GiB hold",
+    )
+    add(
+        "--block-size",
+        type=_between(1, 1024),
+        metavar="N",
+        help=f"tokens per block; default: {DEFAULT_BLOCK_SIZE}, or the trace's with --clock none",
+    )
+    add("--budget", type=_between(1, MAX_BUDGET), default=512, metavar="N", help="tokens of a step; default: 512")
+    add("--max-batch", type=_between(1, MAX_BATCH), default=256, metavar="N", help="sequences at a time; default: 256")
+    add(
+        "--schedule",
+        choices=("chunked", "prefill-first"),
+        default="chunked",
+        help="chunked: prompts share steps with decodes (default); prefill-first: while a prompt waits, steps hold "
+        "whole prompts only, and the budget is at least the longest of them",
+    )
+    add(
+        "--cost",
+        type=_cost,
+        default=CostModel(),
+        metavar="STEP,PREFILL,DECODE",
+        help="virtual microseconds per step, per prefill token, per decode token; default: 10000,60,150",
+    )
+    add(
+        "--attend",
+        choices=sorted(GEOMETRIES),
+        metavar="GEOMETRY",
+        help=f"store K/V and attend: {', '.join(GEOMETRIES)}",
+    )
+    add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages, with --attend; default: bfloat16")
+    add("--threads", type=_between(1, 1024), metavar="N", help="threads of decode, with --attend; default: all cores")
+    add("--reference", action="store_true", help="use the pure-Python memory instead, to compare")
+    add(
+        "--clock",
+        choices=("virtual", "none"),
+        default="virtual",
+        help="none: prompts through the prefix cache alone, in order, without time; for traces with prefix blocks",
+    )
+    add(
+        "--policy",
+        type=_several(_policy),
+        metavar="NAME,...",
+        help=f"of eviction, with --clock none: {', '.join(POLICIES)}; default: lru",
+    )
+    add(
+        "--compare",
+        type=_several(_policy),
+        metavar="NAME,...",
+        help="policies side by side over capacities: those of --capacity, or eight from 1/64 of all blocks up to all",
+    )
+    add(
+        "--capacity",
+        type=_several(_between(0, MAX_BLOCKS)),
+        metavar="N,...",
+        help="blocks of the prefix cache, with --clock none; default: unlimited. A bound: memory grows with use",
+    )
+    add(
+        "--users",
+        type=_between(1, MAX_BATCH),
+        metavar="N",
+        help="N users who take the sessions of the trace one after another; a request outside sessions is one",
+    )
+    add(
+        "--order",
+        choices=ORDERS,
+        help=f"of the prompts, with --clock none: arrival (default), session, turns (default with --users), think, "
+        f"random, prefix; --users goes with {', '.join(USER_ORDERS)}",
+    )
+    add("--seed", type=_between(0, MAX_BLOCKS), default=0, metavar="N", help="of --order random; default: 0")
+    add("--cache-partial", action="store_true", help="cache the last, partial block too, with --clock none")
+    parser.epilog = (
+        "Counts and virtual times are the same in every run. ns_per_block_op is the wall time of taking and giving "
+        "back blocks, the filling of block tables and appends into the last block included, over blocks taken and "
+        "given back; sched_us_per_step is that of a whole schedule and commit, block operations included."
+    )
+    add("--json", metavar="FILE", help="write the results to FILE as JSON; - is standard output, without the table")

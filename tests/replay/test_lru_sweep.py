@@ -1,0 +1,78 @@
+"""LRU by stack distances: the same integers as the cache at every capacity, on whatever tree of prompts."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pagepool
+from pagepool import cli
+from pagepool.replay.lru_sweep import LruSweep, NotSwept
+from pagepool.replay.prefix_pass import cache_pass, cache_passes
+from pagepool.replay.prompts import Prompts
+from pagepool.replay.ptrace import Trace
+
+
+def trace_of(prompts, block=4):
+    """From (session, path, tokens beyond the last full block); a path is a tuple of small numbers."""
+    trace = Trace("test", "none", block, runs=[])
+    ids = {}
+    for session, path, rest in prompts:
+        trace.arrival_us.append(0)
+        trace.output.append(1)
+        trace.session.append(session)
+        trace.prompt.append(max(1, block * (len(path) - bool(rest)) + rest))
+        known = ids.setdefault(session, {})
+        trace.runs.append(
+            [number for end in range(1, len(path) + 1) for number in (known.setdefault(path[:end], len(known)), 1)]
+        )
+    return trace
+
+
+PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+TRACES = st.lists(st.tuples(st.integers(1, 2), PATHS, st.integers(0, 3)), max_size=30).map(trace_of)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TRACES, st.booleans(), st.sampled_from([None, 2, 1]))
+def test_every_capacity_as_the_cache_has_it(trace, partial, block_size):
+    prompts = Prompts(trace, block_size, partial)
+    lru = LruSweep(prompts)
+    for capacity in [0, 1, 2, 3, 4, 5, 7, 9, 12, 20, 1000, None]:
+        real = cache_pass(pagepool, prompts, "lru", capacity)
+        assert (lru.hits(capacity), lru.evictions(capacity)) == (real.hit_blocks, real.evictions), capacity
+        assert lru.touches == real.blocks
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [[[0, 1, 5, 1], [1, 1, 5, 1]], [[0, 1, 1, 1, 0, 1]], [[0, 2], [1, 1]], [[10**6, 2], [0, 1]]],
+    ids=["two parents", "twice in a prompt", "inside and head", "sparse"],
+)
+def test_ids_that_form_no_tree_are_left_to_the_cache(runs):
+    trace = trace_of([(1, (0,) * 3, 0)] * len(runs))
+    trace.runs = runs
+    prompts = Prompts(trace, None, False)
+    with pytest.raises(NotSwept):
+        LruSweep(prompts)
+    capacities = [1, 2, None]
+    assert [one.hit_blocks for one in cache_passes(pagepool, prompts, ["lru"], capacities)] == [
+        cache_pass(pagepool, prompts, "lru", capacity).hit_blocks for capacity in capacities
+    ]
+
+
+def test_a_sweep_says_that_no_cache_was_timed(make_trace, capsys):
+    path = make_trace([[0, 12, 1, [0, 3]], [0, 12, 1, [0, 3]]], block=4)
+    assert cli.main(["replay", str(path), "--clock", "none", "--capacity", "2,3"]) == 0
+    assert capsys.readouterr().out.count("swept") == 2
+
+
+def test_policies_side_by_side(make_trace, capsys):
+    path = make_trace([[0, 12, 1, [0, 3]], [1, 8, 1, [7, 2]], [2, 12, 1, [0, 3]]], block=4)
+    assert cli.main(["replay", str(path), "--clock", "none", "--compare", "lru,arc", "--capacity", "2,5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["capacity", "lru", "arc"]
+    assert lines[3].split() == ["5", "37.50%*", "37.50%*"]
+    assert cli.main(["replay", str(path), "--clock", "none", "--compare", "lru,arc"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["1", "2", "4", "8"]
+    assert cli.main(["replay", str(path), "--clock", "none", "--compare", "lru", "--policy", "arc"]) == 2
+    assert "--policy and --compare both name policies" in capsys.readouterr().err
