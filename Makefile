@@ -61,7 +61,7 @@ debug: $(VENV)/.build $(VENV)/.test  ## the tests against a build with assertion
 
 bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
 	$(PY) bench/figures.py
-	$(PY) bench/limit.py
+	$(PY) bench/limit.py --shape S1
 	$(PY) -m pytest -q bench --benchmark-columns=min,median,ops --benchmark-group-by=group
 
 lint: build $(VENV)/.lint $(VENV)/.test  ## ruff, mypy, stubtest, cython-lint

@@ -1,4 +1,6 @@
-"""The shapes of attention that limit.py and peers.py measure; imports nothing, so that any environment can."""
+"""The shapes of attention that limit.py and peers.py measure; standard library alone, for any environment."""
+
+from math import ceil
 
 # query heads, kv heads, head_dim, sequences, context
 SHAPES = {
@@ -10,3 +12,53 @@ SHAPES = {
     "tiny": (8, 2, 64, 2, 128),
 }
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+COLD = 400e6  # bytes of K and V to rotate over, so that no cache has those of the next call
+
+# What decode should reach of the streaming limit with 1 and 2 threads, by the bytes of an element.
+TARGETS = {
+    "S1": {2: (0.70, 0.80), 4: (0.70, 0.80)},
+    "S2": {2: (0.58, 0.65), 4: (0.70, 0.80)},
+    "S3": {2: (0.70, 0.80), 4: (0.70, 0.80)},
+    "S4": {2: (0.70, 0.80), 4: (0.70, 0.80)},
+    "S5": {2: (0.45, 0.45), 4: (0.65, 0.65)},
+}
+# The speed that AVX2 should keep of that of AVX-512.
+AVX2_TARGETS = {
+    "S1": {2: 0.65, 4: 0.80},
+    "S2": {2: 0.50, 4: 0.80},
+    "S3": {2: 0.80, 4: 0.80},
+    "S4": {2: 0.65, 4: 0.80},
+    "S5": {4: 0.80},
+}
+FMA_TARGET = 0.75  # of the FMA rate, where that is the limit
+
+
+def kv_bytes(shape, dtype):
+    """Bytes of K and V that one call reads."""
+    _, num_kv_heads, head_dim, num_seqs, context = SHAPES[shape]
+    return 2 * num_seqs * context * num_kv_heads * head_dim * ITEM_BYTES[dtype]
+
+
+def page_bytes(shape, dtype):
+    """K and V of a block of 16 tokens in one layer: what lies together where blocks are shuffled."""
+    _, num_kv_heads, head_dim, _, _ = SHAPES[shape]
+    return 2 * 16 * num_kv_heads * head_dim * ITEM_BYTES[dtype]
+
+
+def flops(shape):
+    """A multiplication and an addition per query head and element of K, and the same of V."""
+    num_qo_heads, _, head_dim, num_seqs, context = SHAPES[shape]
+    return 4 * num_seqs * context * num_qo_heads * head_dim
+
+
+def copies_of(shape, dtype):
+    return max(1, min(512, ceil(COLD / kv_bytes(shape, dtype))))
+
+
+def target(shape, dtype, threads, binds):
+    """The share of its limit that a cell should reach, or None where nothing is asked for."""
+    if binds == "fma":
+        return FMA_TARGET
+    if shape not in TARGETS or threads not in (1, 2):
+        return None
+    return TARGETS[shape][ITEM_BYTES[dtype]][threads - 1]

@@ -1,7 +1,9 @@
-/* stream.c: the streaming limit, i.e. what the memory delivers to a loop that does nothing but read.
+/* stream.c: what the memory delivers to a loop that does nothing but read.
  *
- * 64-byte loads, xor-ed into 8 accumulators, over the same number of bytes as the kernel it is compared with, in one
- * contiguous buffer on huge pages.  Built by bench/limit.py with -O3 for the machine it runs on. */
+ * 64-byte loads, xor-ed into 8 accumulators that are used in the end, or the compiler would drop them.  Either one
+ * contiguous stretch, which is the limit that kernels are compared with, or chunks of it in an order that a list
+ * gives, as a block table does, with prefetches that follow the list.  On huge pages.  Built by bench/machine.py with
+ * -O3 for the machine it runs on. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -15,20 +17,68 @@ typedef uint64_t line __attribute__((vector_size(64)));
 
 enum { STEP = 8 * sizeof(line), HUGE_PAGE = 2 << 20 };
 
-static _Atomic uint64_t sink; /* what was read must be used, or the compiler drops the loads */
+static _Atomic uint64_t sink; /* what was read must be used */
 
-static void read_all(const char *at, size_t bytes, size_t ahead) {
-    line sum[8] = {{0}};
-    for (const char *end = at + bytes; at < end; at += STEP) {
-        if (ahead)
-            for (int i = 0; i < 8; i++) __builtin_prefetch(at + ahead + i * sizeof(line), 0, 3);
-        for (int i = 0; i < 8; i++) sum[i] ^= ((const line *)at)[i];
-    }
+static void use(line sum[8]) {
     for (int i = 1; i < 8; i++) sum[0] ^= sum[i];
     uint64_t word = 0;
     for (int i = 0; i < 8; i++) word ^= sum[0][i];
     atomic_fetch_xor_explicit(&sink, word, memory_order_relaxed);
 }
+
+/* What one thread reads: `bytes` from `at`, or, when `order` is given, `bytes / chunk` chunks of the buffer at `at`,
+ * the next one `chunk * order[i]` bytes from its beginning.  `ahead` is the distance of prefetches, 0 for none, and
+ * `level` the cache that they fill: a first cache may have too few fill buffers for the latency of the memory. */
+typedef struct stretch {
+    const char *at;
+    size_t bytes, ahead;
+    int level;
+    const uint32_t *order;
+    size_t chunk;
+} stretch;
+
+static inline void prefetch(const char *at, int level) {
+    for (size_t i = 0; i < STEP; i += sizeof(line)) {
+        if (level == 1)
+            __builtin_prefetch(at + i, 0, 3);
+        else
+            __builtin_prefetch(at + i, 0, 2);
+    }
+}
+
+static void read_contiguous(const stretch *self) {
+    line sum[8] = {{0}};
+    const size_t ahead = self->ahead;
+    const int level = self->level;
+    const char *const end = self->at + self->bytes;
+    for (const char *at = self->at; at < end; at += STEP) {
+        if (ahead) prefetch(at + ahead, level);
+        for (int i = 0; i < 8; i++) sum[i] ^= ((const line *)at)[i];
+    }
+    use(sum);
+}
+
+/* The prefetched place walks the list, too, `ahead` bytes in front; behind the last chunk it stays in that one. */
+static void read_chunks(const stretch *self) {
+    line sum[8] = {{0}};
+    const size_t chunk = self->chunk, chunks = self->bytes / chunk, ahead = self->ahead;
+    const int level = self->level;
+    size_t far = ahead / chunk, far_offset = ahead % chunk;
+    for (size_t c = 0; c < chunks; c++) {
+        const char *const at = self->at + self->order[c] * chunk;
+        for (size_t offset = 0; offset < chunk; offset += STEP) {
+            if (ahead) {
+                prefetch(self->at + self->order[far < chunks ? far : chunks - 1] * chunk + far_offset, level);
+                far_offset += STEP;
+                if (far_offset == chunk) far_offset = 0, far++;
+            }
+            for (int i = 0; i < 8; i++) sum[i] ^= ((const line *)(at + offset))[i];
+        }
+    }
+    use(sum);
+}
+
+static void read_all(const stretch *self) { self->order ? read_chunks(self) : read_contiguous(self); }
 
 /* A buffer that begins at a huge page, all of it touched; NULL when there is no memory.  What lies before the first
  * whole huge page and behind the last is given back at once, so that stream_free needs only the address. */
@@ -56,8 +106,7 @@ static inline void relax(void) {
 
 typedef struct reader {
     pthread_t thread;
-    const char *at;
-    size_t bytes, ahead;
+    stretch work;
     atomic_int *go;
     atomic_int done;
     int quit;
@@ -68,41 +117,48 @@ static void *helper(void *argument) {
     for (int seen = 0;; seen++) {
         while (atomic_load_explicit(self->go, memory_order_acquire) == seen) relax();
         if (self->quit) return NULL;
-        read_all(self->at, self->bytes, self->ahead);
+        read_all(&self->work);
         atomic_store_explicit(&self->done, seen + 1, memory_order_release);
     }
 }
 
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
 /* Reads `bytes` from `buffer` `rounds` times with `threads` threads, each its own contiguous share, and writes the
- * seconds of each round; the rounds rotate over `copies` neighbouring stretches, so that none is found in a cache. */
-int stream_run(const char *buffer, size_t bytes, int copies, int threads, size_t ahead, int rounds, double *seconds) {
+ * seconds of each round; the rounds rotate over `copies` neighbouring stretches, so that none is found in a cache.
+ * With `order`, the numbers of `bytes / chunk` chunks, each thread reads its own share of that list. */
+int stream_run(const char *buffer, size_t bytes, int copies, int threads, size_t ahead, int level,
+               const uint32_t *order, size_t chunk, int rounds, double *seconds) {
     reader *readers = calloc((size_t)threads, sizeof *readers);
     atomic_int go = 0;
     if (!readers) return 1;
-    size_t share = bytes / (size_t)threads / STEP * STEP;
-    for (int i = 1; i < threads; i++) {
-        readers[i].go = &go;
-        if (pthread_create(&readers[i].thread, NULL, helper, &readers[i])) return 1;
+    const size_t unit = order ? chunk : STEP, share = bytes / (size_t)threads / unit * unit;
+    int started = 1;
+    for (; started < threads; started++) {
+        readers[started].go = &go;
+        if (pthread_create(&readers[started].thread, NULL, helper, &readers[started])) break;
     }
-    for (int round = 0; round < rounds; round++) {
-        const char *at = buffer + (size_t)(round % copies) * bytes;
-        struct timespec begin, end;
-        clock_gettime(CLOCK_MONOTONIC, &begin);
-        for (int i = 1; i < threads; i++) {
-            readers[i].at = at + (size_t)i * share;
-            readers[i].bytes = share;
-            readers[i].ahead = ahead;
+    for (int round = 0; started == threads && round < rounds; round++) {
+        const char *const at = buffer + (size_t)(round % copies) * bytes;
+        for (int i = 0; i < threads; i++) {
+            const size_t offset = (size_t)i * share;
+            readers[i].work = order ? (stretch){at, share, ahead, level, order + offset / chunk, chunk}
+                                    : (stretch){at + offset, share, ahead, level, NULL, 0};
         }
+        const double begin = now();
         atomic_fetch_add_explicit(&go, 1, memory_order_release);
-        read_all(at, share, ahead);
+        read_all(&readers[0].work);
         for (int i = 1; i < threads; i++)
             while (atomic_load_explicit(&readers[i].done, memory_order_acquire) != round + 1) relax();
-        clock_gettime(CLOCK_MONOTONIC, &end);
-        seconds[round] = (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+        seconds[round] = now() - begin;
     }
-    for (int i = 1; i < threads; i++) readers[i].quit = 1;
+    for (int i = 1; i < started; i++) readers[i].quit = 1;
     atomic_fetch_add_explicit(&go, 1, memory_order_release);
-    for (int i = 1; i < threads; i++) pthread_join(readers[i].thread, NULL);
+    for (int i = 1; i < started; i++) pthread_join(readers[i].thread, NULL);
     free(readers);
-    return 0;
+    return started < threads;
 }

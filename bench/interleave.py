@@ -1,0 +1,202 @@
+"""Sides in processes of their own, measured in turn, round by round, beside what the machine delivers in that round."""
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from machine import RATES, Machine, cpu_name
+from shapes import ITEM_BYTES, SHAPES, copies_of, flops, kv_bytes, page_bytes, target
+from sides.common import write_case
+
+HERE = Path(__file__).resolve().parent
+PATIENCE = 240  # seconds until a side that does not answer counts as failed
+CHUNKS = (2048, 4096, 8192, 65536)
+PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
+
+
+class Process:
+    """A side_worker.py in the environment of `python`; once it failed to answer it stays failed."""
+
+    def __init__(self, python, module, environment):
+        self.process = subprocess.Popen(
+            [str(python), str(HERE / "side_worker.py"), module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self.gone = ""
+
+    def tell(self, **question):
+        if not self.gone:
+            try:
+                print(json.dumps(question), file=self.process.stdin, flush=True)
+            except BrokenPipeError:
+                self.gone = f"its process ended with status {self.process.wait()}"
+
+    def answer(self):
+        if not self.gone and not select.select([self.process.stdout], [], [], PATIENCE)[0]:
+            self.process.kill()
+            self.gone = f"no answer within {PATIENCE} seconds"
+        line = "" if self.gone else self.process.stdout.readline()
+        if not line and not self.gone:
+            self.gone = f"its process ended with status {self.process.wait()}"
+        return json.loads(line) if line else {"failed": self.gone}
+
+    def quit(self):
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            self.gone = self.gone or "its process ended"
+        self.process.wait()
+
+
+class Comparison:
+    """`sides`: {name: (python, module, environment)}. Use as a context."""
+
+    def __init__(self, sides, options, say=print):
+        self.threads, self.rounds, self.seconds = options.threads, options.rounds, options.seconds
+        self.say = say
+        self.machine = Machine()
+        # libgomp and friends make as many threads as the largest count; large allocations come on huge pages
+        common = {
+            "OMP_NUM_THREADS": str(max(self.threads)),
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
+        self.processes = {
+            name: Process(python, module, {**common, **environment})
+            for name, (python, module, environment) in sides.items()
+        }
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes.values():
+            process.quit()
+        self.machine.close()
+
+    def shape(self, shape, dtypes):
+        """The rows of a shape: one for each dtype and number of threads."""
+        shared_memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
+            write_case(shape, Path(folder))
+            for dtype in dtypes:
+                yield from self.cells(shape, dtype, folder)
+
+    def cells(self, shape, dtype, folder):
+        for process in self.processes.values():
+            process.tell(prepare=[shape, dtype, folder], threads=self.threads)
+        errors, absent = {}, {}
+        for name, process in self.processes.items():
+            answer = process.answer()
+            if "failed" in answer:
+                absent[name] = answer["failed"]
+                self.say(f"{shape} {dtype}: {name} is left out: {absent[name]}")
+            else:
+                errors[name] = answer["errors"]
+        for threads in self.threads:
+            yield self.cell(shape, dtype, threads, errors, absent)
+
+    def cell(self, shape, dtype, threads, errors, absent):
+        size, copies = kv_bytes(shape, dtype), copies_of(shape, dtype)
+        calls = max(2, min(100, int(self.seconds / 3 * 20e9 / size)))
+        stream, pages, fma, spent = [], [], [], {name: [] for name in errors}
+        for _ in range(self.rounds):
+            time.sleep(PAUSE)
+            stream.append(self.machine.stream(size, copies, threads, calls))
+            pages.append(min(self.machine.chunks(size, copies, page_bytes(shape, dtype), threads, calls)))
+            fma.append(flops(shape) / self.machine.rate("fma", threads, 0.005))
+            for name in spent:
+                time.sleep(PAUSE)
+                self.processes[name].tell(round=threads, seconds=self.seconds)
+                answer = self.processes[name].answer()
+                spent[name].append(answer.get("seconds"))
+        binds = "fma" if median(fma) > median(stream) else "stream"
+        limit = [max(pair) for pair in zip(stream, fma, strict=True)]
+        return {
+            "shape": shape,
+            "dtype": dtype,
+            "threads": threads,
+            "stream_ms": 1e3 * median(stream),
+            "stream_gb_per_s": size / median(stream) / 1e9,
+            "pages_ms": 1e3 * median(pages),
+            "fma_ms": 1e3 * median(fma),
+            "binds": binds,
+            "target": target(shape, dtype, threads, binds),
+            "sides": {
+                name: result(times, limit, stream, errors[name][str(threads)])
+                for name, times in spent.items()
+                if None not in times
+            },
+            "absent": absent | {name: "it failed in a round" for name, times in spent.items() if None in times},
+        }
+
+
+def facts(machine, threads):
+    """What the machine delivers apart from any shape, for each number of threads; about 3 seconds."""
+    size, mebi = 256 << 20, 1 << 20
+    rows = []
+    for count in threads:
+        chunks = {}
+        for chunk in CHUNKS:
+            times = machine.chunks(size, 1, chunk, count, 3)
+            chunks[chunk] = {"plain": size / times[0] / 1e9, "prefetched": size / min(times[1:]) / 1e9}
+        rows.append(
+            {
+                "threads": count,
+                "stream_gb_per_s": size / machine.stream(size, 1, count, 3) / 1e9,
+                "chunks_gb_per_s": chunks,
+                "rates_g_per_s": {name: machine.rate(name, count, 0.1) / 1e9 for name in RATES},
+            }
+        )
+    return {"cpu": cpu_name(), "date": time.strftime("%Y-%m-%d"), "buffer_mib": size // mebi, "threads": rows}
+
+
+def result(rounds, limit, stream, errors):
+    """The figures of a side: of its ways the one with the smallest median."""
+    way = min(errors, key=lambda way: median(times[way] for times in rounds))
+    times = [times[way] for times in rounds]
+    return {
+        "ms": 1e3 * median(times),
+        "share": median(best / ours for best, ours in zip(limit, times, strict=True)),
+        "stream_share": median(best / ours for best, ours in zip(stream, times, strict=True)),
+        "error": errors[way],
+        "way": way,
+    }
+
+
+def add_options(parser, shapes="S1,S2,S3,S4,S5", dtypes="bfloat16,float16,float32", rounds=5):
+    """The options that every comparison has."""
+    parser.add_argument("--shape", type=names(SHAPES), default=shapes, help="comma list of " + ", ".join(SHAPES))
+    parser.add_argument(
+        "--dtype", type=names(ITEM_BYTES), default=dtypes, help="comma list of " + ", ".join(ITEM_BYTES)
+    )
+    parser.add_argument("--threads", type=counts, default="1,2", help="comma list of numbers")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a side in a round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
+
+
+def names(known):
+    def parse(text):
+        chosen = text.split(",")
+        unknown = sorted(set(chosen) - set(known))
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
+        return chosen
+
+    return parse
+
+
+def counts(text):
+    return sorted({int(count) for count in text.split(",")})

@@ -1,0 +1,84 @@
+"""What this machine delivers: stream.c and rates.c, built for it."""
+
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+# Prefetches that are tried: bytes ahead and the cache that they fill.
+STREAM_PREFETCHES = ((0, 1), (2048, 1), (8192, 1))
+CHUNK_PREFETCHES = ((0, 1), (4096, 1), (4096, 2), (16384, 2))
+RATES = ("fma", "dot", "widen", "exp")
+_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread"]
+
+
+class Machine:
+    """Rates in bytes, flops or values per second; times in seconds."""
+
+    def __init__(self):
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "libmachine.so"
+            compiler = shlex.split(os.environ.get("CC", "gcc"))
+            subprocess.run([*compiler, *_FLAGS, HERE / "stream.c", HERE / "rates.c", "-o", library], check=True)
+            self._lib = ctypes.CDLL(str(library))
+        pointer, size, whole = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self._lib.stream_buffer.restype = pointer
+        self._lib.stream_buffer.argtypes = [size]
+        self._lib.stream_free.argtypes = [pointer, size]
+        self._lib.stream_run.argtypes = [pointer, size, whole, whole, size, whole, pointer, size, whole, pointer]
+        for name in RATES:
+            rate = getattr(self._lib, "rate_" + name)
+            rate.argtypes, rate.restype = [ctypes.c_double], ctypes.c_double
+        self._buffer, self._size = None, 0
+
+    def reserve(self, num_bytes):
+        """A buffer of at least so many bytes for what follows, touched; the one before is given back."""
+        if num_bytes > self._size:
+            self.close()
+            self._buffer = self._lib.stream_buffer(num_bytes)
+            if not self._buffer:
+                raise MemoryError(f"no memory for a stream of {num_bytes} bytes")
+            self._size = num_bytes
+
+    def close(self):
+        if self._buffer:
+            self._lib.stream_free(self._buffer, self._size)
+        self._buffer, self._size = None, 0
+
+    def stream(self, num_bytes, copies, threads, calls):
+        """The median time to read so many bytes in one stretch, at the best prefetch distance."""
+        self.reserve(num_bytes * copies)
+        return min(self._run(num_bytes, copies, threads, way, None, 0, calls) for way in STREAM_PREFETCHES)
+
+    def chunks(self, num_bytes, copies, chunk, threads, calls, ways=CHUNK_PREFETCHES):
+        """The median times to read so many bytes in shuffled chunks, one for each way to prefetch along their list."""
+        self.reserve(num_bytes * copies)
+        order = np.random.default_rng(2).permutation(num_bytes // chunk).astype(np.uint32)
+        return [self._run(num_bytes, copies, threads, way, order.ctypes.data, chunk, calls) for way in ways]
+
+    def _run(self, num_bytes, copies, threads, way, order, chunk, calls):
+        times = (ctypes.c_double * calls)()
+        if self._lib.stream_run(self._buffer, num_bytes, copies, threads, *way, order, chunk, calls, times):
+            raise RuntimeError("the stream could not start its threads")
+        return median(times)
+
+    def rate(self, name, threads, seconds=0.02):
+        """Operations per second of `threads` cores at once; 0 where the machine has no such instruction."""
+        run = getattr(self._lib, "rate_" + name)
+        with ThreadPoolExecutor(threads) as pool:
+            return sum(pool.map(run, [seconds] * threads))
+
+
+def cpu_name():
+    """The processor as it names itself."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return "an unnamed processor"

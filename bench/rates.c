@@ -1,0 +1,141 @@
+/* rates.c: what the arithmetic of one core delivers, on registers and on 16 KB that lie in its first cache.
+ *
+ * Each function works for `seconds` and returns operations per second; call it from n threads at once for the rate of
+ * n cores.  12 accumulators are enough for every latency times throughput that is sold (8 to 10) and fit 16 registers.
+ * Every sum is used in the end, or the compiler would drop the loop.  Built by bench/machine.py with -O3 and
+ * -ffp-contract=fast for the machine it runs on. */
+#define _GNU_SOURCE
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VECTOR 64
+#elif defined(__AVX__)
+#define VECTOR 32
+#else
+#define VECTOR 16
+#endif
+
+typedef float floats __attribute__((vector_size(VECTOR)));
+typedef uint32_t words __attribute__((vector_size(VECTOR)));
+typedef int32_t ints __attribute__((vector_size(VECTOR)));
+
+enum { LANES = VECTOR / 4, SUMS = 12, LINES = 16384 / VECTOR / SUMS * SUMS, ROUNDS = 2000 };
+
+static _Atomic uint32_t sink;
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static void use(const floats *sums, int n) {
+    words all = {0};
+    for (int i = 0; i < n; i++) all ^= (words)sums[i];
+    uint32_t word = 0, lanes[LANES];
+    memcpy(lanes, &all, sizeof all);
+    for (int lane = 0; lane < LANES; lane++) word ^= lanes[lane];
+    atomic_fetch_xor_explicit(&sink, word, memory_order_relaxed);
+}
+
+/* The operations of one stretch of `run`, repeated until `seconds` are over. */
+static double rate(double (*run)(void), double seconds) {
+    double done = 0, spent;
+    const double begin = now();
+    do {
+        done += run();
+        spent = now() - begin;
+    } while (spent < seconds);
+    return done / spent;
+}
+
+/* x = x * m + b on every accumulator: one fused operation each, both flops counted. */
+static double fma_stretch(void) {
+    floats x[SUMS];
+    const floats m = (floats){0} + 0.999f, b = (floats){0} + 0.001f;
+    for (int i = 0; i < SUMS; i++) x[i] = b * (float)i;
+    for (int round = 0; round < 10 * ROUNDS; round++)
+        for (int i = 0; i < SUMS; i++) x[i] = x[i] * m + b;
+    use(x, SUMS);
+    return 10.0 * ROUNDS * SUMS * LANES * 2;
+}
+
+/* What the first cache holds, as the next two read it; through `opened` the compiler takes it for changed. */
+static words lines[LINES];
+static void opened(void) { __asm__ volatile("" : : "r"(lines) : "memory"); }
+
+/* Pairs of bfloat16 from the first cache, widened by a shift and a mask, one fused operation each: the walk of a
+ * kernel whose loads serve a single query head. */
+static double widen_stretch(void) {
+    floats even[SUMS / 2] = {{0}}, odd[SUMS / 2] = {{0}};
+    const floats q = (floats){0} + 0.5f;
+    for (int round = 0; round < ROUNDS / 10; round++) {
+        opened();
+        for (int at = 0; at < LINES; at += SUMS / 2)
+            for (int i = 0; i < SUMS / 2; i++) {
+                const words pair = lines[at + i];
+                even[i] += (floats)(pair << 16) * q;
+                odd[i] += (floats)(pair & 0xffff0000u) * q;
+            }
+    }
+    use(even, SUMS / 2);
+    use(odd, SUMS / 2);
+    return ROUNDS / 10 * (double)LINES * LANES * 4;
+}
+
+/* exp of values in the first cache, by a polynomial of degree 5 over the fraction and an integer shift into the
+ * exponent; the count is of values. */
+static double exp_stretch(void) {
+    enum { N = 4 };
+    floats sum[N] = {{0}};
+    for (int round = 0; round < ROUNDS / 10; round++) {
+        opened();
+        for (int at = 0; at < LINES; at += N)
+            for (int i = 0; i < N; i++) {
+                const floats t = (floats)lines[at + i] * 1.44269504f;
+                const floats shifted = t + 12582912.0f; /* 1.5 * 2^23: the sum is rounded to an integer */
+                const floats f = t - (shifted - 12582912.0f);
+                floats p = f * 0.00133336f + 0.00961813f;
+                p = p * f + 0.05550411f;
+                p = p * f + 0.24022651f;
+                p = p * f + 0.69314718f;
+                p = p * f + 1.0f;
+                sum[i] += (floats)((ints)p + ((ints)shifted << 23));
+            }
+    }
+    use(sum, N);
+    return ROUNDS / 10 * (double)LINES * LANES;
+}
+
+#if defined(__AVX512BF16__)
+/* vdpbf16ps: two products of bfloat16 and their sum added to each float, four flops a lane. */
+static double dot_stretch(void) {
+    __m512 x[SUMS];
+    const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f803f80), b = (__m512bh)_mm512_set1_epi32((int)0xbf803f80);
+    for (int i = 0; i < SUMS; i++) x[i] = _mm512_set1_ps((float)i);
+    for (int round = 0; round < 10 * ROUNDS; round++)
+        for (int i = 0; i < SUMS; i++) x[i] = _mm512_dpbf16_ps(x[i], a, b);
+    use((const floats *)x, SUMS);
+    return 10.0 * ROUNDS * SUMS * LANES * 4;
+}
+#endif
+
+double rate_fma(double seconds) { return rate(fma_stretch, seconds); }
+double rate_widen(double seconds) { return rate(widen_stretch, seconds); }
+double rate_exp(double seconds) { return rate(exp_stretch, seconds); }
+
+/* 0 where the machine has no such instruction. */
+double rate_dot(double seconds) {
+#if defined(__AVX512BF16__)
+    return rate(dot_stretch, seconds);
+#else
+    (void)seconds;
+    return 0;
+#endif
+}

@@ -1,0 +1,80 @@
+"""One side of a comparison in a process of its own: python side_worker.py MODULE-OF-SIDES
+
+Reads a line of JSON, answers with one, until its input ends:
+
+    {"prepare": [shape, dtype, folder], "threads": [1, 2]}  ->  {"errors": {threads: {way: error}}}
+    {"round": threads, "seconds": s}                        ->  {"seconds": {way: median}}
+
+What goes wrong is answered as {"failed": "sentence"}, and the next line is read.
+"""
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path[0] = str(Path(__file__).resolve().parent)
+LEAST, MOST = 3, 300  # calls of a round
+
+
+class Worker:
+    def __init__(self, module):
+        from sides.common import Case, error_of
+
+        self.case_of, self.error_of = Case, error_of
+        self.module = importlib.import_module(f"sides.{module}")
+        self.side, self.calls, self.turn = None, {}, 0
+
+    def prepare(self, case, threads):
+        self.side, self.calls = None, {}
+        gc.collect()  # what the last case filled, before the next is filled
+        case = self.case_of(*case)
+        self.side = self.module.Side(case)
+        errors = {}
+        for count in threads:
+            self.side.use(count)
+            self.calls[count] = self.side.calls(count)
+            errors[count] = {
+                way: self.error_of(call.output(call.run(0)), case.right) for way, call in self.calls[count].items()
+            }
+        return {"errors": errors}
+
+    def round(self, threads, seconds):
+        self.side.use(threads)
+        result = {}
+        for way, call in self.calls[threads].items():
+            call.run(self.turn)  # wakes the threads
+            times = []
+            while len(times) < LEAST or (sum(times) < seconds and len(times) < MOST):
+                self.turn += 1
+                begin = time.perf_counter()
+                call.run(self.turn)
+                times.append(time.perf_counter() - begin)
+            result[way] = median(times)
+        return {"seconds": result}
+
+
+def main(module):
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    worker = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            worker = worker or Worker(module)
+            if "prepare" in question:
+                answer = worker.prepare(question["prepare"], question["threads"])
+            else:
+                answer = worker.round(question["round"], question["seconds"])
+        except Exception as error:
+            sentence = " ".join(str(error).split())
+            answer = {"failed": f"{type(error).__name__}: {sentence[:300]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

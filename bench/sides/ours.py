@@ -1,0 +1,40 @@
+"""pagepool: shuffled blocks of 16 tokens, the copies are layers of one pool."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the checkout, where no pagepool is installed
+
+import pagepool
+from sides.common import Call
+from sides.common import Side as Base
+
+BLOCK_SIZE = 16
+
+
+class Side(Base):
+    def __init__(self, case):
+        super().__init__(case)
+        num_seqs, context, num_kv_heads, head_dim = case.k.shape
+        layout = pagepool.KvLayout(case.copies, num_kv_heads, head_dim, BLOCK_SIZE, case.dtype)
+        self.tables = case.tables(BLOCK_SIZE)
+        self.pool = pagepool.KvCachePool.from_layout(layout, self.tables.size)
+        self.lens = np.full(num_seqs, context, np.int32)
+        self.q, self.out = case.q, np.empty_like(case.q)
+        for row, table in enumerate(self.tables):
+            slots = (table.astype(np.int64)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
+            k, v = case.k[row] * case.UNIT, case.v[row] * case.UNIT
+            for layer in range(case.copies):
+                self.pool.append(layer, slots, k, v)
+
+    def calls(self, threads):
+        copies = self.case.copies
+
+        def run(i):
+            return pagepool.decode(
+                self.q, self.pool, i % copies, self.tables, self.lens, out=self.out, num_threads=threads
+            )
+
+        return {f"pages of {BLOCK_SIZE}, {pagepool.cpu_info()['isa']}": Call(run)}
