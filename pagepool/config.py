@@ -14,7 +14,7 @@ __all__ = ["KV_DTYPES", "KvLayout", "SchedulerConfig", "StateLayout"]
 KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 MAX_BLOCK_SIZE = 1024
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
 
 
@@ -36,10 +36,15 @@ class KvLayout:
 
     A block holds the keys and values of `block_size` tokens in every layer. Block sizes that are multiples of 16 take
     the vector path; any other from 1 to 1,024 is correct, unpadded and slower. `head_dim` is a multiple of 8 from
-    8 to 256. `dtype` is "float32", "float16" or "bfloat16".
+    8 to 1,024. `dtype` is "float32", "float16" or "bfloat16".
+
+    `head_dim` is that of queries and keys; `v_head_dim` that of values and results, the same by default. With `v_in_k`
+    the first `v_head_dim` dims of a key are its value, stored once: the latent cache of multi-head latent attention.
 
     >>> KvLayout(num_layers=2, num_kv_heads=2, head_dim=64).page_size
     8192
+    >>> KvLayout(num_layers=1, num_kv_heads=1, head_dim=576, v_head_dim=512, v_in_k=True).page_size
+    9216
     """
 
     num_layers: int
@@ -47,13 +52,23 @@ class KvLayout:
     head_dim: int
     block_size: int = 16
     dtype: str = "bfloat16"
+    v_head_dim: int = None  # type: ignore[assignment]  # None is taken for head_dim
+    v_in_k: bool = False
 
     def __post_init__(self) -> None:
         for name, high in (("num_layers", None), ("num_kv_heads", None), ("block_size", MAX_BLOCK_SIZE)):
             object.__setattr__(self, name, _integer(name, getattr(self, name), 1, high))
-        object.__setattr__(self, "head_dim", _integer("head_dim", self.head_dim, 8, MAX_HEAD_DIM))
-        if self.head_dim % 8:
-            raise ValueError(f"head_dim must be a multiple of 8, not {self.head_dim}")
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("head_dim", "v_head_dim"):
+            dim = _integer(name, getattr(self, name), 8, MAX_HEAD_DIM)
+            if dim % 8:
+                raise ValueError(f"{name} must be a multiple of 8, not {dim}")
+            object.__setattr__(self, name, dim)
+        if not isinstance(self.v_in_k, bool):
+            raise TypeError(f"v_in_k must be True or False, not {self.v_in_k!r}")
+        if self.v_in_k and self.v_head_dim > self.head_dim:
+            raise ValueError(f"K of {self.head_dim} dims cannot hold a V of {self.v_head_dim}")
         if not isinstance(self.dtype, str):
             raise TypeError(f"dtype must be the name of a dtype, not {type(self.dtype).__name__}")
         if self.dtype not in KV_DTYPES:
@@ -64,7 +79,12 @@ class KvLayout:
     @property
     def page_size(self) -> int:
         """Elements of a page: K and V of `block_size` tokens in every layer."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size
+        return self.num_layers * self.token_size * self.block_size
+
+    @property
+    def token_size(self) -> int:
+        """Elements that one layer stores of a token."""
+        return self.num_kv_heads * (self.head_dim + (0 if self.v_in_k else self.v_head_dim))
 
     @property
     def block_bytes(self) -> int:

@@ -38,11 +38,14 @@ cdef extern from "pagepool/layout.h" nogil:
         int32_t num_layers
         int32_t num_kv_heads
         int32_t head_dim
+        int32_t v_head_dim
+        int32_t v_in_k
         int32_t block_size
         int32_t dtype
         int32_t tiled
         int64_t item_bytes
         int64_t k_bytes
+        int64_t v_bytes
         int64_t head_bytes
         int64_t group_bytes
         int64_t layer_bytes
@@ -56,10 +59,22 @@ cdef extern from "pagepool/layout.h" nogil:
     pp_status pp_kv_layout_init(
         pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
         pp_dtype dtype) noexcept
+    pp_status pp_kv_layout_init_v(
+        pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t v_head_dim,
+        int v_in_k, int32_t block_size, pp_dtype dtype) noexcept
     int64_t pp_dtype_bytes(pp_dtype dtype) noexcept
     pp_status pp_kv_append(
         const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens, const void *k,
         const void *v, pp_dtype src_dtype, int64_t token_stride, int64_t head_stride) noexcept
+
+    ctypedef struct pp_kv_rows:
+        const void *data
+        int64_t token_stride
+        int64_t head_stride
+
+    pp_status pp_kv_append_rows(
+        const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens, pp_kv_rows k,
+        pp_kv_rows v, pp_dtype src_dtype) noexcept
     pp_status pp_kv_gather(
         const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,
         float *v) noexcept

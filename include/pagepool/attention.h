@@ -51,7 +51,7 @@ typedef struct pp_decode_args {
     const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - (seq_len - 1)) is added, after the cap */
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
     int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
-    float *out;                   /* (num_seqs, num_qo_heads, head_dim), C-contiguous; must not overlap q */
+    float *out;                   /* (num_seqs, num_qo_heads, v_head_dim), C-contiguous; must not overlap q */
     float *lse;                   /* NULL, or (num_seqs, num_qo_heads): log of the sum of exp(scores), sinks included */
 } pp_decode_args;
 

@@ -11,19 +11,25 @@
  *   +---------+---------+------+      layer_bytes each
  *   | group 0 | group 1 | ...         16 tokens each, group_bytes (tiled layouts)
  *   +---------+---------+---
- *   | head 0   | head 1   | ...       head_bytes each: K (k_bytes), then V (head_bytes - k_bytes)
+ *   | head 0   | head 1   | ...       head_bytes each: K (k_bytes), then V (v_bytes)
  *   | K  |  V  | K  |  V  |
  *
  * Tiled layouts (block_size a multiple of 16).  A head's K is token-minor and its V lies in the order in which decode
  * reads it, so that one walk over the page is sequential:
  *
- *   f32, f16   K [head_dim][16]           V [head_dim / 64][16][64]
- *   bf16       K [head_dim / 2][16][2]    V [head_dim / 64][16 / 2][64][2]
+ *   f32, f16   K [head_dim][16]           V [v_head_dim / 64][16][64]
+ *   bf16       K [head_dim / 2][16][2]    V [v_head_dim / 64][16 / 2][64][2]
  *
- * The last run of V is head_dim % 64 dims wide when 64 does not divide head_dim.  In bf16 two neighbours (dims of K,
+ * The last run of V is v_head_dim % 64 dims wide when 64 does not divide it.  In bf16 two neighbours (dims of K,
  * tokens of V) share a 32-bit word: a shift gives the first as f32, a mask the second.
  *
- * Plain layouts (any other block_size): one group of block_size tokens, K [block_size][head_dim], V the same.
+ * Plain layouts (any other block_size): one group of block_size tokens, K [block_size][head_dim], V
+ * [block_size][v_head_dim].
+ *
+ * K and V need not have the same number of dims.  With v_in_k (the latent cache of multi-head latent attention: 576
+ * dims, of which 512 are V, for all query heads) V is the first v_head_dim dims of K and is not stored again: v_bytes
+ * is 0.  It is K that lies in its own order then, since all of its dims are read as K and fewer as V; decode brings a
+ * tile's V into order once for all query heads that share it.
  */
 #ifndef PAGEPOOL_LAYOUT_H
 #define PAGEPOOL_LAYOUT_H
@@ -43,19 +49,22 @@ typedef enum pp_dtype { PP_F32 = 0, PP_F16 = 1, PP_BF16 = 2 } pp_dtype;
 #define PP_GROUP 16           /* tokens of a group in tiled layouts */
 #define PP_V_RUN 64           /* dims of V read in one go */
 #define PP_MAX_BLOCK_SIZE 1024
-#define PP_MAX_HEAD_DIM 256
+#define PP_MAX_HEAD_DIM 1024  /* of K and of V */
 
 typedef struct pp_kv_layout {
     int32_t num_layers;
     int32_t num_kv_heads;
-    int32_t head_dim;
+    int32_t head_dim;   /* of K and of queries */
+    int32_t v_head_dim; /* of V and of results */
+    int32_t v_in_k;     /* V is the first v_head_dim dims of K, stored once */
     int32_t block_size;
-    int32_t dtype; /* pp_dtype */
-    int32_t tiled; /* block_size % 16 == 0 */
+    int32_t dtype;      /* pp_dtype */
+    int32_t tiled;      /* block_size % 16 == 0 */
     /* derived, in bytes */
     int64_t item_bytes;
-    int64_t k_bytes;     /* a head's K of one group; its V follows and is as large */
-    int64_t head_bytes;  /* from one head to the next */
+    int64_t k_bytes;     /* a head's K of one group; its V follows */
+    int64_t v_bytes;     /* a head's V of one group; 0 with v_in_k */
+    int64_t head_bytes;  /* from one head to the next: k_bytes + v_bytes */
     int64_t group_bytes; /* from one group to the next */
     int64_t layer_bytes; /* from one layer to the next */
     int64_t block_bytes; /* from one block to the next */
@@ -67,16 +76,22 @@ typedef struct pp_kv_pool {
     int64_t num_blocks;
 } pp_kv_pool;
 
-/* Fills `layout` from its five parameters.  PP_INVALID_ARGUMENT unless num_layers, num_kv_heads >= 1, head_dim is a
- * multiple of 8 from 8 to 256, 1 <= block_size <= 1024 and a block is smaller than 2^40 bytes. */
+/* Fills `layout` from its parameters, V being as wide as K.  PP_INVALID_ARGUMENT, and nothing changed, unless
+ * num_layers, num_kv_heads >= 1, head_dim is a multiple of 8 from 8 to 1024, 1 <= block_size <= 1024 and a block is
+ * smaller than 2^40 bytes. */
 PP_API pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
                                    int32_t block_size, pp_dtype dtype);
+
+/* The same for a V of other dims, or one that lies inside of K.  v_head_dim is a multiple of 8 from 8 to 1024, too, and
+ * with v_in_k at most head_dim. */
+PP_API pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                                     int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype);
 
 /* The bytes of one element. */
 PP_API int64_t pp_dtype_bytes(pp_dtype dtype);
 
 /* Writes the K and V of `num_tokens` tokens of one layer into their slots (slot = block * block_size + offset).
- *   k, v           element (t, h, d) at index t * token_stride + h * head_stride + d
+ *   k, v           element (t, h, d) at index t * token_stride + h * head_stride + d; with v_in_k v is not read
  *   src_dtype      PP_F32 (rounded to nearest even) or the pool's own dtype (bits are copied)
  *   slot_mapping   (num_tokens,); -1 skips the token
  * PP_INVALID_SLOT when a slot is below -1 or not below num_blocks * block_size; PP_INVALID_ARGUMENT for a layer out of
@@ -85,9 +100,20 @@ PP_API pp_status pp_kv_append(const pp_kv_pool *pool, int32_t layer, const int64
                               const void *k, const void *v, pp_dtype src_dtype, int64_t token_stride,
                               int64_t head_stride);
 
-/* Reads the first `seq_len` tokens of the sequence in `blocks` back as f32, C-contiguous
- * (seq_len, num_kv_heads, head_dim), widened exactly.  PP_INVALID_BLOCK when one of the ceil(seq_len / block_size) ids
- * is out of range, PP_INVALID_ARGUMENT for the layer or when num_blocks is too small for seq_len. */
+/* Rows of K or V as a caller has them: element (t, h, d) at index t * token_stride + h * head_stride + d. */
+typedef struct pp_kv_rows {
+    const void *data;
+    int64_t token_stride, head_stride;
+} pp_kv_rows;
+
+/* pp_kv_append for K and V with strides of their own, as they have when their dims differ. */
+PP_API pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping,
+                                   int64_t num_tokens, pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype);
+
+/* Reads the first `seq_len` tokens of the sequence in `blocks` back as f32, C-contiguous, K (seq_len, num_kv_heads,
+ * head_dim) and V (seq_len, num_kv_heads, v_head_dim), widened exactly.  PP_INVALID_BLOCK when one of the
+ * ceil(seq_len / block_size) ids is out of range, PP_INVALID_ARGUMENT for the layer or when num_blocks is too small
+ * for seq_len. */
 PP_API pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
                               int64_t seq_len, float *k, float *v);
 

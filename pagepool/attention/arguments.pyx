@@ -157,10 +157,10 @@ cdef class Arguments:
         self.has_out = True
         if not is_float32(&self.out):
             raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
-        shape = tuple([self.q.shape[axis] for axis in range(3)])
+        shape = self.q.shape[0], self.q.shape[1], self.pool.c_pool.layout.v_head_dim
         got = tuple([self.out.shape[axis] for axis in range(self.out.ndim)])
         if got != shape:
-            raise ValueError(f"out must have q's shape {shape}, not {got}")
+            raise ValueError(f"out must have the shape {shape}, not {got}")
         for axis in range(2, -1, -1):
             if self.out.shape[axis] > 1 and self.out.strides[axis] != step:
                 raise ValueError(

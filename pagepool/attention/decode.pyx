@@ -73,18 +73,19 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, sm_sc
     block_tables   (n_seqs, width), int32: the block ids of each sequence in order; entries past its length are neither
                    read nor checked
     seq_lens       (n_seqs,), int32: tokens whose K and V are in the pages
-    sm_scale       what scores are multiplied by; 1 / sqrt(head_dim) by default
+    sm_scale       what scores are multiplied by; 1 / sqrt(head_dim) by default. For a latent cache that is not what
+                   the model means: its keys have fewer dims before they are projected
     window_left    a query sees so many tokens to its left and its own (sliding window); -1: all. Pages without a seen
                    token are not read, nor are their ids
     logits_soft_cap  when not 0, a score becomes cap * tanh(score / cap) (Gemma 2)
     alibi_slopes   (num_qo_heads,): slope * (t - (seq_len - 1)) is added to the score of token t (ALiBi, Press et al.),
                    after the cap
     sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss)
-    out            where to write: float32, C-contiguous, of q's shape, apart from all that is read
+    out            where to write: float32, C-contiguous, of the result's shape, apart from all that is read
     return_lse     also return the natural log of the sum of exp(score) of each row, sinks included
     num_threads    at most so many threads; by default the CPUs this process may use, or PAGEPOOL_NUM_THREADS
 
-    Returns `out`, float32 (n_seqs, num_qo_heads, head_dim), and with return_lse the pair (out, lse), lse float32
+    Returns `out`, float32 (n_seqs, num_qo_heads, v_head_dim), and with return_lse the pair (out, lse), lse float32
     (n_seqs, num_qo_heads). An empty sequence gives zeros and -inf. The bits depend on nothing but the sequence's own
     query, keys and values: not on the batch, the order, the threads or the block size.
 
@@ -112,7 +113,7 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, sm_sc
     call.read_variant(window_left, logits_soft_cap, alibi_slopes, sinks)
     call.read_scale(sm_scale)
     if out is None:
-        out = empty((call.q.shape[0], call.q.shape[1], call.q.shape[2]), FLOAT32)
+        out = empty((call.q.shape[0], call.q.shape[1], pool.c_pool.layout.v_head_dim), FLOAT32)
     call.read_out(out)
     lse = None
     cdef float[:, ::1] lse_rows

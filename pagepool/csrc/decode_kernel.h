@@ -1,6 +1,7 @@
 /* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
  *
- * Included once per dtype with PP_DTYPE (f32, f16, bf16) and PP_ITEM (bytes of an element) defined.  The walk, per tile
+ * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element) and the words of
+ * decode_arrange.h defined.  The walk, per tile
  * of 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
@@ -157,7 +158,8 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
             v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
     }
     const float *scales = rescaled ? rescale : NULL;
-    const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
+    const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
+    if (!tile->next_v[0]) prefetch = 0;
     int d = 0;
     for (; d < whole; d += columns)
         PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, s, scales, rows,
@@ -187,30 +189,16 @@ static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile 
     }
 }
 
-/* Brings the tile's tokens of one head from plain pages into the order of tiled ones: the same walk reads them then. */
-static void PP_NAME(pack)(const pp_chunk *work, int64_t begin, int tokens, int32_t head, unsigned char *scratch) {
-    pp_kv_layout tiled;
-    const pp_kv_layout *plain = &work->pool->layout;
-    pp_kv_layout_init(&tiled, 1, 1, plain->head_dim, PP_GROUP, (pp_dtype)plain->dtype);
-    for (int t = begin < work->first ? (int)(work->first - begin) : 0; t < tokens; t++) {
-        const int64_t position = begin + t, block = work->blocks[position / plain->block_size - work->first_block];
-        const unsigned char *k = work->layer + block * plain->block_bytes + head * plain->head_bytes +
-                                 position % plain->block_size * plain->head_dim * PP_ITEM;
-        unsigned char *group = scratch + t / PP_GROUP * tiled.head_bytes;
-        for (int32_t d = 0; d < plain->head_dim; d++) {
-            memcpy(group + pp_k_index(&tiled, t % PP_GROUP, d) * PP_ITEM, k + d * PP_ITEM, PP_ITEM);
-            memcpy(group + tiled.k_bytes + pp_v_index(&tiled, t % PP_GROUP, d) * PP_ITEM,
-                   k + plain->k_bytes + d * PP_ITEM, PP_ITEM);
-        }
-    }
-}
+#include "decode_arrange.h"
 
-static void PP_NAME(chunk)(const pp_chunk *work) {
+/* The walk over a chunk.  `scratch` is for the groups of one tile of one head, as `tiled` lays them out; both are NULL
+ * where the pages can be read as they are. */
+static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const pp_kv_layout *tiled,
+                                                    unsigned char *scratch) {
     const pp_kv_layout *layout = &work->pool->layout;
     const int group_size = work->group_size;
-    const int64_t k_bytes = (int64_t)layout->head_dim * PP_GROUP * PP_ITEM;
-    unsigned char scratch[2 * 2 * PP_MAX_HEAD_DIM * PP_GROUP * PP_ITEM] __attribute__((aligned(64)));
     pp_tile tile = {.head_dim = layout->head_dim,
+                    .v_head_dim = layout->v_head_dim,
                     .sm_scale = work->sm_scale,
                     .logits_soft_cap = work->logits_soft_cap,
                     .row_stride = work->row_stride};
@@ -220,7 +208,6 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
     const unsigned char *groups[2], *next[2];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
     pp_tile_groups(work, first_tile, groups);
-    if (!layout->tiled) memset(scratch, 0, sizeof scratch); /* lanes past the length are loaded, though never used */
     for (int64_t begin = first_tile; begin < work->end; begin += PP_TILE) {
         const int64_t left = work->end - begin;
         tile.tokens = left < PP_TILE ? (int)left : PP_TILE;
@@ -230,15 +217,17 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
         pp_tile_groups(work, more ? begin + PP_TILE : begin, next);
         for (int32_t head = work->head_begin; head < work->head_end; head++) {
             const int more_heads = head + 1 < work->head_end;
-            if (!layout->tiled) PP_NAME(pack)(work, begin, tile.tokens, head, scratch);
+            if (!layout->tiled) PP_NAME(pack)(work, tiled, begin, tile.tokens, head, scratch);
             for (int i = 0; i < 2; i++) {
-                tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : scratch + i * 2 * k_bytes;
-                tile.v[i] = tile.k[i] + k_bytes;
+                unsigned char *group = scratch + (scratch ? i * tiled->head_bytes : 0);
+                tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : group;
+                tile.v[i] = scratch ? group + tiled->k_bytes : tile.k[i] + layout->k_bytes;
                 tile.next_k[i] = more_heads      ? tile.k[i] + layout->head_bytes
                                  : more          ? next[i] + work->head_begin * layout->head_bytes
                                  : work->next[i] ? work->next[i]
                                                 : tile.k[i];
-                tile.next_v[i] = tile.next_k[i] + k_bytes;
+                tile.next_v[i] = scratch ? NULL : tile.next_k[i] + layout->k_bytes;
+                if (scratch && layout->tiled) PP_NAME(turn)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
             }
             for (int32_t part = 0; part < num_parts(group_size); part++) {
                 const int32_t from = part_border(group_size, part), to = part_border(group_size, part + 1);
@@ -260,6 +249,28 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
             for (int j = 0; j < half; j++) sum[j] = v_add(sum[j], sum[j + half]);
         *sums = v_sum(sum[0]);
     }
+}
+
+/* The same with a scratch for two groups: K and V of plain pages, and V that lies within K. */
+static __attribute__((noinline)) void PP_NAME(walk_arranged)(const pp_chunk *work) {
+    const pp_kv_layout *layout = &work->pool->layout;
+    pp_kv_layout tiled;
+    pp_kv_layout_init_v(&tiled, 1, 1, layout->head_dim, layout->v_head_dim, 0, PP_GROUP, (pp_dtype)layout->dtype);
+    if (layout->tiled) { /* K is read where it is */
+        tiled.k_bytes = 0;
+        tiled.head_bytes = tiled.v_bytes;
+    }
+    const size_t bytes = 2 * (size_t)tiled.head_bytes;
+    unsigned char scratch[bytes + 64], *aligned = scratch + (64 - (uintptr_t)scratch % 64);
+    memset(aligned, 0, bytes); /* lanes past the length are loaded, though never used */
+    PP_NAME(walk)(work, &tiled, aligned);
+}
+
+static void PP_NAME(chunk)(const pp_chunk *work) {
+    if (work->pool->layout.tiled && !work->pool->layout.v_in_k)
+        PP_NAME(walk)(work, NULL, NULL);
+    else
+        PP_NAME(walk_arranged)(work);
 }
 
 #undef PP_NAME

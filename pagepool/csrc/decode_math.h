@@ -107,7 +107,7 @@ static void merge_chunks(const pp_merge *work) {
             for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_mul(v_load(sum + d), v_set1(old_scale)));
         }
         for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_div(v_load(sum + d), v_set1(total)));
-        memcpy(work->out + (int64_t)h * work->head_dim, sum, (size_t)work->head_dim * sizeof(float));
+        memcpy(work->out + (int64_t)h * work->v_head_dim, sum, (size_t)work->v_head_dim * sizeof(float));
         if (work->lse) work->lse[h] = maximum + logf(total);
     }
 }

@@ -24,6 +24,18 @@
 #define PP_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+/* a0 b0 a1 b1 ... of the lower and of the upper halves of two vectors of 8. */
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define PP_INTERLEAVE_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define PP_INTERLEAVE_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#endif
+#endif
+#ifndef PP_INTERLEAVE_LOW
+#define PP_INTERLEAVE_LOW(a, b) ((PP_BLOCK){a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]})
+#define PP_INTERLEAVE_HIGH(a, b) ((PP_BLOCK){a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]})
+#endif
+
 /* Prefetches `bytes` from a line-aligned address: the next head's or the next page's, found through the block table;
  * hardware prefetchers stop at the end of a 4 KB page and know nothing of the table. */
 PP_INLINE void prefetch_span(const unsigned char *at, int bytes, int level) {

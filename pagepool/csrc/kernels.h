@@ -11,7 +11,7 @@ int pp_prefetch_level(void);
 
 /* A chunk of one sequence, for some of its kv heads.  Starts from nothing and leaves, for each query head h of those,
  * in the chunk's record
- *   rows[h][:head_dim]        = sum exp(score - m) * V
+ *   rows[h][:v_head_dim]      = sum exp(score - m) * V
  *   rows[h][row_stride - 16]  = sum exp(score - m)        (16 running sums until the chunk is done)
  *   m[h]                      = max score */
 typedef struct pp_chunk {
@@ -28,7 +28,7 @@ typedef struct pp_chunk {
     const float *alibi_slopes;  /* NULL, or (num_qo_heads,) */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
-    int64_t row_stride;         /* head_dim rounded up to 16, and 16 more */
+    int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
     int prefetch;                 /* PP_PREFETCH_L1 or _L2 */
     const unsigned char *next[2]; /* what will be read after this chunk (K of two groups), to be prefetched; or NULLs */
 } pp_chunk;
@@ -55,9 +55,9 @@ typedef struct pp_merge {
     const float *first;    /* the first chunk's record: rows (num_qo_heads, row_stride), then m (num_qo_heads,) */
     int64_t record_stride; /* from one chunk's record to the next, in elements */
     int64_t num_chunks;    /* at least 1 */
-    int32_t num_qo_heads, head_begin, head_end, head_dim;
+    int32_t num_qo_heads, head_begin, head_end, v_head_dim;
     int64_t row_stride;
-    float *out;            /* (num_qo_heads, head_dim) */
+    float *out;            /* (num_qo_heads, v_head_dim) */
     float *lse;            /* NULL or (num_qo_heads,) */
     const float *sinks;    /* NULL or (num_qo_heads,) */
 } pp_merge;

@@ -3,16 +3,26 @@
 #include "decode_math.h"
 #include "narrow.h"
 
+/* The middle halves of 64 bits change places: decode_arrange.h. */
+#define PP_TURN_SQUARE(word) \
+    (((word) & 0xffff00000000ffffu) | (((word) & 0xffff0000u) << 16) | (((word) >> 16) & 0xffff0000u))
+
 #define PP_DTYPE f32
 #define PP_ITEM 4
+#define PP_WORD uint32_t
+#define PP_TURN_WORD(word) (word)
 #include "decode_kernel.h"
 
 #define PP_DTYPE f16
 #define PP_ITEM 2
+#define PP_WORD uint16_t
+#define PP_TURN_WORD(word) (word)
 #include "decode_kernel.h"
 
 #define PP_DTYPE bf16
 #define PP_ITEM 2
+#define PP_WORD uint64_t
+#define PP_TURN_WORD(word) PP_TURN_SQUARE(word)
 #include "decode_kernel.h"
 
 #define PP_TEXT_(name) #name

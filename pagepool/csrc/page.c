@@ -7,27 +7,39 @@ int pp_abi_version(void) { return PP_ABI_VERSION; }
 
 int64_t pp_dtype_bytes(pp_dtype dtype) { return dtype == PP_F32 ? 4 : 2; }
 
+static int is_head_dim(int32_t dim) { return dim >= 8 && dim <= PP_MAX_HEAD_DIM && dim % 8 == 0; }
+
 pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
                             int32_t block_size, pp_dtype dtype) {
-    if (num_layers < 1 || num_kv_heads < 1 || head_dim < 8 || head_dim > PP_MAX_HEAD_DIM || head_dim % 8 ||
-        block_size < 1 || block_size > PP_MAX_BLOCK_SIZE || (dtype != PP_F32 && dtype != PP_F16 && dtype != PP_BF16))
+    return pp_kv_layout_init_v(layout, num_layers, num_kv_heads, head_dim, head_dim, 0, block_size, dtype);
+}
+
+pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                              int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype) {
+    if (num_layers < 1 || num_kv_heads < 1 || !is_head_dim(head_dim) || !is_head_dim(v_head_dim) ||
+        (v_in_k && v_head_dim > head_dim) || block_size < 1 || block_size > PP_MAX_BLOCK_SIZE ||
+        (dtype != PP_F32 && dtype != PP_F16 && dtype != PP_BF16))
         return PP_INVALID_ARGUMENT;
-    int tiled = block_size % PP_GROUP == 0;
-    int64_t item = pp_dtype_bytes(dtype), k_bytes = (int64_t)head_dim * (tiled ? PP_GROUP : block_size) * item;
+    const int tiled = block_size % PP_GROUP == 0;
+    const int64_t item = pp_dtype_bytes(dtype), row = (tiled ? PP_GROUP : block_size) * item;
+    const int64_t k_bytes = head_dim * row, v_bytes = v_in_k ? 0 : v_head_dim * row;
     int64_t group_bytes, layer_bytes, block_bytes;
-    if (__builtin_mul_overflow(k_bytes * 2, (int64_t)num_kv_heads, &group_bytes) ||
+    if (__builtin_mul_overflow(k_bytes + v_bytes, (int64_t)num_kv_heads, &group_bytes) ||
         __builtin_mul_overflow(group_bytes, (int64_t)(tiled ? block_size / PP_GROUP : 1), &layer_bytes) ||
         __builtin_mul_overflow(layer_bytes, (int64_t)num_layers, &block_bytes) || block_bytes >= (int64_t)1 << 40)
         return PP_INVALID_ARGUMENT;
     *layout = (pp_kv_layout){.num_layers = num_layers,
                              .num_kv_heads = num_kv_heads,
                              .head_dim = head_dim,
+                             .v_head_dim = v_head_dim,
+                             .v_in_k = v_in_k != 0,
                              .block_size = block_size,
                              .dtype = dtype,
                              .tiled = tiled,
                              .item_bytes = item,
                              .k_bytes = k_bytes,
-                             .head_bytes = k_bytes * 2,
+                             .v_bytes = v_bytes,
+                             .head_bytes = k_bytes + v_bytes,
                              .group_bytes = group_bytes,
                              .layer_bytes = layer_bytes,
                              .block_bytes = block_bytes};

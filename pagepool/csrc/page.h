@@ -20,11 +20,11 @@ static inline int64_t pp_k_index(const pp_kv_layout *layout, int32_t token, int3
     return (int64_t)dim * PP_GROUP + token;
 }
 
-/* Element index of V[token][dim] within a head's V. */
+/* Element index of V[token][dim] within a head's V, which is stored apart from K. */
 static inline int64_t pp_v_index(const pp_kv_layout *layout, int32_t token, int32_t dim) {
-    if (!layout->tiled) return (int64_t)token * layout->head_dim + dim;
+    if (!layout->tiled) return (int64_t)token * layout->v_head_dim + dim;
     int32_t run = dim / PP_V_RUN, column = dim % PP_V_RUN;
-    int32_t left = layout->head_dim - run * PP_V_RUN, width = left < PP_V_RUN ? left : PP_V_RUN;
+    int32_t left = layout->v_head_dim - run * PP_V_RUN, width = left < PP_V_RUN ? left : PP_V_RUN;
     int64_t start = (int64_t)run * PP_V_RUN * PP_GROUP;
     if (layout->dtype == PP_BF16) return start + (int64_t)(token / 2) * (2 * width) + column * 2 + token % 2;
     return start + (int64_t)token * width + column;

@@ -68,7 +68,7 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads), parts = 1;
     if (all->num_chunks && all->num_chunks < wanted) parts = (wanted + all->num_chunks - 1) / all->num_chunks;
     all->head_parts = parts < layout->num_kv_heads ? (int32_t)parts : layout->num_kv_heads;
-    all->row_stride = (layout->head_dim + 15) / 16 * 16 + PP_GROUP;
+    all->row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
     all->record = ((int64_t)args->num_qo_heads * (all->row_stride + 1) + 15) / 16 * 16;
     all->counters = aligned(sizeof(int32_t) * (size_t)args->num_seqs * (size_t)all->head_parts);
     all->begins = aligned(sizeof(int64_t) * ((size_t)args->num_seqs + 1));
@@ -139,6 +139,7 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
     if (status != PP_OK) return status;
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t row = (int64_t)args->num_qo_heads * layout->head_dim;
+    const int64_t out_row = (int64_t)args->num_qo_heads * layout->v_head_dim;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         int64_t chunks = chunks_of(args, plan->seq_lens[s]);
         plan->unit_begin[s] = plan->num_units;
@@ -151,7 +152,7 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
                                            layout->head_dim);
             continue;
         }
-        memset(args->out + s * row, 0, (size_t)row * sizeof(float));
+        memset(args->out + s * out_row, 0, (size_t)out_row * sizeof(float));
         for (int32_t h = 0; args->lse && h < args->num_qo_heads; h++)
             args->lse[(int64_t)s * args->num_qo_heads + h] = -INFINITY;
     }
@@ -210,7 +211,7 @@ static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, i
 
 static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
     const pp_decode_args *args = &plan->args;
-    const int32_t head_dim = args->pool->layout.head_dim;
+    const int32_t v_head_dim = args->pool->layout.v_head_dim;
     pp_kernels_get()->merge(&(pp_merge){
         .first = plan->partial + plan->unit_begin[s] / plan->head_parts * plan->record,
         .record_stride = plan->record,
@@ -218,9 +219,9 @@ static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
         .num_qo_heads = args->num_qo_heads,
         .head_begin = work->head_begin * work->group_size,
         .head_end = work->head_end * work->group_size,
-        .head_dim = head_dim,
+        .v_head_dim = v_head_dim,
         .row_stride = plan->row_stride,
-        .out = args->out + (int64_t)s * args->num_qo_heads * head_dim,
+        .out = args->out + (int64_t)s * args->num_qo_heads * v_head_dim,
         .sinks = args->sinks,
         .lse = args->lse ? args->lse + (int64_t)s * args->num_qo_heads : NULL,
     });

@@ -1,12 +1,14 @@
-"""The sentences of errors about blocks: what was asked for, and what there is."""
+"""The sentences of errors about blocks and slots: what was asked for, and what there is."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from pagepool.errors import InvalidBlock, PoolExhausted
+import numpy as np
 
-__all__ = ["exhausted", "invalid_blocks"]
+from pagepool.errors import InvalidBlock, InvalidSlot, PoolExhausted
+
+__all__ = ["exhausted", "invalid_blocks", "invalid_slot"]
 
 
 def exhausted(asked: int, free_count: int, capacity: int) -> PoolExhausted:
@@ -38,3 +40,13 @@ def invalid_blocks(blocks: list[int], counts: list[int], capacity: int, verb: st
         if verb == "drop" and times[block] > count:
             return InvalidBlock(f"cannot drop {times[block]} references of block {block}: it has {count}")
     return InvalidBlock(f"one of {len(blocks)} blocks was freed or taken by another thread meanwhile")
+
+
+def invalid_slot(slots: np.ndarray, num_slots: int) -> InvalidSlot:
+    """The error of the first slot that is neither -1 nor in the pool.
+
+    >>> invalid_slot(np.array([3, -1, 64]), 64)
+    InvalidSlot('slot 64 of token 2 is out of range: the pool has 64 slots')
+    """
+    bad = np.flatnonzero((slots < -1) | (slots >= num_slots))[0]
+    return InvalidSlot(f"slot {slots[bad]} of token {bad} is out of range: the pool has {num_slots} slots")

@@ -17,7 +17,8 @@ cdef class KvCachePool:
     cdef PageBuffer buffer
     cdef object __weakref__
 
-    # What pp_kv_append and pp_kv_gather say, with K and V as f32; strides in elements.
+    # What pp_kv_append and pp_kv_gather say, with K and V as f32; strides in elements, those of K being those of V
+    # (pp_kv_append_rows takes others).
     cdef pp_status c_append(self, int32_t layer, const int64_t *slots, int64_t num_tokens, const float *k,
                             const float *v, int64_t token_stride, int64_t head_stride) noexcept nogil
     cdef pp_status c_gather(self, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,

@@ -6,18 +6,8 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.csrc cimport (
-    PP_BF16,
-    PP_F16,
-    PP_F32,
-    PP_INVALID_BLOCK,
-    PP_INVALID_SLOT,
-    PP_OK,
-    pp_dtype,
-    pp_kv_append,
-    pp_kv_gather,
-    pp_kv_layout,
-    pp_kv_layout_init,
-    pp_status,
+    PP_BF16, PP_F16, PP_F32, PP_INVALID_BLOCK, PP_INVALID_SLOT, PP_OK, pp_dtype, pp_kv_append, pp_kv_append_rows,
+    pp_kv_gather, pp_kv_layout, pp_kv_layout_init_v, pp_status,
 )
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
@@ -31,7 +21,8 @@ from importlib import import_module
 import numpy as np
 
 from pagepool.config import KV_DTYPES, KvLayout
-from pagepool.errors import InvalidBlock, InvalidSlot
+from pagepool.errors import InvalidBlock
+from pagepool.memory.explain import invalid_slot
 
 __all__ = ["KvCachePool"]
 
@@ -124,9 +115,9 @@ cdef class KvCachePool:
             raise TypeError(f"layout must be a KvLayout, not {type(layout).__name__}")
         if allocator is not None and not isinstance(allocator, BlockAllocator):
             raise TypeError(f"allocator must be a BlockAllocator, not {type(allocator).__name__}")
-        if pp_kv_layout_init(
-            &c_layout, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size,
-            <pp_dtype><int>KINDS[layout.dtype],
+        if pp_kv_layout_init_v(
+            &c_layout, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.v_head_dim, layout.v_in_k,
+            layout.block_size, <pp_dtype><int>KINDS[layout.dtype],
         ) != PP_OK:
             raise ValueError(f"a pool cannot have this layout: {layout}")
         pool = KvCachePool(layout.page_size, num_blocks, layout.dtype)
@@ -162,13 +153,14 @@ cdef class KvCachePool:
             raise ValueError(f"layer must be from 0 to {self.c_pool.layout.num_layers - 1}, not {number}")
         return <int32_t>number
 
-    def append(self, layer, slot_mapping, k, v):
+    def append(self, layer, slot_mapping, k, v=None):
         """Writes the K and V of tokens of one layer into their slots.
 
         layer          which layer, from 0
         slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token
-        k, v           (n_tokens, num_kv_heads, head_dim), last axis contiguous: float32 (rounded to nearest even) or
-                       the pool's dtype; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack
+        k, v           (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to
+                       nearest even) or the pool's dtype; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack.
+                       Without v where the layout has V in K
 
         Slots are checked for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a shape,
         stride or layer that does not fit, `InvalidSlot` for a slot out of range; then nothing was written. The GIL is
@@ -188,18 +180,18 @@ cdef class KvCachePool:
         rows.read(slot_mapping, k, v, &self.c_pool.layout)
         self.c_pin()
         with nogil:
-            status = pp_kv_append(
-                &self.c_pool, number, rows.slots, rows.num_tokens, rows.k_data, rows.v_data, rows.dtype,
-                rows.token_stride, rows.head_stride,
+            status = pp_kv_append_rows(
+                &self.c_pool, number, rows.slots, rows.num_tokens, rows.k_rows, rows.v_rows, rows.dtype
             )
         self.c_unpin()
         if status == PP_INVALID_SLOT:
-            raise self._invalid_slot(np.asarray(slot_mapping))
+            raise invalid_slot(np.asarray(slot_mapping), self.c_pool.num_blocks * self.c_pool.layout.block_size)
         if status != PP_OK:
             raise ValueError(f"cannot append to layer {number}: status {status}")
 
     def gather(self, layer, blocks, seq_len):
-        """Reads `seq_len` tokens of a sequence back; returns (k, v), each float32 (seq_len, num_kv_heads, head_dim).
+        """Reads `seq_len` tokens of a sequence back; returns (k, v), float32 (seq_len, num_kv_heads, head_dim), v with
+        `v_head_dim`.
 
         `blocks` are the sequence's block ids, an int sequence or array of at least ceil(seq_len / block_size). The
         arrays are new and C-contiguous; 16-bit elements are widened exactly. Raises `InvalidBlock` for an id out of
@@ -218,7 +210,7 @@ cdef class KvCachePool:
             if needed > array.count:
                 raise ValueError(f"{length} tokens are in {needed} blocks, {array.count} were given")
             k = empty((length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.head_dim), FLOAT32)
-            v = empty((length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.head_dim), FLOAT32)
+            v = empty((length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.v_head_dim), FLOAT32)
             PyObject_GetBuffer(k, &k_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
             PyBuffer_Release(&k_view)  # k and v hold their memory, and nobody else knows them
             PyObject_GetBuffer(v, &v_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
@@ -319,8 +311,13 @@ cdef class KvCachePool:
 
     @property
     def head_dim(self):
-        """Elements of a head."""
+        """Elements of a key's head, and of a query's."""
         return self.c_pool.layout.head_dim
+
+    @property
+    def v_head_dim(self):
+        """Elements of a value's head, and of a result's."""
+        return self.c_pool.layout.v_head_dim
 
     @property
     def block_size(self):
@@ -363,8 +360,3 @@ cdef class KvCachePool:
     def __dlpack_device__(self):
         """DLPack's name of the CPU."""
         return PP_DL_CPU, 0
-
-    def _invalid_slot(self, slots):
-        limit = self.c_pool.num_blocks * self.c_pool.layout.block_size
-        [bad] = np.flatnonzero((slots < -1) | (slots >= limit))[:1]
-        return InvalidSlot(f"slot {slots[bad]} of token {bad} is out of range: the pool has {limit} slots")

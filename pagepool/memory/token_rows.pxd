@@ -1,7 +1,7 @@
 from cpython.buffer cimport Py_buffer
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
-from pagepool.csrc cimport pp_dtype, pp_kv_layout
+from pagepool.csrc cimport pp_dtype, pp_kv_layout, pp_kv_rows
 from pagepool.memory.tensor cimport Tensor
 
 
@@ -9,11 +9,9 @@ from pagepool.memory.tensor cimport Tensor
 cdef class TokenRows:
     cdef const int64_t *slots
     cdef Py_ssize_t num_tokens
-    cdef const char *k_data
-    cdef const char *v_data
+    cdef pp_kv_rows k_rows
+    cdef pp_kv_rows v_rows  # those of k where the layout has V in K
     cdef pp_dtype dtype
-    cdef int64_t token_stride  # in elements, of k and of v
-    cdef int64_t head_stride
 
     cdef Tensor k
     cdef Tensor v
@@ -21,9 +19,7 @@ cdef class TokenRows:
     cdef object v_owner
     cdef Py_buffer slots_view
     cdef bint has_slots
-    cdef char *packed
 
     cdef int read(self, object slot_mapping, object k, object v, const pp_kv_layout *layout) except -1
     cdef int read_slots(self, object slot_mapping) except -1
-    cdef int check_rows(self, str name, Tensor *tensor, const pp_kv_layout *layout) except -1
-    cdef int pack(self) except -1
+    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t num_kv_heads, int32_t head_dim) except *

@@ -2,11 +2,9 @@
 
 cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
-from libc.stdint cimport int64_t
-from libc.string cimport memcpy
+from libc.stdint cimport int32_t, int64_t
 
-from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32, pp_dtype, pp_kv_layout
+from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32, pp_dtype, pp_kv_layout, pp_kv_rows
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
 
 import numpy as np
@@ -25,15 +23,6 @@ cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -
     raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
 
 
-cdef void pack_rows(char *to, const Tensor *tensor) noexcept nogil:
-    """Copies the rows of (token, head) behind each other."""
-    cdef Py_ssize_t token, head, row = tensor.shape[2] * tensor.item_bytes
-    for token in range(tensor.shape[0]):
-        for head in range(tensor.shape[1]):
-            memcpy(to, tensor.data + token * tensor.strides[0] + head * tensor.strides[1], <size_t>row)
-            to += row
-
-
 @cython.final
 @cython.no_gc
 @cython.freelist(4)
@@ -45,24 +34,24 @@ cdef class TokenRows:
             PyBuffer_Release(&self.slots_view)
         release_tensor(&self.k)
         release_tensor(&self.v)
-        PyMem_Free(self.packed)
 
     cdef int read(self, object slot_mapping, object k, object v, const pp_kv_layout *layout) except -1:
         """Raises TypeError for a dtype, ValueError for a shape or stride that append cannot take."""
         self.k_owner = read_tensor("k", k, &self.k)
-        self.v_owner = read_tensor("v", v, &self.v)
         self.dtype = <pp_dtype>accepted_dtype("k", &self.k, layout.dtype)
+        self.read_slots(slot_mapping)
+        self.k_rows = self.rows_of("k", &self.k, layout.num_kv_heads, layout.head_dim)
+        if layout.v_in_k:
+            if v is not None:
+                raise ValueError(f"v is the first {layout.v_head_dim} of the {layout.head_dim} dims of k in this pool")
+            self.v_rows = self.k_rows
+            return 0
+        if v is None:
+            raise ValueError("v is missing: this pool stores it apart from k")
+        self.v_owner = read_tensor("v", v, &self.v)
         if accepted_dtype("v", &self.v, layout.dtype) != self.dtype:
             raise TypeError(f"k and v must have one dtype, not {NAMES[self.k.kind]} and {NAMES[self.v.kind]}")
-        self.read_slots(slot_mapping)
-        self.check_rows("k", &self.k, layout)
-        self.check_rows("v", &self.v, layout)
-        self.k_data = self.k.data
-        self.v_data = self.v.data
-        if self.k.strides[0] != self.v.strides[0] or self.k.strides[1] != self.v.strides[1]:
-            self.pack()
-        self.token_stride = self.k.strides[0] // self.k.item_bytes
-        self.head_stride = self.k.strides[1] // self.k.item_bytes
+        self.v_rows = self.rows_of("v", &self.v, layout.num_kv_heads, layout.v_head_dim)
         return 0
 
     cdef int read_slots(self, object slot_mapping) except -1:
@@ -83,15 +72,17 @@ cdef class TokenRows:
         self.num_tokens = view.shape[0]
         return 0
 
-    cdef int check_rows(self, str name, Tensor *tensor, const pp_kv_layout *layout) except -1:
+    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t num_kv_heads, int32_t head_dim) except *:
+        """The rows of a tensor (n_tokens, num_kv_heads, head_dim) whose last axis is contiguous."""
         cdef Py_ssize_t item = tensor.item_bytes
+        cdef pp_kv_rows rows
         cdef int i
         if (
-            tensor.ndim != 3 or tensor.shape[0] != self.num_tokens or tensor.shape[1] != layout.num_kv_heads
-            or tensor.shape[2] != layout.head_dim
+            tensor.ndim != 3 or tensor.shape[0] != self.num_tokens or tensor.shape[1] != num_kv_heads
+            or tensor.shape[2] != head_dim
         ):
             shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-            wanted = (self.num_tokens, layout.num_kv_heads, layout.head_dim)
+            wanted = (self.num_tokens, num_kv_heads, head_dim)
             raise ValueError(f"{name} must have shape {wanted} (slots, num_kv_heads, head_dim), not {shape}")
         if tensor.strides[2] != item:
             raise ValueError(f"the last axis of {name} must be contiguous: its stride is {tensor.strides[2]} bytes")
@@ -108,18 +99,7 @@ cdef class TokenRows:
                 )
         if <size_t>tensor.data % <size_t>item:
             raise ValueError(f"{name} must be aligned to {item} bytes")
-        return 0
-
-    cdef int pack(self) except -1:
-        """The library reads k and v with one pair of strides: where they differ, both are copied."""
-        cdef size_t size = <size_t>(self.num_tokens * self.k.shape[1] * self.k.shape[2] * self.k.item_bytes)
-        self.packed = <char *>PyMem_Malloc(2 * size)
-        if self.packed == NULL:
-            raise MemoryError(f"no memory to copy k and v of {self.num_tokens} tokens")
-        pack_rows(self.packed, &self.k)
-        pack_rows(self.packed + size, &self.v)
-        self.k_data = self.packed
-        self.v_data = self.packed + size
-        self.k.strides[1] = self.k.shape[2] * self.k.item_bytes
-        self.k.strides[0] = self.k.shape[1] * self.k.strides[1]
-        return 0
+        rows.data = tensor.data
+        rows.token_stride = tensor.strides[0] // item
+        rows.head_stride = tensor.strides[1] // item
+        return rows

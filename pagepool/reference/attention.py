@@ -58,7 +58,7 @@ def decode(
     return_lse: bool = False,
     num_threads: int | None = None,
 ) -> Any:
-    """One query token per sequence attends over its pages: float64 `(n_seqs, num_qo_heads, head_dim)`, or `out`.
+    """One query token per sequence attends over its pages: float64 `(n_seqs, num_qo_heads, v_head_dim)`, or `out`.
 
     The arguments are those of `pagepool.decode`; `pool` may be a reference pool or a compiled one. With `return_lse`
     the result is `(out, lse)`. `num_threads` is ignored.
@@ -75,12 +75,13 @@ def decode(
     queries: list[Vectors] = np.asarray(q).tolist()
     scale = 1.0 / sqrt(pool.layout.head_dim) if sm_scale is None else sm_scale
     tables, lengths = np.asarray(block_tables).tolist(), np.asarray(seq_lens).tolist()
-    rows = [
-        _attend(heads, pages(pool, layer, table, variant.first_seen(length), length), length, scale, variant)
-        for heads, table, length in zip(queries, tables, lengths, strict=True)
-    ]
+    v_head_dim = pool.layout.v_head_dim
+    rows = []
+    for heads, table, length in zip(queries, tables, lengths, strict=True):
+        tokens = pages(pool, layer, table, variant.first_seen(length), length)
+        rows.append(_attend(heads, v_head_dim, tokens, length, scale, variant))
     shape = np.asarray(q).shape
-    result = np.array([[head for head, _ in row] for row in rows]).reshape(shape)
+    result = np.array([[head for head, _ in row] for row in rows]).reshape(*shape[:2], v_head_dim)
     if out is not None:
         out[...] = result
         result = out
@@ -102,12 +103,12 @@ def pages(pool: Any, layer: int, table: list[int], first: int, seq_len: int) -> 
 
 
 def _attend(
-    heads: Vectors, kv: Iterator[tuple[int, Any, Any]], seq_len: int, scale: float, variant: Variant
+    heads: Vectors, v_head_dim: int, kv: Iterator[tuple[int, Any, Any]], seq_len: int, scale: float, variant: Variant
 ) -> list[tuple[list[float], float]]:
     """All query heads of one sequence: (output, log of the sum of exponentials) of each."""
     if not seq_len:
-        return [([0.0] * len(q), -inf) for q in heads]
-    running: list[State] = [(-inf, 0.0, [0.0] * len(q)) for q in heads]
+        return [([0.0] * v_head_dim, -inf) for _ in heads]
+    running: list[State] = [(-inf, 0.0, [0.0] * v_head_dim) for _ in heads]
     for begin, k_page, v_page in kv:
         group = len(heads) // len(k_page[0])
         for h, q in enumerate(heads):

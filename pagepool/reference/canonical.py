@@ -83,14 +83,15 @@ def attend(
 ) -> tuple[list[float], float]:
     """Output and lse of one query head over all tokens of its sequence; every number is a float32.
 
-    The options are those of `pagepool.decode`, for this head.
+    K and V may have different dims. The options are those of `pagepool.decode`, for this head; without tokens the
+    output has no dims to tell and is empty.
 
     >>> out, lse = attend([1.0, 0.0], [[0.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [3.0, 4.0]], 1.0)
     >>> out, round(lse, 6)
     ([2.0, 3.0], 0.693147)
     """
     if not k:
-        return [0.0] * len(q), -inf
+        return [], -inf
     first = max(0, len(k) - 1 - window_left) if window_left >= 0 else 0
     fma = rounding_once_or_twice(fused)
     head = Head(q, k, v, f32(sm_scale), first, f32(logits_soft_cap), alibi_slope, fma)
@@ -100,12 +101,12 @@ def attend(
     if sink is not None:
         merged = _merge(merged, Partial(sink, 1.0, []), fma)
     if merged.l == 0.0:
-        return [nan] * len(q), -inf
+        return [nan] * len(v[0]), -inf
     return [f32(x / merged.l) for x in merged.o], f32(merged.m + f32(log(merged.l)))
 
 
 def _chunk(head: Head, begin: int) -> Partial:
-    m, sums, o = -inf, [0.0] * LANES, [0.0] * len(head.q)
+    m, sums, o = -inf, [0.0] * LANES, [0.0] * len(head.v[0])
     end = min(begin + CHUNK, len(head.k))
     for start in range(max(begin, head.first // TILE * TILE), end, TILE):
         m, sums, o = _tile(head, range(max(start, head.first), min(start + TILE, end)), m, sums, o)

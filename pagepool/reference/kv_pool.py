@@ -24,23 +24,26 @@ V_RUN = 64  # dims of V that lie together
 
 
 def place(layout: KvLayout, layer: int, head: int, token: int, dim: int, is_v: bool) -> int:
-    """The index, within a page, of one element of K or V of a block's `token`."""
+    """The index, within a page, of one element of K or V of a block's `token`; V in K has the places of K."""
     tiled = layout.block_size % GROUP == 0
     group_tokens = GROUP if tiled else layout.block_size
     groups = layout.block_size // group_tokens
     group, token = divmod(token, group_tokens)
-    start = ((layer * groups + group) * layout.num_kv_heads + head) * 2 + is_v
-    return start * group_tokens * layout.head_dim + _within_head(layout, tiled, token, dim, is_v)
+    is_v = is_v and not layout.v_in_k
+    start = (layer * groups + group) * layout.token_size + head * (layout.token_size // layout.num_kv_heads)
+    if is_v:
+        start += layout.head_dim
+    return start * group_tokens + _within_head(layout, tiled, token, dim, is_v)
 
 
 def _within_head(layout: KvLayout, tiled: bool, token: int, dim: int, is_v: bool) -> int:
     pairs = layout.dtype == "bfloat16"  # two neighbours share a word: dims of K, tokens of V
     if not tiled:
-        return token * layout.head_dim + dim
+        return token * (layout.v_head_dim if is_v else layout.head_dim) + dim
     if not is_v:
         return dim // 2 * (2 * GROUP) + token * 2 + dim % 2 if pairs else dim * GROUP + token
     run, column = divmod(dim, V_RUN)
-    width = min(V_RUN, layout.head_dim - run * V_RUN)
+    width = min(V_RUN, layout.v_head_dim - run * V_RUN)
     start = run * V_RUN * GROUP
     if pairs:
         return start + token // 2 * (2 * width) + column * 2 + token % 2
@@ -120,8 +123,10 @@ class KvCachePool:
         """Copies page `src`, all layers, onto page `dst`."""
         self._elements(dst)[:] = self._elements(src)
 
-    def append(self, layer: int, slot_mapping: Any, k: Any, v: Any) -> None:
-        """Writes the K and V of tokens, each `(n_tokens, num_kv_heads, head_dim)`, into their slots of `layer`.
+    def append(self, layer: int, slot_mapping: Any, k: Any, v: Any = None) -> None:
+        """Writes the K and V of tokens, `(n_tokens, num_kv_heads, head_dim or v_head_dim)`, into slots of `layer`.
+
+        Where the layout has V in K there is no v to give.
 
         Values are float32 and are rounded to the pool's dtype, or are of that dtype already (bfloat16 as uint16
         bits). A slot of -1 is skipped. Raises `InvalidSlot` for a slot out of range, `ValueError` for a shape or
@@ -129,8 +134,12 @@ class KvCachePool:
         """
         layout = self._layout(layer)
         slots = [int(slot) for slot in slot_mapping]
-        shape = (len(slots), layout.num_kv_heads, layout.head_dim)
-        rows = [self._stored(name, values, shape) for name, values in (("k", k), ("v", v))]
+        given = [("k", k, layout.head_dim), ("v", v, layout.v_head_dim)]
+        if layout.v_in_k:
+            if v is not None:
+                raise ValueError(f"v is the first {layout.v_head_dim} of the {layout.head_dim} dims of k in this pool")
+            given.pop()
+        rows = [self._stored(name, values, (len(slots), layout.num_kv_heads, dim)) for name, values, dim in given]
         last = self.total_pages * layout.block_size
         for slot in slots:
             if not -1 <= slot < last:
@@ -145,7 +154,8 @@ class KvCachePool:
                         page[place(layout, layer, head, offset, dim, bool(is_v))] = element
 
     def gather(self, layer: int, blocks: Any, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first `seq_len` tokens of a sequence in `blocks`: k and v, float32 `(seq_len, num_kv_heads, head_dim)`.
+        """The first `seq_len` tokens of a sequence in `blocks`: k and v, float32 `(seq_len, num_kv_heads, head_dim)`,
+        v with `v_head_dim`.
 
         Raises `InvalidBlock` for an id out of range that is needed, `ValueError` when there are too few blocks.
         """
@@ -155,10 +165,10 @@ class KvCachePool:
         if len(needed) * layout.block_size < seq_len:
             raise ValueError(f"{seq_len} tokens do not fit into {len(needed)} blocks of {layout.block_size}")
         pages = [self._elements(block) for block in needed]
-        shape = (seq_len, layout.num_kv_heads, layout.head_dim)
-        both = [np.empty(shape, dtype=np.float32) for _ in "kv"]
+        dims = (layout.head_dim, layout.v_head_dim)
+        both = [np.empty((seq_len, layout.num_kv_heads, dim), dtype=np.float32) for dim in dims]
         for is_v, values in enumerate(both):
-            for token, head, dim in product(*map(range, shape)):
+            for token, head, dim in product(*map(range, values.shape)):
                 page, offset = divmod(token, layout.block_size)
                 values[token, head, dim] = self._value(pages[page][place(layout, layer, head, offset, dim, bool(is_v))])
         return both[0], both[1]

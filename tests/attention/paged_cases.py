@@ -38,16 +38,22 @@ class Case:
 
 
 def random_kv(layout, lengths, seed=0):
-    """K and V, float32 `(length, num_kv_heads, head_dim)`, of each sequence."""
+    """What `append` takes of each sequence: K and, unless it is within K, V, float32 `(length, num_kv_heads, dim)`."""
     rng = np.random.default_rng([seed, 1])
-    shapes = [(length, layout.num_kv_heads, layout.head_dim) for length in lengths]
-    return [(rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)) for shape in shapes]
+    return [
+        tuple(rng.standard_normal((length, layout.num_kv_heads, dim), np.float32) for dim in stored_dims(layout))
+        for length in lengths
+    ]
+
+
+def stored_dims(layout):
+    return [layout.head_dim] if layout.v_in_k else [layout.head_dim, layout.v_head_dim]
 
 
 def garbage(layout, count):
-    """K or V of `count` tokens: NaN and infinities of both signs."""
+    """K and V of `count` tokens: NaN and infinities of both signs."""
     values = np.array([np.nan, np.inf, -np.inf], np.float32)
-    return np.resize(values, (count, layout.num_kv_heads, layout.head_dim))
+    return [np.resize(values, (count, layout.num_kv_heads, dim)) for dim in stored_dims(layout)]
 
 
 def slots_of(row, length, block_size):
@@ -71,13 +77,13 @@ def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0):
     every = np.arange(num_blocks * size, dtype=np.int64)
     junk = garbage(layout, len(every))
     for each in range(layout.num_layers):
-        pool.append(each, every, junk, junk)
+        pool.append(each, every, *junk)
     blocks = rng.permutation(num_blocks).astype(np.int32)
     tables = np.empty((len(lengths), max(needed, default=0) + 2), np.int32)
     tables[:] = np.resize(np.array([-1, num_blocks, 2**31 - 1, -(2**31)], np.int32), tables.shape)
-    for row, (count, length, (k, v)) in enumerate(zip(needed, lengths, kv, strict=True)):
+    for row, (count, length, both) in enumerate(zip(needed, lengths, kv, strict=True)):
         tables[row, :count], blocks = blocks[:count], blocks[count:]
-        pool.append(layer, slots_of(tables[row], length, size), k, v)
+        pool.append(layer, slots_of(tables[row], length, size), *both)
     q = rng.standard_normal((len(lengths), group * layout.num_kv_heads, layout.head_dim), np.float32)
     return Case(pool, num_blocks, layer, tables, np.array(lengths, np.int32), q)
 
@@ -86,7 +92,8 @@ def attention_f64(case, sm_scale=None, *, window_left=-1, logits_soft_cap=0.0, a
     """out and lse in float64 on the values that the pool stores."""
     num_seqs, heads, dim = case.q.shape
     scale = 1 / np.sqrt(dim) if sm_scale is None else sm_scale
-    out, lse = np.zeros((num_seqs, heads, dim)), np.full((num_seqs, heads), -np.inf)
+    v_dim = case.pool.layout.v_head_dim
+    out, lse = np.zeros((num_seqs, heads, v_dim)), np.full((num_seqs, heads), -np.inf)
     for row, length in enumerate(case.seq_lens):
         if not length:
             continue
@@ -105,7 +112,7 @@ def attention_f64(case, sm_scale=None, *, window_left=-1, logits_soft_cap=0.0, a
         top = np.maximum(scores.max(axis=2, keepdims=True), sink)
         weights = np.exp(scores - top)
         total = weights.sum(axis=2, keepdims=True) + np.exp(sink - top)
-        out[row] = (np.matmul(weights, v.transpose(1, 0, 2)) / total).reshape(heads, dim)
+        out[row] = (np.matmul(weights, v.transpose(1, 0, 2)) / total).reshape(heads, v_dim)
         lse[row] = (np.log(total) + top).reshape(heads)
     return out, lse
 

@@ -1,0 +1,69 @@
+/* decode_arrange.h: brings the tokens of a tile into the order in which the walk reads them, where they lie in another.
+ *
+ * Included once per dtype from decode_kernel.h.  Two cases: plain pages, whose K and V are rows; and V within K, which
+ * lies token-minor.  The latter is a transposition of words, 8 by 8; a word is an element or, in bf16, a square of two
+ * dims and two tokens, whose middle halves change places. */
+
+#define PP_BLOCK PP_NAME(words)
+typedef PP_WORD PP_BLOCK __attribute__((vector_size(8 * sizeof(PP_WORD)), aligned(PP_ITEM)));
+enum { PP_NAME(WORD_DIMS) = sizeof(PP_WORD) == 8 ? 2 : 1 };
+
+/* 8 rows of 8 words: row r of `to` becomes column r of `from`.  Three rounds of interleaving rows i and i + 4. */
+PP_INLINE void PP_NAME(turn_block)(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
+    PP_BLOCK a[8], b[8];
+    PP_UNROLL for (int i = 0; i < 8; i++) {
+        memcpy(&a[i], from + i * from_step, sizeof a[i]);
+        a[i] = PP_TURN_WORD(a[i]);
+    }
+    PP_UNROLL for (int round = 0; round < 3; round++) {
+        PP_UNROLL for (int i = 0; i < 4; i++) {
+            b[2 * i] = PP_INTERLEAVE_LOW(a[i], a[i + 4]);
+            b[2 * i + 1] = PP_INTERLEAVE_HIGH(a[i], a[i + 4]);
+        }
+        PP_UNROLL for (int i = 0; i < 8; i++) a[i] = b[i];
+    }
+    PP_UNROLL for (int i = 0; i < 8; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
+}
+
+/* V of a group of 16 tokens out of its K: once for all heads that share it. */
+static __attribute__((noinline)) void PP_NAME(turn)(int v_head_dim, const unsigned char *k, unsigned char *v) {
+    enum { W = sizeof(PP_WORD), COUNT = PP_GROUP / PP_NAME(WORD_DIMS) }; /* words in a row of K: rows of words in V */
+    for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
+        const int left = v_head_dim - d, words = (left < PP_V_RUN ? left : PP_V_RUN) / PP_NAME(WORD_DIMS);
+        int c = 0;
+        for (; c + 8 <= words; c += 8)
+            for (int t = 0; t < COUNT; t += 8)
+                PP_NAME(turn_block)(v + (t * words + c) * W, words * W, k + (c * COUNT + t) * W, COUNT * W);
+        for (; c < words; c++)
+            for (int t = 0; t < COUNT; t++) {
+                PP_WORD word;
+                memcpy(&word, k + (c * COUNT + t) * W, W);
+                word = PP_TURN_WORD(word);
+                memcpy(v + (t * words + c) * W, &word, W);
+            }
+        k += words * COUNT * W;
+        v += words * COUNT * W;
+    }
+}
+
+/* One head of the tile's tokens in plain pages, as two groups of a tiled page. */
+static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const pp_kv_layout *tiled, int64_t begin,
+                                                    int tokens, int32_t head, unsigned char *groups) {
+    const pp_kv_layout *plain = &work->pool->layout;
+    for (int t = begin < work->first ? (int)(work->first - begin) : 0; t < tokens; t++) {
+        const int64_t position = begin + t, offset = position % plain->block_size;
+        const int64_t block = work->blocks[position / plain->block_size - work->first_block];
+        const unsigned char *at = work->layer + block * plain->block_bytes + head * plain->head_bytes;
+        const unsigned char *k = at + offset * plain->head_dim * PP_ITEM;
+        const unsigned char *v = plain->v_in_k ? k : at + plain->k_bytes + offset * plain->v_head_dim * PP_ITEM;
+        unsigned char *group = groups + t / PP_GROUP * tiled->head_bytes;
+        for (int32_t d = 0; d < plain->head_dim; d++)
+            memcpy(group + pp_k_index(tiled, t % PP_GROUP, d) * PP_ITEM, k + d * PP_ITEM, PP_ITEM);
+        for (int32_t d = 0; d < plain->v_head_dim; d++)
+            memcpy(group + tiled->k_bytes + pp_v_index(tiled, t % PP_GROUP, d) * PP_ITEM, v + d * PP_ITEM, PP_ITEM);
+    }
+}
+
+#undef PP_BLOCK
+#undef PP_WORD
+#undef PP_TURN_WORD
