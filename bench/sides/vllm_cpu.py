@@ -1,0 +1,60 @@
+"""vLLM's CPU kernel over its own paged cache of shuffled blocks."""
+
+import math
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+
+from sides.common import Call
+from sides.torch_common import TorchSide, tensor
+
+BLOCK_SIZES = (32, 128)
+ISA = "vec"  # its name for the kernels without AMX
+
+current_platform.import_kernels()
+
+
+class Side(TorchSide):
+    def __init__(self, case):
+        super().__init__(case)
+        num_seqs, context = case.k.shape[:2]
+        self.kind = getattr(torch, case.dtype)
+        self.q = torch.from_numpy(case.q).to(self.kind)
+        self.out = torch.empty_like(self.q)
+        self.starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+        self.lens = torch.full((num_seqs,), context, dtype=torch.int32)
+        self.caches = {size: self.filled(size) for size in BLOCK_SIZES if context % size == 0}
+
+    def filled(self, size):
+        """The block table and `copies` caches, each seen as its halves for K and for V."""
+        case = self.case
+        num_seqs, _, num_kv_heads, head_dim = case.k.shape
+        tables = torch.from_numpy(case.tables(size))
+        first = torch.zeros(tables.numel(), num_kv_heads, 2 * size, head_dim, dtype=self.kind)
+        for row in range(num_seqs):
+            k, v = (tensor(x[row], case.UNIT, case.dtype) for x in (case.k, case.v))
+            slots = (tables[row].long()[:, None] * size + torch.arange(size)).reshape(-1)
+            ops.cpu_attn_reshape_and_cache(k, v, *first.chunk(2, dim=2), slots, ISA, kv_cache_dtype="auto")
+        caches = [first, *(first.clone() for _ in range(case.copies - 1))]
+        return tables, [cache.chunk(2, dim=2) for cache in caches]
+
+    def calls(self, threads):
+        num_seqs, _, num_kv_heads, head_dim = self.case.k.shape
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_seqs, self.q.shape[1], num_kv_heads, head_dim, self.lens, self.kind, self.starts, True, -1, ISA, True,
+            None, "auto",
+        )  # fmt: skip
+        return {f"blocks of {size}": Call(self.call(plan, *made), self.output) for size, made in self.caches.items()}
+
+    def call(self, plan, tables, caches):
+        scale, copies = 1 / math.sqrt(self.q.shape[2]), self.case.copies
+
+        def run(i):
+            ops.cpu_attention_with_kv_cache(
+                self.q, *caches[i % copies], self.out, self.starts, self.lens, scale, True, None, -1, tables, 0.0,
+                plan, None, None, 1.0, 1.0, "auto",
+            )  # fmt: skip
+            return self.out
+
+        return run
