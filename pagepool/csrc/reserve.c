@@ -48,3 +48,9 @@ void pp_unreserve(pp_reservation *reservation) {
         free(reservation->base);
     *reservation = (pp_reservation){0};
 }
+
+size_t pp_granule(const pp_reservation *reservation) {
+    return reservation->mapped >= HUGE_PAGE ? HUGE_PAGE : SYSTEM_PAGE;
+}
+
+size_t pp_discard(unsigned char *start, size_t bytes) { return madvise(start, bytes, MADV_DONTNEED) ? 0 : bytes; }

@@ -19,4 +19,12 @@ pp_status pp_reserve(pp_reservation *reservation, size_t bytes, int huge);
 /* Gives it back; a reservation of zeros is none. */
 void pp_unreserve(pp_reservation *reservation);
 
+/* The smallest piece that goes back to the system: where there is room for huge pages a whole one of them, since a part
+ * would break it up for good. */
+size_t pp_granule(const pp_reservation *reservation);
+
+/* Gives `bytes` from `start` on, whole granules of a mapping, back to the system: they read as zeros from then on and
+ * are committed again by touch.  Returns the bytes that went: 0 when the system refuses. */
+size_t pp_discard(unsigned char *start, size_t bytes);
+
 #endif

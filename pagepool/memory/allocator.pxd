@@ -6,12 +6,12 @@ from pagepool.csrc cimport (
     PP_INVALID_BLOCK,
     PP_OK,
     pp_kv_pool,
-    pp_lock,
     pp_lock_release,
     pp_lock_try,
     pp_status,
 )
 from pagepool.memory.audit cimport Audit
+from pagepool.memory.id_space cimport IdSpace
 from pagepool.memory.ids cimport IdArray
 
 
@@ -35,20 +35,8 @@ cdef extern from *:
 
 
 @cython.final
-cdef class BlockAllocator:
-    # With the lock held; `taken` ids were handed out at least once:
-    #   in_use = taken - num_freed            free = capacity - in_use
-    #   ref_counts[b] > 0                     for the in_use blocks
-    #   ref_counts[b] == 0                    for those in freed[0:num_freed], each once, and for all b >= taken
-    #   peak_in_use = taken                   since fresh ids are taken only when no freed one is left
-    cdef pp_lock lock
-    cdef readonly int32_t capacity
-    cdef int32_t taken
-    cdef int32_t num_freed
-    cdef int32_t[::1] freed
-    cdef int32_t[::1] ref_counts
-    cdef int32_t *c_freed  # == &freed[0]
-    cdef int32_t *c_counts  # == &ref_counts[0]
+cdef class BlockAllocator(IdSpace):
+    # The equations are those of IdSpace.
     cdef pp_regions *regions
     cdef object __weakref__
 
@@ -63,7 +51,7 @@ cdef class BlockAllocator:
         if self.num_freed:
             self.num_freed -= 1
             taken = self.c_freed[self.num_freed]
-        elif self.taken < self.capacity:
+        elif self.taken < self.capacity or self.c_extend(1):
             taken = self.taken
             self.taken += 1
         else:
@@ -100,7 +88,6 @@ cdef class BlockAllocator:
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
     # 0 for a free block, -1 for one that is out of range.
     cdef int32_t c_ref_count(self, int32_t block) noexcept nogil
-    cdef int32_t c_free_count(self) noexcept nogil
     # Whether a block that the caller holds a reference to has others; true at most too long.
     cdef bint c_is_shared(self, int32_t block) noexcept nogil
     # Copies the page of src onto that of dst in every attached pool; the caller holds references to both.

@@ -8,6 +8,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from pagepool.memory.audit cimport Audit, audit_counts
+from pagepool.memory.id_space cimport IdSpace
 from pagepool.memory.ids cimport IdArray, list_ids, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
@@ -53,13 +54,16 @@ cdef object INT32 = np.dtype(np.int32)
 
 @cython.final
 @cython.no_gc
-cdef class BlockAllocator:
+cdef class BlockAllocator(IdSpace):
     """Hands out block ids 0 to num_blocks - 1 and counts the references to each.
+
+    With `max_blocks` the capacity begins at `num_blocks` and grows up to there, by itself when a block is asked for and
+    none is free, or by `grow`; `shrink` lowers it again.
 
     A fresh allocator hands out 0, 1, 2, ...; later the block freed last comes first. Any number of threads may use one
     allocator, without the GIL too (the `c_` methods of the .pxd); it costs eight bytes a block, committed as blocks are
     first used, and making one takes constant time. Raises `ValueError` when `num_blocks` is below 0 or has more than
-    31 bits, `MemoryError` when the system has no room.
+    31 bits or is above `max_blocks`, `MemoryError` when the system has no room.
 
     >>> allocator = BlockAllocator(4)
     >>> allocator.allocate(), allocator.allocate_n(2).tolist(), allocator.free_count
@@ -69,12 +73,15 @@ cdef class BlockAllocator:
     2
     """
 
-    def __cinit__(self, num_blocks):
+    def __cinit__(self, num_blocks, max_blocks=None):
         number = operator.index(num_blocks)
+        most = number if max_blocks is None else operator.index(max_blocks)
         if not 0 <= number <= INT32_MAX:
             raise ValueError(f"num_blocks must be from 0 to {INT32_MAX}, not {number}")
-        self.freed = PageBuffer(number, "i")
-        cdef int32_t[::1] counts = PageBuffer(number + SKEW, "i")
+        if not number <= most <= INT32_MAX:
+            raise ValueError(f"max_blocks must be from {number} to {INT32_MAX}, not {most}")
+        self.freed = PageBuffer(most, "i")
+        cdef int32_t[::1] counts = PageBuffer(most + SKEW, "i")
         self.ref_counts = counts[SKEW:]
         self.c_freed = &self.freed[0]
         self.c_counts = &self.ref_counts[0]
@@ -82,8 +89,9 @@ cdef class BlockAllocator:
         if self.regions == NULL or pp_lock_register(&self.lock) != PP_OK:
             free(self.regions)
             self.regions = NULL
-            raise MemoryError(f"no memory for an allocator of {number} blocks")
+            raise MemoryError(f"no memory for an allocator of {most} blocks")
         self.capacity = number
+        self.max_capacity = most
 
     def __dealloc__(self):
         if self.regions != NULL:
@@ -101,7 +109,7 @@ cdef class BlockAllocator:
         if n < 0:
             return PP_INVALID_ARGUMENT
         pp_lock_acquire(&self.lock)
-        if n > self.capacity - self.taken + self.num_freed:
+        if n > self.capacity - self.taken + self.num_freed and not self.c_extend(n - self.num_freed):
             pp_lock_release(&self.lock)
             return PP_EXHAUSTED
         recycled = min(n, self.num_freed)
@@ -188,13 +196,6 @@ cdef class BlockAllocator:
             pp_lock_release(&self.lock)
         return count
 
-    cdef int32_t c_free_count(self) noexcept nogil:
-        cdef int32_t count
-        pp_lock_acquire(&self.lock)
-        count = self.capacity - self.taken + self.num_freed
-        pp_lock_release(&self.lock)
-        return count
-
     cdef bint c_is_shared(self, int32_t block) noexcept nogil:
         return pp_get_count(&self.ref_counts[block]) > 1
 
@@ -202,7 +203,7 @@ cdef class BlockAllocator:
         pp_regions_copy_block(self.regions, &self.lock, dst, src)
 
     cdef pp_status c_attach(self, const pp_kv_pool *pool) noexcept nogil:
-        if pool.num_blocks < self.capacity:
+        if pool.num_blocks < self.max_capacity:
             return PP_INVALID_ARGUMENT
         return pp_regions_attach(self.regions, &self.lock, pool)
 
@@ -217,7 +218,7 @@ cdef class BlockAllocator:
         """
         cdef int32_t block
         if self.c_allocate(&block) != PP_OK:
-            raise exhausted(1, 0, self.capacity)
+            raise exhausted(1, 0, self.max_capacity)
         return block
 
     def allocate_n(self, n):
@@ -233,14 +234,14 @@ cdef class BlockAllocator:
         number = operator.index(n)
         if number < 0:
             raise ValueError(f"cannot allocate {number} blocks")
-        if number > self.c_free_count():
-            raise exhausted(number, self.c_free_count(), self.capacity)
+        if number > self.c_available():
+            raise exhausted(number, self.c_available(), self.max_capacity)
         blocks = empty(number, INT32)
         PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         status = self.c_allocate_n(number, <int32_t *>view.buf)
         PyBuffer_Release(&view)
         if status != PP_OK:
-            raise exhausted(number, self.c_free_count(), self.capacity)
+            raise exhausted(number, self.c_available(), self.max_capacity)
         return blocks
 
     def free(self, blocks):
@@ -304,21 +305,6 @@ cdef class BlockAllocator:
         if count < 0:
             raise InvalidBlock(f"block {number} is out of range: there are {self.capacity} blocks")
         return count
-
-    @property
-    def free_count(self):
-        """Blocks that are free."""
-        return self.c_free_count()
-
-    @property
-    def in_use(self):
-        """Blocks with at least one reference."""
-        return self.capacity - self.c_free_count()
-
-    @property
-    def peak_in_use(self):
-        """The most blocks that were in use at any one time."""
-        return self.taken
 
     def check(self):
         """Audits every equation that ties the free list to the counts; raises `PoolError` naming one that is broken.

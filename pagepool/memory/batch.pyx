@@ -96,13 +96,13 @@ def append_batch(list states not None, list counts not None):
             )
         total += wanted
     if total > INT32_MAX:
-        raise exhausted(total, allocator.c_free_count(), allocator.capacity)
+        raise exhausted(total, allocator.c_available(), allocator.max_capacity)
     taken = room_for(total)
     try:
         if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
             total -= kept_by_last(states)
             if allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
-                raise exhausted(total, allocator.c_free_count(), allocator.capacity)
+                raise exhausted(total, allocator.c_available(), allocator.max_capacity)
         for i in range(n):
             state = <PagedSeqState>states[i]
             used += state.c_append_taken(state.pending, taken + used)

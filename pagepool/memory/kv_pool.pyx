@@ -13,6 +13,7 @@ from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
 from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_id, read_ids, release_ids
 from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.memory.page_pool cimport PagePool
 from pagepool.memory.token_rows cimport TokenRows
 
 import operator
@@ -38,7 +39,7 @@ cdef object empty = np.empty
 
 @cython.final
 @cython.no_gc_clear
-cdef class KvCachePool:
+cdef class KvCachePool(PagePool):
     """Pages of K and V in one buffer whose address never changes, committed as they are touched.
 
     page_size       elements per page
@@ -85,9 +86,9 @@ cdef class KvCachePool:
 
     cdef int adopt(self, object layout, BlockAllocator allocator) except -1:
         """Attaches to `allocator` instead of the one before."""
-        if allocator.capacity > self.c_pool.num_blocks:
+        if allocator.max_capacity > self.c_pool.num_blocks:
             raise ValueError(
-                f"the allocator has {allocator.capacity} blocks, the pool only {self.c_pool.num_blocks} pages"
+                f"the allocator has {allocator.max_capacity} blocks, the pool only {self.c_pool.num_blocks} pages"
             )
         if allocator.c_attach(&self.c_pool) != PP_OK:
             raise MemoryError("no memory to attach the pool to its allocator")
@@ -98,11 +99,15 @@ cdef class KvCachePool:
         return 0
 
     @staticmethod
-    def from_layout(layout not None, num_blocks, allocator=None):
+    def from_layout(layout not None, num_blocks, allocator=None, max_blocks=None):
         """A pool of `num_blocks` pages, one for each block id, that hold what a `KvLayout` describes.
 
-        `allocator`: the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one.
-        It may not have more blocks than the pool has pages (`ValueError`).
+        allocator   the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one
+        max_blocks  how far the pool may grow, by itself or by `grow`; by default it stays as it is. Room for all of it
+                    is reserved at once, as address space: nothing moves, and no more memory is ever taken
+
+        Raises `ValueError` when the allocator may have more blocks than the pool pages, or `max_blocks` is below
+        `num_blocks`.
 
         >>> from pagepool import KvLayout
         >>> pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)
@@ -120,9 +125,15 @@ cdef class KvCachePool:
             layout.block_size, <pp_dtype><int>KINDS[layout.dtype],
         ) != PP_OK:
             raise ValueError(f"a pool cannot have this layout: {layout}")
-        pool = KvCachePool(layout.page_size, num_blocks, layout.dtype)
+        if allocator is None:
+            allocator = BlockAllocator(num_blocks, max_blocks)
+        most = num_blocks if max_blocks is None else operator.index(max_blocks)
+        if most < operator.index(num_blocks):
+            raise ValueError(f"max_blocks must be at least {num_blocks}, not {most}")
+        pool = KvCachePool(layout.page_size, most, layout.dtype)
         pool.c_pool.layout = c_layout
-        pool.adopt(layout, pool.allocator if allocator is None else allocator)
+        pool.elastic = max_blocks is not None
+        pool.adopt(layout, allocator)
         return pool
 
     cdef pp_status c_append(self, int32_t layer, const int64_t *slots, int64_t num_tokens, const float *k,
@@ -132,17 +143,6 @@ cdef class KvCachePool:
     cdef pp_status c_gather(self, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,
                             float *v) noexcept nogil:
         return pp_kv_gather(&self.c_pool, layer, blocks, num_blocks, seq_len, k, v)
-
-    cdef void c_pin(self) noexcept:
-        self.buffer.exports += 1
-
-    cdef void c_unpin(self) noexcept:
-        self.buffer.exports -= 1
-
-    cdef int check_open(self) except -1:
-        if self.buffer.base == NULL:
-            raise ValueError("the pool is closed")
-        return 0
 
     cdef int32_t read_layer(self, object layer) except -1:
         self.check_open()
@@ -280,26 +280,6 @@ cdef class KvCachePool:
         self.c_pool.num_blocks = 0
 
     @property
-    def total_pages(self):
-        """Pages of the pool."""
-        return self.c_pool.num_blocks
-
-    @property
-    def free_pages(self):
-        """Blocks that the allocator has free."""
-        return self.allocator.free_count
-
-    @property
-    def used_pages(self):
-        """Blocks of the allocator that are in use."""
-        return self.allocator.in_use
-
-    @property
-    def num_blocks(self):
-        """The same as `total_pages`."""
-        return self.c_pool.num_blocks
-
-    @property
     def num_layers(self):
         """Layers of the layout; 0 for a flat pool, as are `num_kv_heads`, `head_dim` and `block_size`."""
         return self.c_pool.layout.num_layers
@@ -328,11 +308,6 @@ cdef class KvCachePool:
     def dtype(self):
         """"float32", "float16" or "bfloat16"."""
         return NAMES[self.c_pool.layout.dtype]
-
-    @property
-    def nbytes(self):
-        """Bytes of all pages, committed or not."""
-        return self.c_pool.num_blocks * self.c_pool.layout.block_bytes
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         self.buffer.fill_view(view, flags)

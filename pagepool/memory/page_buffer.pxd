@@ -16,3 +16,6 @@ cdef class PageBuffer:
     cdef int fill_view(self, Py_buffer *view, int flags) except -1
     cdef int close(self) except -1
     cdef void give_back(self) noexcept
+    # Gives whole granules back to the system; returns the bytes that went, 0 when it refuses. They are zeros then.
+    cdef size_t c_discard(self, size_t offset, size_t num_bytes) noexcept nogil
+    cdef size_t c_granule(self) noexcept nogil

@@ -16,6 +16,8 @@ cdef extern from "reserve.h" nogil:
 
     pp_status pp_reserve(pp_reservation *reservation, size_t bytes, int huge)
     void pp_unreserve(pp_reservation *reservation)
+    size_t pp_discard(unsigned char *start, size_t bytes)
+    size_t pp_granule(const pp_reservation *reservation)
 
 
 cdef dict ITEM_BYTES = {"f": 4, "i": 4, "e": 2, "H": 2, "B": 1}
@@ -61,6 +63,14 @@ cdef class PageBuffer:
             reservation.mapped = self._mapped
             self.base = NULL
             pp_unreserve(&reservation)
+
+    cdef size_t c_discard(self, size_t offset, size_t num_bytes) noexcept nogil:
+        return pp_discard(self.base + offset, num_bytes) if self._mapped else 0
+
+    cdef size_t c_granule(self) noexcept nogil:
+        cdef pp_reservation reservation
+        reservation.mapped = self._mapped
+        return pp_granule(&reservation)
 
     cdef Py_ssize_t count(self) noexcept:
         return self._shape[0]

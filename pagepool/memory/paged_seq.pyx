@@ -42,7 +42,7 @@ cdef class PagedSeqState:
 
     allocator            the `BlockAllocator` that its blocks come from, for good
     block_size           tokens per block, from 1 to 1,024
-    max_blocks_per_seq   the most blocks it may have; by default the allocator's capacity
+    max_blocks_per_seq   the most blocks it may have; by default as many as the allocator may have
 
     A block that several sequences share is copied, with its page in every attached pool, when one of them appends into
     it. One state belongs to one thread at a time; different ones, forks included, may run in parallel. A state that is
@@ -61,7 +61,7 @@ cdef class PagedSeqState:
         size = operator.index(block_size)
         if not 1 <= size <= 1024:
             raise ValueError(f"block_size must be from 1 to 1024, not {size}")
-        maximum = allocator.capacity if max_blocks_per_seq is None else operator.index(max_blocks_per_seq)
+        maximum = allocator.max_capacity if max_blocks_per_seq is None else operator.index(max_blocks_per_seq)
         if not 0 <= maximum <= INT32_MAX:
             raise ValueError(f"max_blocks_per_seq must be from 0 to {INT32_MAX}, not {maximum}")
         self.memory = PageBuffer(maximum, "i")
@@ -355,7 +355,7 @@ cdef class PagedSeqState:
             needed = needed_blocks(number, self.block_size)
             return ValueError(f"{number} tokens need {needed} blocks, the maximum is {self.max_blocks_per_seq}")
         if status == PP_EXHAUSTED:
-            return exhausted(wanted, self.allocator.c_free_count(), self.allocator.capacity)
+            return exhausted(wanted, self.allocator.c_available(), self.allocator.max_capacity)
         if status == PP_INVALID_BLOCK:
             return InvalidBlock(f"one of the {self.num_blocks} blocks of the sequence was freed by someone else")
         if status == PP_NO_MEMORY:

@@ -25,8 +25,8 @@ cdef class CachedBlocks:
         list_clear(&self.held)
         self.allocator = allocator
         self.table = NodeTable(block_size, hash_bits)
-        self.order = POLICIES[policy](self.table, allocator.capacity)
-        self.owners_memory = PageBuffer(allocator.capacity, "i")
+        self.order = POLICIES[policy](self.table, allocator.max_capacity)
+        self.owners_memory = PageBuffer(allocator.max_capacity, "i")
         self.owners = <int32_t *>self.owners_memory.base
 
     def __dealloc__(self):
@@ -190,7 +190,7 @@ cdef class CachedBlocks:
         for i in range(n):
             if i < known and nodes[self.path[i]].block >= 0:
                 continue
-            if <unsigned int>blocks[i] >= <unsigned int>self.allocator.capacity or self.owners[blocks[i]] != 0:
+            if <unsigned int>blocks[i] >= <unsigned int>self.allocator.max_capacity or self.owners[blocks[i]] != 0:
                 refused = <int32_t>i
                 break
             self.owners[blocks[i]] = -1
@@ -245,6 +245,6 @@ cdef class CachedBlocks:
         return self.order.audit(cached - held)
 
     cdef object refused(self, int64_t i, int32_t block):
-        if block < 0 or block >= self.allocator.capacity:
-            return InvalidBlock(f"block {block} is out of range: there are {self.allocator.capacity} blocks")
+        if block < 0 or block >= self.allocator.max_capacity:
+            return InvalidBlock(f"block {block} is out of range: there are {self.allocator.max_capacity} blocks")
         return InvalidBlock(f"block {block}, given at {i}, is cached already, for other tokens")

@@ -50,8 +50,11 @@ class BlockAllocator:
     (2, 0)
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, max_blocks: int | None = None) -> None:
         self.capacity = count_of("num_blocks", num_blocks, MAX_BLOCKS)
+        self.max_capacity = self.capacity if max_blocks is None else count_of("max_blocks", max_blocks, MAX_BLOCKS)
+        if self.max_capacity < self.capacity:
+            raise ValueError(f"max_blocks must be at least {self.capacity}, not {self.max_capacity}")
         self.peak_in_use = 0
         self._fresh = 0  # blocks from here on were never handed out
         self._freed: list[int] = []  # the top is the most recently freed
@@ -68,10 +71,32 @@ class BlockAllocator:
         """Blocks with at least one reference."""
         return self._fresh - len(self._freed)
 
+    @property
+    def available(self) -> int:
+        """Blocks that can be taken: the free ones, and those that the capacity may still grow by."""
+        return self.free_count + self.max_capacity - self.capacity
+
+    def grow(self, num_blocks: int) -> None:
+        """Raises the capacity to `num_blocks`, at least the present one and at most the maximum."""
+        number = count_of("num_blocks", num_blocks, self.max_capacity)
+        if number < self.capacity:
+            raise ValueError(f"num_blocks must be from {self.capacity} to {self.max_capacity}, not {number}")
+        self.capacity = number
+
+    def shrink(self, num_blocks: int = 0) -> int:
+        """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns it."""
+        number = count_of("num_blocks", num_blocks, self.capacity)
+        while self._fresh > number and not self._refs[-1]:
+            self._fresh -= 1
+            self._refs.pop()
+            self._freed.remove(self._fresh)
+        self.capacity = max(number, self._fresh)
+        return self.capacity
+
     def allocate(self) -> int:
         """Takes one block, with one reference. Raises `PoolExhausted` when none is free."""
-        if not self.free_count:
-            raise PoolExhausted(f"asked for 1 block, 0 of {self.capacity} are free")
+        if not self.available:
+            raise PoolExhausted(f"asked for 1 block, 0 of {self.max_capacity} are free")
         return self._take()
 
     def allocate_n(self, n: int) -> np.ndarray:
@@ -121,8 +146,8 @@ class BlockAllocator:
 
     def demand(self, n: int) -> None:
         """Raises `PoolExhausted`, with both numbers, when fewer than `n` blocks are free."""
-        if n > self.free_count:
-            raise PoolExhausted(f"asked for {n} blocks, {self.free_count} of {self.capacity} are free")
+        if n > self.available:
+            raise PoolExhausted(f"asked for {n} blocks, {self.available} of {self.max_capacity} are free")
 
     def copy_page(self, dst: int, src: int) -> None:
         """Copies the page of block `src` onto that of `dst` in every attached pool."""
@@ -136,6 +161,7 @@ class BlockAllocator:
         else:
             block = self._fresh
             self._fresh += 1
+            self.capacity = max(self.capacity, self._fresh)
             self._refs.append(1)
         if self.in_use > self.peak_in_use:
             self.peak_in_use = self.in_use

@@ -74,8 +74,12 @@ class KvCachePool:
         self._pages: dict[int, array[Any]] = {}
 
     @classmethod
-    def from_layout(cls, layout: KvLayout, num_blocks: int, allocator: Any = None) -> KvCachePool:
+    def from_layout(
+        cls, layout: KvLayout, num_blocks: int, allocator: Any = None, max_blocks: int | None = None
+    ) -> KvCachePool:
         """A pool whose pages are the blocks of `allocator` (None: a new one of `num_blocks`), laid out as `layout`.
+
+        With `max_blocks` it may grow to as many.
 
         >>> pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=2), 4)
         >>> pool.append(0, [3], [[[0.5] * 8]], [[[2.0] * 8]])
@@ -84,10 +88,11 @@ class KvCachePool:
         (np.float32(0.5), np.float32(2.0), (2, 1, 8))
         """
         pool = cls.__new__(cls)
-        allocator = BlockAllocator(num_blocks) if allocator is None else allocator
-        pool._init(layout.page_size, layout.dtype, allocator, layout, count_of("num_blocks", num_blocks))
-        if allocator.capacity > pool.total_pages:
-            raise ValueError(f"the allocator has {allocator.capacity} blocks, the pool has {pool.total_pages} pages")
+        allocator = BlockAllocator(num_blocks, max_blocks) if allocator is None else allocator
+        pages = count_of("num_blocks", num_blocks if max_blocks is None else max_blocks)
+        pool._init(layout.page_size, layout.dtype, allocator, layout, pages)
+        if allocator.max_capacity > pages:
+            raise ValueError(f"the allocator has {allocator.max_capacity} blocks, the pool has {pages} pages")
         allocator.attached.add(pool)
         return pool
 

@@ -1,0 +1,124 @@
+"""IdSpace: how many ids there are, and how many of them are free."""
+
+cimport cython
+from libc.stdint cimport INT32_MAX, int32_t
+
+from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
+
+import operator
+
+__all__ = ["IdSpace"]
+
+
+@cython.no_gc
+cdef class IdSpace:
+    """What an allocator knows of its ids. Internal: `BlockAllocator` hands them out.
+
+    The capacity grows up to `max_capacity`, by itself when a block is asked for and none is free, and shrinks when it
+    is told to.
+    """
+
+    cdef bint c_extend(self, int32_t n) noexcept nogil:
+        if n > self.max_capacity - self.taken:
+            return False
+        self.capacity = max(self.capacity, self.taken + n)
+        return True
+
+    cdef int32_t c_free_count(self) noexcept nogil:
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.capacity - self.taken + self.num_freed
+        pp_lock_release(&self.lock)
+        return count
+
+    cdef int32_t c_available(self) noexcept nogil:
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.max_capacity - self.taken + self.num_freed
+        pp_lock_release(&self.lock)
+        return count
+
+    cdef bint c_grow(self, int32_t n) noexcept nogil:
+        cdef bint fits
+        pp_lock_acquire(&self.lock)
+        fits = self.capacity <= n <= self.max_capacity
+        if fits:
+            self.capacity = n
+        pp_lock_release(&self.lock)
+        return fits
+
+    cdef int32_t c_shrink(self, int32_t n) noexcept nogil:
+        """The ids at the end that are free become fresh again; the list keeps the order of the others."""
+        cdef int32_t i, kept = 0, taken
+        pp_lock_acquire(&self.lock)
+        taken = self.taken
+        while taken > n and self.c_counts[taken - 1] == 0:
+            taken -= 1
+        if taken < self.taken:
+            for i in range(self.num_freed):
+                if self.c_freed[i] < taken:
+                    self.c_freed[kept] = self.c_freed[i]
+                    kept += 1
+            self.num_freed = kept
+            self.peak = max(self.peak, self.taken)
+            self.taken = taken
+        self.capacity = max(n, taken)
+        n = self.capacity
+        pp_lock_release(&self.lock)
+        return n
+
+    cdef int32_t c_free_run(self, int32_t *first, int32_t limit, int32_t most) noexcept nogil:
+        cdef int32_t start = first[0], end
+        while start < self.taken and self.c_counts[start]:
+            start += 1
+        end = start
+        while end < self.taken and end - start < most and not self.c_counts[end]:
+            end += 1
+        first[0] = start
+        if end >= self.taken:
+            return min(limit - start, most)
+        return end - start
+
+    @property
+    def free_count(self):
+        """Blocks that are free."""
+        return self.c_free_count()
+
+    @property
+    def available(self):
+        """Blocks that can be taken now: `free_count`, and what the capacity may still grow by."""
+        return self.c_available()
+
+    @property
+    def in_use(self):
+        """Blocks with at least one reference."""
+        return self.max_capacity - self.c_available()
+
+    @property
+    def peak_in_use(self):
+        """The most blocks that were in use at any one time."""
+        return max(self.peak, self.taken)
+
+    def grow(self, num_blocks):
+        """Raises the capacity to `num_blocks`. Raises `ValueError` when it is above that, or the maximum below."""
+        number = operator.index(num_blocks)
+        if not 0 <= number <= INT32_MAX or not self.c_grow(number):
+            raise ValueError(f"num_blocks must be from {self.capacity} to {self.max_capacity}, not {number}")
+
+    def shrink(self, num_blocks=0):
+        """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns what it is then.
+
+        A block in use keeps its id, so that the highest one bounds the capacity. O(blocks ever used). Raises
+        `ValueError` when `num_blocks` is below 0 or above the capacity.
+
+        >>> from pagepool import BlockAllocator
+        >>> allocator = BlockAllocator(2, max_blocks=8)
+        >>> blocks = allocator.allocate_n(5)
+        >>> allocator.free(blocks[3:])
+        >>> allocator.capacity, allocator.shrink(), allocator.available
+        (5, 3, 5)
+        """
+        number = operator.index(num_blocks)
+        if not 0 <= number <= self.capacity:
+            raise ValueError(f"num_blocks must be from 0 to {self.capacity}, not {number}")
+        return self.c_shrink(number)

@@ -1,0 +1,233 @@
+"""Pools that grow and shrink: ids that come and go, memory that is given back, an address that never changes."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pagepool import (
+    BlockAllocator,
+    InvalidBlock,
+    KvCachePool,
+    KvLayout,
+    PagedSeqState,
+    PoolExhausted,
+    PrefixCache,
+    reference,
+)
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=16)  # 64 KiB a block
+MIB = 1 << 20
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_an_allocator_grows_when_blocks_are_asked_for():
+    allocator = BlockAllocator(2, max_blocks=5)
+    assert (allocator.capacity, allocator.max_capacity, allocator.free_count, allocator.available) == (2, 5, 2, 5)
+    assert allocator.allocate_n(4).tolist() == [0, 1, 2, 3]
+    assert (allocator.capacity, allocator.free_count, allocator.in_use, allocator.available) == (4, 0, 4, 1)
+    assert allocator.allocate() == 4
+    with pytest.raises(PoolExhausted, match="asked for 1 block, 0 of 5 are free"):
+        allocator.allocate()
+    allocator.free([1, 3])
+    with pytest.raises(PoolExhausted, match="asked for 3 blocks, 2 of 5 are free"):
+        allocator.allocate_n(3)
+    allocator.check()
+
+
+def test_shrink_stops_at_the_highest_block_in_use_and_keeps_the_order():
+    allocator = BlockAllocator(8, max_blocks=8)
+    allocator.allocate_n(8)
+    allocator.free([6, 1, 7, 0, 5])
+    assert allocator.shrink(2) == 5  # 4 is in use
+    assert (allocator.capacity, allocator.free_count, allocator.peak_in_use) == (5, 2, 8)
+    allocator.check()
+    assert allocator.allocate_n(4).tolist() == [0, 1, 5, 6]
+    allocator.check()
+
+
+@pytest.mark.parametrize("kind", [BlockAllocator, reference.BlockAllocator])
+def test_numbers_out_of_range_change_nothing(kind):
+    allocator = kind(3, 6)
+    for number in (2, 7, -1):
+        with pytest.raises(ValueError, match=str(number)):
+            allocator.grow(number)
+    for number in (4, -1):
+        with pytest.raises(ValueError, match=str(number)):
+            allocator.shrink(number)
+    assert (allocator.capacity, allocator.available) == (3, 6)
+    with pytest.raises(ValueError, match="max_blocks"):
+        kind(3, 2)
+    allocator.grow(6)
+    assert allocator.free_count == 6
+
+
+def test_a_sequence_and_a_cache_follow_the_growth():
+    allocator = BlockAllocator(0, max_blocks=6)
+    cache = PrefixCache(allocator, block_size=4)
+    state = PagedSeqState(allocator, 4)
+    assert state.max_blocks_per_seq == 6
+    state.append(20)
+    assert cache.cache_blocks(list(range(20)), state.blocks) == 5
+    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 6 is free"):
+        PagedSeqState(allocator, 4).append(5)
+    cache.check()
+
+
+def test_growth_moves_nothing_and_views_stay_valid():
+    pool = KvCachePool.from_layout(LAYOUT, 2, max_blocks=64)
+    view, flat = pool.page(1), memoryview(pool)
+    address = np.frombuffer(pool, np.uint16).ctypes.data
+    view[:] = 7
+    assert (pool.num_blocks, pool.total_pages, pool.max_blocks, pool.nbytes) == (2, 2, 64, 64 * LAYOUT.block_bytes)
+    pool.grow(10)
+    assert pool.num_blocks == 10
+    pool.allocator.allocate_n(60)
+    pool.page(59)[:] = 9
+    assert np.frombuffer(pool, np.uint16).ctypes.data == address and flat[-1] == 0
+    assert (view == 7).all() and flat[59 * LAYOUT.page_size] == 9
+    pool.allocator.free(np.arange(59))
+    assert pool.shrink() == 60 and (pool.page(59) == 9).all()
+    with pytest.raises(ValueError, match="from 60 to 64, not 65"):
+        pool.grow(65)
+
+
+def test_the_bound_is_hard_and_sizes_are_checked():
+    pool = KvCachePool.from_layout(LAYOUT, 2, max_blocks=3)
+    for _ in range(3):
+        pool.alloc()
+    with pytest.raises(PoolExhausted, match="0 of 3 are free"):
+        pool.alloc()
+    with pytest.raises(InvalidBlock):
+        pool.page(3)
+    with pytest.raises(ValueError, match=r"max_blocks must be .*, not 1"):
+        KvCachePool.from_layout(LAYOUT, 2, max_blocks=1)
+    with pytest.raises(ValueError, match="the allocator has 9 blocks, the pool only 4 pages"):
+        KvCachePool.from_layout(LAYOUT, 4, BlockAllocator(2, max_blocks=9))
+    pool.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.grow(3)
+    with pytest.raises(ValueError, match="closed"):
+        pool.trim()
+
+
+def test_free_memory_is_given_back_and_used_memory_is_not():
+    blocks = 64 * MIB // LAYOUT.block_bytes
+    pool = KvCachePool.from_layout(LAYOUT, 0, max_blocks=blocks)
+    before = resident()
+    taken = pool.allocator.allocate_n(blocks)
+    pages = pool.numpy()
+    pages.view(np.uint16)[:] = np.arange(1, blocks + 1, dtype=np.uint16)[:, None]
+    full = resident()
+    assert full - before >= 60 * MIB
+    kept = taken[blocks // 2 : blocks // 2 + 3]
+    pool.allocator.free(np.setdiff1d(taken, kept))
+    given = pool.trim()
+    # One huge page, or two, hold the blocks in use and their neighbours.
+    assert given >= 58 * MIB and full - resident() >= 56 * MIB
+    for block in kept.tolist():
+        assert (pool.page(block).view(np.uint16) == block + 1).all()
+    assert pool.page(0).view(np.uint16)[0] == 0
+    pool.page(0)[:] = 5  # and it can be used again
+    pool.allocator.free(kept)
+    assert pool.shrink() == 0 and pool.allocator.available == blocks
+    assert resident() - before <= 4 * MIB
+    pool.allocator.check()
+
+
+def test_a_long_run_is_given_back_whole_though_it_takes_turns():
+    layout = KvLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=48)  # no divisor of a huge page
+    pool = KvCachePool.from_layout(layout, 0, max_blocks=80 * MIB // layout.block_bytes)
+    blocks = pool.allocator.allocate_n(pool.max_blocks)
+    pool.numpy().view(np.uint16)[:] = 1
+    full = resident()
+    pool.allocator.free(blocks)
+    assert pool.trim() >= 78 * MIB
+    assert full - resident() >= 74 * MIB
+    assert not pool.numpy().view(np.uint16)[:-11].any()  # the last ones end within a huge page
+
+
+def test_pages_that_threads_take_meanwhile_keep_what_is_written():
+    pool = KvCachePool.from_layout(LAYOUT, 0, max_blocks=512)
+    done, lost = threading.Event(), []
+
+    def write(seed):
+        rng = np.random.default_rng(seed)
+        while not done.is_set():
+            blocks = pool.allocator.allocate_n(int(rng.integers(1, 90)))
+            for block in blocks.tolist():
+                pool.page(block)[:8] = block + 1
+            lost.extend(block for block in blocks.tolist() if (pool.page(block)[:8].view(np.uint16) != block + 1).any())
+            pool.allocator.free(blocks)
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(60):
+        pool.trim()
+        pool.shrink()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not lost and pool.allocator.in_use == 0
+    pool.allocator.check()
+
+
+class ElasticMachine(RuleBasedStateMachine):
+    """Ours and the reference, through any order of calls: the same answers, the same numbers."""
+
+    @initialize(blocks=st.integers(0, 6), more=st.integers(0, 6))
+    def start(self, blocks, more):
+        self.sides = [kind(blocks, blocks + more) for kind in (BlockAllocator, reference.BlockAllocator)]
+        self.held = []
+
+    def both(self, call):
+        answers = []
+        for side in self.sides:
+            try:
+                answers.append(call(side))
+            except (ValueError, PoolExhausted) as error:
+                answers.append(type(error))
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    @rule(n=st.integers(0, 4))
+    def take(self, n):
+        blocks = self.both(lambda side: side.allocate_n(n).tolist())
+        if isinstance(blocks, list):
+            self.held += blocks
+
+    @rule(data=st.data())
+    def give_back(self, data):
+        blocks = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
+        self.both(lambda side: side.free(blocks))
+        self.held = [block for block in self.held if block not in blocks]
+
+    @rule(number=st.integers(-1, 13))
+    def grow(self, number):
+        self.both(lambda side: side.grow(number))
+
+    @rule(number=st.integers(-1, 13))
+    def shrink(self, number):
+        self.both(lambda side: side.shrink(number))
+
+    @invariant()
+    def agree(self):
+        if hasattr(self, "sides"):
+            for side in self.sides:
+                side.check()
+            for name in ("capacity", "max_capacity", "free_count", "available", "in_use", "peak_in_use"):
+                ours, theirs = (getattr(side, name) for side in self.sides)
+                assert ours == theirs, name
+            assert self.sides[0].in_use == len(self.held)
+
+
+ElasticMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestElastic = ElasticMachine.TestCase
