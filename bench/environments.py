@@ -29,11 +29,9 @@ PEERS = {
         ("torchvision", "torchaudio", "torchcodec"),  # those that pip finds may belong to another torch
     ),
     "openvino": Peer("OpenVINO", "v-openvino", "openvino_paged", ("openvino==2026.4.1", "numpy"), "import openvino"),
-    "flex": Peer("torch FlexAttention", "v-torch", "torch_flex", (_TORCH, "numpy"), "import torch"),
-    "sdpa": Peer("torch SDPA", "v-torch", "torch_sdpa", (_TORCH, "numpy"), "import torch"),
-    "ggml": Peer(
-        "llama.cpp (ggml)", "v-llama", "ggml_flash", ("llama-cpp-python==0.3.36", "numpy"), "import llama_cpp"
-    ),
+    "flex": Peer("torch FlexAttention", "v-torch", "torch_flex", ("torch==2.13.0", "numpy"), "import torch"),
+    "sdpa": Peer("torch SDPA", "v-torch", "torch_sdpa", ("torch==2.13.0", "numpy"), "import torch"),
+    "ggml": Peer("llama.cpp", "v-llama", "ggml_flash", ("llama-cpp-python==0.3.36", "numpy"), "import llama_cpp"),
 }
 
 
