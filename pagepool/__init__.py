@@ -14,7 +14,7 @@ from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
-from pagepool.prefix import PrefixCache
+from pagepool.prefix import PrefixCache, StateCheckpoints
 from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "SequenceSlot",
     "SequenceState",
     "SsmStatePool",
+    "StateCheckpoints",
     "StateLayout",
     "__version__",
     "cpu_info",

@@ -1,5 +1,6 @@
 """The prefix cache: blocks that are kept for the next prompt with the same beginning."""
 
 from pagepool.prefix.cache import PrefixCache
+from pagepool.prefix.state_checkpoints import StateCheckpoints
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "StateCheckpoints"]

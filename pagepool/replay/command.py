@@ -14,6 +14,8 @@ from pagepool.config import SchedulerConfig
 from pagepool.replay.attend import Attention
 from pagepool.replay.driver import Replay
 from pagepool.replay.geometry import GEOMETRIES
+from pagepool.replay.hybrid_pass import StateOptions, hybrid_pass
+from pagepool.replay.hybrid_report import hybrid_results, print_hybrid
 from pagepool.replay.meter import MeteredAccount
 from pagepool.replay.options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS
 from pagepool.replay.order import in_order
@@ -27,7 +29,7 @@ from pagepool.replay.report import print_table, results
 __all__ = ["UsageError", "bundled_trace", "run"]
 
 ATTEND_BYTES = 2 << 30
-CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "users", "order")
+CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "users", "order", "hybrid", "state_budget")
 
 
 class UsageError(ValueError):
@@ -72,6 +74,10 @@ def _passes(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Without a clock: a pass for each policy and capacity."""
     if options.attend or options.blocks is not None:
         raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
+    if options.state_budget and not options.hybrid:
+        raise UsageError("--state-budget needs --hybrid")
+    if options.cache_partial and options.hybrid:
+        raise UsageError("--cache-partial does not go with --hybrid, which uses full blocks")
     if options.compare and options.policy:
         raise UsageError("--policy and --compare both name policies; give one of them")
     path = options.trace or bundled_trace()
@@ -87,10 +93,17 @@ def _passes(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     capacities = options.capacity or (_steps(prompts.most_ids) if options.compare else [None])
-    passes = cache_passes(
-        memory, prompts, options.compare or options.policy or ["lru"], capacities, sweep=not options.reference
-    )
+    policies = options.compare or options.policy or ["lru"]
     about = {"order": order, "users": options.users}
+    if options.hybrid:
+        states = StateOptions(options.hybrid, options.state_budget, options.state_grid)
+        return hybrid_results(
+            prompts,
+            [hybrid_pass(memory, prompts, policy, capacity, states) for policy in policies for capacity in capacities],
+            states,
+            about,
+        ), print_hybrid
+    passes = cache_passes(memory, prompts, policies, capacities, sweep=not options.reference)
     return pass_results(prompts, passes, about), print_comparison if options.compare else print_passes
 
 

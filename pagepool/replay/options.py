@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from pagepool.config import KV_DTYPES
@@ -19,6 +20,7 @@ DEFAULT_BLOCK_SIZE = 16
 MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
 MAX_BUDGET = 1 << 24
+MAX_BYTES = 1 << 50
 
 
 def _between(low: int, high: int) -> Any:
@@ -32,6 +34,13 @@ def _between(low: int, high: int) -> Any:
         return value
 
     return parse
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,12})([kMGT]?)", text)
+    if match is None or not 1 <= (size := int(match[1]) << 10 * " kMGT".index(match[2] or " ")) <= MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is no size such as 4096, 512k, 16M or 2G, up to {MAX_BYTES}")
+    return size
 
 
 def _several(parse: Any) -> Any:
@@ -133,6 +142,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"random, prefix; --users goes with {', '.join(USER_ORDERS)}",
     )
     add("--seed", type=_between(0, MAX_BLOCKS), default=0, metavar="N", help="of --order random; default: 0")
+    add(
+        "--hybrid",
+        type=_bytes,
+        metavar="BYTES",
+        help="with --clock none: how much of the hits a hybrid model can use, whose recurrent state has BYTES (16M), "
+        "with states kept at ends, where prompts part and on a grid",
+    )
+    add("--state-budget", type=_bytes, metavar="BYTES", help="of all states, with --hybrid; default: no bound")
+    add(
+        "--state-grid",
+        type=_between(0, MAX_BUDGET),
+        default=16_384,
+        metavar="N",
+        help="tokens from one state of the grid to the next, with --hybrid; 0: none; default: 16384",
+    )
     add("--cache-partial", action="store_true", help="cache the last, partial block too, with --clock none")
     parser.epilog = (
         "Counts and virtual times are the same in every run. ns_per_block_op is the wall time of taking and giving "

@@ -7,7 +7,7 @@ from typing import Any
 from pagepool.replay.prefix_pass import CachePass
 from pagepool.replay.prompts import Prompts
 
-__all__ = ["pass_results", "print_passes"]
+__all__ = ["about_pass", "footer", "pass_results", "print_comparison", "print_passes", "title"]
 
 ATTRIBUTION = {
     "mooncake_synthetic": "Trace: kvcache-ai/Mooncake, FAST25-release, Apache-2.0.",
@@ -31,6 +31,11 @@ def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any
         }
         for one in passes
     ]
+    return {**about_pass(prompts, about), "prefix": rows[0] if len(rows) == 1 else rows}
+
+
+def about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
+    """What the results of every pass without a clock begin with."""
     return {
         "trace": prompts.trace.name,
         "licence": prompts.trace.licence,
@@ -39,14 +44,13 @@ def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any
         "block_size": prompts.block_size,
         "cache_partial": prompts.partial,
         **about,
-        "prefix": rows[0] if len(rows) == 1 else rows,
     }
 
 
 def print_passes(numbers: dict[str, Any]) -> None:
     """Print a line for each pass to stdout."""
     rows = _rows(numbers)
-    print(_title(numbers))
+    print(title(numbers))
     print(f"  {'policy':<8}{'capacity':>14}{'hits':>14}{'of full':>14}{'rate':>8}{'evictions':>14}{'ns/block':>10}")
     for row in rows:
         cost = "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}"
@@ -54,21 +58,21 @@ def print_passes(numbers: dict[str, Any]) -> None:
             f"  {row['policy']:<8}{_capacity(row):>14}{row['hit_blocks']:>14,}{row['full_blocks']:>14,}"
             f"{_rate(row):>8.1%}{row['evictions']:>14,}{cost:>10}"
         )
-    print(_footer(numbers))
+    print(footer(numbers))
 
 
 def print_comparison(numbers: dict[str, Any]) -> None:
     """Print the hit rates to stdout, a line for each capacity and a column for each policy; * marks the best."""
     rows = _rows(numbers)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    print(_title(numbers))
+    print(title(numbers))
     print(f"  {'capacity':>14}" + "".join(f"{policy:>12}" for policy in policies))
     for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
         line = {row["policy"]: row for row in rows if row["capacity_blocks"] == capacity}
         most = max(row["hit_blocks"] for row in line.values())
         cells = (f"{_rate(row):.2%}{'*' if row['hit_blocks'] == most else ' '}" for row in line.values())
         print(f"  {_capacity(next(iter(line.values()))):>14}" + "".join(f"{cell:>12}" for cell in cells))
-    print(_footer(numbers))
+    print(footer(numbers))
 
 
 def _rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +80,8 @@ def _rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _title(numbers: dict[str, Any]) -> str:
+def title(numbers: dict[str, Any]) -> str:
+    """The line above a table."""
     partial = ", partial blocks too" if numbers["cache_partial"] else ""
     users = f", {numbers['users']} users" if numbers["users"] else ""
     order = "" if numbers["order"] == "arrival" else f", order {numbers['order']}"
@@ -86,7 +91,8 @@ def _title(numbers: dict[str, Any]) -> str:
     )
 
 
-def _footer(numbers: dict[str, Any]) -> str:
+def footer(numbers: dict[str, Any]) -> str:
+    """The line below it: whose trace this is."""
     return ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
 
 

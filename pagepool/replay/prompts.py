@@ -36,7 +36,7 @@ class Prompts:
         self.trace = trace
         self.block_size = block_size or trace.block
         self.partial = partial
-        self._order = range(len(trace)) if order is None else order
+        self.order = range(len(trace)) if order is None else order
         if trace.block % self.block_size:
             raise PassError(
                 f"--block-size {self.block_size} does not divide the trace's blocks of {trace.block} tokens"
@@ -50,21 +50,22 @@ class Prompts:
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int32], int, int]]:
         """For each prompt its ids, how many of its blocks are full, and its session."""
-        for index in self._order:
-            ids, full = self.row(index)
+        for index in self.order:
+            ids, full = self.row(index, self.partial)
             yield ids, full, self.trace.session[index]
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
-    def row(self, index: int) -> tuple[NDArray[np.int32], int]:
-        """The block ids of request `index` of the trace, and how many of its blocks are full."""
+    def row(self, index: int, partial: bool) -> tuple[NDArray[np.int32], int]:
+        """The block ids of request `index` of the trace, with the last one, not full, or without, and how many of its
+        blocks are full."""
         trace, cuts, tokens = self.trace, self._cuts, self.trace.prompt[index]
         runs = _pairs((trace.runs or [])[index])
         parts = [np.arange(start * cuts, (start + length) * cuts, dtype=np.int32) for start, length in runs]
         ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
         full = tokens // self.block_size
-        return ids[: -(-tokens // self.block_size) if self.partial else full], full
+        return ids[: -(-tokens // self.block_size) if partial else full], full
 
     def id_ranges(self) -> tuple[dict[int, int], int]:
         """Where the ids of each session would begin if those of all sessions lay side by side, and their number."""

@@ -1,0 +1,129 @@
+"""Which states of a hybrid model are kept, in plain Python: `pagepool.prefix.checkpoint_index` without its tree.
+
+A state is known by all the tokens before it, as a tuple; every question is asked of every state. The words and the
+rule by which states go are those of `pagepool.prefix.checkpoint_value`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CheckpointIndex"]
+
+TOKEN_BYTES = 4
+PRIOR = 8
+
+
+@dataclass
+class State:
+    """A state that is kept: when it came, how often it was used, and the age at which it was last."""
+
+    birth: int
+    reason: str
+    uses: float
+    age: float
+
+
+class CheckpointIndex:
+    """The states kept, by (salt, tokens before it).
+
+    >>> index = CheckpointIndex(state_bytes=1000, budget_bytes=10_000)
+    >>> index.admit(range(480), 480, "branch"), index.find([*range(480), 7], limit=480)
+    (True, 480)
+    """
+
+    def __init__(
+        self,
+        state_bytes: int,
+        budget_bytes: int | None = None,
+        *,
+        grid: int = 16_384,
+        spacing: int = 16,
+        align: int = 1,
+    ) -> None:
+        self.state_bytes = state_bytes
+        self.budget_bytes = budget_bytes
+        self.grid, self.spacing, self.align = grid, spacing, align
+        self.states: dict[tuple[Any, tuple[int, ...]], State] = {}
+        self.saved = {"branch": 0, "end": 0, "grid": 0}
+        self.used = {"branch": 0, "end": 0, "grid": 0}
+        self.age = 0.0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the states and of every token of every prefix, those of common beginnings once."""
+        return len(self.states) * self.state_bytes + len(self._prefixes()) * TOKEN_BYTES
+
+    def find(self, tokens: Any, limit: int | None = None, *, cache_salt: Any = None) -> int | None:
+        """The length of the longest kept prefix, which counts as used."""
+        row = tuple(tokens)
+        most = len(row) - 1 if limit is None else min(limit, len(row) - 1)
+        length = self._longest(cache_salt, row[: max(0, most)])
+        if not length:
+            return None
+        state = self.states[cache_salt, row[:length]]
+        state.uses += 1
+        state.age = self.age
+        self.used[state.reason] += 1
+        return length
+
+    def stops(self, tokens: Any, kv_tokens: int, begin: int = 0, *, cache_salt: Any = None) -> list[tuple[int, str]]:
+        """Where the prompt parts from those before, and the grid behind; none too close behind another."""
+        row = tuple(tokens)
+        last = len(row) - 1
+        known = min(kv_tokens, last)
+        prefixes = self._prefixes()
+        same = max((end for end in range(len(row) + 1) if (cache_salt, row[:end]) in prefixes), default=0)
+        wanted = {place - place % self.align: "branch" for place in (min(same, last), known) if place > 0}
+        for place in range(self.grid, last + 1, self.grid) if self.grid else ():
+            if place > max(known, begin):
+                wanted.setdefault(place - place % self.align, "grid")
+        taken = self._longest(cache_salt, row)
+        stops: list[tuple[int, str]] = []
+        for place, reason in sorted(wanted.items()):
+            if place <= begin or taken <= place < taken + self.spacing:
+                continue
+            if stops and place < stops[-1][0] + self.spacing:
+                if reason == "grid" or stops[-1][1] == "branch":
+                    continue
+                stops.pop()
+            stops.append((place, reason))
+        return stops
+
+    def admit(self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None) -> bool:
+        """Whether the state is kept from now on; those of the least priority go for it, or it is not."""
+        row = tuple(tokens)[:position]
+        uses = (self.used[reason] + PRIOR) / (self.saved[reason] + PRIOR)
+        while True:
+            begin = self._longest(cache_salt, row)
+            if begin and position - begin < self.spacing:
+                return False
+            known = self._prefixes()
+            new = sum((cache_salt, row[:end]) not in known for end in range(1, position + 1))
+            size = self.state_bytes + new * TOKEN_BYTES
+            if self.budget_bytes is None or self.used_bytes + size <= self.budget_bytes:
+                self.states[cache_salt, row] = State(sum(self.saved.values()), reason, uses, self.age)
+                self.saved[reason] += 1
+                return True
+            priority = self.age + self._value(uses, position - begin)
+            least = min(self.states, key=lambda key: (self.priority(key), self.states[key].birth), default=None)
+            if least is None or self.priority(least) >= priority:
+                self.age = max(self.age, priority)
+                return False
+            self.age = self.priority(least)
+            del self.states[least]
+
+    def priority(self, key: tuple[Any, tuple[int, ...]]) -> float:
+        """What a state is worth by the byte, and the age when it was used last."""
+        (salt, row), state = key, self.states[key]
+        return state.age + self._value(state.uses, len(row) - self._longest(salt, row[:-1]))
+
+    def _value(self, uses: float, saves: int) -> float:
+        return uses * saves / (self.state_bytes + saves * TOKEN_BYTES)
+
+    def _longest(self, salt: Any, row: tuple[int, ...]) -> int:
+        return max((end for end in range(len(row) + 1) if (salt, row[:end]) in self.states), default=0)
+
+    def _prefixes(self) -> set[tuple[Any, tuple[int, ...]]]:
+        return {(salt, row[:end]) for salt, row in self.states for end in range(1, len(row) + 1)}

@@ -1,0 +1,68 @@
+"""The results of passes with recurrent states, as a dict for JSON and as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagepool.replay.hybrid_pass import HybridPass, StateOptions
+from pagepool.replay.prefix_report import about_pass, footer, title
+from pagepool.replay.prompts import Prompts
+
+__all__ = ["hybrid_results", "print_hybrid"]
+
+
+def hybrid_results(
+    prompts: Prompts, passes: list[HybridPass], options: StateOptions, about: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything counted, the same in every run. `hybrid` is an object for one pass, a list of them for several.
+
+    `usable_share` is `usable_blocks` of `hit_blocks`; `state_share` is `states_saved` of `every_block_states`, the
+    states that one at the end of every block would have been, and `peak_state_share` that of those at a time.
+    """
+    rows = [
+        {
+            "policy": one.policy,
+            "capacity_blocks": one.capacity,
+            "full_blocks": one.full_blocks,
+            "hit_blocks": one.hit_blocks,
+            "usable_blocks": one.usable_blocks,
+            "usable_share": _ratio(one.usable_blocks, one.hit_blocks),
+            "every_block_states": one.every_block,
+            "states_saved": sum(one.states["saved"].values()),
+            "state_share": _ratio(sum(one.states["saved"].values()), one.every_block),
+            "peak_states": one.states["peak_states"],
+            "peak_state_share": _ratio(one.states["peak_states"], one.peak_blocks),
+            "saved": one.states["saved"],
+            "used": one.states["used"],
+        }
+        for one in passes
+    ]
+    sizes = {"state_bytes": options.state_bytes, "budget_bytes": options.budget_bytes, "grid": options.grid}
+    return {**about_pass(prompts, about), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
+
+
+def print_hybrid(numbers: dict[str, Any]) -> None:
+    """Print a line for each pass to stdout."""
+    rows = numbers["hybrid"] if isinstance(numbers["hybrid"], list) else [numbers["hybrid"]]
+    sizes = numbers["states"]
+    budget = "no bound" if sizes["budget_bytes"] is None else f"at most {sizes['budget_bytes'] / 2**20:,.1f} MiB"
+    print(title(numbers))
+    print(f"  states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; a grid of {sizes['grid']:,} tokens")
+    print(
+        f"  {'policy':<8}{'capacity':>12}{'hits':>12}{'usable':>12}{'share':>8}"
+        f"{'states':>10}{'of every block':>16}{'at a time':>11}"
+    )
+    for row in rows:
+        capacity = "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
+        print(
+            f"  {row['policy']:<8}{capacity:>12}{row['hit_blocks']:>12,}{row['usable_blocks']:>12,}"
+            f"{row['usable_share']:>8.1%}{row['states_saved']:>10,}{row['state_share']:>16.1%}"
+            f"{row['peak_state_share']:>11.1%}"
+        )
+        kinds = ", ".join(f"{row['saved'][kind]:,} {kind} used {row['used'][kind]:,} times" for kind in row["saved"])
+        print(f"    {kinds}")
+    print(footer(numbers))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

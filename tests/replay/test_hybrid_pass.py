@@ -1,0 +1,95 @@
+"""`--hybrid`: what a hybrid model can use of the hits, worked out by hand and on the recorded trace."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagepool import cli
+
+MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_synthetic.ptrace.xz"
+needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
+
+# Blocks of 4 tokens. A is its own; B, C and D share blocks 10 to 12 and go on apart; E goes on from D.
+RECORDS = [
+    [0, 14, 1, [0, 4]],
+    [1, 22, 1, [10, 3, 20, 3]],
+    [2, 22, 1, [10, 3, 30, 3]],
+    [3, 22, 1, [10, 3, 40, 3]],
+    [4, 34, 1, [10, 3, 40, 2, 50, 4]],
+]
+
+
+def run(capsys, path, *arguments):
+    assert cli.main(["replay", str(path), "--clock", "none", "--json", "-", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("memory", [[], ["--reference"]])
+@pytest.mark.parametrize(
+    ("arguments", "hits", "usable", "saved"),
+    [
+        # C finds 3 blocks and no state, D the state that C has left where it parted, E that at the end of D.
+        (["--state-grid", "0"], 11, 8, {"branch": 1, "end": 5, "grid": 0}),
+        # A grid of every 2 blocks: C finds the one after 2. E ends on it.
+        (["--state-grid", "8"], 11, 10, {"branch": 1, "end": 4, "grid": 7}),
+        # One state at a time has room, and none is worth more than the last but the end of A at first.
+        (["--state-grid", "0", "--state-budget", "4k"], 11, 0, None),
+        (["--capacity", "0"], 0, 0, None),
+    ],
+)
+def test_worked_out_by_hand(make_trace, capsys, memory, arguments, hits, usable, saved):
+    numbers = run(capsys, make_trace(RECORDS, block=4), "--hybrid", "4k", *arguments, *memory)
+    found = numbers["hybrid"]
+    assert (found["full_blocks"], found["hit_blocks"], found["usable_blocks"]) == (26, hits, usable)
+    assert saved is None or found["saved"] == saved
+    assert numbers["states"]["state_bytes"] == 4096
+
+
+def test_every_block_is_what_the_cache_has_taken(make_trace, capsys):
+    numbers = run(capsys, make_trace(RECORDS, block=4), "--hybrid", "1", "--capacity", "4,100")
+    few, many = numbers["hybrid"]
+    # With 4 blocks, prompts of 5 and more evict their own beginnings: nothing is ever found, and all are taken.
+    assert (many["every_block_states"], few["every_block_states"]) == (15, 26)
+    assert many["peak_states"] == many["states_saved"] and many["state_share"] == many["states_saved"] / 15
+
+
+def test_the_table(make_trace, capsys):
+    path = make_trace(RECORDS, block=4)
+    assert cli.main(["replay", str(path), "--clock", "none", "--hybrid", "16M", "--state-grid", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "states of 16.00 MiB, no bound; a grid of 0 tokens" in printed and "72.7%" in printed
+    assert "1 branch used 1 times" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--state-budget", "1G"], "--state-budget needs --hybrid"),
+        (["--hybrid", "1", "--cache-partial"], "--cache-partial does not go with --hybrid"),
+    ],
+)
+def test_options_that_do_not_go_together(make_trace, capsys, arguments, message):
+    assert cli.main(["replay", str(make_trace(RECORDS, block=4)), "--clock", "none", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "-1", "1.5G", "16MB", "9" * 13, "999999999T", "٣"])
+def test_sizes(text, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["replay", "--clock", "none", f"--hybrid={text}"])
+    assert "is no size such as" in capsys.readouterr().err
+
+
+@needs_traces
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("capacity", [[], ["--capacity", "5859"], ["--capacity", "20000"]])
+def test_most_of_the_hits_with_few_of_the_states(capsys, capacity, policy):
+    found = run(capsys, MOONCAKE, "--hybrid", "16M", "--policy", policy, *capacity)["hybrid"]
+    assert found["usable_share"] >= 0.95 and found["state_share"] <= 0.10
+
+
+@needs_traces
+def test_the_same_with_a_budget_of_a_fortieth_of_the_states(capsys):
+    found = run(capsys, MOONCAKE, "--hybrid", "16M", "--state-budget", str(1000 * 17 << 20))["hybrid"]
+    assert found["usable_share"] >= 0.95 and found["peak_state_share"] <= 0.027
