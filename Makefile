@@ -11,7 +11,7 @@ CSRC := $(wildcard pagepool/csrc/*.c)
 HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h pagepool/csrc/*.inc tests/capi/*.h)
 AARCH64 := aarch64-linux-gnu
 
-.PHONY: help demo test build debug bench lint format san san-c san-python aarch64 wheel test-wheel test-sdist test-pythons ci clean
+.PHONY: help demo test build debug bench figures lint format san san-c san-python aarch64 wheel test-wheel test-sdist test-pythons ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -47,7 +47,7 @@ $(VENV)/.build: $(VENV)/.venv pyproject.toml .ci/requirements.py
 	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.package: $(VENV)/.%: $(VENV)/.build pyproject.toml .ci/requirements.py
+$(VENV)/.test $(VENV)/.lint $(VENV)/.package $(VENV)/.plot: $(VENV)/.%: $(VENV)/.build pyproject.toml .ci/requirements.py
 	$(PY) .ci/requirements.py $* > $@.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
 	@touch $@
@@ -63,6 +63,10 @@ bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
 	$(PY) bench/figures.py
 	$(PY) bench/limit.py --shape S1
 	$(PY) -m pytest -q bench --benchmark-columns=min,median,ops --benchmark-group-by=group
+
+PEERS ?= build/peers
+figures: build $(VENV)/.plot  ## measure beside the peers and draw the README's pictures; PEERS=DIR has their environments
+	$(PY) bench/pictures.py --peers $(PEERS)
 
 lint: build $(VENV)/.lint $(VENV)/.test  ## ruff, mypy, stubtest, cython-lint
 	$(VENV)/bin/ruff check .
