@@ -1,0 +1,100 @@
+"""The benchmarks of decode run and judge as they say; what they measure is not asserted."""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pagepool
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "bench"
+if not BENCH.is_dir():
+    pytest.skip("bench/ is not beside these tests", allow_module_level=True)
+sys.path.append(str(BENCH))
+shapes = importlib.import_module("shapes")
+verdict = importlib.import_module("peers").verdict
+common = importlib.import_module("sides.common")
+
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the machine's limits are measured by C")
+
+
+def limit(tmp_path, *arguments):
+    """What `bench/limit.py` writes for the smallest shape and the least that can be measured."""
+    command = [sys.executable, "-W", "error", str(BENCH / "limit.py"), "--shape", "tiny", "--rounds", "1"]
+    command += ["--seconds", "0.001", "--dtype", "bfloat16", "--json", str(tmp_path / "found.json"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+@needs_gcc
+def test_limit_says_which_limit_binds_and_how_much_of_it_decode_reaches(tmp_path):
+    found = limit(tmp_path, "--threads", "1", "--isa", "baseline")
+    (row,) = found["rows"]
+    side = row["sides"]["baseline"]
+    assert row["binds"] == ("fma" if row["fma_ms"] > row["stream_ms"] else "stream")
+    assert side["share"] == pytest.approx(max(row["fma_ms"], row["stream_ms"]) / side["ms"])
+    assert side["error"] < 1e-5 and "baseline" in side["way"]
+    assert set(found["machine"]["threads"][0]["rates_g_per_s"]) == {"fma", "dot", "widen", "exp"}
+
+
+def test_variants_and_a_busy_core_are_measured(tmp_path):
+    cost = limit(tmp_path, "--variants", "--threads", "1")["variants"]
+    assert {row["variant"] for row in cost} == {"plain", "soft cap", "sinks", "ALiBi", "all three"}
+    assert limit(tmp_path, "--busy")["busy"][0]["ratio"] > 0
+
+
+def test_bytes_and_flops_of_a_shape():
+    assert shapes.kv_bytes("S1", "bfloat16") == 2 * 16 * 4096 * 8 * 128 * 2
+    assert shapes.page_bytes("S1", "bfloat16") == 64 << 10
+    assert shapes.flops("S5") == 4 * 512 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "threads", "binds", "share"),
+    [
+        ("S1", "bfloat16", 2, "stream", 0.80),
+        ("S2", "float16", 1, "stream", 0.58),
+        ("S5", "float32", 1, "stream", 0.65),
+        ("S2", "bfloat16", 1, "fma", 0.75),
+        ("S1", "bfloat16", 4, "stream", None),
+        ("tiny", "bfloat16", 1, "stream", None),
+    ],
+)
+def test_targets(shape, dtype, threads, binds, share):
+    assert shapes.target(shape, dtype, threads, binds) == share
+
+
+@pytest.mark.parametrize(
+    ("ours", "peer", "share", "reached"),
+    [(1.0, 2.0, 0.1, True), (1.0, 1.9, 0.79, False), (1.0, 1.9, 0.8, True), (1.0, 0.9, 0.8, False)],
+)
+def test_twice_the_best_peer_or_the_target_share_and_not_slower(ours, peer, share, reached):
+    slow = {"ms": 10 * peer, "share": 0.0}
+    row = {"target": 0.8, "sides": {"ours": {"ms": ours, "share": share}, "vllm": {"ms": peer}, "ggml": slow}}
+    assert ("below the target" not in verdict(row)) == reached
+    assert f"{peer / ours:.2f} times" in verdict(row) and "vLLM" in verdict(row)
+
+
+def test_every_dtype_holds_the_numbers_of_a_case_and_float64_is_right(tmp_path):
+    common.write_case("tiny", tmp_path)
+    case = common.Case("tiny", "bfloat16", str(tmp_path))
+    exact = case.k * case.UNIT
+    assert np.array_equal(exact, exact.astype(np.float16).astype(np.float32))
+    assert not (exact.view(np.uint32) & 0xFFFF).any()  # bfloat16 is the upper half
+    seq, head = 1, 5
+    keys, values = (x[seq, :, head // 4].astype(np.float64) / 64 for x in (case.k, case.v))
+    weights = np.exp(keys @ case.q[seq, head].astype(np.float64) / 8)
+    assert case.right[seq, head] == pytest.approx(weights @ values / weights.sum(), rel=1e-12)
+    assert common.error_of(case.right, case.right) == 0
+    assert common.error_of(np.full_like(case.right, np.nan), case.right) == np.inf
+    with pytest.raises(NotImplementedError):
+        common.Side(case).calls(1)
