@@ -32,16 +32,30 @@ static int runs_avx512(void) {
 }
 #endif
 
-int pp_prefetch_level(void) {
 #if defined(__x86_64__)
-    static _Atomic int level;
-    int known = atomic_load_explicit(&level, memory_order_relaxed);
-    if (!known) {
-        unsigned highest, b = 0, c = 0, d = 0;
-        int intel = __get_cpuid(0, &highest, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
-                    d == signature_INTEL_edx;
-        known = intel ? PP_PREFETCH_L2 : PP_PREFETCH_L1;
-        atomic_store_explicit(&level, known, memory_order_relaxed);
+/* The family of an AMD CPU (Zen 1 and 2: 0x17, Zen 3 and 4: 0x19, Zen 5: 0x1a); 0 for other makers. */
+static unsigned amd_family(void) {
+    unsigned a, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx || c != signature_AMD_ecx || d != signature_AMD_edx)
+        return 0;
+    __get_cpuid(1, &a, &b, &c, &d);
+    return (a >> 8 & 0xf) + (a >> 20 & 0xff);
+}
+
+static int is_intel(void) {
+    unsigned a, b = 0, c = 0, d = 0;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
+           d == signature_INTEL_edx;
+}
+#endif
+
+int pp_prefetch_mode(void) {
+#if defined(__x86_64__)
+    static _Atomic int mode;
+    int known = atomic_load_explicit(&mode, memory_order_relaxed);
+    if (known == PP_PREFETCH_NONE) {
+        known = is_intel() ? PP_PREFETCH_L2 : amd_family() == 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
+        atomic_store_explicit(&mode, known, memory_order_relaxed);
     }
     return known;
 #else

@@ -25,11 +25,12 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
                                const int q_step, float *s, int prefetch) {
     const int per_group = PP_GROUP / PP_LANES;
     const int pairs = tile->head_dim / 2;
-    const unsigned char *rows[4], *ahead[4];
+    const unsigned char *rows[4], *ahead[4], *half[4];
     int column[4];
     PP_UNROLL for (int j = 0; j < NV; j++) {
         rows[j] = tile->k[(first + j) / per_group];
         ahead[j] = tile->next_k[(first + j) / per_group];
+        half[j] = tile->v[(first + j) / per_group];
         column[j] = (first + j) % per_group * PP_LANES;
     }
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
@@ -39,7 +40,9 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
         const int64_t at = (int64_t)p * PP_NAME(K_PAIR_BYTES);
         PP_UNROLL for (int j = 0; j < NV; j++) {
             LOAD2(rows[j] + at, PP_GROUP, column[j], &a[j], &b[j]);
-            if (prefetch && column[j] == 0) prefetch_span(ahead[j] + at, PP_NAME(K_PAIR_BYTES), prefetch);
+            if (prefetch && column[j] == 0)
+                prefetch_walk(prefetch, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
+                              rows[j] + at + PP_NEARER);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++) {
             const pp_v qa = v_set1(q[2 * g]), qb = v_set1(q[2 * g + 1]);
@@ -69,12 +72,15 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
     for (int i = 0; i * PP_GROUP < tile->tokens; i++) {
         const int left = tile->tokens - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
         const int before = tile->first - i * PP_GROUP, first = before > 0 ? before : 0;
-        const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run;
+        const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run, *half = tile->next_k[i] + run;
+        const unsigned char *end = tile->v[i] + (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
         const float *weight = p + i * PP_GROUP;
         if (first >= tokens) continue;
-        for (int t = 0; t < tokens; t += 2, rows += pair_bytes, ahead += pair_bytes) {
+        for (int t = 0; t < tokens; t += 2, rows += pair_bytes, ahead += pair_bytes, half += pair_bytes) {
             pp_v a[8], b[8];
-            if (prefetch) prefetch_span(ahead, pair_bytes, prefetch);
+            if (prefetch)
+                prefetch_walk(prefetch, pair_bytes, ahead, half, later(rows, PP_NEAR, end, tile->next_k[i]),
+                              later(rows, PP_NEARER, end, tile->next_k[i]));
             if (t + 1 < first) continue;
             PP_UNROLL for (int j = 0; j < NV; j++) {
 #if PP_HALF_TAIL
@@ -205,6 +211,10 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int32_t first = work->head_begin * group_size, last = work->head_end * group_size;
     for (int32_t h = first; h < last; h++) work->m[h] = -INFINITY;
     memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
+    /* One query head in 16 bit, or two in f32, read about as fast as memory delivers.  Over long runs the hardware's
+     * prefetchers, which drop nothing, do better then (Zen 4: 0.95 of the limit, not 0.85), if left alone. */
+    const int by_hardware = work->prefetch == PP_PREFETCH_REPEAT && group_size <= PP_ITEM / 2 &&
+                            (work->head_end - work->head_begin) * layout->head_bytes >= 1 << 17;
     const unsigned char *groups[2], *next[2];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
     pp_tile_groups(work, first_tile, groups);
@@ -217,6 +227,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
         pp_tile_groups(work, more ? begin + PP_TILE : begin, next);
         for (int32_t head = work->head_begin; head < work->head_end; head++) {
             const int more_heads = head + 1 < work->head_end;
+            const int prefetch = layout->tiled && !(by_hardware && more_heads) ? work->prefetch : PP_PREFETCH_NONE;
             if (!layout->tiled) PP_NAME(pack)(work, tiled, begin, tile.tokens, head, scratch);
             for (int i = 0; i < 2; i++) {
                 unsigned char *group = scratch + (scratch ? i * tiled->head_bytes : 0);
@@ -235,7 +246,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                 tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + row : NULL;
                 PP_NAME(tile_of)(to - from, &tile, work->q + (int64_t)row * layout->head_dim,
                                  work->rows + row * work->row_stride, work->m + row,
-                                 layout->tiled && part == 0 ? work->prefetch : 0);
+                                 part == 0 ? prefetch : PP_PREFETCH_NONE);
             }
         }
         groups[0] = next[0];

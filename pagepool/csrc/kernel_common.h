@@ -36,13 +36,35 @@
 #define PP_INTERLEAVE_HIGH(a, b) ((PP_BLOCK){a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]})
 #endif
 
-/* Prefetches `bytes` from a line-aligned address: the next head's or the next page's, found through the block table;
- * hardware prefetchers stop at the end of a 4 KB page and know nothing of the table. */
-PP_INLINE void prefetch_span(const unsigned char *at, int bytes, int level) {
-    if (level == PP_PREFETCH_L2)
-        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-    else
-        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+PP_INLINE void prefetch_into_l1(const unsigned char *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+}
+PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+/* Prefetches `bytes` (whole lines) at each of the places that are read later: a head's visit later, half a visit later
+ * and PP_NEAR or PP_NEARER bytes later.  The next head's or page's are found through the block table; hardware
+ * prefetchers stop at the end of a 4 KB page and know nothing of the table. */
+enum { PP_NEAR = 2048, PP_NEARER = 512 };
+PP_INLINE void prefetch_walk(int mode, int bytes, const unsigned char *visit, const unsigned char *half,
+                             const unsigned char *near, const unsigned char *nearer) {
+    if (mode == PP_PREFETCH_L1) {
+        prefetch_into_l1(visit, bytes);
+        return;
+    }
+    prefetch_into_l2(visit, bytes);
+    if (mode == PP_PREFETCH_REPEAT) {
+        prefetch_into_l2(half, bytes);
+        prefetch_into_l2(near, bytes);
+        prefetch_into_l1(nearer, bytes);
+    }
+}
+
+/* The place `distance` bytes after `at` in bytes that end at `end` and go on at `next`. */
+PP_INLINE const unsigned char *later(const unsigned char *at, int64_t distance, const unsigned char *end,
+                                     const unsigned char *next) {
+    return distance < end - at ? at + distance : next + (distance - (end - at));
 }
 
 #endif

@@ -4,10 +4,11 @@
 
 #include "pagepool/attention.h"
 
-/* Where to prefetch.  Measured on shuffled pages: Intel server cores (16 line fill buffers in L1) gain 5 to 20 % with
- * L2, AMD's Zen 5 with L1. */
-enum { PP_PREFETCH_L1 = 1, PP_PREFETCH_L2 = 2 };
-int pp_prefetch_level(void);
+/* Where to prefetch, as measured on shuffled pages.  Intel server cores (16 line fill buffers in L1) gain 5 to 20 %
+ * with L2, AMD's Zen 5 with L1.  Zen 3 and 4 have 24 such buffers, too few, and drop a prefetch into L2 while its queue
+ * of about 48 is full: each line is asked for again on the way, ever nearer, and the last time into L1. */
+enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT };
+int pp_prefetch_mode(void);
 
 /* A chunk of one sequence, for some of its kv heads.  Starts from nothing and leaves, for each query head h of those,
  * in the chunk's record
@@ -29,7 +30,7 @@ typedef struct pp_chunk {
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
-    int prefetch;                 /* PP_PREFETCH_L1 or _L2 */
+    int prefetch;                 /* one of PP_PREFETCH_... */
     const unsigned char *next[2]; /* what will be read after this chunk (K of two groups), to be prefetched; or NULLs */
 } pp_chunk;
 

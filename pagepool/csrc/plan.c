@@ -206,7 +206,7 @@ static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, i
                        .rows = record,
                        .m = record + args->num_qo_heads * plan->row_stride,
                        .row_stride = plan->row_stride,
-                       .prefetch = pp_prefetch_level()};
+                       .prefetch = pp_prefetch_mode()};
 }
 
 static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
