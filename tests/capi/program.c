@@ -26,7 +26,7 @@ static void check_layout(void) {
     CHECK(pp_kv_layout_init(&layout, 0, 2, 64, 16, PP_F32) == PP_INVALID_ARGUMENT);
     CHECK(pp_kv_layout_init(&layout, 1, 0, 64, 16, PP_F32) == PP_INVALID_ARGUMENT);
     CHECK(pp_kv_layout_init(&layout, 1, 2, 60, 16, PP_F32) == PP_INVALID_ARGUMENT);
-    CHECK(pp_kv_layout_init(&layout, 1, 2, 264, 16, PP_F32) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_layout_init(&layout, 1, 2, PP_MAX_HEAD_DIM + 8, 16, PP_F32) == PP_INVALID_ARGUMENT);
     CHECK(pp_kv_layout_init(&layout, 1, 2, 64, 0, PP_F32) == PP_INVALID_ARGUMENT);
     CHECK(pp_kv_layout_init(&layout, 1, 2, 64, PP_MAX_BLOCK_SIZE + 1, PP_F32) == PP_INVALID_ARGUMENT);
     CHECK(pp_kv_layout_init(&layout, INT32_MAX, INT32_MAX, 256, 1024, PP_F32) == PP_INVALID_ARGUMENT);
