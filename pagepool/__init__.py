@@ -6,11 +6,12 @@ from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode
 from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, SchedulerConfig, StateLayout
-from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted
+from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.kv_pool import KvCachePool
-from pagepool.memory.paged_seq import PagedSeqState
+from pagepool.memory.owners import Leak, Owner
+from pagepool.memory.paged_seq import PagedSeqState, SequenceHandle
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -25,7 +26,9 @@ __all__ = [
     "InvalidSlot",
     "KvCachePool",
     "KvLayout",
+    "Leak",
     "Mamba2SequenceState",
+    "Owner",
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
@@ -35,10 +38,12 @@ __all__ = [
     "SchedulerConfig",
     "SeqState",
     "Sequence",
+    "SequenceHandle",
     "SequencePool",
     "SequenceSlot",
     "SequenceState",
     "SsmStatePool",
+    "StaleHandle",
     "StateCheckpoints",
     "StateLayout",
     "__version__",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted"]
+__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle"]
 
 
 class PoolError(Exception):
@@ -19,3 +19,7 @@ class InvalidBlock(PoolError, ValueError):
 
 class InvalidSlot(PoolError, ValueError):
     """A slot is out of range, not allocated, or released twice; or a pool lacks the kind asked for."""
+
+
+class StaleHandle(PoolError, ValueError):
+    """What it names was given back meanwhile, and may be someone else's by now."""

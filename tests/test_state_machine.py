@@ -67,6 +67,7 @@ class Memory(RuleBasedStateMachine):
             tables = api.BlockTables(MAX_SEQS, num_blocks)
             self.sides.append(SimpleNamespace(api=api, allocator=allocator, pools=pools, tables=tables, states=[]))
         self.stamps = []  # per sequence, of each of its tokens
+        self.saved = []  # per sequence, its stamps when each of its open transactions began
         self.held = []  # blocks held by nobody's table: raw allocations and extra references
         self.next_stamp = 0
         for _ in range(3):
@@ -117,6 +118,7 @@ class Memory(RuleBasedStateMachine):
             limit = None if maximum is None else min(maximum, self.num_blocks)
             side.states.append(side.api.PagedSeqState(side.allocator, self.block_size, limit))
         self.stamps.append([])
+        self.saved.append([])
         self.grow(len(self.stamps) - 1, self.tokens(data))
 
     @precondition(lambda self: self.stamps and len(self.stamps) < MAX_SEQS)
@@ -131,10 +133,13 @@ class Memory(RuleBasedStateMachine):
     def adopt(self, data, mistake):
         """A new sequence begins with some of another's tokens; one time in ten the number of tokens is wrong."""
         index = self.some(data)
+        if self.sides[0].states[index].first_block:
+            return
         tokens = data.draw(st.integers(0, len(self.stamps[index])), label="tokens adopted")
         for side in self.sides:
             side.states.append(side.api.PagedSeqState(side.allocator, self.block_size))
         self.stamps.append([])
+        self.saved.append([])
         held = -(-tokens // self.block_size)
         wanted = tokens + self.block_size if mistake == 0 else tokens
         adopted = self.both(lambda side: side.states[-1].adopt(side.states[index].blocks[:held], wanted) or True)
@@ -160,7 +165,7 @@ class Memory(RuleBasedStateMachine):
         lens = {i: self.sides[0].states[i].len for i in chosen}
         for i, n in zip(chosen, counts, strict=True):
             tokens = np.arange(lens[i] - n, lens[i])
-            blocks = np.array(self.sides[0].states[i].blocks, dtype=np.int64)
+            blocks = np.array(self.sides[0].states[i].block_table, dtype=np.int64)
             self.write(i, blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size)
 
     @precondition(lambda self: self.stamps)
@@ -175,6 +180,7 @@ class Memory(RuleBasedStateMachine):
         for side in self.sides:
             side.states.append(side.states[index].fork())
         self.stamps.append(list(self.stamps[index]))
+        self.saved.append([])
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
@@ -194,12 +200,55 @@ class Memory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
+    def drop_before(self, data):
+        """The window moves on: what it left is given back, -1 stands for it."""
+        index = self.some(data)
+        position = data.draw(st.integers(0, len(self.stamps[index]) + 1), label="position")
+        self.both(lambda side: side.states[index].drop_before(position))
+
+    @precondition(lambda self: self.stamps)
+    @rule(data=st.data())
+    def begin(self, data):
+        index = self.some(data)
+        if len(self.saved[index]) < 3:
+            self.both(lambda side: side.states[index].begin())
+            self.saved[index].append((list(self.stamps[index]), self.sides[0].states[index].blocks))
+
+    @precondition(lambda self: any(self.saved))
+    @rule(data=st.data(), commit=st.booleans())
+    def end(self, data, commit):
+        """An aborted sequence has the blocks and, as the other invariants see, the bytes that it had."""
+        index = data.draw(st.sampled_from([i for i, saved in enumerate(self.saved) if saved]), label="sequence")
+        stamps, blocks = self.saved[index].pop()
+        if commit:
+            self.both(lambda side: side.states[index].commit())
+        else:
+            self.both(lambda side: side.states[index].abort())
+            self.stamps[index] = stamps
+            assert self.sides[0].states[index].blocks == blocks
+
+    @precondition(lambda self: self.stamps)
+    @rule(data=st.data())
+    def handles(self, data):
+        """A handle goes stale when its sequence is released, and not when a transaction takes that back."""
+        index = self.some(data)
+        for side in self.sides:
+            state, handle = side.states[index], side.states[index].handle()
+            state.begin()
+            state.release()
+            late = state.handle()
+            assert handle.is_stale and not late.is_stale
+            state.abort()
+            assert handle.state is state and late.is_stale
+
+    @precondition(lambda self: self.stamps)
+    @rule(data=st.data())
     def forget(self, data):
         """A sequence that nothing refers to gives its blocks back."""
         index = self.some(data)
         for side in self.sides:
             del side.states[index]
-        del self.stamps[index]
+        del self.stamps[index], self.saved[index]
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
@@ -247,7 +296,7 @@ class Memory(RuleBasedStateMachine):
     def both_sides_agree(self):
         ours, theirs = self.sides
         for side in self.sides:
-            side.allocator.check()
+            side.allocator.check(others=len(self.held))
         for name in ("capacity", "free_count", "in_use"):
             assert getattr(ours.allocator, name) == getattr(theirs.allocator, name)
         # For a moment append_batch may hold a block for each of several sharers, though the last one needs none.
@@ -258,13 +307,19 @@ class Memory(RuleBasedStateMachine):
             assert memoryview(state.block_table).tolist() == expected.block_table.tolist()
 
     @invariant()
-    def references_equal_table_entries_and_held_blocks(self):
+    def owners_are_the_same_and_add_up(self):
         held = Counter(self.held)
-        for state in self.sides[0].states:
-            held.update(list(state.blocks))
-        for side in self.sides:
-            for block in range(self.num_blocks):
-                assert side.allocator.ref_count(block) == held[block]
+        ours, theirs = self.sides
+        mapped = ours.allocator.owners()
+        for block in range(self.num_blocks):
+            count = theirs.allocator.ref_count(block)
+            assert ours.allocator.ref_count(block) == count
+            owners = mapped.get(block, [])
+            assert owners == ours.allocator.owners(block)
+            assert sum(owner.references for owner in owners) == count
+            by_kind = Counter({owner.kind: owner.references for owner in owners if owner.kind == "other"})
+            assert by_kind["other"] == held[block]
+            assert sorted(owner[:3] for owner in theirs.allocator.owners(block)) == sorted(o[:3] for o in owners)
 
     @invariant()
     def every_sequence_holds_its_own_bytes(self):
@@ -272,6 +327,7 @@ class Memory(RuleBasedStateMachine):
         for number, layout in enumerate(self.layouts):
             for state, stamps in zip(ours.states, self.stamps, strict=True):
                 blocks = np.array(state.blocks, dtype=np.int32)
+                stamps = stamps[state.first_block * self.block_size :]
                 for layer in range(layout.num_layers):
                     got = ours.pools[number].gather(layer, blocks, len(stamps))
                     np.testing.assert_array_equal(np.array(got), np.array(kv_of(stamps, layer, layout)))
@@ -281,8 +337,10 @@ class Memory(RuleBasedStateMachine):
 
     def teardown(self):
         for side in getattr(self, "sides", ()):
-            for state in side.states:
-                state.release()
+            for state, saved in zip(side.states, self.saved, strict=True):
+                for _ in saved:
+                    state.commit()
+                state.close()
             side.allocator.free(self.held)
             side.allocator.check()
             assert side.allocator.free_count == self.num_blocks

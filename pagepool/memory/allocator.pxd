@@ -38,7 +38,6 @@ cdef extern from *:
 cdef class BlockAllocator(IdSpace):
     # The equations are those of IdSpace.
     cdef pp_regions *regions
-    cdef object __weakref__
 
     # These two are inlined into whoever calls them, which saves a third of their time. Waiting is not, so that callers
     # need not link the library; and pointers serve here, since the caller's directives decide on checks of memoryviews.
@@ -86,8 +85,6 @@ cdef class BlockAllocator(IdSpace):
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
     # All, PP_INVALID_BLOCK, or PP_OVER_MAXIMUM when a count would pass 2^31 - 1.
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
-    # 0 for a free block, -1 for one that is out of range.
-    cdef int32_t c_ref_count(self, int32_t block) noexcept nogil
     # Whether a block that the caller holds a reference to has others; true at most too long.
     cdef bint c_is_shared(self, int32_t block) noexcept nogil
     # Copies the page of src onto that of dst in every attached pool; the caller holds references to both.

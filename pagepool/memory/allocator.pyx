@@ -196,6 +196,9 @@ cdef class BlockAllocator(IdSpace):
             pp_lock_release(&self.lock)
         return count
 
+    cdef int32_t c_ids_used(self) noexcept nogil:
+        return self.taken
+
     cdef bint c_is_shared(self, int32_t block) noexcept nogil:
         return pp_get_count(&self.ref_counts[block]) > 1
 
@@ -306,18 +309,21 @@ cdef class BlockAllocator(IdSpace):
             raise InvalidBlock(f"block {number} is out of range: there are {self.capacity} blocks")
         return count
 
-    def check(self):
-        """Audits every equation that ties the free list to the counts; raises `PoolError` naming one that is broken.
+    def check(self, others=None):
+        """Audits every equation of free list, counts, sequences and caches; raises `PoolError` naming a broken one.
 
-        O(blocks ever used); other threads wait meanwhile. Changes nothing.
+        others: how many references belong to neither sequences nor caches nor other holders (see `owners`), when that
+        is known; without it, any number. O(blocks ever used and held); other threads wait for the first half. Changes
+        nothing.
 
-        >>> BlockAllocator(8).check()
+        >>> BlockAllocator(8).check(others=0)
         """
         cdef Audit audit
         with nogil:
             audit = self.c_audit()
         if audit.equation != NULL:
             raise PoolError(f"broken invariant: {audit.equation.decode()}, but {audit.left} and {audit.right}")
+        self.check_references(others)
 
     cdef Audit c_audit(self) noexcept nogil:
         cdef Audit audit

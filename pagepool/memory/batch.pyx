@@ -11,7 +11,7 @@ from pagepool.memory.paged_seq cimport PagedSeqState
 
 from collections import Counter
 
-from pagepool.errors import InvalidBlock
+from pagepool.errors import InvalidBlock, StaleHandle
 from pagepool.memory.explain import exhausted
 
 __all__ = ["append_batch", "release_batch"]
@@ -49,17 +49,23 @@ cdef int32_t *room_for(int64_t count) except NULL:
 
 
 cdef int64_t kept_by_last(list states) except -1:
-    """How many shared blocks have no reference but those of states that will un-share them: the last keeps each."""
+    """How many shared blocks have no reference but those of states that will un-share them: the last keeps each.
+
+    A transaction that is open holds on to what its state un-shares: the last finds it shared still.
+    """
     cdef PagedSeqState state
     cdef int64_t i, end, kept = 0
     references = Counter()
+    guarded = set()
     for state in states:
         if state.pending:
             end = (state.length + state.pending + state.block_size - 1) // state.block_size
             for i in range(state.length // state.block_size, min(end, state.num_blocks)):
                 references[state.c_blocks[i]] += 1
+                if state.saved != NULL:
+                    guarded.add(state.c_blocks[i])
     for block, times in references.items():
-        kept += times > 1 and state.allocator.c_ref_count(block) == times
+        kept += times > 1 and block not in guarded and state.allocator.c_ref_count(block) == times
     return kept
 
 
@@ -89,6 +95,8 @@ def append_batch(list states not None, list counts not None):
         state = <PagedSeqState>states[i]
         state.pending = read_count(counts[i])
         wanted = state.c_blocks_to_append(state.pending)
+        if state.is_closed:
+            raise StaleHandle(f"sequence {i}, {state._label!r}, was closed: its blocks may be another's by now")
         if wanted < 0:
             raise ValueError(
                 f"cannot append {state.pending} tokens to the {state.length} of sequence {i}: "
@@ -113,11 +121,11 @@ def append_batch(list states not None, list counts not None):
         free(taken)
 
 
-def release_batch(list states not None):
-    """Releases every state, or none of them: gives all their blocks back; their `len` becomes 0.
+def release_batch(list states not None, bint close=False):
+    """Releases every state, or none of them: gives all their blocks back; their `len` becomes 0. `close`: for good.
 
     The states share one allocator and are given once each. Raises `InvalidBlock` when a block was freed by someone
-    else; then nothing has changed.
+    else, `StaleHandle` when a state is closed; then nothing has changed.
 
     >>> from pagepool import BlockAllocator, PagedSeqState
     >>> allocator = BlockAllocator(8)
@@ -132,22 +140,36 @@ def release_batch(list states not None):
     cdef Py_ssize_t i, n = len(states)
     cdef int64_t total = 0
     cdef int32_t *blocks
+    cdef int32_t held
     cdef pp_status status
     if n == 0:
         return
     for i in range(n):
-        total += (<PagedSeqState>states[i]).num_blocks
+        state = <PagedSeqState>states[i]
+        if state.is_closed:
+            raise StaleHandle(f"sequence {i}, {state._label!r}, was closed already")
+        if state.saved == NULL:
+            total += state.num_blocks - state.first_block
+        elif not state.c_holds_all():
+            raise InvalidBlock(f"one of the {state.num_blocks} blocks of sequence {i} was freed by someone else")
     blocks = room_for(total)
     total = 0
     for i in range(n):
         state = <PagedSeqState>states[i]
-        memcpy(blocks + total, state.c_blocks, <size_t>state.num_blocks * sizeof(int32_t))
-        total += state.num_blocks
+        if state.saved == NULL:
+            held = state.num_blocks - state.first_block
+            memcpy(blocks + total, state.c_blocks + state.first_block, <size_t>held * sizeof(int32_t))
+            total += held
     status = allocator.c_free_n(blocks, total)
     free(blocks)
     if status != PP_OK:
         raise InvalidBlock(f"one of the {total} blocks of {n} sequences was freed by someone else")
     for i in range(n):
         state = <PagedSeqState>states[i]
-        state.c_forget(0)
-        state.length = 0
+        if state.saved == NULL:
+            state.c_forget(0)
+            state.length = 0
+        if close:
+            state.c_close()
+        else:
+            state.c_release()

@@ -11,6 +11,7 @@ import operator
 
 import numpy as np
 
+from pagepool.errors import StaleHandle
 from pagepool.memory.batch import append_batch, release_batch
 
 __all__ = ["BlockTables", "append_batch", "release_batch"]
@@ -72,6 +73,8 @@ cdef class BlockTables:
             if not isinstance(item, PagedSeqState):
                 raise TypeError(f"sequence {i} must be a PagedSeqState, not {type(item).__name__}")
             state = <PagedSeqState>item
+            if state.is_closed:
+                raise StaleHandle(f"sequence {i}, {state._label!r}, was closed: its blocks may be another's by now")
             if state.length > self.max_blocks_per_seq * <int64_t>state.block_size:
                 raise ValueError(
                     f"sequence {i} has {(state.length + state.block_size - 1) // state.block_size} blocks of tokens, "
@@ -82,6 +85,11 @@ cdef class BlockTables:
             tokens = state.length > 0 if num_tokens is None else read_count(num_tokens[i])
             if not 0 <= tokens <= state.length:
                 raise ValueError(f"sequence {i} has {state.length} tokens, its last {tokens} cannot be computed")
+            if state.length - tokens < state.first_block * <int64_t>state.block_size:
+                raise ValueError(
+                    f"the last {tokens} of {state.length} tokens of sequence {i} cannot be computed: "
+                    f"the first {state.first_block * <int64_t>state.block_size} were given back"
+                )
             self.counts[i] = <int32_t>tokens
             total += tokens
         if total > INT32_MAX:

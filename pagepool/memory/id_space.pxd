@@ -1,9 +1,10 @@
 from libc.stdint cimport int32_t
 
 from pagepool.csrc cimport pp_lock
+from pagepool.memory.holders cimport HolderRegistry
 
 
-cdef class IdSpace:
+cdef class IdSpace(HolderRegistry):
     # With the lock held; `taken` ids were handed out at least once:
     #   in_use = taken - num_freed            free = capacity - in_use
     #   ref_counts[b] > 0                     for the in_use blocks

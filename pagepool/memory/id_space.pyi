@@ -2,10 +2,12 @@ from typing import SupportsIndex
 
 from typing_extensions import disjoint_base
 
+from pagepool.memory.holders import HolderRegistry
+
 __all__ = ["IdSpace"]
 
 @disjoint_base
-class IdSpace:
+class IdSpace(HolderRegistry):
     @property
     def capacity(self) -> int: ...
     @property

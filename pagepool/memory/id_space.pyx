@@ -4,6 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, int32_t
 
 from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
+from pagepool.memory.holders cimport HolderRegistry
 
 import operator
 
@@ -11,7 +12,7 @@ __all__ = ["IdSpace"]
 
 
 @cython.no_gc
-cdef class IdSpace:
+cdef class IdSpace(HolderRegistry):
     """What an allocator knows of its ids. Internal: `BlockAllocator` hands them out.
 
     The capacity grows up to `max_capacity`, by itself when a block is asked for and none is free, and shrinks when it

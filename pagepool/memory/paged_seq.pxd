@@ -1,44 +1,14 @@
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int64_t
 
-from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.csrc cimport pp_status
-from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.memory.paged_table cimport PagedTable
 
 
-cdef class PagedSeqState:
-    #   table[0:num_blocks] are the blocks, each with one reference of this sequence's; zeros follow
-    #   ceil(length / block_size) <= num_blocks <= max_blocks_per_seq
-    cdef readonly BlockAllocator allocator
-    cdef readonly int32_t block_size
-    cdef readonly int32_t max_blocks_per_seq
-    cdef int32_t num_blocks
-    cdef int64_t length
-    cdef int64_t call  # the last batch call that saw this sequence: finds one that is given twice
-    cdef int64_t pending  # tokens that this call appends to it
-    cdef PageBuffer memory
-    cdef int32_t *c_blocks  # == memory.base == &table[0]
-    cdef int32_t[::1] table
-    cdef object __weakref__
-
-    # All return PP_OK or have changed nothing. PP_INVALID_ARGUMENT: a number is below 0, or a length above the present.
-
-    # PP_OVER_MAXIMUM, PP_EXHAUSTED.
-    cdef pp_status c_ensure_capacity(self, int64_t target_len) noexcept nogil
-    # PP_OVER_MAXIMUM, PP_EXHAUSTED, PP_NO_MEMORY; slots_out is NULL or takes n slots.
-    cdef pp_status c_append(self, int64_t n, int64_t *slots_out) noexcept nogil
-    # PP_INVALID_BLOCK when a block was freed behind the sequence's back; so does c_release.
-    cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil
-    cdef pp_status c_release(self) noexcept nogil
-    # An empty sequence gets num_tokens tokens in n blocks, exactly as many as they need, and shares the blocks.
-    # PP_OVER_MAXIMUM; PP_INVALID_BLOCK for a block that is free, out of range, or has all the references it can have.
-    cdef pp_status c_adopt(self, const int32_t *blocks, Py_ssize_t n, int64_t num_tokens) noexcept nogil
-
-    # The most blocks that an append of n tokens takes: new ones, and one for each shared block that it writes.
-    # Below 0: n is, or it passes the maximum.
-    cdef int64_t c_blocks_to_append(self, int64_t n) noexcept nogil
-    # Appends with blocks that were taken for it; returns how many of them, from the first, it used. Cannot fail.
-    cdef int64_t c_append_taken(self, int64_t n, const int32_t *taken) noexcept nogil
-    cdef void c_slots(self, int64_t first, int64_t n, int64_t *slots_out) noexcept nogil
-    cdef void c_forget(self, int32_t keep) noexcept nogil
-
+cdef class PagedSeqState(PagedTable):
+    # Fields, equations and c_ methods are those of PagedTable.
     cdef object failed(self, pp_status status, object number, object wanted)
+
+
+cdef class SequenceHandle:
+    cdef PagedSeqState lent
+    cdef readonly int64_t generation

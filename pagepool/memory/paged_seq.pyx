@@ -3,8 +3,7 @@
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.csrc cimport (
@@ -18,35 +17,35 @@ from pagepool.csrc cimport (
 )
 from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_ids, release_ids
 from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.memory.paged_table cimport PagedTable
 
 import operator
 
 import numpy as np
 
-from pagepool.errors import InvalidBlock, PoolError
+from pagepool.errors import InvalidBlock, PoolError, StaleHandle
 from pagepool.memory.explain import exhausted
 
-__all__ = ["PagedSeqState"]
+__all__ = ["PagedSeqState", "SequenceHandle"]
 
-cdef int64_t FEW_BLOCKS = 64  # as many are taken by way of the stack
-cdef int64_t MAX_TOKENS = <int64_t>1 << 60  # keeps sums of lengths within 64 bits
-cdef int64_t BELOW_ZERO = -1, OVER_MAXIMUM = -2
 cdef object empty = np.empty
 cdef object INT64 = np.dtype(np.int64)
 
 
 @cython.final
 @cython.no_gc
-cdef class PagedSeqState:
+cdef class PagedSeqState(PagedTable):
     """The block table of one sequence.
 
     allocator            the `BlockAllocator` that its blocks come from, for good
     block_size           tokens per block, from 1 to 1,024
     max_blocks_per_seq   the most blocks it may have; by default as many as the allocator may have
+    label                whose it is, for `BlockAllocator.owners` and `.leaks`: a request id, a name or None
 
     A block that several sequences share is copied, with its page in every attached pool, when one of them appends into
     it. One state belongs to one thread at a time; different ones, forks included, may run in parallel. A state that is
-    no longer referenced gives its blocks back. Raises `ValueError` for sizes out of range.
+    no longer referenced gives its blocks back. `generation` counts the releases: see `handle`. Raises `ValueError` for
+    sizes out of range, `TypeError` for another label.
 
     >>> from pagepool import BlockAllocator
     >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -57,7 +56,7 @@ cdef class PagedSeqState:
     ([10], [0, 2], [0, 1])
     """
 
-    def __cinit__(self, BlockAllocator allocator not None, block_size=16, max_blocks_per_seq=None):
+    def __cinit__(self, BlockAllocator allocator not None, block_size=16, max_blocks_per_seq=None, label=None):
         size = operator.index(block_size)
         if not 1 <= size <= 1024:
             raise ValueError(f"block_size must be from 1 to 1024, not {size}")
@@ -70,136 +69,9 @@ cdef class PagedSeqState:
         self.max_blocks_per_seq = maximum
         self.table = self.memory
         self.c_blocks = <int32_t *>self.memory.base
-
-    def __dealloc__(self):
-        if self.num_blocks and self.c_release() != PP_OK:
-            raise InvalidBlock(f"one of the {self.num_blocks} blocks of a sequence that goes was freed by someone else")
-
-    cdef pp_status c_ensure_capacity(self, int64_t target_len) noexcept nogil:
-        cdef pp_status status
-        cdef int64_t needed
-        if target_len < 0:
-            return PP_INVALID_ARGUMENT
-        needed = target_len // self.block_size + (target_len % self.block_size != 0)
-        if needed > self.max_blocks_per_seq:
-            return PP_OVER_MAXIMUM
-        if needed <= self.num_blocks:
-            return PP_OK
-        status = self.allocator.c_allocate_n(<int32_t>needed - self.num_blocks, self.c_blocks + self.num_blocks)
-        if status == PP_OK:
-            self.num_blocks = <int32_t>needed
-        return status
-
-    cdef int64_t c_blocks_to_append(self, int64_t n) noexcept nogil:
-        cdef int64_t target, needed, wanted, i
-        if n < 0:
-            return BELOW_ZERO
-        if n > MAX_TOKENS:
-            return OVER_MAXIMUM
-        target = self.length + n
-        needed = target // self.block_size + (target % self.block_size != 0)
-        if needed > self.max_blocks_per_seq:
-            return OVER_MAXIMUM
-        wanted = max(needed - self.num_blocks, 0)
-        if n:
-            for i in range(self.length // self.block_size, min(needed, self.num_blocks)):
-                wanted += self.allocator.c_is_shared(self.c_blocks[i])
-        return wanted
-
-    cdef pp_status c_append(self, int64_t n, int64_t *slots_out) noexcept nogil:
-        cdef int32_t few[64]
-        cdef int32_t *taken = few
-        cdef pp_status status
-        cdef int64_t first = self.length, used
-        cdef int64_t wanted = self.c_blocks_to_append(n)
-        if wanted < 0:
-            return PP_INVALID_ARGUMENT if wanted == BELOW_ZERO else PP_OVER_MAXIMUM
-        if wanted:
-            if wanted > FEW_BLOCKS:
-                taken = <int32_t *>malloc(<size_t>wanted * sizeof(int32_t))
-                if taken == NULL:
-                    return PP_NO_MEMORY
-            status = self.allocator.c_allocate_n(<int32_t>wanted, taken)
-            if status == PP_OK:
-                used = self.c_append_taken(n, taken)
-                self.allocator.c_free_n(taken + used, wanted - used)
-            if taken != few:
-                free(taken)
-            if status != PP_OK:
-                return status
-        else:
-            self.length += n
-        if slots_out != NULL:
-            self.c_slots(first, n, slots_out)
-        return PP_OK
-
-    cdef int64_t c_append_taken(self, int64_t n, const int32_t *taken) noexcept nogil:
-        cdef int64_t tail = self.length // self.block_size, target = self.length + n
-        cdef int64_t needed = target // self.block_size + (target % self.block_size != 0)
-        cdef int64_t i, used = 0
-        cdef int32_t old
-        if n:
-            for i in range(tail, min(needed, self.num_blocks)):
-                old = self.c_blocks[i]
-                if not self.allocator.c_is_shared(old):
-                    continue
-                if i == tail and self.length % self.block_size:
-                    self.allocator.c_copy_page(taken[used], old)
-                self.c_blocks[i] = taken[used]
-                used += 1
-                self.allocator.c_free(old)
-        while self.num_blocks < needed:
-            self.c_blocks[self.num_blocks] = taken[used]
-            self.num_blocks += 1
-            used += 1
-        self.length = target
-        return used
-
-    cdef void c_slots(self, int64_t first, int64_t n, int64_t *slots_out) noexcept nogil:
-        """The slots of tokens first to first + n - 1, all of them below the length."""
-        cdef int64_t block = first // self.block_size, offset = first % self.block_size, i
-        for i in range(n):
-            slots_out[i] = <int64_t>self.c_blocks[block] * self.block_size + offset
-            offset += 1
-            if offset == self.block_size:
-                offset = 0
-                block += 1
-
-    cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil:
-        cdef pp_status status
-        cdef int32_t keep
-        if not 0 <= new_len <= self.length:
-            return PP_INVALID_ARGUMENT
-        keep = <int32_t>((new_len + self.block_size - 1) // self.block_size)
-        status = self.allocator.c_free_n(self.c_blocks + keep, self.num_blocks - keep)
-        if status == PP_OK:
-            self.c_forget(keep)
-            self.length = new_len
-        return status
-
-    cdef pp_status c_release(self) noexcept nogil:
-        return self.c_truncate(0)
-
-    cdef pp_status c_adopt(self, const int32_t *blocks, Py_ssize_t n, int64_t num_tokens) noexcept nogil:
-        cdef pp_status status
-        if self.num_blocks or num_tokens < 0 or num_tokens > MAX_TOKENS:
-            return PP_INVALID_ARGUMENT
-        if n != num_tokens // self.block_size + (num_tokens % self.block_size != 0):
-            return PP_INVALID_ARGUMENT
-        if n > self.max_blocks_per_seq:
-            return PP_OVER_MAXIMUM
-        status = self.allocator.c_share_n(blocks, n)
-        if status == PP_OVER_MAXIMUM:
-            return PP_INVALID_BLOCK
-        if status == PP_OK:
-            memcpy(self.c_blocks, blocks, <size_t>n * sizeof(int32_t))
-            self.num_blocks = <int32_t>n
-            self.length = num_tokens
-        return status
-
-    cdef void c_forget(self, int32_t keep) noexcept nogil:
-        memset(self.c_blocks + keep, 0, <size_t>(self.num_blocks - keep) * sizeof(int32_t))
-        self.num_blocks = keep
+        if label is not None:
+            self.label = label
+        self.c_enlist(allocator)
 
     def ensure_capacity(self, target_len):
         """Reserves blocks for `target_len` tokens in all; `len` does not change.
@@ -246,8 +118,8 @@ cdef class PagedSeqState:
     def truncate(self, len):
         """Keeps the first `len` tokens and gives back every block behind them, reserved ones too.
 
-        Raises `ValueError` when `len` is below 0 or above the present length, `InvalidBlock` when one of the blocks was
-        freed by someone else; then nothing has changed.
+        Raises `ValueError` when `len` is below 0, above the present length or within blocks that `drop_before` gave
+        back, `InvalidBlock` when one of the blocks was freed by someone else; then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -258,25 +130,54 @@ cdef class PagedSeqState:
         """
         cdef int64_t number = read_count(len)
         cdef pp_status status = self.c_truncate(number)
-        if status == PP_INVALID_ARGUMENT:
+        if status == PP_INVALID_ARGUMENT and not self.is_closed:
+            start = self.first_block * <int64_t>self.block_size
+            if 0 < number < start:
+                raise ValueError(f"cannot truncate to {number} tokens: the first {start} were given back")
             raise ValueError(f"cannot truncate {self.length} tokens to {number}")
+        if status != PP_OK:
+            raise self.failed(status, number, 0)
+
+    def drop_before(self, position):
+        """Gives back the blocks whose tokens all lie before `position`: what a sliding window has left behind.
+
+        `len` and the places of the other blocks stay; in the table, -1 takes the place of those given back, which
+        attention with `window_left` does not read. Raises `ValueError` when `position` is below 0, `InvalidBlock` when
+        a block was freed by someone else; then nothing has changed.
+
+        >>> from pagepool import BlockAllocator
+        >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
+        >>> slots = state.append(11)
+        >>> state.drop_before(6)
+        >>> state.blocks, state.first_block, state.len
+        ([1, 2], 1, 11)
+        """
+        cdef int64_t number = read_count(position)
+        cdef pp_status status = self.c_drop_before(number)
         if status != PP_OK:
             raise self.failed(status, number, 0)
 
     def fork(self):
         """A new state with the same tokens that shares the blocks which hold them; reserved blocks stay with this one.
 
+        Its label is the same.
+
         Raises `PoolError` when a block has as many references as a count can hold, `InvalidBlock` when one was freed by
         someone else, `MemoryError`; then nothing has changed.
         """
-        cdef PagedSeqState child = PagedSeqState(self.allocator, self.block_size, self.max_blocks_per_seq)
-        cdef int32_t held = <int32_t>needed_blocks(self.length, self.block_size)
-        cdef pp_status status = self.allocator.c_share_n(self.c_blocks, held)
+        cdef PagedSeqState child
+        cdef int32_t first = self.first_block, held = <int32_t>needed_blocks(self.length, self.block_size)
+        if self.is_closed:
+            raise self.failed(PP_INVALID_ARGUMENT, 0, 0)
+        child = PagedSeqState(self.allocator, self.block_size, self.max_blocks_per_seq)
+        cdef pp_status status = self.allocator.c_share_n(self.c_blocks + first, held - first)
         if status == PP_OVER_MAXIMUM:
             raise PoolError(f"cannot fork: a count of references would pass its maximum of {INT32_MAX}")
         if status != PP_OK:
             raise self.failed(status, self.length, 0)
         memcpy(child.c_blocks, self.c_blocks, <size_t>held * sizeof(int32_t))
+        child._label = self._label
+        child.first_block = first
         child.num_blocks = held
         child.length = self.length
         return child
@@ -311,6 +212,8 @@ cdef class PagedSeqState:
             if status == PP_INVALID_BLOCK:
                 raise self.allocator.invalid(&ids, "add")
             if status != PP_OK:
+                if self.is_closed:
+                    raise self.failed(status, number, 0)
                 if self.num_blocks:
                     raise ValueError(f"cannot adopt blocks: the sequence has {self.num_blocks} of its own")
                 raise ValueError(f"{number} tokens are not what {ids.count} blocks of {self.block_size} hold")
@@ -318,7 +221,7 @@ cdef class PagedSeqState:
             release_ids(&ids)
 
     def release(self):
-        """Gives every block back; `len` becomes 0 and the state can be used again.
+        """Gives every block back; `len` becomes 0 and the state can be used again, under a new `generation`.
 
         Raises `InvalidBlock` when a block was freed by someone else; then nothing has changed.
         """
@@ -326,10 +229,64 @@ cdef class PagedSeqState:
         if status != PP_OK:
             raise self.failed(status, 0, 0)
 
+    def close(self):
+        """Releases the state for good: whoever uses it later gets `StaleHandle`. Closing twice does nothing.
+
+        Raises as `release` does.
+        """
+        cdef pp_status status = PP_OK if self.is_closed else self.c_close()
+        if status != PP_OK:
+            raise self.failed(status, 0, 0)
+
+    def begin(self):
+        """Begins a transaction: until its `commit` or `abort`, nothing that `abort` needs is freed or overwritten.
+
+        Whatever is done to the state meanwhile, by whichever function, counts as part of it. It costs a copy of the
+        ids; blocks that leave the table are freed by `commit`. Transactions nest, the inner one ends first. See
+        `Transaction`, which spans several objects. Raises `MemoryError`; then nothing has changed.
+
+        >>> from pagepool import BlockAllocator
+        >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
+        >>> slots = state.append(5)
+        >>> state.begin()
+        >>> state.truncate(2)
+        >>> slots = state.append(9)
+        >>> state.abort()
+        >>> state.blocks, state.len, state.allocator.in_use
+        ([0, 1], 5, 2)
+        """
+        cdef pp_status status = self.c_begin()
+        if status != PP_OK:
+            raise self.failed(status, 0, self.num_blocks)
+
+    def commit(self):
+        """Ends the innermost transaction, all that was done stays. Cannot fail; `ValueError` when none is open."""
+        if self.c_commit() != PP_OK:
+            raise ValueError("the sequence is in no transaction")
+
+    def abort(self):
+        """Ends the innermost transaction and puts everything back as it was; cannot fail. `ValueError` as `commit`."""
+        if self.c_abort() != PP_OK:
+            raise ValueError("the sequence is in no transaction")
+
+    def handle(self):
+        """A `SequenceHandle` to the state as it is lent now: stale once the state was released.
+
+        Raises `StaleHandle` when the state is closed.
+        """
+        if self.is_closed:
+            raise self.failed(PP_INVALID_ARGUMENT, 0, 0)
+        return SequenceHandle(self)
+
     @property
     def blocks(self):
-        """The ids of its blocks, reserved ones too, as a new list."""
-        return list_ids(self.c_blocks, self.num_blocks)
+        """The ids of its blocks, reserved ones too, from `first_block` on, as a new list."""
+        return list_ids(self.c_blocks + self.first_block, self.num_blocks - self.first_block)
+
+    @property
+    def closed(self):
+        """Whether it was closed."""
+        return self.is_closed
 
     @property
     def len(self):
@@ -351,6 +308,8 @@ cdef class PagedSeqState:
 
     cdef object failed(self, pp_status status, object number, object wanted):
         """The exception for a status: `number` tokens were asked for (in all, or more), and `wanted` blocks."""
+        if self.is_closed:
+            return StaleHandle(f"the sequence {self._label!r} was closed: its blocks may be another's by now")
         if status == PP_OVER_MAXIMUM:
             needed = needed_blocks(number, self.block_size)
             return ValueError(f"{number} tokens need {needed} blocks, the maximum is {self.max_blocks_per_seq}")
@@ -365,3 +324,41 @@ cdef class PagedSeqState:
 
 cdef object needed_blocks(object length, object block_size):
     return -(-length // block_size)
+
+
+@cython.final
+@cython.no_gc
+cdef class SequenceHandle:
+    """A `PagedSeqState` as it was lent: `state` is that state until it is released, and raises `StaleHandle` after.
+
+    For whoever keeps a sequence that another may end: an engine's queue, a thread, a batch under way.
+
+    >>> from pagepool import BlockAllocator
+    >>> state = PagedSeqState(BlockAllocator(8), block_size=4, label="request 7")
+    >>> handle = state.handle()
+    >>> handle.state is state
+    True
+    >>> state.release()
+    >>> handle.state
+    Traceback (most recent call last):
+    pagepool.errors.StaleHandle: the handle is of generation 0, the sequence 'request 7' is in generation 1
+    """
+
+    def __cinit__(self, PagedSeqState state not None):
+        self.lent = state
+        self.generation = state.generation
+
+    @property
+    def state(self):
+        """The state. Raises `StaleHandle` once it was released, whoever uses it by now."""
+        if self.lent.generation != self.generation or self.lent.is_closed:
+            now = "closed" if self.lent.is_closed else f"in generation {self.lent.generation}"
+            raise StaleHandle(
+                f"the handle is of generation {self.generation}, the sequence {self.lent._label!r} is {now}"
+            )
+        return self.lent
+
+    @property
+    def is_stale(self):
+        """Whether `state` would raise."""
+        return self.lent.generation != self.generation or self.lent.is_closed

@@ -11,3 +11,4 @@ cdef class PrefixCache:
     cdef CachedBlocks cached
     cdef long long looked_up
     cdef long long hits
+    cdef object __weakref__

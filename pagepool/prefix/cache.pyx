@@ -58,6 +58,18 @@ cdef class PrefixCache:
         self.policy = policy
         self.block_size = size
         self.cached = CachedBlocks(allocator, size, policy, hash_bits)
+        allocator.add_holder(self)
+
+    kind = "cache"
+
+    @property
+    def label(self):
+        """What `BlockAllocator.owners` calls it: its policy."""
+        return self.policy
+
+    def references(self):
+        """The ids of the blocks that it holds, as a list; one reference each."""
+        return self.cached.list_blocks()
 
     @property
     def num_cached(self):

@@ -26,6 +26,8 @@ cdef class CachedBlocks:
     cdef long long cleared
 
     cdef int reset(self) except -1
+    # The ids of all cached blocks.
+    cdef list list_blocks(self)
     # Cached blocks that nobody else holds; O(nodes).
     cdef int64_t c_evictable(self) noexcept
     cdef int c_reserve_path(self, int64_t n) except -1

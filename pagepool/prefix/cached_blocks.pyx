@@ -39,9 +39,8 @@ cdef class CachedBlocks:
 
     cdef int reset(self) except -1:
         """Drops every reference, the highest id first: the lowest is the next to be handed out."""
-        cdef Node *nodes = self.table.nodes
-        cdef int32_t node, block
-        blocks = [nodes[node].block for node in range(self.table.num_made) if nodes[node].block >= 0]
+        cdef int32_t block
+        blocks = self.list_blocks()
         blocks.sort(reverse=True)
         for block in blocks:
             self.owners[block] = 0
@@ -52,6 +51,11 @@ cdef class CachedBlocks:
         self.order.c_clear()
         self.table.c_clear()
         return 0
+
+    cdef list list_blocks(self):
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node
+        return [nodes[node].block for node in range(self.table.num_made) if nodes[node].block >= 0]
 
     cdef int64_t c_evictable(self) noexcept:
         cdef Node *nodes = self.table.nodes

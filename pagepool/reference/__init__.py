@@ -5,10 +5,12 @@ The classes have the names, methods and meanings of the compiled ones, so that o
 
 from pagepool.reference.allocator import BlockAllocator
 from pagepool.reference.attention import decode
-from pagepool.reference.block_table import BlockTables, PagedSeqState, append_batch, release_batch
+from pagepool.reference.block_table import PagedSeqState, append_batch, release_batch
 from pagepool.reference.kv_pool import KvCachePool
+from pagepool.reference.lent import SequenceHandle
 from pagepool.reference.prefix import PrefixCache
 from pagepool.reference.ssm_pool import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SsmStatePool
+from pagepool.reference.tables import BlockTables
 
 __all__ = [
     "AttentionSequenceState",
@@ -18,6 +20,7 @@ __all__ = [
     "Mamba2SequenceState",
     "PagedSeqState",
     "PrefixCache",
+    "SequenceHandle",
     "SequenceSlot",
     "SsmStatePool",
     "append_batch",

@@ -6,6 +6,7 @@ Invariants, which `check()` verifies:
     free_count == len(free list) + (capacity - fresh)
     ref_count(b) == 0  exactly for the blocks of the free list and for b >= fresh
     no block is in the free list twice
+    ref_count(b) == references of sequences and caches + references of others
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class BlockAllocator:
         self._freed: list[int] = []  # the top is the most recently freed
         self._refs: list[int] = []  # of the blocks below _fresh
         self.attached: WeakSet[Any] = WeakSet()  # pools whose pages follow a block that is copied
+        self._holders: WeakSet[Any] = WeakSet()  # sequences and caches
 
     @property
     def free_count(self) -> int:
@@ -134,8 +136,27 @@ class BlockAllocator:
         block = self._in_range(block)
         return self._refs[block] if block < self._fresh else 0
 
-    def check(self) -> None:
-        """Raises `PoolError` when one of the invariants above is broken."""
+    def add_holder(self, holder: Any) -> None:
+        """Makes something that holds blocks known: `kind`, `label` and `references()`, an id for each reference."""
+        self._holders.add(holder)
+
+    def owners(self, block: int) -> list[tuple[str, Any, int, Any]]:
+        """Who holds a block: kind, label, references and holder; the references add up to `ref_count(block)`."""
+        found = [(holder.kind, holder.label, holder.references().count(block), holder) for holder in self._holders]
+        found = [owner for owner in found if owner[2]]
+        others = self.ref_count(block) - sum(owner[2] for owner in found)
+        return found + [("other", None, others, None)] * (others > 0)
+
+    def check(self, others: int | None = None) -> None:
+        """Raises `PoolError` when one of the invariants above is broken.
+
+        others: how many references belong to no holder, when that is known.
+        """
+        held = Counter(block for holder in self._holders for block in holder.references())
+        if any(times > self.ref_count(block) for block, times in held.items()):
+            raise PoolError("a block has fewer references than its holders have")
+        if others is not None and sum(self._refs) - sum(held.values()) != others:
+            raise PoolError(f"{sum(self._refs) - sum(held.values())} references belong to no holder, not {others}")
         if self.free_count + self.in_use != self.capacity or not 0 <= self._fresh <= self.capacity:
             raise PoolError(f"{self.free_count} free + {self.in_use} in use are not {self.capacity} blocks")
         if len(set(self._freed)) != len(self._freed):

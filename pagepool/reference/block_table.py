@@ -4,20 +4,23 @@ logical block   0     1     2          tokens 0 .. len - 1 lie in the first ceil
 blocks        [ 7  |  2  |  9  ]       those after them are reserved
 block_table   [ 7  ,  2  ,  9  ,  0, 0, ... ]      zero-padded to max_blocks_per_seq
 slot of token t = blocks[t // block_size] * block_size + t % block_size
+
+Blocks that a sliding window left behind may be given back: the table has -1 in their places.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from pagepool.errors import StaleHandle
 from pagepool.reference.allocator import BlockAllocator, count_of
+from pagepool.reference.lent import SavedTable, SequenceHandle
 
-__all__ = ["BlockTables", "PagedSeqState", "append_batch", "release_batch"]
+__all__ = ["PagedSeqState", "append_batch", "release_batch"]
 
 
 class PagedSeqState:
@@ -32,25 +35,48 @@ class PagedSeqState:
     ([5], [0, 2])
     """
 
-    def __init__(self, allocator: BlockAllocator, block_size: int = 16, max_blocks_per_seq: int | None = None) -> None:
+    kind = "sequence"
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        block_size: int = 16,
+        max_blocks_per_seq: int | None = None,
+        label: int | str | None = None,
+    ) -> None:
+        if not isinstance(label, (int, str, type(None))):
+            raise TypeError(f"a label must be an int, a str or None, not {type(label).__name__}")
         self.allocator = allocator
+        self.label = label
         self.block_size = count_of("block_size", block_size, 1024)
         if not self.block_size:
             raise ValueError("block_size must be from 1 to 1024, not 0")
         limit = allocator.capacity if max_blocks_per_seq is None else max_blocks_per_seq
         self.max_blocks_per_seq = count_of("max_blocks_per_seq", limit)
         self.len = 0
-        self._blocks: list[int] = []
+        self.first_block = 0
+        self.generation = self._generations = 0
+        self.closed = False
+        self._blocks: list[int] = []  # of every place, -1 before first_block
+        self._saved: list[SavedTable] = []  # of the open transactions, the innermost last
         self._table = np.zeros(self.max_blocks_per_seq, dtype=np.int32)
+        allocator.add_holder(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_table"):  # the last thing that __init__ makes
-            self.release()
+        if hasattr(self, "_table"):  # nearly the last thing that __init__ makes
+            while self._saved:
+                self.commit()
+            if not self.closed:
+                self.release()
 
     @property
     def blocks(self) -> list[int]:
-        """The ids, reserved ones included, as a new list."""
-        return list(self._blocks)
+        """The ids from `first_block` on, reserved ones included, as a new list."""
+        return self._blocks[self.first_block :]
+
+    def references(self) -> list[int]:
+        """The ids that it has references to, in its table and for its transactions."""
+        return self.blocks + [saved.blocks[place] for saved in self._saved for place in saved.kept]
 
     @property
     def block_table(self) -> memoryview:
@@ -85,7 +111,7 @@ class PagedSeqState:
             if index * self.block_size < self.len:
                 self.allocator.copy_page(new, old)
             self._blocks[index] = self._table[index] = new
-            self.allocator.free(old)
+            self._drop(index, old)
         self._extend(missing)
         first, self.len = self.len, self.len + n
         return np.array([self.slot(token) for token in range(first, self.len)], dtype=np.int64)
@@ -93,16 +119,31 @@ class PagedSeqState:
     def truncate(self, len: int) -> None:
         """Shortens to `len` tokens and gives back every block behind them, reserved ones too.
 
-        Raises `ValueError` when `len` is negative or above the present one.
+        Raises `ValueError` when `len` is negative, above the present one, or within blocks that were given back.
         """
-        self._keep(count_of("len", len, self.len))
+        self._use()
+        tokens = count_of("len", len, self.len)
+        if 0 < tokens < self.first_block * self.block_size:
+            raise ValueError(f"cannot truncate to {tokens}: {self.first_block * self.block_size} were given back")
+        self._keep(tokens)
+
+    def drop_before(self, position: int) -> None:
+        """Gives back the blocks whose tokens all lie before `position`."""
+        self._use()
+        first = min(count_of("position", position), self.len) // self.block_size
+        for place in range(self.first_block, first):
+            self._drop(place, self._blocks[place])
+            self._blocks[place] = self._table[place] = -1
+        self.first_block = max(self.first_block, first)
 
     def fork(self) -> PagedSeqState:
         """A sequence with the same tokens: it shares the blocks that hold tokens; reserved ones stay here."""
-        child = PagedSeqState(self.allocator, self.block_size, self.max_blocks_per_seq)
+        self._use()
+        child = PagedSeqState(self.allocator, self.block_size, self.max_blocks_per_seq, self.label)
         shared = self._blocks[: self._needed(self.len)]
-        self.allocator.share(shared)
+        self.allocator.share(shared[self.first_block :])
         child._blocks = shared
+        child.first_block = self.first_block
         child._table[: len(shared)] = shared
         child.len = self.len
         return child
@@ -112,6 +153,7 @@ class PagedSeqState:
 
         Raises `ValueError` when it is not empty, or the blocks are not as many as the tokens need or than it may have.
         """
+        self._use()
         ids = [int(block) for block in blocks]
         tokens = count_of("num_tokens", len(ids) * self.block_size if num_tokens is None else num_tokens)
         if self._blocks:
@@ -125,19 +167,71 @@ class PagedSeqState:
         self.len = tokens
 
     def release(self) -> None:
-        """Gives all blocks back; `len` becomes 0 and the sequence can be used again."""
+        """Gives all blocks back; `len` becomes 0 and the sequence can be used again, under a new generation."""
+        self._use()
         self._keep(0)
+        self._generations += 1
+        self.generation = self._generations
+
+    def close(self) -> None:
+        """Releases it for good: later uses raise `StaleHandle`."""
+        if not self.closed:
+            self.release()
+            self.closed = True
+
+    def handle(self) -> SequenceHandle:
+        """One that is stale once the sequence was released."""
+        self._use()
+        return SequenceHandle(self)
+
+    def begin(self) -> None:
+        """Begins a transaction: until it ends, what `abort` needs is neither freed nor written."""
+        self._use()
+        self._saved.append(SavedTable(self))
+
+    def commit(self) -> None:
+        """Ends the innermost transaction; what left the table is freed, unless the one around it needs it."""
+        saved = self._saved.pop()
+        for place in sorted(saved.kept):
+            if not (self._saved and self._saved[-1].takes(place, saved.blocks[place])):
+                self.allocator.free(saved.blocks[place])
+
+    def abort(self) -> None:
+        """Ends the innermost transaction; everything is as it was when it began."""
+        saved = self._saved.pop()
+        for place in reversed(range(self.first_block, len(self._blocks))):
+            if not saved.needs(place, self._blocks[place]):
+                self.allocator.free(self._blocks[place])
+        self.closed = False
+        self.len, self.first_block, self.generation = saved.len, saved.first_block, saved.generation
+        self._blocks = saved.blocks
+        self._table[:] = 0
+        self._table[: len(self._blocks)] = self._blocks
 
     def slot(self, token: int) -> int:
         """The slot of a token."""
         return self._blocks[token // self.block_size] * self.block_size + token % self.block_size
 
+    def _use(self) -> None:
+        if self.closed:
+            raise StaleHandle(f"the sequence {self.label!r} was closed")
+
+    def _drop(self, place: int, block: int) -> None:
+        """Drops the table's reference to a block: to the allocator, or to the transaction that may need it again."""
+        if not (self._saved and self._saved[-1].takes(place, block)):
+            self.allocator.free(block)
+
     def _keep(self, tokens: int) -> None:
         kept = self._needed(tokens)
-        dropped = self._blocks[kept:]
-        self.allocator.free(dropped)
+        if tokens % self.block_size and self._saved and tokens < self._saved[-1].len:
+            # The tokens behind the cut will be overwritten: the transaction shares the block, so that it is copied.
+            if self._saved[-1].takes(kept - 1, self._blocks[kept - 1]):
+                self.allocator.share(self._blocks[kept - 1])
+        for place in range(max(kept, self.first_block), len(self._blocks)):
+            self._drop(place, self._blocks[place])
+        self._table[kept : len(self._blocks)] = 0
         del self._blocks[kept:]
-        self._table[kept : kept + len(dropped)] = 0
+        self.first_block = min(self.first_block, kept)
         self.len = tokens
 
     def _needed(self, tokens: int) -> int:
@@ -145,6 +239,7 @@ class PagedSeqState:
 
     def _missing(self, tokens: int) -> int:
         """Blocks to take for a length of `tokens`."""
+        self._use()
         needed = self._needed(tokens)
         if needed > self.max_blocks_per_seq:
             raise ValueError(f"{tokens} tokens need {needed} blocks, a sequence has at most {self.max_blocks_per_seq}")
@@ -182,7 +277,7 @@ def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None
         for place in state._shared(count):
             key = (state.allocator, state._blocks[place])
             if state.allocator.ref_count(key[1]) - dropped[key] > 1:
-                dropped[key] += 1
+                dropped[key] += not (state._saved and state._saved[-1].needs(place, key[1]))
                 wanted[state.allocator] += 1
     for allocator, blocks in wanted.items():
         allocator.demand(blocks)
@@ -190,64 +285,15 @@ def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None
         state.append(count)
 
 
-def release_batch(states: Sequence[PagedSeqState]) -> None:
-    """Releases every state. Raises `ValueError`, and releases none, when one appears twice."""
+def release_batch(states: Sequence[PagedSeqState], close: bool = False) -> None:
+    """Releases every state, with `close` for good. Raises `ValueError`, and releases none, when one appears twice."""
     _distinct(states)
     for state in states:
-        state.release()
+        state._use()
+    for state in states:
+        state.close() if close else state.release()
 
 
 def _distinct(states: Sequence[Any]) -> None:
     if len({id(state) for state in states}) != len(states):
         raise ValueError("a state appears twice")
-
-
-class BlockTables:
-    """The rows that a step's kernels read, filled from the states of a batch.
-
-    >>> state = PagedSeqState(BlockAllocator(4), block_size=2)
-    >>> slots = state.append(3)
-    >>> tables = BlockTables(max_seqs=2, max_blocks_per_seq=4).fill([state], [2])
-    >>> tables.block_tables.tolist(), tables.seq_lens.tolist(), tables.slot_mapping.tolist()
-    ([[0, 1, 0, 0]], [3], [1, 2])
-    """
-
-    def __init__(self, max_seqs: int, max_blocks_per_seq: int) -> None:
-        self.max_seqs = count_of("max_seqs", max_seqs)
-        self.max_blocks_per_seq = count_of("max_blocks_per_seq", max_blocks_per_seq)
-        self._set([], [])
-
-    def fill(self, states: Any, num_tokens: Sequence[int] | None = None) -> BlockTables:
-        """Rows of the blocks that hold tokens, in the order of `states` or of a `ScheduledBatch`; returns itself.
-
-        `slot_mapping` and `query_start_loc` cover the last `num_tokens[i]` tokens of each state (None: one each, none
-        of an empty state; a batch brings its own). Raises `ValueError` when there are more states than `max_seqs`, a
-        state has more of those blocks than a row, or more tokens are asked for than it has; nothing changes then.
-        """
-        if hasattr(states, "states"):
-            states, num_tokens = states.states, states.num_tokens
-        if num_tokens is None:
-            num_tokens = [min(1, state.len) for state in states]
-        if len(states) > self.max_seqs:
-            raise ValueError(f"{len(states)} states, at most {self.max_seqs}")
-        if len(num_tokens) != len(states):
-            raise ValueError(f"{len(states)} states but {len(num_tokens)} numbers of tokens")
-        for state, tokens in zip(states, num_tokens, strict=True):
-            count_of("num_tokens", tokens, state.len)
-            if state._needed(state.len) > self.max_blocks_per_seq:
-                raise ValueError(f"{state.len} tokens do not fit into a row of {self.max_blocks_per_seq} blocks")
-        self._set(states, num_tokens)
-        return self
-
-    def _set(self, states: Sequence[PagedSeqState], num_tokens: Sequence[int]) -> None:
-        width = self.max_blocks_per_seq
-        rows = [state.blocks[: state._needed(state.len)] for state in states]
-        rows = [row + [0] * (width - len(row)) for row in rows]
-        starts = list(accumulate(num_tokens, initial=0))
-        slots = []
-        for state, tokens in zip(states, num_tokens, strict=True):
-            slots += [state.slot(token) for token in range(state.len - tokens, state.len)]
-        self.block_tables = np.array(rows, dtype=np.int32).reshape(len(rows), width)
-        self.seq_lens = np.array([state.len for state in states], dtype=np.int32)
-        self.slot_mapping = np.array(slots, dtype=np.int64)
-        self.query_start_loc = np.array(starts, dtype=np.int32)

@@ -51,6 +51,14 @@ class PrefixCache:
         self.policy = policy
         self.evicted = self.looked_up = self.hits = 0
         self._forget()
+        allocator.add_holder(self)
+
+    kind = "cache"
+    label = None
+
+    def references(self) -> list[int]:
+        """The ids of its blocks."""
+        return list(self._cached)
 
     @property
     def num_cached(self) -> int:

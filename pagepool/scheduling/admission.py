@@ -31,6 +31,8 @@ def admit(
         if not fits:
             return
         seq.kv = account.open(seq.max_tokens)
+        if seq.kv is not None:
+            seq.kv.label = seq.id
         waiting.pop()
         seq._prefill_end = seq.total_tokens
         seq.state = SeqState.PREFILLING

@@ -113,9 +113,9 @@ class BlockAccount:
         return True
 
     def give_back(self, states: list[Any]) -> None:
-        """Release all blocks of `states`."""
+        """Release all blocks of `states`, which are closed: whoever kept one and uses it gets `StaleHandle`."""
         tokens = sum([state.len for state in states])
-        self._release_batch(states)
+        self._release_batch(states, True)
         self.num_tokens -= tokens
 
 

@@ -70,6 +70,8 @@ OPERATIONS = {
     "reserve": lambda world: world.child.ensure_capacity(900),
     "fork": lambda world: world.parent.fork(),
     "adopt": lambda world: PagedSeqState(world.allocator, 4).adopt(world.many, 400),
+    "begin a transaction": lambda world: world.parent.begin(),
+    "owners": lambda world: world.allocator.owners(),
     "truncate": lambda world: world.parent.truncate(2),
     "append_batch": lambda world: append_batch(world.states, [2, 700]),
     "release_batch": lambda world: release_batch(world.states),

@@ -1,0 +1,54 @@
+"""What a sequence was: when a transaction on it began, and when it was lent to whoever has a handle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagepool.errors import StaleHandle
+
+__all__ = ["SavedTable", "SequenceHandle"]
+
+
+class SavedTable:
+    """A sequence as it was when a transaction began. `kept`: the places whose blocks it has a reference to.
+
+    A place that is not kept has its block in the sequence's own table, with the table's reference.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.blocks = list(state._blocks)
+        self.first_block = state.first_block
+        self.len = state.len
+        self.generation = state.generation
+        self.kept: set[int] = set()
+
+    def needs(self, place: int, block: int) -> bool:
+        """Whether an abort needs the block that the table has at a place, and nothing but the table keeps it."""
+        return self.first_block <= place < len(self.blocks) and self.blocks[place] == block and place not in self.kept
+
+    def takes(self, place: int, block: int) -> bool:
+        """Takes over the table's reference, if an abort needs it."""
+        needed = self.needs(place, block)
+        if needed:
+            self.kept.add(place)
+        return needed
+
+
+class SequenceHandle:
+    """A sequence as it was lent: `state` raises `StaleHandle` once it was released."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.generation = state.generation
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `state` would raise."""
+        return bool(self._state.closed or self._state.generation != self.generation)
+
+    @property
+    def state(self) -> Any:
+        """The sequence."""
+        if self.is_stale:
+            raise StaleHandle(f"generation {self.generation} is over, it is {self._state.generation} now")
+        return self._state
