@@ -35,9 +35,9 @@ class MeteredAccount(BlockAccount):
             self.nanoseconds += perf_counter_ns() - start
         self.block_allocs += self.allocator.in_use - before
 
-    def _timed_release(self, states: list[Any]) -> None:
+    def _timed_release(self, states: list[Any], close: bool) -> None:
         before = self.allocator.in_use
         start = perf_counter_ns()
-        self._release(states)
+        self._release(states, close)
         self.nanoseconds += perf_counter_ns() - start
         self.block_frees += before - self.allocator.in_use
