@@ -16,6 +16,7 @@ from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.prefix import PrefixCache, StateCheckpoints
+from pagepool.recorder import TraceRecorder
 from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "StaleHandle",
     "StateCheckpoints",
     "StateLayout",
+    "TraceRecorder",
     "__version__",
     "cpu_info",
     "decode",

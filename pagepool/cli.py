@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from pagepool._version import __version__
 from pagepool.errors import PoolError
-from pagepool.replay import command, options
+from pagepool.replay import command, convert, options
 from pagepool.replay.driver import ReplayFailed
-from pagepool.replay.ptrace import TraceError
+from pagepool.replay.json_lines import TraceError
 
 __all__ = ["main"]
 
@@ -33,9 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = "Replay recorded LLM traffic through the pool and the scheduler, under a virtual clock."
     replay = commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False)
     options.add_arguments(replay)
+    summary = "Make a trace of prompts with their token ids, which are not written down."
+    convert.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
     chosen = parser.parse_args(arguments)
     try:
-        command.run(chosen)
+        if chosen.command == "record":
+            print(f"{convert.run(chosen):,} requests in {chosen.output}")
+        else:
+            command.run(chosen)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (TraceError, command.UsageError, OSError) as error:
+    except (TraceError, options.UsageError, OSError) as error:
         return _fail(BAD_INPUT, str(error))
     except (ReplayFailed, PoolError, MemoryError) as error:
         return _fail(FAILED, str(error) or "out of memory")

@@ -17,7 +17,7 @@ from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.hybrid_pass import StateOptions, hybrid_pass
 from pagepool.replay.hybrid_report import hybrid_results, print_hybrid
 from pagepool.replay.meter import MeteredAccount
-from pagepool.replay.options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS
+from pagepool.replay.options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
 from pagepool.replay.order import in_order
 from pagepool.replay.prefix_pass import cache_passes
 from pagepool.replay.prefix_report import pass_results, print_comparison, print_passes
@@ -26,14 +26,10 @@ from pagepool.replay.prompts import PassError, Prompts
 from pagepool.replay.ptrace import Trace, read_trace
 from pagepool.replay.report import print_table, results
 
-__all__ = ["UsageError", "bundled_trace", "run"]
+__all__ = ["bundled_trace", "run"]
 
 ATTEND_BYTES = 2 << 30
 CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "users", "order", "hybrid", "state_budget")
-
-
-class UsageError(ValueError):
-    """The arguments do not go together, or name a file that cannot be written."""
 
 
 def bundled_trace() -> Path:

@@ -12,7 +12,7 @@ from pagepool.replay.clock import CostModel
 from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.order import ORDERS, USER_ORDERS
 
-__all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "add_arguments"]
+__all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "UsageError", "add_arguments"]
 
 # Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
 DEFAULT_BLOCKS = 3072
@@ -21,6 +21,10 @@ MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
 MAX_BUDGET = 1 << 24
 MAX_BYTES = 1 << 50
+
+
+class UsageError(ValueError):
+    """The arguments do not go together, or name a file that cannot be written."""
 
 
 def _between(low: int, high: int) -> Any:

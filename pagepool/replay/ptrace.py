@@ -4,42 +4,33 @@
     [arrival, prompt tokens, output tokens, [start, length, start, length, ...]]
     ...
 
-`unit` is "s", "ms", "us" or null (no arrivals: everything is there at time 0). The runs name the prefix blocks of the
-prompt; they are kept when they are asked for. A file of sessions has one session a line,
+`unit` is "s", "ms", "us" or null (no arrivals: everything is there at time 0). `n` is null while a recorder writes: as
+many records count as there are whole lines. The runs name the prefix blocks of the prompt; they are kept when they are
+asked for. A file of sessions has one session a line,
 `{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times,
 whether or not the one before has ended. `think` is the pause before a request, `api` how long it took, in seconds.
 
-Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory whatever the
-file holds: a line, the whole text after decompression, and each number.
+Every fault is a `TraceError` that names the file and the line. The limits below, with those of `json_lines`, bound time
+and memory whatever the file holds.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
 import math
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["Trace", "TraceError", "read_trace"]
+from pagepool.replay.json_lines import Fault, JsonLines, TraceError, parse, short
 
-MAX_LINE = 16 << 20
-MAX_TEXT = 1 << 30
+__all__ = ["MAX_TOKENS", "Trace", "TraceError", "read_trace"]
+
 MAX_REQUESTS = 5_000_000
 MAX_TOKENS = 1 << 24  # of one request's prompt, and of its output
 MAX_TIME_US = 10**15  # 31 years
-MAX_DIGITS = 18
 
-XZ_MAGIC = b"\xfd7zXZ\x00"
 MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1, None: 0}
-
-
-class TraceError(ValueError):
-    """A trace cannot be read; the message is one line with the file and, where there is one, the line."""
 
 
 @dataclass
@@ -67,117 +58,59 @@ class Trace:
         return max(map(int.__add__, self.prompt, self.output), default=0)
 
 
-class _Fault(Exception):
-    """What is wrong with the line at hand; `read_trace` adds where."""
-
-
 def read_trace(path: str | Path, limit: int | None = None, *, prefixes: bool = False) -> Trace:
     """Read the trace at `path`, or only its first `limit` requests, with the runs of their blocks for `prefixes`.
 
     Raises `TraceError` for whatever is wrong.
     """
-    where = str(path)
-    shown = where if where.isprintable() else ascii(where)
-    number = 0
-    try:
-        with open(path, "rb") as raw:
-            number = 1
-            lines = _lines(raw, where)
-            trace, count, scale = _header(next(lines, b""))
-            if prefixes:
-                trace.runs = []
-            for record in range(count):
-                if limit is not None and len(trace) >= limit:
+    with JsonLines(path) as lines:
+        trace, count, scale = _header(next(lines, b""))
+        if prefixes:
+            trace.runs = []
+        record = 0
+        while count is None or record < count:
+            if limit is not None and len(trace) >= limit:
+                break
+            line = next(lines, None)
+            if line is None:
+                if count is None:
                     break
-                number = record + 2
-                line = next(lines, None)
-                if line is None:
-                    raise _Fault(f"the file ends after {record} of the {count} records that the header promises")
-                _record(trace, _parse(line), record, scale, limit)
-            else:
-                number = count + 2
-                if next(lines, None) is not None:
-                    raise _Fault(f"the header promises {count} records, here is one more")
-    except _Fault as fault:
-        raise TraceError(f"{shown}:{number}: {fault}") from None
-    except EOFError:
-        raise TraceError(f"{shown}:{number}: the xz stream is cut off") from None
-    except lzma.LZMAError as error:
-        raise TraceError(f"{shown}:{number}: the xz stream is damaged ({error})") from None
-    except MemoryError:
-        raise TraceError(f"{shown}:{number}: needs more memory than there is") from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        raise TraceError(f"{shown}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+                raise Fault(f"the file ends after {record} of the {count} records that the header promises")
+            if count is None and not lines.is_whole:
+                break  # a recorder was stopped while it wrote this one
+            _record(trace, parse(line), record, scale, limit)
+            record += 1
+        else:
+            if next(lines, None) is not None:
+                raise Fault(f"the header promises {count} records, here is one more")
     return _by_arrival(trace)
 
 
-def _lines(raw: BufferedReader, where: str) -> Iterator[bytes]:
-    """The lines of the file, each of bounded length, and no more than MAX_TEXT in all."""
-    packed = raw.peek(len(XZ_MAGIC)).startswith(XZ_MAGIC)
-    if where.endswith(".xz") and not packed:
-        raise _Fault("this is not an xz file")
-    stream = lzma.LZMAFile(raw) if packed else raw
-    total = 0
-    while line := stream.readline(MAX_LINE + 1):
-        total += len(line)
-        if len(line) > MAX_LINE:
-            raise _Fault(f"the line is longer than {MAX_LINE} bytes")
-        if total > MAX_TEXT:
-            raise _Fault(f"the trace is larger than {MAX_TEXT} bytes")
-        yield line
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise _Fault(f"{name} is not a number of JSON")
-
-
-def _short_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise _Fault(f"a number of {len(digits)} digits is too large")
-    return int(digits)
-
-
-_decode = json.JSONDecoder(parse_constant=_no_constant, parse_int=_short_int).decode
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return _decode(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _Fault(f"byte {error.start + 1} is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise _Fault(
-            f"not JSON: {error.msg} at column {error.colno}" if line.strip() else "the line is empty"
-        ) from None
-    except RecursionError:
-        raise _Fault("the JSON is nested too deeply") from None
-
-
-def _header(line: bytes) -> tuple[Trace, int, int]:
-    """An empty trace, the number of records, and the microseconds of the unit."""
+def _header(line: bytes) -> tuple[Trace, int | None, int]:
+    """An empty trace, the number of records, None for as many as there are, and the microseconds of the unit."""
     if not line:
-        raise _Fault("the file is empty")
-    head = _parse(line)
+        raise Fault("the file is empty")
+    head = parse(line)
     if not isinstance(head, dict) or head.get("fmt") != "ptrace-1":
-        raise _Fault('the first line must be a header with "fmt":"ptrace-1"')
+        raise Fault('the first line must be a header with "fmt":"ptrace-1"')
     unit = head.get("unit")
     if not (unit is None or isinstance(unit, str)) or unit not in MICROSECONDS:
-        raise _Fault('unit must be "s", "ms", "us" or null')
+        raise Fault('unit must be "s", "ms", "us" or null')
     for key in ("name", "licence"):
         text = head.get(key)
         if not isinstance(text, str) or len(text) > 200 or not text.isprintable():
-            raise _Fault(f"{key} must be a printable text of at most 200 characters")
+            raise Fault(f"{key} must be a printable text of at most 200 characters")
     block = _whole("block", head.get("block"), 0, 1 << 20)
-    count = _whole("n", head.get("n"), 0, MAX_REQUESTS)
+    count = None if head.get("n", 0) is None else _whole("n", head.get("n"), 0, MAX_REQUESTS)
     return Trace(head["name"], head["licence"], block), count, MICROSECONDS[unit]
 
 
 def _whole(what: str, value: Any, low: int, high: int) -> int:
     """`value` if it is an int (a bool is none) from `low` to `high`."""
     if type(value) is not int:
-        raise _Fault(f"{what} must be a whole number, not {_short(value)}")
+        raise Fault(f"{what} must be a whole number, not {short(value)}")
     if not low <= value <= high:
-        raise _Fault(f"{what} must be from {low} to {high}, not {value}")
+        raise Fault(f"{what} must be from {low} to {high}, not {value}")
     return value
 
 
@@ -186,11 +119,11 @@ def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | Non
     if isinstance(record, dict):
         requests = record.get("r")
         if not isinstance(requests, list):
-            raise _Fault('a session must have a list of requests, "r"')
+            raise Fault('a session must have a list of requests, "r"')
         room = MAX_REQUESTS if limit is None else limit
         for index, request in enumerate(requests[: room - len(trace)]):
             if not isinstance(request, list) or len(request) != 6:
-                raise _Fault(f"request {index + 1} of the session must be [arrival, in, out, think, api, [runs]]")
+                raise Fault(f"request {index + 1} of the session must be [arrival, in, out, think, api, [runs]]")
             _request(trace, [*request[:3], request[5]], number + 1, scale)
             trace.think_us.append(_microseconds(request[3], 1_000_000, "the think time"))
             trace.api_us.append(_microseconds(request[4], 1_000_000, "the api time"))
@@ -199,19 +132,19 @@ def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | Non
         trace.think_us.append(0)
         trace.api_us.append(0)
     else:
-        raise _Fault("a request must be [arrival, prompt tokens, output tokens, [runs]]")
+        raise Fault("a request must be [arrival, prompt tokens, output tokens, [runs]]")
 
 
 def _request(trace: Trace, record: list[Any], session: int, scale: int) -> None:
     """Add one request to `trace`. A request that is plainly right takes no more than a few comparisons."""
     arrival, prompt, output, runs = record
     if not isinstance(runs, list) or len(runs) % 2:
-        raise _Fault("the runs must be a list of pairs [start, length, ...]")
+        raise Fault("the runs must be a list of pairs [start, length, ...]")
     for value in runs:
         if type(value) is not int or value < 0:
-            raise _Fault(f"the runs must be whole numbers from 0 up, not {_short(value)}")
+            raise Fault(f"the runs must be whole numbers from 0 up, not {short(value)}")
     if len(trace) >= MAX_REQUESTS:
-        raise _Fault(f"more than {MAX_REQUESTS} requests")
+        raise Fault(f"more than {MAX_REQUESTS} requests")
     prompt = _whole("the number of prompt tokens", prompt, 1, MAX_TOKENS)
     output = _whole("the number of output tokens", output, 0, MAX_TOKENS)
     trace.arrival_us.append(_microseconds(arrival, scale))
@@ -220,7 +153,7 @@ def _request(trace: Trace, record: list[Any], session: int, scale: int) -> None:
     trace.session.append(session)
     if trace.runs is not None:
         if trace.block and sum(runs[1::2]) > -(-prompt // trace.block):
-            raise _Fault(f"{prompt} tokens cannot have {sum(runs[1::2])} blocks of {trace.block}")
+            raise Fault(f"{prompt} tokens cannot have {sum(runs[1::2])} blocks of {trace.block}")
         trace.runs.append(runs)
 
 
@@ -228,20 +161,12 @@ def _microseconds(time: Any, scale: int, what: str = "the arrival") -> int:
     if time is None:
         return 0
     if type(time) is not int and type(time) is not float:
-        raise _Fault(f"{what} must be a number or null, not {_short(time)}")
+        raise Fault(f"{what} must be a number or null, not {short(time)}")
     if not scale:
-        raise _Fault("an arrival needs a unit, the header has none")
+        raise Fault("an arrival needs a unit, the header has none")
     if not math.isfinite(time) or not 0 <= time * scale <= MAX_TIME_US:
-        raise _Fault(f"{what} must be from 0 to {MAX_TIME_US // scale}, not {time}")
+        raise Fault(f"{what} must be from 0 to {MAX_TIME_US // scale}, not {time}")
     return round(time * scale)
-
-
-def _short(value: Any) -> str:
-    """A value from the trace for a message: what it is, and a little of it."""
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = ascii(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _by_arrival(trace: Trace) -> Trace:

@@ -32,6 +32,7 @@ FLOORS = {
     "memory": 1,
     "attention": 2,
     "prefix": 3,
+    "recorder": 4,
     "scheduling": 4,
     "integrations": 5,
     "engine": 6,

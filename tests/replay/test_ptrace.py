@@ -7,7 +7,7 @@ import os
 import pytest
 from trace_bytes import HEADER, lines_of
 
-from pagepool.replay import ptrace
+from pagepool.replay import json_lines
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import TraceError, read_trace
 
@@ -148,6 +148,18 @@ def test_hostile_traces_give_one_line(make_trace, case):
     assert len(message) < 400 and message.isprintable()
 
 
+def test_without_a_count_whole_lines_are_records(make_trace):
+    """A recorder that was stopped: the last line is cut off anywhere, the others count."""
+    whole = lines_of([[index, 5, 3, []] for index in range(3)], n=None)
+    end = whole.rindex(b"[")
+    for cut in range(end, len(whole)):
+        assert len(read_trace(make_trace(whole[:cut]))) == 2
+    assert len(read_trace(make_trace(whole))) == 3 and len(read_trace(make_trace(whole), limit=1)) == 1
+    with pytest.raises(TraceError, match=":4: not JSON"):
+        read_trace(make_trace(whole[:end] + b"rubbish\n"))
+    assert len(read_trace(make_trace([], n=None))) == 0
+
+
 def test_damaged_xz(make_trace, tmp_path):
     whole = lzma.compress(lines_of([[index, 5, 3, []] for index in range(2000)]))
     cut = make_trace(whole[: len(whole) // 2], "cut.ptrace.xz")
@@ -165,8 +177,8 @@ def test_damaged_xz(make_trace, tmp_path):
 
 
 def test_giant_lines_and_bombs_end_at_the_limits(make_trace, monkeypatch):
-    monkeypatch.setattr(ptrace, "MAX_LINE", 1000)
-    monkeypatch.setattr(ptrace, "MAX_TEXT", 20_000)
+    monkeypatch.setattr(json_lines, "MAX_LINE", 1000)
+    monkeypatch.setattr(json_lines, "MAX_TEXT", 20_000)
     bomb = make_trace(b" " * 50_000_000, compress=True)
     with pytest.raises(TraceError, match=":1: the line is longer than 1000 bytes"):
         read_trace(bomb)

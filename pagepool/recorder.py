@@ -1,0 +1,191 @@
+"""TraceRecorder: an engine writes down what it served, as a `ptrace-1` that `pagepool replay` reads.
+
+The file is JSON lines: a header, then `[arrival, prompt tokens, output tokens, [start, length, ...]]` for each request.
+No token is in it. What prompts have in common is told by block ids: an id stands for `block` tokens and all that
+precede them, and is found by
+
+    id of a block = ids[digest of (id of the block before it, or salt and keys; tokens of the block)]
+
+so that equal ids are equal prefixes, as far as 128 bits of BLAKE2b tell, under a key that is never written down.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+from pagepool.prefix.keys import root_key, token_row
+
+__all__ = ["TraceRecorder"]
+
+MAX_REQUESTS = 5_000_000
+MAX_TOKENS = 1 << 24
+MAX_TIME_US = 10**15
+MAX_LINE = 16 << 20
+MAX_BLOCK = 1 << 20
+
+
+class TraceRecorder:
+    """Writes a request a call to the file at `path`, which must not exist.
+
+    block       tokens per block of prefix identity, best that of the engine's cache; 0: none is told
+    name        of the trace, licence  what others may do with it: up to 200 printable characters each
+    max_blocks  ids that are remembered, about 180 bytes each; when there are more, all are forgotten, and prompts from
+                then on have new ones
+
+    Any number of threads of one process may record. A line is written whole, by one call of the system, and what fails
+    leaves the file as it was: whenever the process ends, the trace can be read up to the last whole line. `close`, or
+    the end of a `with`, writes the number of requests into the header.
+
+    >>> import tempfile
+    >>> with TraceRecorder(tempfile.mkdtemp() + "/engine.ptrace", block=4) as recorder:
+    ...     recorder.record([1, 2, 3, 4, 5, 6], output_tokens=10, arrival=0.25)
+    ...     recorder.record([1, 2, 3, 4, 9], output_tokens=3, arrival=0.5)
+    >>> print(recorder.path.read_text(), end="")
+    {"fmt":"ptrace-1","name":"recorded","block":4,"unit":"us","licence":"unknown","n":2      }
+    [250000,6,10,[0,2]]
+    [500000,5,3,[0,1,2,1]]
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        block: int = 16,
+        *,
+        name: str = "recorded",
+        licence: str = "unknown",
+        max_blocks: int = 4_000_000,
+    ) -> None:
+        self.block = operator.index(block)
+        if not 0 <= self.block <= MAX_BLOCK:
+            raise ValueError(f"block must be from 0 to {MAX_BLOCK}, not {self.block}")
+        for what, text in (("name", name), ("licence", licence)):
+            if len(text) > 200 or not text.isprintable():
+                raise ValueError(f"{what} must be a printable text of at most 200 characters")
+        self.path = Path(path)
+        self.num_requests = 0
+        self._max_blocks = operator.index(max_blocks)
+        self._ids: dict[bytes, int] = {}
+        self._next_id = 0
+        self._key = os.urandom(32)
+        self._lock = threading.Lock()
+        self._start = monotonic_ns()
+        about = {"fmt": "ptrace-1", "name": name, "block": self.block, "unit": "us", "licence": licence}
+        header = json.dumps(about, separators=(",", ":"))[:-1] + ',"n":'
+        # Room for as many digits as there can be requests: the number is written over it at the end.
+        self._count_at = len(header.encode())
+        self._end = 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            self._write(f"{header}null   }}\n")
+        except OSError:
+            os.close(self._file)
+            os.unlink(path)
+            raise
+
+    def record(
+        self,
+        prompt: Any,
+        output_tokens: int,
+        arrival: float | None = None,
+        *,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+    ) -> None:
+        """Writes one request down, when it has ended.
+
+        prompt         its token ids (n,), at least one: a sequence of integers or an array
+        output_tokens  how many tokens it got
+        arrival        seconds since the recorder was made, or any other time 0 that all requests share; None: now
+        cache_salt, extra_keys   as `PrefixCache.match_prefix` takes them: prompts under others have nothing in common
+
+        Raises `ValueError` for what a trace cannot hold, and once it has been closed, `TypeError` for what are no
+        tokens, `OSError` when the line cannot be written; then the file is as it was.
+        """
+        row = token_row(prompt)
+        output = operator.index(output_tokens)
+        if not 1 <= len(row) <= MAX_TOKENS or not 0 <= output <= MAX_TOKENS:
+            raise ValueError(
+                f"a request has from 1 to {MAX_TOKENS} prompt tokens and at most as many of output, not {len(row)} and "
+                f"{output}"
+            )
+        time = (monotonic_ns() - self._start) / 1e3 if arrival is None else arrival * 1e6
+        if not 0 <= time <= MAX_TIME_US:
+            raise ValueError(f"arrival must be from 0 to {MAX_TIME_US // 10**6} seconds, not {arrival}")
+        data = row.tobytes()
+        root = root_key(cache_salt, extra_keys)
+        with self._lock:
+            if self._file < 0:
+                raise ValueError(f"{self.path} is closed")
+            if self.num_requests == MAX_REQUESTS:
+                raise ValueError(f"a trace has at most {MAX_REQUESTS} requests")
+            runs: list[int] = []
+            for number in self._numbers(data, root):
+                if runs and runs[-2] + runs[-1] == number:
+                    runs[-1] += 1
+                else:
+                    runs += (number, 1)
+            self._write(json.dumps([round(time), len(row), output, runs], separators=(",", ":")) + "\n")
+            self.num_requests += 1
+
+    def close(self) -> None:
+        """Writes the number of requests into the header, and everything to the disk. May be called again."""
+        with self._lock:
+            if self._file < 0:
+                return
+            file, self._file = self._file, -1
+            self._ids.clear()
+            try:
+                _write_all(file, f"{self.num_requests:<7}".encode(), self._count_at)
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+    def __enter__(self) -> TraceRecorder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _numbers(self, data: bytes, root: bytes) -> Iterator[int]:
+        """The ids of the blocks of a prompt, the last, partial one included."""
+        if not self.block:
+            return
+        if len(self._ids) + len(data) // (4 * self.block) >= self._max_blocks:
+            self._ids.clear()
+        size, ids, key = 4 * self.block, self._ids, self._key
+        before = root
+        for at in range(0, len(data), size):
+            # The salt tells where the tokens end and what is before them begins.
+            name = blake2b(data[at : at + size] + before, digest_size=16, key=key, salt=b"%d" % len(before)).digest()
+            number = ids.get(name)
+            if number is None:
+                number = ids[name] = self._next_id
+                self._next_id += 1
+            yield number
+            before = number.to_bytes(8, "little")
+
+    def _write(self, line: str) -> None:
+        """Appends a line, or leaves the file as it was and raises."""
+        data = line.encode()
+        if len(data) > MAX_LINE:
+            raise ValueError(f"a line of {len(data)} bytes is above the limit of {MAX_LINE}")
+        try:
+            _write_all(self._file, data, self._end)
+        except OSError:
+            os.ftruncate(self._file, self._end)
+            raise
+        self._end += len(data)
+
+
+def _write_all(file: int, data: bytes, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], offset + done)
