@@ -53,11 +53,13 @@ class Attention:
         self.kv_bytes = 0
         self.seconds = 0.0
         self.append_seconds = 0.0
+        self.table_seconds = 0.0  # of append_seconds
 
     def run(self, batch: ScheduledBatch) -> None:
         """Store the tokens of `batch` and attend for its decodes."""
         start = perf_counter()
         tables = self._tables.fill(batch)
+        self.table_seconds += perf_counter() - start
         slots, size = tables.slot_mapping, batch.total_tokens
         k, v = self._k[:size], self._v[:size]
         for layer in self._layers:

@@ -19,14 +19,16 @@ ATTRIBUTION = {
 
 def results(replay: Replay) -> dict[str, Any]:
     """Everything measured. Counts and virtual times are the same in every run; `wall_s`, `ns_per_block_op`,
-    `sched_us_per_step` and the attention's `seconds` and `gb_per_s` are wall time.
+    `sched_us_per_step`, `memory_s`, `memory_share` and the attention's `seconds` and `gb_per_s` are wall time.
 
     `ns_per_block_op`: the time of `append_batch` and `release_batch` over block_allocs + block_frees; appends that take
     no block and the filling of block tables are in the time. `sched_us_per_step`: `schedule` + `commit`, with them.
+    `memory_s`: these block operations, and with attention the tables that kernels read; `memory_share`: of `wall_s`.
     """
     totals, account, attention = replay.totals, replay.account, replay.attention
     operations = account.block_allocs + account.block_frees
     seconds = attention.seconds if attention else 0.0
+    memory_seconds = account.nanoseconds / 1e9 + (attention.table_seconds if attention else 0.0)
     kv_bytes = attention.kv_bytes if attention else 0
     return {
         "trace": replay.trace.name,
@@ -50,6 +52,8 @@ def results(replay: Replay) -> dict[str, Any]:
         "wall_s": totals.wall_ns / 1e9,
         "ns_per_block_op": _ratio(account.nanoseconds, operations),
         "sched_us_per_step": _ratio(totals.schedule_ns / 1e3, totals.steps),
+        "memory_s": memory_seconds,
+        "memory_share": _ratio(memory_seconds * 1e9, totals.wall_ns),
         "attention": {
             "calls": attention.calls if attention else 0,
             "kv_bytes": kv_bytes,
@@ -112,6 +116,7 @@ def _rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("between tokens p50/90/99", f"{three('tbt_ms')} ms"),
         ("wall time", f"{numbers['wall_s']:,.2f} s"),
         ("per block operation", f"{numbers['ns_per_block_op']:,.1f} ns"),
+        ("memory management", f"{numbers['memory_share']:.2%} of the time"),
         ("scheduler per step", f"{numbers['sched_us_per_step']:,.1f} us"),
     ]
     attention = numbers["attention"]

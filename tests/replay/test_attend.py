@@ -81,6 +81,8 @@ def test_the_command_attends(make_trace, capsys):
     per_layer = 21 + 22 + 23 + 13 + 14
     assert numbers["attention"]["kv_bytes"] == 24 * per_layer * 2 * 2 * 64 * 2
     assert numbers["attention"]["calls"] == 24 * 3 and numbers["attention"]["gb_per_s"] > 0
+    assert 0 < numbers["memory_s"] < numbers["wall_s"]
+    assert numbers["memory_share"] == pytest.approx(numbers["memory_s"] / numbers["wall_s"])
     assert main(["replay", str(path), "--attend", "qwen2.5-0.5b"]) == 0
     assert "keys and values read" in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ from pagepool.replay.meter import MeteredAccount
 from pagepool.replay.ptrace import read_trace
 from pagepool.replay.report import results
 
-WALL = ("wall_s", "ns_per_block_op", "sched_us_per_step", "attention")
+WALL = ("wall_s", "ns_per_block_op", "sched_us_per_step", "memory_s", "memory_share", "attention")
 
 
 def replay(path, blocks=100, block_size=4, cost=None, allocator=BlockAllocator, limit=None, **config):
