@@ -8,51 +8,52 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.replay.attend import Attention
 from pagepool.replay.driver import Replay
 from pagepool.replay.geometry import GEOMETRIES
-from pagepool.replay.hybrid_pass import StateOptions, hybrid_pass
-from pagepool.replay.hybrid_report import hybrid_results, print_hybrid
 from pagepool.replay.meter import MeteredAccount
 from pagepool.replay.options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
-from pagepool.replay.order import in_order
-from pagepool.replay.prefix_pass import cache_passes
-from pagepool.replay.prefix_report import pass_results, print_comparison, print_passes
+from pagepool.replay.outcome import Outcome, bundled_trace
+from pagepool.replay.page import write_page
+from pagepool.replay.passes import run_passes
+from pagepool.replay.picture import replay_picture
+from pagepool.replay.plot import draw, load
 from pagepool.replay.progress import progress
-from pagepool.replay.prompts import PassError, Prompts
 from pagepool.replay.ptrace import Trace, read_trace
 from pagepool.replay.report import print_table, results
+from pagepool.replay.timeline import Timeline
 
-__all__ = ["bundled_trace", "run"]
+__all__ = ["run"]
 
 ATTEND_BYTES = 2 << 30
 CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "users", "order", "hybrid", "state_budget")
 
 
-def bundled_trace() -> Path:
-    """The trace that comes with the package: the first 2,000 requests of azure2023_conv."""
-    return Path(__file__).parent.parent / "data" / "azure2023_conv_head.ptrace.xz"
-
-
 def run(options: argparse.Namespace) -> None:
     """Read the trace, replay it, write the results. Raises `TraceError`, `UsageError`, `ReplayFailed`."""
-    if options.json and options.json != "-":
-        _check_writable(Path(options.json))
-    numbers, show = _passes(options) if options.clock == "none" else _replay(options)
+    for name in (options.json, options.plot, options.html):
+        if name and name != "-":
+            _check_writable(Path(name))
+    if options.plot:
+        _check_plot()
+    outcome = run_passes(options) if options.clock == "none" else _replay(options)
+    if options.plot:
+        draw(outcome.picture, options.plot)
+    if options.html:
+        write_page(outcome.picture, options.html)
     if options.json == "-":
-        json.dump(numbers, sys.stdout, indent=2)
+        json.dump(outcome.numbers, sys.stdout, indent=2)
         print()
         return
     if options.json:
-        Path(options.json).write_text(json.dumps(numbers, indent=2) + "\n")
-    show(numbers)
+        Path(options.json).write_text(json.dumps(outcome.numbers, indent=2) + "\n")
+    outcome.show(outcome.numbers)
 
 
-def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Under the virtual clock: the results, and what prints them."""
+def _replay(options: argparse.Namespace) -> Outcome:
+    """Under the virtual clock."""
     for option in CLOCKLESS:
         if getattr(options, option):
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
@@ -62,50 +63,26 @@ def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     with progress(len(trace)) as report:
-        replay.run(report)
-    return results(replay), print_table
+        if not (options.plot or options.html):
+            replay.run(report)
+            return Outcome(results(replay), print_table, {})
+        timeline = Timeline(replay.account.allocator.capacity)
+
+        def both(replay: Replay) -> None:
+            report(replay)
+            timeline(replay)
+
+        replay.run(both)
+        timeline.end(replay)
+    numbers = results(replay)
+    return Outcome(numbers, print_table, replay_picture(numbers, timeline))
 
 
-def _passes(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Without a clock: a pass for each policy and capacity."""
-    if options.attend or options.blocks is not None:
-        raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
-    if options.state_budget and not options.hybrid:
-        raise UsageError("--state-budget needs --hybrid")
-    if options.cache_partial and options.hybrid:
-        raise UsageError("--cache-partial does not go with --hybrid, which uses full blocks")
-    if options.compare and options.policy:
-        raise UsageError("--policy and --compare both name policies; give one of them")
-    path = options.trace or bundled_trace()
-    trace = read_trace(path, options.requests, prefixes=True)
-    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
-    order = options.order or ("turns" if options.users else "arrival")
+def _check_plot() -> None:
     try:
-        prompts = Prompts(
-            trace, options.block_size, options.cache_partial, in_order(trace, order, options.users, options.seed)
-        )
-    except PassError as error:
-        raise UsageError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    capacities = options.capacity or (_steps(prompts.most_ids) if options.compare else [None])
-    policies = options.compare or options.policy or ["lru"]
-    about = {"order": order, "users": options.users}
-    if options.hybrid:
-        states = StateOptions(options.hybrid, options.state_budget, options.state_grid)
-        return hybrid_results(
-            prompts,
-            [hybrid_pass(memory, prompts, policy, capacity, states) for policy in policies for capacity in capacities],
-            states,
-            about,
-        ), print_hybrid
-    passes = cache_passes(memory, prompts, policies, capacities, sweep=not options.reference)
-    return pass_results(prompts, passes, about), print_comparison if options.compare else print_passes
-
-
-def _steps(blocks: int) -> list[int]:
-    """Eight capacities up to all of the blocks, each twice the one before."""
-    return sorted({max(1, blocks >> shift) for shift in range(8)})
+        load()
+    except ImportError as error:
+        raise UsageError(f"--plot needs matplotlib, which is not installed ({error}); --html needs nothing") from None
 
 
 def _check_writable(path: Path) -> None:

@@ -69,6 +69,7 @@ class Replay:
         # the line is first come, first served either way.
         self._line = config.max_sequences
         self._submitted = 0
+        self.last_step_us = 0  # what the step before cost
 
     @property
     def submitted(self) -> int:
@@ -130,6 +131,7 @@ class Replay:
         totals, account = self.totals, self.account
         prefill_tokens = batch.total_tokens - batch.num_decodes
         duration = self._cost.of(prefill_tokens, batch.num_decodes)
+        self.last_step_us = duration
         totals.steps += 1
         totals.prefill_tokens += prefill_tokens
         totals.decode_tokens += batch.num_decodes

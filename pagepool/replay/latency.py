@@ -35,6 +35,7 @@ class LatencyLog:
     def __init__(self) -> None:
         self.ttft: Counter[int] = Counter()
         self.tbt: Counter[int] = Counter()
+        self.fresh: list[int] = []  # times to the first token of those that got it in the step last told
         self._arrival: dict[int, int] = {}
         self._earlier: dict[int, int] = {}
         self._ids: list[int] = []
@@ -47,6 +48,8 @@ class LatencyLog:
 
     def tokens(self, seq_ids: list[int], time: int) -> None:
         """Each of `seq_ids` got one token at `time`."""
+        if self.fresh:
+            self.fresh = []
         if seq_ids == self._ids:
             self.tbt[time - self._time] += len(seq_ids)
             self._time = time
@@ -60,7 +63,9 @@ class LatencyLog:
             elif seq_id in self._earlier:
                 self.tbt[time - self._earlier.pop(seq_id)] += 1
             else:
-                self.ttft[time - self._arrival.pop(seq_id)] += 1
+                waited = time - self._arrival.pop(seq_id)
+                self.ttft[waited] += 1
+                self.fresh.append(waited)
         if same:
             self.tbt[time - self._time] += same
         for seq_id in previous - self._done:

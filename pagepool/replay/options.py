@@ -167,4 +167,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "back blocks, the filling of block tables and appends into the last block included, over blocks taken and "
         "given back; sched_us_per_step is that of a whole schedule and commit, block operations included."
     )
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw a PNG: the pool, batches and latency over time, or with --clock none the hit rate over capacity; "
+        "needs matplotlib",
+    )
+    add("--html", metavar="FILE", help="the same as a page to look into; it needs nothing but a browser")
     add("--json", metavar="FILE", help="write the results to FILE as JSON; - is standard output, without the table")

@@ -9,7 +9,7 @@ from typing import Any
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
 
-__all__ = ["print_table", "results"]
+__all__ = ["headings", "print_table", "results"]
 
 # What to name beside a licence that asks for it.
 ATTRIBUTION = {
@@ -66,9 +66,7 @@ def results(replay: Replay) -> dict[str, Any]:
 
 def print_table(numbers: dict[str, Any]) -> None:
     """Print `numbers` to stdout: with rich when it is installed and stdout is a terminal, in plain text otherwise."""
-    title = f"pagepool replay of {numbers['trace']}"
-    rows = _rows(numbers)
-    footer = ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
+    title, rows, footer = headings(numbers)
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -88,6 +86,12 @@ def print_table(numbers: dict[str, Any]) -> None:
     for name, value in rows:
         print(f"  {name:<{width}}  {value:>24}")
     print(footer)
+
+
+def headings(numbers: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
+    """The title, what the table has as pairs of texts, and whose trace it is."""
+    footer = ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
+    return f"pagepool replay of {numbers['trace']}", _rows(numbers), footer
 
 
 def _ratio(part: float, whole: float) -> float:

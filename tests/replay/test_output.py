@@ -9,9 +9,9 @@ from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.replay import progress as progress_module
 from pagepool.replay import report
 from pagepool.replay.clock import CostModel
-from pagepool.replay.command import bundled_trace
 from pagepool.replay.driver import Replay
 from pagepool.replay.meter import MeteredAccount
+from pagepool.replay.outcome import bundled_trace
 from pagepool.replay.progress import PlainProgress, RichProgress, progress
 from pagepool.replay.ptrace import read_trace
 

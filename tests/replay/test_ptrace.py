@@ -8,7 +8,7 @@ import pytest
 from trace_bytes import HEADER, lines_of
 
 from pagepool.replay import json_lines
-from pagepool.replay.command import bundled_trace
+from pagepool.replay.outcome import bundled_trace
 from pagepool.replay.ptrace import TraceError, read_trace
 
 GOOD = [0, 5, 3, []]

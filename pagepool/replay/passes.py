@@ -1,0 +1,66 @@
+"""`pagepool replay --clock none`: from arguments to finished passes through the prefix cache."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from pagepool.replay.hybrid_pass import StateOptions, hybrid_pass
+from pagepool.replay.hybrid_report import hybrid_results, print_hybrid
+from pagepool.replay.options import UsageError
+from pagepool.replay.order import in_order
+from pagepool.replay.outcome import Outcome, bundled_trace
+from pagepool.replay.picture import lru_curve, pass_picture
+from pagepool.replay.prefix_pass import cache_passes
+from pagepool.replay.prefix_report import footer, pass_results, print_comparison, print_passes, title
+from pagepool.replay.prompts import PassError, Prompts
+from pagepool.replay.ptrace import read_trace
+
+__all__ = ["run_passes"]
+
+
+def run_passes(options: argparse.Namespace) -> Outcome:
+    """A pass for each policy and capacity. Raises `TraceError`, `UsageError`, `PoolError`."""
+    if options.attend or options.blocks is not None:
+        raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
+    if options.state_budget and not options.hybrid:
+        raise UsageError("--state-budget needs --hybrid")
+    if options.hybrid and (options.plot or options.html):
+        raise UsageError("--hybrid has no picture: leave out --plot and --html")
+    if options.cache_partial and options.hybrid:
+        raise UsageError("--cache-partial does not go with --hybrid, which uses full blocks")
+    if options.compare and options.policy:
+        raise UsageError("--policy and --compare both name policies; give one of them")
+    path = options.trace or bundled_trace()
+    trace = read_trace(path, options.requests, prefixes=True)
+    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
+    order = options.order or ("turns" if options.users else "arrival")
+    try:
+        prompts = Prompts(
+            trace, options.block_size, options.cache_partial, in_order(trace, order, options.users, options.seed)
+        )
+    except PassError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    drawn = bool(options.plot or options.html)
+    capacities = options.capacity or (_steps(prompts.most_ids) if options.compare or drawn else [None])
+    policies = options.compare or options.policy or ["lru"]
+    about = {"order": order, "users": options.users}
+    if options.hybrid:
+        states = StateOptions(options.hybrid, options.state_budget, options.state_grid)
+        found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
+        return Outcome(hybrid_results(prompts, found, states, about), print_hybrid, {})
+    passes = cache_passes(memory, prompts, policies, capacities, sweep=not options.reference)
+    numbers = pass_results(prompts, passes, about)
+    picture = {}
+    if drawn:
+        rows = numbers["prefix"] if isinstance(numbers["prefix"], list) else [numbers["prefix"]]
+        curve = lru_curve(prompts) if "lru" in policies else None
+        picture = pass_picture(title(numbers), footer(numbers), rows, curve)
+    return Outcome(numbers, print_comparison if options.compare else print_passes, picture)
+
+
+def _steps(blocks: int) -> list[int]:
+    """Eight capacities up to all of the blocks, each twice the one before."""
+    return sorted({max(1, blocks >> shift) for shift in range(8)})
