@@ -1,11 +1,16 @@
-"""`pagepool replay`: recorded traffic through the scheduler and the pool, under a virtual clock.
+"""`pagepool replay` and `pagepool record`: recorded traffic through the scheduler and the pool, under a virtual clock.
 
-ptrace    reads a trace                      driver    the loop: arrivals, steps, time
-clock     what a step costs                  meter     counts and times the block operations
-latency   times to and between tokens        attend    K/V and decode on real memory, in the shape of a geometry
-options   the arguments                      report, progress    what is shown
-command   from arguments to results
+options   the arguments                      command   from arguments to results; passes: the same without a clock
+ptrace    reads a trace, by json_lines       convert   writes one from token ids
+
+driver    the loop: arrivals, steps, time    meter     counts and times the block operations
+clock     what a step costs                  attend    K/V and decode on real memory, in the shape of a geometry
+latency   times to and between tokens        report, progress    what is shown
 
 prompts   a trace as rows of block ids       order        in which order they come without a clock
 prefix_pass    rows through the cache        lru_sweep    LRU at every capacity at once
+hybrid_pass    states beside the cache       prefix_report, hybrid_report    what is shown
+
+timeline  the replay in a bounded number of windows      picture   what is drawn, as data
+plot      a picture as PNG                               page      a picture as one HTML file
 """
