@@ -3,7 +3,8 @@
 options   the arguments                      command   from arguments to results; passes: the same without a clock
 ptrace    reads a trace, by json_lines       convert   writes one from token ids
 
-driver    the loop: arrivals, steps, time    meter     counts and times the block operations
+driver    the loop: steps and time           arrivals  when requests come
+timeline  a replay in some windows           meter     counts and times the block operations
 clock     what a step costs                  attend    K/V and decode on real memory, in the shape of a geometry
 latency   times to and between tokens        report, progress    what is shown
 
@@ -11,6 +12,5 @@ prompts   a trace as rows of block ids       order        in which order they co
 prefix_pass    rows through the cache        lru_sweep    LRU at every capacity at once
 hybrid_pass    states beside the cache       prefix_report, hybrid_report    what is shown
 
-timeline  the replay in a bounded number of windows      picture   what is drawn, as data
-plot      a picture as PNG                               page      a picture as one HTML file
+picture   what is drawn, as data: plot makes a PNG of it, page one HTML file
 """

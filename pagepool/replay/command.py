@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from pagepool.config import SchedulerConfig
+from pagepool.replay.arrivals import Users
 from pagepool.replay.attend import Attention
 from pagepool.replay.driver import Replay
 from pagepool.replay.geometry import GEOMETRIES
@@ -28,7 +29,7 @@ from pagepool.replay.timeline import Timeline
 __all__ = ["run"]
 
 ATTEND_BYTES = 2 << 30
-CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "users", "order", "hybrid", "state_budget")
+CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "order", "hybrid", "state_budget")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -65,7 +66,7 @@ def _replay(options: argparse.Namespace) -> Outcome:
     with progress(len(trace)) as report:
         if not (options.plot or options.html):
             replay.run(report)
-            return Outcome(results(replay), print_table, {})
+            return Outcome(results(replay, options.users), print_table, {})
         timeline = Timeline(replay.account.allocator.capacity)
 
         def both(replay: Replay) -> None:
@@ -74,7 +75,7 @@ def _replay(options: argparse.Namespace) -> Outcome:
 
         replay.run(both)
         timeline.end(replay)
-    numbers = results(replay)
+    numbers = results(replay, options.users)
     return Outcome(numbers, print_table, replay_picture(numbers, timeline))
 
 
@@ -121,4 +122,7 @@ def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:
         allocator = pool.allocator
         width = -(-longest // size)
         attention = Attention(memory, pool, geometry, options.max_batch, budget, width, options.threads)
-    return Replay(trace, config, MeteredAccount(allocator, size, config.watermark), options.cost, attention)
+    account = MeteredAccount(allocator, size, config.watermark)
+    return Replay(
+        trace, config, account, options.cost, attention, Users(trace, options.users) if options.users else None
+    )

@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from pagepool.config import SchedulerConfig
+from pagepool.replay.arrivals import Arrivals, OpenLoop
 from pagepool.replay.attend import Attention
 from pagepool.replay.clock import CostModel
 from pagepool.replay.latency import LatencyLog
@@ -49,6 +50,7 @@ class Replay:
     account    the metered account with the pool's allocator
     cost       the virtual clock
     attention  appends and attends on real memory, or None
+    arrivals   when the requests come; None: at their recorded times
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class Replay:
         account: MeteredAccount,
         cost: CostModel,
         attention: Attention | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.trace = trace
+        self._arrivals: Arrivals = OpenLoop(trace) if arrivals is None else arrivals
+        self._requests: dict[int, int] = {}  # of the trace, by sequence
         self.account = account
         self.attention = attention
         self.totals = Totals()
@@ -79,33 +84,38 @@ class Replay:
     def run(self, progress: Callable[[Replay], Any] = lambda replay: None) -> None:
         """Replay everything; `progress` is called after each step. Raises `ReplayFailed`."""
         start = perf_counter_ns()
-        totals, scheduler, arrivals = self.totals, self.scheduler, self.trace.arrival_us
+        totals, scheduler = self.totals, self.scheduler
         while True:
             self._submit()
             if scheduler.has_work:
                 self._step()
                 progress(self)
-            elif self._submitted < len(arrivals):
-                totals.time_us = max(totals.time_us, arrivals[self._submitted])
-            else:
+                continue
+            following = self._arrivals.next_time()
+            if following is None:
                 break
+            totals.time_us = max(totals.time_us, following)
         totals.wall_ns = perf_counter_ns() - start
         self._check_end()
 
     def _submit(self) -> None:
         """Hand over what has arrived by now, as far as the line is short."""
-        trace, scheduler, now = self.trace, self.scheduler, self.totals.time_us
-        index, count = self._submitted, len(trace)
-        while index < count and trace.arrival_us[index] <= now and scheduler.waiting_count < self._line:
+        trace, scheduler, arrivals, now = self.trace, self.scheduler, self._arrivals, self.totals.time_us
+        while scheduler.waiting_count < self._line:
+            following = arrivals.next_time()
+            if following is None or following > now:
+                return
+            index, time = arrivals.take()
+            self._submitted += 1
             # A model that has read its prompt has made a token: a request for none still stops at its first.
             prompt, limit = trace.prompt[index], trace.prompt[index] + max(1, trace.output[index])
             if self.account.refusal(limit) is None:
                 seq_id = scheduler.add_request([TOKEN] * prompt, limit)
-                self.totals.latency.arrive(seq_id, trace.arrival_us[index])
+                self._requests[seq_id] = index
+                self.totals.latency.arrive(seq_id, time)
             else:
                 self.totals.refused += 1
-            index += 1
-        self._submitted = index
+                arrivals.ended(index, now)
 
     def _step(self) -> None:
         totals, scheduler = self.totals, self.scheduler
@@ -125,6 +135,7 @@ class Replay:
         for seq in scheduler.drain_finished():
             totals.finished += 1
             totals.latency.finish(seq.id)
+            self._arrivals.ended(self._requests.pop(seq.id), totals.time_us)
 
     def _count(self, batch: ScheduledBatch) -> None:
         """Let the time of the step pass, with the blocks as they are during it."""

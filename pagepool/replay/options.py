@@ -137,7 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--users",
         type=_between(1, MAX_BATCH),
         metavar="N",
-        help="N users who take the sessions of the trace one after another; a request outside sessions is one",
+        help="N users who take the sessions of the trace one after another, a request outside sessions is one; under "
+        "the virtual clock each waits for the answer and the recorded think time",
     )
     add(
         "--order",

@@ -17,9 +17,10 @@ ATTRIBUTION = {
 }
 
 
-def results(replay: Replay) -> dict[str, Any]:
-    """Everything measured. Counts and virtual times are the same in every run; `wall_s`, `ns_per_block_op`,
-    `sched_us_per_step`, `memory_s`, `memory_share` and the attention's `seconds` and `gb_per_s` are wall time.
+def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
+    """Everything measured, and the number of users when requests came from them. Counts and virtual times are the same
+    in every run; `wall_s`, `ns_per_block_op`, `sched_us_per_step`, `memory_s`, `memory_share` and the attention's
+    `seconds`, `append_seconds` and `gb_per_s` are wall time.
 
     `ns_per_block_op`: the time of `append_batch` and `release_batch` over block_allocs + block_frees; appends that take
     no block and the filling of block tables are in the time. `sched_us_per_step`: `schedule` + `commit`, with them.
@@ -34,6 +35,7 @@ def results(replay: Replay) -> dict[str, Any]:
         "trace": replay.trace.name,
         "licence": replay.trace.licence,
         "requests": len(replay.trace),
+        "users": users,
         "finished": totals.finished,
         "refused": totals.refused,
         "steps": totals.steps,
@@ -91,7 +93,8 @@ def print_table(numbers: dict[str, Any]) -> None:
 def headings(numbers: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
     """The title, what the table has as pairs of texts, and whose trace it is."""
     footer = ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
-    return f"pagepool replay of {numbers['trace']}", _rows(numbers), footer
+    users = f", closed loop of {numbers['users']} users" if numbers["users"] else ""
+    return f"pagepool replay of {numbers['trace']}{users}", _rows(numbers), footer
 
 
 def _ratio(part: float, whole: float) -> float:
