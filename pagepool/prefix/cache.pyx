@@ -29,7 +29,7 @@ cdef class PrefixCache:
 
     allocator   whose blocks these are; the cache holds one reference to each block that it keeps
     block_size  tokens per block, from 1 to 1,024
-    policy      who is evicted first: "lru", "lfu", "s3fifo" or "arc"
+    policy      who is evicted first: "lru", "lfu", "s3fifo", "arc" or "gittins", our own
     hash_bits   bits of the block hashes that count; fewer than 64 only to force collisions in tests
 
     A block is found by a hash chained from the block before it, and taken only when every token, from the first of the
@@ -99,6 +99,7 @@ cdef class PrefixCache:
         root = cached.table.roots.get(root_key(cache_salt, extra_keys))
         if root is not None and n:
             cached.c_reserve_path(n)
+            cached.order.c_reserve(n)
             num_found = cached.c_walk(root, &row[0], n, True)
         blocks = empty(num_found, INT32)
         if num_found:
@@ -138,6 +139,7 @@ cdef class PrefixCache:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
             cached.c_reserve_path(2 * n)
             cached.table.reserve(n + 1)
+            cached.order.c_reserve(n)
             root = cached.table.root(key)
             cached.c_pin(root)
             try:
@@ -159,6 +161,7 @@ cdef class PrefixCache:
         key = root_key(cache_salt, extra_keys)
         if n:
             self.cached.table.reserve(n + 1)
+            self.cached.order.c_reserve(n)
             leading = self.cached.c_pass(self.cached.table.root(key), &row[0], n)
         self.looked_up += n
         self.hits += leading

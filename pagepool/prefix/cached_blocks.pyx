@@ -174,9 +174,12 @@ cdef class CachedBlocks:
             if self.table.nodes[node].block >= 0:
                 self.c_touch(node)
                 leading += leading == i
-            elif self.allocator.c_allocate(&block) == PP_OK or (
-                self.c_evict(1) == 1 and self.allocator.c_allocate(&block) == PP_OK
-            ):
+            elif self.allocator.c_allocate(&block) == PP_OK:
+                self.c_put(node, block)
+            elif self.order.c_refuses(node):
+                self.inserted += 1
+                self.evicted += 1
+            elif self.c_evict(1) == 1 and self.allocator.c_allocate(&block) == PP_OK:
                 self.c_put(node, block)
             else:
                 break

@@ -12,7 +12,8 @@ cdef struct Node:
     int32_t last_child  # the child found or added last, or -1: where the next walk looks first
     int32_t previous
     int32_t next
-    uint8_t list  # of the policy's
+    int32_t list  # of the policy's
+    int32_t cached_children  # of the policy's
     uint8_t uses  # of the policy's
     uint8_t ghost  # without a block, yet remembered by the policy
     uint8_t held  # found in use when its turn to be evicted came: out of the policy's lists

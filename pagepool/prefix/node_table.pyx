@@ -93,7 +93,7 @@ cdef class NodeTable:
             node = self.num_made
             self.num_made += 1
         self.num_alive += 1
-        self.nodes[node] = Node(0, -1, -1, -1, 0, -1, -1, -1, 0, 0, 0, 0, 1)
+        self.nodes[node] = Node(0, -1, -1, -1, 0, -1, -1, -1, 0, 0, 0, 0, 0, 1)
         return node
 
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagepool.prefix.arc import ArcPolicy
+from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.lfu import LfuPolicy
 from pagepool.prefix.lru import LruPolicy
 from pagepool.prefix.policy import EvictionPolicy
@@ -15,4 +16,5 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "lfu": LfuPolicy,
     "s3fifo": S3FifoPolicy,
     "arc": ArcPolicy,
+    "gittins": GittinsPolicy,
 }

@@ -11,12 +11,17 @@ cdef class EvictionPolicy:
     cdef NodeList lists[256]
     cdef int num_lists
 
+    # Room for n more calls of c_insert and c_touch, which then cannot fail. Pointers into the policy end here.
+    cdef int c_reserve(self, int64_t n) except -1
+
     # The interface: O(1) each, amortised. Nodes are given from the head of a prefix to its tail.
 
     # The node has a block from now on; it was none of the policy's, or a ghost.
     cdef void c_insert(self, int32_t node) noexcept
     # The node was found by a look-up.
     cdef void c_touch(self, int32_t node) noexcept
+    # Room must be made for this node: whether it had better stay out, as if it came and went at once.
+    cdef bint c_refuses(self, int32_t node) noexcept
     # Who goes next, or -1 when no list has a node with a block; it stays where it is.
     cdef int32_t c_victim(self) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.

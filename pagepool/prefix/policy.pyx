@@ -22,11 +22,17 @@ cdef class EvictionPolicy:
         self.num_lists = 256
         self.c_clear()
 
+    cdef int c_reserve(self, int64_t n) except -1:
+        return 0
+
     cdef void c_insert(self, int32_t node) noexcept:
         self.c_push(0, node)
 
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, 0)
+
+    cdef bint c_refuses(self, int32_t node) noexcept:
+        return False
 
     cdef int32_t c_victim(self) noexcept:
         return self.lists[0].head

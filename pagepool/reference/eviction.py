@@ -7,9 +7,10 @@ next. Each list is a dict in the order of age, the oldest first. S3-FIFO and ARC
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["POLICIES", "Lru"]
+__all__ = ["Arc", "Lfu", "Lru", "S3Fifo"]
 
 
 def oldest(nodes: dict[Any, None]) -> Any:
@@ -33,6 +34,10 @@ class Lru:
         """The node was found by a look-up."""
         self.move(node, 0)
 
+    def refuses(self, node: Any) -> bool:
+        """Room must be made for this node: whether it had better stay out, as if it came and went at once."""
+        return False
+
     def victim(self) -> Any:
         """Who goes next, or None."""
         return oldest(self.lists[0]) if self.lists[0] else None
@@ -48,6 +53,10 @@ class Lru:
     def link(self, node: Any) -> None:
         """Back at the recent end of its list."""
         self.lists[self.place[node]][node] = None
+
+    def linked(self) -> Iterable[Iterable[Any]]:
+        """All lists, for an audit."""
+        return self.lists
 
     def move(self, node: Any, to: int) -> None:
         """To the recent end of a list, from wherever it was."""
@@ -157,6 +166,3 @@ class Arc(Lru):
             self.forget_oldest(self.RECENT_GHOSTS)
         while frequent_ghosts and sum(map(len, self.lists)) > 2 * self.capacity:
             self.forget_oldest(self.FREQUENT_GHOSTS)
-
-
-POLICIES = {"lru": Lru, "lfu": Lfu, "s3fifo": S3Fifo, "arc": Arc}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
-from pagepool.reference.eviction import POLICIES
+from pagepool.reference.policies import POLICIES
 
 __all__ = ["PrefixCache"]
 
@@ -22,7 +22,8 @@ __all__ = ["PrefixCache"]
 class Node:
     """A prefix: that of its parent and one block of tokens more. `block` is None when it is not cached."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: Node | None = None) -> None:
+        self.parent = parent
         self.block: int | None = None
         self.children: dict[tuple[int, ...], Node] = {}
 
@@ -111,7 +112,11 @@ class PrefixCache:
             if node.block is not None:
                 self._touch(node)
                 leading += leading == index
-            elif self.allocator.free_count or self.evict(1):
+            elif self.allocator.free_count:
+                self._put(node, self.allocator.allocate())
+            elif self._order.refuses(node):
+                self.evicted += 1
+            elif self.evict(1):
                 self._put(node, self.allocator.allocate())
             else:
                 break
@@ -165,7 +170,7 @@ class PrefixCache:
         for block, node in self._cached.items():
             if node.block != block or self.allocator.ref_count(block) < 1:
                 raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
-        linked = [node for nodes in self._order.lists for node in nodes if node.block is not None]
+        linked = [node for nodes in self._order.linked() for node in nodes if node.block is not None]
         if sorted(map(id, [*linked, *self._held])) != sorted(map(id, self._cached.values())):
             raise PoolError(f"{len(linked)} nodes are in the policy, {len(self._held)} held, not {self.num_cached}")
 
@@ -173,7 +178,7 @@ class PrefixCache:
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._cached: dict[int, Node] = {}
         self._held: dict[Node, None] = {}  # in use when their turn came, the longest first
-        self._order = POLICIES[self.policy](self.allocator.capacity)
+        self._order = POLICIES[self.policy](self.allocator.max_capacity)
 
     def _keys(self, tokens: Any) -> list[tuple[int, ...]]:
         row, size = np.asarray(tokens).tolist(), self.block_size
@@ -187,7 +192,7 @@ class PrefixCache:
         for key in keys:
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = Node()
+                child = node.children[key] = Node(node)
             path.append(child)
             node = child
         return path

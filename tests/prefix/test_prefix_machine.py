@@ -21,7 +21,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(0, 12),
         block_size=st.integers(1, 3),
-        policy=st.sampled_from(["lru", "lfu", "s3fifo", "arc"]),
+        policy=st.sampled_from(["lru", "lfu", "s3fifo", "arc", "gittins"]),
         hash_bits=st.sampled_from([0, 1, 64]),
     )
     def begin(self, capacity, block_size, policy, hash_bits):
@@ -105,7 +105,7 @@ class TestPrefixMachine(PrefixMachine.TestCase):
     )
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins"])
 def test_a_long_pass_agrees_with_the_reference(policy):
     random = np.random.default_rng(5)
     ours = PrefixCache(BlockAllocator(60), 2, policy, hash_bits=4)

@@ -1,0 +1,53 @@
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
+
+from pagepool.prefix.node cimport NodeList
+from pagepool.prefix.policy cimport EvictionPolicy
+from pagepool.prefix.reuse_ages cimport ReuseAges
+
+
+cdef struct Group:
+    int64_t time  # when its nodes were used
+    NodeList nodes  # from the head of the prefix to its tail
+    int32_t members  # nodes that were used then and not since: in `nodes`, waiting, held and ghosts
+    int32_t previous  # in its cell
+    int32_t next  # in its cell, or of those without members
+    int16_t cell
+    uint8_t kind
+
+
+cdef class GittinsPolicy(EvictionPolicy):
+    # Nodes used by one request that are of one kind are a group; node.list is the number of the group:
+    #   members = the cached nodes and ghosts whose group it is; one without members is in the list `unused`
+    #   a group with nodes is in the cell of its kind and of an age class that it had, its own or a lower one
+    #   a cached node that is not held is in its group's nodes, or in the list WAITING with its flag set
+    #   cached_children = the children of a node that have a block
+    cdef ReuseAges ages
+    cdef Group *groups
+    cdef int64_t room
+    cdef int32_t num_made
+    cdef int32_t num_live
+    cdef int32_t unused
+    cdef int32_t cells[8][64][2]  # first and last group of a kind and age class, or -1
+    cdef unsigned long long in_cells[8]  # bit a of a kind: its cell of age class a is not empty
+    cdef int32_t open[8]  # the groups of the request that is going on, or -1
+    cdef int32_t last  # the node used last, or -1
+    cdef bint continued  # whether that request goes on where a cached prefix ends
+    cdef int64_t clock  # nodes used so far
+    cdef int64_t next_lesson
+    cdef int64_t max_ghosts
+    cdef int32_t victims  # the group that blocks are being taken from, or -1
+    cdef int32_t budget  # blocks to take from it before all groups are looked at again
+
+    cdef void c_arrive(self, int32_t node) noexcept
+    cdef void c_into_ghosts(self, int32_t node) noexcept
+    cdef void c_tick(self, int32_t node) noexcept
+    cdef void c_learn(self) noexcept
+    cdef void c_place(self, int32_t node) noexcept
+    cdef void c_used(self, int32_t node) noexcept
+    cdef void c_leave(self, int32_t node) noexcept
+    cdef void c_join(self, int32_t node) noexcept
+    cdef void c_part(self, int32_t node) noexcept
+    cdef void c_wait(self, int32_t node) noexcept
+    cdef void c_into_cell(self, int32_t group, int cell) noexcept
+    cdef void c_out_of_cell(self, int32_t group) noexcept
+    cdef int32_t c_choose(self) noexcept

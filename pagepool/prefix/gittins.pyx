@@ -1,0 +1,356 @@
+"""Our own policy: keep what is most worth its room, by what was learnt about blocks of its kind and age.
+
+A cache of prefixes knows more than which block was used when. Blocks that one request used stay or go together; a
+block is of use only while its parent is there; and how often a prefix came back, and whether it continued a cached
+one, tell a conversation from a one-off. So blocks of one request and one kind are a group, with one time of use. For
+each kind `ReuseAges` learns from look-ups and ghosts at what ages blocks come back, and from that the value of every
+age: an old block may be worth more than a new one (in a loop that is longer than the cache) or less. The group whose
+kind and age are worth least gives its blocks, from the tail, and no block goes before its cached children.
+
+Where nothing of a kind and age ever came back, the youngest goes: what stays shows whether blocks come back later.
+Its own are the groups and the tree; the value is known (see reuse_ages.pyx), and so are ghosts (ARC).
+"""
+
+cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from libc.stdint cimport int32_t, int64_t, uint8_t
+
+from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
+from pagepool.prefix.node_table cimport NodeTable
+from pagepool.prefix.policy cimport EvictionPolicy
+from pagepool.prefix.reuse_ages cimport AGES, KINDS, ReuseAges, age_class
+
+__all__ = ["GittinsPolicy"]
+
+cdef enum:
+    GHOSTS
+    WAITING  # cached nodes found with cached children when their turn came
+    FIRST
+    LAST
+    COUNT = 7  # bits of node.uses: uses, of which 4 is the most that is counted
+    CONTINUED = 8  # the node was made behind a cached prefix
+    WAITS = 16  # it is in WAITING
+    MOST_USES = 4
+    BUDGET = 16
+    LESSON = 2000  # uses between two lessons, at least
+
+cdef extern from *:
+    int lowest_bit "__builtin_ctzll"(unsigned long long bits) noexcept nogil
+
+cdef double WORTHLESS = 1e-4  # less than so many hits, where a block stays for as many uses as there are blocks
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class GittinsPolicy(EvictionPolicy):
+    """Evicts the least valuable kind and age first; remembers four times as many ghosts as there can be blocks."""
+
+    def __cinit__(self, NodeTable table not None, int64_t capacity):
+        self.ages = ReuseAges()
+        self.max_ghosts = 4 * capacity
+        self.c_clear()
+
+    def __dealloc__(self):
+        PyMem_Free(self.groups)
+
+    cdef int c_reserve(self, int64_t n) except -1:
+        cdef int64_t room = max(64, self.room)
+        cdef void *memory
+        while room < self.num_live + n:
+            room *= 2
+        if room > self.room:
+            memory = PyMem_Realloc(self.groups, room * sizeof(Group))
+            if memory == NULL:
+                raise MemoryError(f"no memory for {room} groups of prefix nodes")
+            self.groups = <Group *>memory
+            self.room = room
+        return 0
+
+    cdef void c_clear(self) noexcept:
+        cdef int kind, age
+        EvictionPolicy.c_clear(self)
+        PyMem_Free(self.groups)
+        self.groups = NULL
+        self.room = self.num_made = self.num_live = 0
+        self.unused = self.last = self.victims = -1
+        self.continued = False
+        self.clock = 0
+        self.next_lesson = LESSON
+        self.ages.c_clear()
+        for kind in range(KINDS):
+            self.open[kind] = -1
+            self.in_cells[kind] = 0
+            for age in range(AGES):
+                self.cells[kind][age][0] = self.cells[kind][age][1] = -1
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        self.c_arrive(node)
+        self.table.nodes[self.table.nodes[node].parent].cached_children += 1
+        self.c_join(node)
+
+    cdef bint c_refuses(self, int32_t node) noexcept:
+        """Whether it is worth less than all that is there: its parent would have to go for it, or stayed out, too."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t parent = nodes[node].parent
+        if nodes[parent].parent < 0 or (nodes[parent].block >= 0 and self.c_victim() != parent):
+            return False
+        self.c_arrive(node)
+        self.c_into_ghosts(node)
+        return True
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.c_tick(node)
+        self.continued = True
+        self.c_unlink(node)
+        self.c_used(node)
+        self.c_place(node)
+        self.c_join(node)
+
+    cdef int32_t c_victim(self) noexcept:
+        """A node that has to wait for its children was placed or joined for it: O(1) amortised."""
+        cdef int32_t node
+        while True:
+            if self.victims < 0 or self.budget <= 0:
+                self.victims = self.c_choose()
+                self.budget = BUDGET
+                if self.victims < 0:
+                    return self.lists[WAITING].head  # children that stay are held by sequences
+            node = self.groups[self.victims].nodes.tail
+            if self.table.nodes[node].cached_children == 0:
+                return node
+            self.c_wait(node)
+
+    cdef void c_evicted(self, int32_t node) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t parent = nodes[node].parent
+        self.budget -= 1
+        self.c_unlink(node)
+        nodes[parent].cached_children -= 1
+        if nodes[parent].cached_children == 0 and nodes[parent].uses & WAITS:
+            self.c_unlink(parent)
+            self.c_join(parent)
+        if self.last == node:
+            self.last = -1
+        self.c_into_ghosts(node)
+
+    cdef void c_arrive(self, int32_t node) noexcept:
+        """A node that is not cached, among the members of its group."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t parent = nodes[node].parent
+        if parent != self.last:
+            self.continued = nodes[parent].block >= 0
+        self.c_tick(node)
+        if nodes[node].ghost:
+            nodes[node].ghost = 0
+            list_remove(&self.lists[GHOSTS], nodes, node)
+            self.c_used(node)
+        else:
+            nodes[node].uses = CONTINUED if self.continued else 0
+        self.c_place(node)
+
+    cdef void c_into_ghosts(self, int32_t node) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef Group *group
+        cdef int32_t ghost
+        nodes[node].ghost = 1
+        list_push(&self.lists[GHOSTS], nodes, node)
+        if self.lists[GHOSTS].size > self.max_ghosts:
+            ghost = self.lists[GHOSTS].head
+            group = &self.groups[nodes[ghost].list]
+            self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
+            self.c_leave(ghost)
+            self.c_forget_oldest(GHOSTS)
+
+    cdef void c_unlink(self, int32_t node) noexcept:
+        cdef Node *nodes = self.table.nodes
+        if nodes[node].uses & WAITS:
+            nodes[node].uses ^= WAITS
+            list_remove(&self.lists[WAITING], nodes, node)
+        else:
+            self.c_part(node)
+
+    cdef void c_link(self, int32_t node) noexcept:
+        self.c_join(node)
+
+    cdef void c_tick(self, int32_t node) noexcept:
+        """Time passes by a node used; one whose parent was not used just before begins a request."""
+        cdef int kind
+        self.clock += 1
+        if self.clock >= self.next_lesson:
+            self.c_learn()
+        if self.table.nodes[node].parent != self.last:
+            for kind in range(KINDS):
+                self.open[kind] = -1
+        self.last = node
+
+    cdef void c_learn(self) noexcept:
+        """O(groups), once in as many uses."""
+        cdef Group *group
+        cdef int32_t i
+        cdef int kind, age
+        for kind in range(KINDS):
+            for age in range(AGES):
+                self.ages.alive[kind][age] = 0.0
+        for i in range(self.num_made):
+            group = &self.groups[i]
+            if group.members:
+                self.ages.alive[group.kind][age_class(self.clock - group.time)] += group.members
+        self.ages.c_learn()
+        self.next_lesson = self.clock + max(<int64_t>LESSON, self.capacity // 8, <int64_t>self.num_made // 4)
+
+    cdef void c_place(self, int32_t node) noexcept:
+        """Among the members of the group of its kind of the request that is going on."""
+        cdef uint8_t uses = self.table.nodes[node].uses
+        cdef int count = uses & COUNT
+        cdef int kind = 2 * (count - (count > 2)) + ((uses & CONTINUED) != 0)
+        cdef int32_t number = self.open[kind]
+        cdef Group *group
+        if number < 0:
+            number = self.unused
+            if number >= 0:
+                self.unused = self.groups[number].next
+            else:
+                number = self.num_made
+                self.num_made += 1
+            self.num_live += 1
+            self.open[kind] = number
+            group = &self.groups[number]
+            group.time = self.clock
+            group.kind = <uint8_t>kind
+            group.members = 0
+            list_clear(&group.nodes)
+        self.groups[number].members += 1
+        self.table.nodes[node].list = number
+
+    cdef void c_used(self, int32_t node) noexcept:
+        """The node was used again: what its group tells of its age, and one use more."""
+        cdef Node *own = &self.table.nodes[node]
+        cdef Group *group = &self.groups[own.list]
+        self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
+        own.uses += (own.uses & COUNT) < MOST_USES
+        self.c_leave(node)
+
+    cdef void c_leave(self, int32_t node) noexcept:
+        """No member of its group any more, of whose nodes it is none."""
+        cdef int32_t number = self.table.nodes[node].list
+        cdef Group *group = &self.groups[number]
+        group.members -= 1
+        if group.members == 0:
+            if self.open[group.kind] == number:
+                self.open[group.kind] = -1
+            group.next = self.unused
+            self.unused = number
+            self.num_live -= 1
+
+    cdef void c_join(self, int32_t node) noexcept:
+        cdef int32_t number = self.table.nodes[node].list
+        cdef Group *group = &self.groups[number]
+        if group.nodes.size == 0:
+            self.c_into_cell(number, AGES * group.kind + age_class(self.clock - group.time))
+        list_push(&group.nodes, self.table.nodes, node)
+
+    cdef void c_part(self, int32_t node) noexcept:
+        cdef int32_t number = self.table.nodes[node].list
+        list_remove(&self.groups[number].nodes, self.table.nodes, node)
+        if self.groups[number].nodes.size == 0:
+            self.c_out_of_cell(number)
+            if self.victims == number:
+                self.victims = -1
+
+    cdef void c_wait(self, int32_t node) noexcept:
+        self.c_part(node)
+        self.table.nodes[node].uses |= WAITS
+        list_push(&self.lists[WAITING], self.table.nodes, node)
+
+    cdef void c_into_cell(self, int32_t number, int cell) noexcept:
+        cdef Group *group = &self.groups[number]
+        cdef int kind = cell // AGES, age = cell % AGES
+        cdef int32_t *ends = &self.cells[kind][age][0]
+        group.cell = <short>cell
+        group.previous = ends[1]
+        group.next = -1
+        if ends[1] < 0:
+            ends[0] = number
+            self.in_cells[kind] |= 1ull << age
+        else:
+            self.groups[ends[1]].next = number
+        ends[1] = number
+
+    cdef void c_out_of_cell(self, int32_t number) noexcept:
+        cdef Group *group = &self.groups[number]
+        cdef int kind = group.cell // AGES, age = group.cell % AGES
+        cdef int32_t *ends = &self.cells[kind][age][0]
+        if group.previous < 0:
+            ends[0] = group.next
+        else:
+            self.groups[group.previous].next = group.next
+        if group.next < 0:
+            ends[1] = group.previous
+        else:
+            self.groups[group.next].previous = group.previous
+        if ends[0] < 0:
+            self.in_cells[kind] &= ~(1ull << age)
+
+    cdef int32_t c_choose(self) noexcept:
+        """The longest unused group of the cell that is worth least, or -1; each group moves to its age on the way."""
+        cdef double least = 0.0, value, worthless = WORTHLESS / max(<int64_t>1, self.capacity)
+        cdef unsigned long long ages
+        cdef int kind, age, now
+        cdef int32_t first, best = -1
+        for kind in range(KINDS):
+            ages = self.in_cells[kind]
+            while ages:
+                age = lowest_bit(ages)
+                ages &= ages - 1
+                first = self.cells[kind][age][0]
+                while first >= 0:
+                    now = age_class(self.clock - self.groups[first].time)
+                    if now <= age:
+                        break
+                    self.c_out_of_cell(first)
+                    self.c_into_cell(first, AGES * kind + now)
+                    ages |= 1ull << now
+                    first = self.cells[kind][age][0]
+                if first < 0:
+                    continue
+                value = self.ages.value[kind][age]
+                if value < worthless:
+                    value = age - AGES
+                if best < 0 or value < least or (value == least and self.groups[first].time < self.groups[best].time):
+                    best = first
+                    least = value
+        return best
+
+    cdef str audit(self, int32_t num_linked):
+        cdef Node *nodes = self.table.nodes
+        cdef Group *group
+        cdef int32_t node, number, linked = 0, in_cells = 0
+        cdef int kind, age
+        members, children = {}, {}
+        for node in range(self.table.num_made):
+            if not nodes[node].alive or nodes[node].parent < 0 or (nodes[node].block < 0 and not nodes[node].ghost):
+                continue
+            members[nodes[node].list] = members.get(nodes[node].list, 0) + 1
+            if nodes[node].block >= 0:
+                children[nodes[node].parent] = children.get(nodes[node].parent, 0) + 1
+        for node in range(self.table.num_made):
+            if nodes[node].alive and nodes[node].cached_children != children.get(node, 0):
+                return f"node {node} counts {nodes[node].cached_children} cached children, not {children.get(node, 0)}"
+        for kind in range(KINDS):
+            for age in range(AGES):
+                number = self.cells[kind][age][0]
+                while number >= 0:
+                    group = &self.groups[number]
+                    in_cells += 1
+                    linked += group.nodes.size
+                    if group.kind != kind or not list_is_sound(&group.nodes, nodes) or group.nodes.size == 0:
+                        return f"group {number} does not belong into the cell of kind {kind} and age class {age}"
+                    if group.members != members.get(number, 0):
+                        return f"group {number} counts {group.members} members, not {members.get(number, 0)}"
+                    number = group.next
+        if not list_is_sound(&self.lists[WAITING], nodes) or not list_is_sound(&self.lists[GHOSTS], nodes):
+            return "a list of the policy is broken"
+        if len(members) != self.num_live or in_cells > self.num_live:
+            return f"{len(members)} groups have members, {in_cells} are in cells, not {self.num_live}"
+        linked += self.lists[WAITING].size
+        return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"

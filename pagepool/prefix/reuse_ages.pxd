@@ -1,0 +1,23 @@
+from libc.stdint cimport int64_t
+
+
+cdef enum:
+    KINDS = 8
+    AGES = 64
+
+
+# The class of an age, two to each doubling: 0 for 1, then 2, 3, 4-5, 6-7, 8-11, 12-15, ...
+cdef int age_class(int64_t age) noexcept nogil
+
+
+cdef class ReuseAges:
+    # Of each kind, by the age at which it happened: counts that fade, so that the recent past has the say.
+    cdef double used[8][64]  # KINDS, AGES: looked up again
+    cdef double gone[8][64]  # forgotten
+    cdef double alive[8][64]  # not yet either: counted anew before each c_learn
+    cdef double value[8][64]  # hits to be had, for each unit of time that a block of that kind and age is kept
+
+    cdef void c_clear(self) noexcept
+    # From the counts to the values.
+    cdef void c_learn(self) noexcept
+    cdef void c_learn_kind(self, int kind, const double *used, const double *ended, double weight) noexcept

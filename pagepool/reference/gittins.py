@@ -1,0 +1,265 @@
+"""Our own eviction policy in plain Python; `pagepool/prefix/gittins.pyx` says what it is about.
+
+A group: the nodes of one kind that one request used, and none has used since, with the time of that.
+A node is in the list of its group, or waits for its cached children, or is held, or is a ghost: always a member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pagepool.reference.eviction import Lru, oldest
+
+__all__ = ["Gittins", "ReuseAges"]
+
+KINDS, AGES = 8, 64
+
+
+def age_class(age: int) -> int:
+    """Two classes to each doubling: 0 for 1, then 2, 3, 4-5, 6-7, 8-11, ...
+
+    >>> [age_class(age) for age in (1, 2, 3, 4, 5, 6, 8, 12)]
+    [0, 1, 2, 3, 3, 4, 5, 6]
+    """
+    octave = max(age, 1).bit_length() - 1
+    return min(AGES - 1, 2 * octave - (age < 3 * 2**octave // 2)) if octave else 0
+
+
+def first_age(number: int) -> float:
+    """The first age of a class."""
+    octave = (number + 1) // 2
+    return 2.0**octave if number % 2 or not octave else 1.5 * 2.0**octave
+
+
+class ReuseAges:
+    """Counts of the ages at which nodes of each kind were used again or forgotten, and the values learnt from them."""
+
+    FADE, SHARED = 0.98, 500.0
+
+    def __init__(self) -> None:
+        self.used = [[0.0] * AGES for _ in range(KINDS)]
+        self.gone = [[0.0] * AGES for _ in range(KINDS)]
+        self.value = [[1.0 / first_age(age) for age in range(AGES)] for _ in range(KINDS)]
+
+    def learn(self, alive: list[list[float]]) -> None:
+        """The value of an age: the best ratio of hits to time over every later age that one could wait for."""
+        used, ended, total = [0.0] * AGES, [0.0] * AGES, 0.0
+        for age in range(AGES):
+            for kind in range(KINDS):
+                used[age] += self.used[kind][age]
+                ended[age] += self.gone[kind][age] + alive[kind][age]
+            total += used[age] + ended[age]
+        weight = self.SHARED / max(total, 1.0)
+        for kind in range(KINDS):
+            hits, time, left, hull = [0.0] * (AGES + 1), [0.0] * (AGES + 1), 0.0, [AGES]
+
+            def slope(first: int, last: int, hits: list[float] = hits, time: list[float] = time) -> float:
+                waited = time[last] - time[first]
+                return (hits[last] - hits[first]) / waited if waited > 0.0 else 0.0
+
+            for age in reversed(range(AGES)):
+                own_used = self.used[kind][age] + weight * used[age]
+                own_ended = self.gone[kind][age] + alive[kind][age] + weight * ended[age]
+                width = first_age(age + 1) - first_age(age)
+                hits[age] = hits[age + 1] - own_used
+                time[age] = time[age + 1] - (left * width + (own_used + own_ended) * width * 0.5)
+                left += own_used + own_ended
+                while len(hull) > 1 and slope(age, hull[-1]) <= slope(hull[-1], hull[-2]):
+                    hull.pop()
+                self.value[kind][age] = slope(age, hull[-1])
+                hull.append(age)
+            for age in range(AGES):
+                self.used[kind][age] *= self.FADE
+                self.gone[kind][age] *= self.FADE
+
+
+class Group:
+    """`nodes`: those that may be evicted, from the head of the prefix to its tail; `members`: all that it counts."""
+
+    def __init__(self, kind: int, time: int) -> None:
+        self.kind, self.time = kind, time
+        self.nodes: dict[Any, None] = {}
+        self.members: set[Any] = set()
+        self.cell: tuple[int, int] | None = None
+
+
+class Gittins(Lru):
+    """Evicts the group whose kind and age are worth least, from its tail, 16 blocks before it looks again."""
+
+    GHOSTS, WAITING = range(2)
+    BUDGET, LESSON, WORTHLESS = 16, 2000, 1e-4
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 2)
+        self.ages = ReuseAges()
+        self.groups: dict[Group, None] = {}
+        self.cells: dict[tuple[int, int], dict[Group, None]] = {}
+        self.group: dict[Any, Group] = {}
+        self.uses: dict[Any, tuple[int, bool]] = {}
+        self.cached_children: dict[Any, int] = {}
+        self.open: dict[int, Group] = {}
+        self.last: Any = None
+        self.continued = False
+        self.clock, self.next_lesson, self.most_groups = 0, self.LESSON, 0
+        self.victims: Group | None = None
+        self.budget = 0
+
+    def insert(self, node: Any) -> None:
+        self.arrive(node)
+        self.cached_children[node.parent] = self.cached_children.get(node.parent, 0) + 1
+        self.link(node)
+
+    def refuses(self, node: Any) -> bool:
+        parent = node.parent
+        if parent.parent is None or (parent.block is not None and self.victim() is not parent):
+            return False
+        self.arrive(node)
+        self.into_ghosts(node)
+        return True
+
+    def touch(self, node: Any) -> None:
+        self.tick(node)
+        self.continued = True
+        self.unlink(node)
+        self.used(node)
+        self.place_node(node)
+        self.link(node)
+
+    def victim(self) -> Any:
+        while True:
+            if self.victims is None or self.budget <= 0:
+                self.victims, self.budget = self.choose(), self.BUDGET
+                if self.victims is None:
+                    return oldest(self.lists[self.WAITING]) if self.lists[self.WAITING] else None
+            node = next(reversed(self.victims.nodes))
+            if not self.cached_children.get(node):
+                return node
+            self.unlink(node)
+            self.lists[self.WAITING][node] = None
+
+    def evicted(self, node: Any) -> None:
+        parent = node.parent
+        self.budget -= 1
+        self.unlink(node)
+        self.cached_children[parent] -= 1
+        if not self.cached_children[parent] and parent in self.lists[self.WAITING]:
+            self.unlink(parent)
+            self.link(parent)
+        if self.last is node:
+            self.last = None
+        self.into_ghosts(node)
+
+    def arrive(self, node: Any) -> None:
+        """A node that is not cached, among the members of its group."""
+        if node.parent is not self.last:
+            self.continued = node.parent.block is not None
+        self.tick(node)
+        if node in self.lists[self.GHOSTS]:
+            del self.lists[self.GHOSTS][node]
+            self.used(node)
+        else:
+            self.uses[node] = 0, self.continued
+        self.place_node(node)
+
+    def into_ghosts(self, node: Any) -> None:
+        """Remembered without a block; the oldest is forgotten."""
+        ghosts = self.lists[self.GHOSTS]
+        ghosts[node] = None
+        if len(ghosts) > 4 * self.capacity:
+            ghost = oldest(ghosts)
+            del ghosts[ghost]
+            group = self.group[ghost]
+            self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
+            self.leave(ghost)
+
+    def unlink(self, node: Any) -> None:
+        if node in self.lists[self.WAITING]:
+            del self.lists[self.WAITING][node]
+            return
+        group = self.group[node]
+        del group.nodes[node]
+        if not group.nodes:
+            self.into_cell(group, None)
+            if self.victims is group:
+                self.victims = None
+
+    def link(self, node: Any) -> None:
+        group = self.group[node]
+        if not group.nodes:
+            self.into_cell(group, (group.kind, age_class(self.clock - group.time)))
+        group.nodes[node] = None
+
+    def linked(self) -> Iterable[Iterable[Any]]:
+        return [self.lists[self.WAITING], *(group.nodes for group in self.groups)]
+
+    def tick(self, node: Any) -> None:
+        """Time passes by a node used; one whose parent was not used just before begins a request."""
+        self.clock += 1
+        if self.clock >= self.next_lesson:
+            alive = [[0.0] * AGES for _ in range(KINDS)]
+            for group in self.groups:
+                alive[group.kind][age_class(self.clock - group.time)] += len(group.members)
+            self.ages.learn(alive)
+            self.next_lesson = self.clock + max(self.LESSON, self.capacity // 8, self.most_groups // 4)
+        if node.parent is not self.last:
+            self.open.clear()
+        self.last = node
+
+    def place_node(self, node: Any) -> None:
+        """Among the members of the group of its kind of the request that is going on."""
+        count, continued = self.uses[node]
+        kind = 2 * (count - (count > 2)) + continued
+        group = self.open.get(kind)
+        if group is None:
+            group = self.open[kind] = Group(kind, self.clock)
+            self.groups[group] = None
+            self.most_groups = max(self.most_groups, len(self.groups))
+        group.members.add(node)
+        self.group[node] = group
+
+    def used(self, node: Any) -> None:
+        """The node was used again: what its group tells of its age, and one use more."""
+        group = self.group[node]
+        self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
+        count, continued = self.uses[node]
+        self.uses[node] = min(4, count + 1), continued
+        self.leave(node)
+
+    def leave(self, node: Any) -> None:
+        """No member of its group any more."""
+        group = self.group.pop(node)
+        group.members.remove(node)
+        if not group.members:
+            del self.groups[group]
+            if self.open.get(group.kind) is group:
+                del self.open[group.kind]
+
+    def into_cell(self, group: Group, cell: tuple[int, int] | None) -> None:
+        """To the end of a cell, or out of all cells."""
+        if group.cell is not None:
+            del self.cells[group.cell][group]
+        group.cell = cell
+        if cell is not None:
+            self.cells.setdefault(cell, {})[group] = None
+
+    def choose(self) -> Group | None:
+        """The longest unused group of the cell that is worth least; each group moves to its age on the way."""
+        best: Group | None = None
+        least = 0.0
+        for kind in range(KINDS):
+            for age in range(AGES):
+                while cell := self.cells.get((kind, age)):
+                    first: Group = oldest(cell)
+                    now = age_class(self.clock - first.time)
+                    if now <= age:
+                        break
+                    self.into_cell(first, (kind, now))
+                if not cell:
+                    continue
+                value = self.ages.value[kind][age]
+                if value < self.WORTHLESS / max(1, self.capacity):
+                    value = age - AGES
+                if best is None or value < least or (value == least and first.time < best.time):
+                    best, least = first, value
+        return best

@@ -1,0 +1,148 @@
+"""What our own policy keeps that others lose, and how far from the best it stays: prompts made up for the purpose."""
+
+import numpy as np
+import pytest
+
+from pagepool import BlockAllocator, PrefixCache
+from pagepool.prefix.belady import belady_pass
+from pagepool.reference.belady import belady_pass as plain_belady_pass
+from pagepool.reference.gittins import AGES, age_class, first_age
+
+
+def hits(policy, prompts, capacity):
+    cache = PrefixCache(BlockAllocator(capacity), 1, policy)
+    found = sum(cache.touch(prompt) for prompt in prompts)
+    cache.check()
+    return found
+
+
+def best(prompts, capacity):
+    return belady_pass(np.concatenate(prompts), np.cumsum([len(prompt) for prompt in prompts]), capacity)[0]
+
+
+class Blocks:
+    """Hands out rows of ids that nobody had before."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __call__(self, n):
+        self.next += n
+        return np.arange(self.next - n, self.next, dtype=np.int32)
+
+
+def loop(random, new):
+    """40 documents of 50 blocks by turns, with a question each."""
+    documents = [new(50) for _ in range(40)]
+    return [np.concatenate([documents[i % 40], new(2)]) for i in range(800)]
+
+
+def system_prompts(random, new):
+    """One of 60 beginnings, some much more popular than others, and then something that never comes again."""
+    beginnings = [new(int(random.integers(4, 40))) for _ in range(60)]
+    choice = np.minimum(random.zipf(1.3, 2500), 60) - 1
+    return [np.concatenate([beginnings[i], new(int(random.integers(2, 25)))]) for i in choice]
+
+
+def scans(random, new):
+    """Popular documents; now and then a crowd of others that come once."""
+    documents, prompts = [new(25) for _ in range(60)], []
+    while len(prompts) < 2500:
+        if random.random() < 0.01:
+            prompts += [new(60) for _ in range(25)]
+        prompts.append(np.concatenate([documents[int(60 * random.random() ** 2)], new(2)]))
+    return prompts
+
+
+def conversations(random, new):
+    """12 users take turns at random; each goes on with a conversation, which ends one time in twelve."""
+    contexts, prompts = [new(10) for _ in range(12)], []
+    for _ in range(2500):
+        user = int(random.integers(12))
+        begins = random.random() < 1 / 12
+        contexts[user] = new(10) if begins else np.concatenate([contexts[user], new(int(random.integers(1, 12)))])
+        prompts.append(contexts[user])
+    return prompts
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("make", [loop, system_prompts, scans, conversations], ids=lambda make: make.__name__)
+def test_our_own_policy_is_at_least_lru_and_more_than_arc_in_sum(make, seed):
+    prompts = make(np.random.default_rng(seed), Blocks())
+    capacities = [250, 500, 1000, 1500]
+    own = [hits("gittins", prompts, capacity) for capacity in capacities]
+    lru = [hits("lru", prompts, capacity) for capacity in capacities]
+    arc = [hits("arc", prompts, capacity) for capacity in capacities]
+    assert all(mine >= theirs for mine, theirs in zip(own, lru, strict=True))
+    assert sum(own) > sum(arc)
+    assert all(mine <= best(prompts, capacity) for mine, capacity in zip(own, capacities, strict=True))
+
+
+def test_of_a_loop_longer_than_the_cache_a_part_stays():
+    prompts = loop(np.random.default_rng(0), Blocks())
+    assert hits("lru", prompts, 1000) == hits("arc", prompts, 1000) == 0
+    assert hits("gittins", prompts, 1000) > 0.8 * best(prompts, 1000) > 0
+
+
+def test_a_block_goes_only_after_its_cached_children():
+    cache = PrefixCache(BlockAllocator(64), 1, "gittins")
+    for tail in range(4):
+        cache.touch([1, 2, 3, 4, 10 + tail, 5, 6])
+    cached = cache.num_cached
+    for left in range(cached - 1, 0, -1):
+        assert cache.evict(1) == 1
+        runs = [cache.match_prefix([1, 2, 3, 4, 10 + tail, 5, 6]) for tail in range(4)]
+        assert len({block for run in runs for block in run.tolist()}) == left, "what is cached is found from the head"
+        for run in runs:
+            cache.allocator.free(run)
+
+
+def test_blocks_whose_cached_children_are_held_are_evicted_all_the_same():
+    cache = PrefixCache(BlockAllocator(8), 1, "gittins")
+    first = cache.allocator.allocate_n(2)
+    cache.cache_blocks([1, 2], first)
+    second = cache.allocator.allocate_n(3)
+    cache.cache_blocks([1, 2, 3], second)  # only the third block is new
+    cache.allocator.free(first)
+    assert cache.evictable == 2 and cache.evict(8) == 2
+    cache.check()
+    cache.allocator.free(second)
+    assert cache.evict(8) == 1 and cache.allocator.in_use == 0
+    cache.check()
+
+
+def test_age_classes_are_without_gaps():
+    for age in [*range(1, 5000), 2**31 - 1, 2**31, 3 * 2**30, 2**40]:
+        number = age_class(age)
+        assert first_age(number) <= age and (age < first_age(number + 1) or number == AGES - 1)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3, 7, 20, 100])
+def test_the_bound_agrees_with_the_reference(capacity):
+    random = np.random.default_rng(capacity)
+    rows = [random.integers(0, 30, random.integers(0, 6)).astype(np.int32) for _ in range(200)]
+    ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
+    expected = plain_belady_pass(ids.tolist(), ends.tolist(), capacity)
+    assert belady_pass(ids, ends, capacity) == expected
+    assert belady_pass(ids * 60_000_000, ends, capacity) == expected, "ids far apart"
+
+
+def test_no_policy_passes_the_bound():
+    random = np.random.default_rng(3)
+    rows = [np.arange(1 + int(9 * random.random()), dtype=np.int32) + 10 * int(random.integers(8)) for _ in range(300)]
+    for capacity in (5, 20, 40):
+        for policy in ("lru", "lfu", "s3fifo", "arc", "gittins"):
+            assert hits(policy, rows, capacity) <= best(rows, capacity)
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends", "capacity", "match"),
+    [([0, 1], [1], 4, "rise to the number of ids, 2, not to 1"), ([0], [1], -1, "not -1"), ([-3], [1], 1, "not -3")],
+)
+def test_the_bound_refuses_what_is_no_pass(ids, ends, capacity, match):
+    with pytest.raises(ValueError, match=match):
+        belady_pass(np.array(ids, np.int32), np.array(ends), capacity)
+
+
+def test_the_bound_of_nothing_is_nothing():
+    assert belady_pass(np.empty(0, np.int32), np.empty(0, np.int64), 5) == (0, 0)
