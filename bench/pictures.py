@@ -52,11 +52,15 @@ def draw_panel(axes, rows, sides):
             if side is None:
                 continue
             at = group - 0.43 + (place + 0.5) * width
-            axes.bar(at, side["share"], width * 0.92, color=OURS if name == "ours" else COLOURS[name], zorder=2)
+            axes.bar(
+                at, min(side["share"], 1.03), width * 0.92, color=OURS if name == "ours" else COLOURS[name], zorder=2
+            )
             if name == "ours":
+                wanted = row["target"] or 0
+                hides = side["share"] < wanted < side["share"] + 0.08
                 axes.text(
                     at,
-                    side["share"] + 0.015,
+                    min(wanted if hides else side["share"], 1.02) + 0.015,
                     f"{side['share']:.2f}",
                     ha="center",
                     va="bottom",
@@ -72,7 +76,7 @@ def draw_panel(axes, rows, sides):
     labels = [shape_label(row["shape"]) + ("\nFMA bound" if row["binds"] == "fma" else "") for row in rows]
     axes.set_xticks(range(len(rows)), labels, fontsize=8, linespacing=1.35)
     axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.set_ylim(0, 1.0)
+    axes.set_ylim(0, 1.1)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "", "0.5", "", "1"])
     axes.grid(axis="y", color="#e6e6e6", lw=0.8, zorder=0)
     axes.tick_params(length=0)
@@ -129,7 +133,7 @@ def draw(measured, dtype, path):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_options(parser, rounds=3)
+    add_options(parser, rounds=5, seconds=0.06)
     add_peer_options(parser)
     parser.add_argument("--redraw", action="store_true", help="draw what was measured before")
     options = parser.parse_args(arguments)
