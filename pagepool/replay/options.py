@@ -11,6 +11,7 @@ from pagepool.prefix.policies import POLICIES
 from pagepool.replay.clock import CostModel
 from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.order import ORDERS, USER_ORDERS
+from pagepool.replay.prefix_pass import BELADY
 
 __all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "UsageError", "add_arguments"]
 
@@ -52,8 +53,8 @@ def _several(parse: Any) -> Any:
 
 
 def _policy(text: str) -> str:
-    if text not in POLICIES:
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join(POLICIES)}")
+    if text not in (*POLICIES, BELADY):
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join((*POLICIES, BELADY))}")
     return text
 
 
@@ -119,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         type=_several(_policy),
         metavar="NAME,...",
-        help=f"of eviction, with --clock none: {', '.join(POLICIES)}; default: lru",
+        help=f"of eviction, with --clock none: {', '.join(POLICIES)}, or belady, the bound of all; default: lru",
     )
     add(
         "--compare",

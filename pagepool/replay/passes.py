@@ -11,7 +11,7 @@ from pagepool.replay.options import UsageError
 from pagepool.replay.order import in_order
 from pagepool.replay.outcome import Outcome, bundled_trace
 from pagepool.replay.picture import lru_curve, pass_picture
-from pagepool.replay.prefix_pass import cache_passes
+from pagepool.replay.prefix_pass import BELADY, cache_passes
 from pagepool.replay.prefix_report import footer, pass_results, print_comparison, print_passes, title
 from pagepool.replay.prompts import PassError, Prompts
 from pagepool.replay.ptrace import read_trace
@@ -47,11 +47,16 @@ def run_passes(options: argparse.Namespace) -> Outcome:
     capacities = options.capacity or (_steps(prompts.most_ids) if options.compare or drawn else [None])
     policies = options.compare or options.policy or ["lru"]
     about = {"order": order, "users": options.users}
+    if BELADY in policies and (options.hybrid or options.cache_partial):
+        raise UsageError("belady is a bound for full blocks: it goes with neither --hybrid nor --cache-partial")
     if options.hybrid:
         states = StateOptions(options.hybrid, options.state_budget, options.state_grid)
         found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
         return Outcome(hybrid_results(prompts, found, states, about), print_hybrid, {})
-    passes = cache_passes(memory, prompts, policies, capacities, sweep=not options.reference)
+    try:
+        passes = cache_passes(memory, prompts, policies, capacities, sweep=not options.reference)
+    except PassError as error:
+        raise UsageError(f"{path}: {error}") from None
     numbers = pass_results(prompts, passes, about)
     picture = {}
     if drawn:

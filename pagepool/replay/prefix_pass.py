@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
+from pagepool.prefix.belady import belady_pass
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
 from pagepool.replay.prompts import MAX_IDS, Prompts
 
-__all__ = ["CachePass", "cache_pass", "cache_passes"]
+__all__ = ["BELADY", "CachePass", "cache_pass", "cache_passes"]
+
+BELADY = "belady"
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ def cache_passes(
     memory: Any, prompts: Prompts, policies: Sequence[str], capacities: Sequence[int | None], sweep: bool = True
 ) -> list[CachePass]:
     """Every policy at every capacity, policies first. Several capacities of LRU take one pass, unless `sweep` is False;
-    the others take one each, over the prompts read once."""
+    the others take one each, over the prompts read once. "belady" is the bound of all."""
     passes = []
     for policy in policies:
         found = None
-        if policy == "lru" and sweep and len(capacities) > 1:
+        if policy == BELADY:
+            found = _bounds(prompts, capacities)
+        elif policy == "lru" and sweep and len(capacities) > 1:
             found = _swept(prompts, capacities)
         passes += found or [cache_pass(memory, prompts, policy, capacity) for capacity in capacities]
     return passes
@@ -76,3 +81,15 @@ def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass
         CachePass("lru", capacity, full, lru.hits(capacity), lru.evictions(capacity), blocks, None)
         for capacity in capacities
     ]
+
+
+def _bounds(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass]:
+    """The most hits that any policy could have at each capacity."""
+    ids, ends = prompts.flat()
+    found = []
+    for capacity in capacities:
+        start = perf_counter_ns()
+        hits, evictions = belady_pass(ids, ends, len(ids) if capacity is None else capacity)
+        took = perf_counter_ns() - start
+        found.append(CachePass(BELADY, capacity, prompts.full_blocks, hits, evictions, len(ids), took))
+    return found

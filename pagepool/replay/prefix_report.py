@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagepool.replay.prefix_pass import CachePass
+from pagepool.replay.prefix_pass import BELADY, CachePass
 from pagepool.replay.prompts import Prompts
 
 __all__ = ["about_pass", "footer", "pass_results", "print_comparison", "print_passes", "title"]
@@ -62,16 +62,27 @@ def print_passes(numbers: dict[str, Any]) -> None:
 
 
 def print_comparison(numbers: dict[str, Any]) -> None:
-    """Print the hit rates to stdout, a line for each capacity and a column for each policy; * marks the best."""
+    """Print the hit rates to stdout, a line for each capacity and a column for each policy; * marks the best, belady
+    apart, which is no policy but the bound of all."""
     rows = _rows(numbers)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     print(title(numbers))
     print(f"  {'capacity':>14}" + "".join(f"{policy:>12}" for policy in policies))
     for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
         line = {row["policy"]: row for row in rows if row["capacity_blocks"] == capacity}
-        most = max(row["hit_blocks"] for row in line.values())
-        cells = (f"{_rate(row):.2%}{'*' if row['hit_blocks'] == most else ' '}" for row in line.values())
+        most = max((row["hit_blocks"] for policy, row in line.items() if policy != BELADY), default=None)
+        cells = (
+            f"{_rate(row):.2%}{'*' if row['hit_blocks'] == most and policy != BELADY else ' '}"
+            for policy, row in line.items()
+        )
         print(f"  {_capacity(next(iter(line.values()))):>14}" + "".join(f"{cell:>12}" for cell in cells))
+    if {"lru", BELADY} <= set(policies):
+        print("  as shares of what belady has above lru:")
+        for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
+            line = {row["policy"]: row for row in rows if row["capacity_blocks"] == capacity}
+            low, high = line["lru"]["hit_blocks"], line[BELADY]["hit_blocks"]
+            shares = ((row["hit_blocks"] - low) / (high - low) if high > low else 0.0 for row in line.values())
+            print(f"  {_capacity(line['lru']):>14}" + "".join(f"{share:>11.1%} " for share in shares))
     print(footer(numbers))
 
 

@@ -67,6 +67,18 @@ class Prompts:
         full = tokens // self.block_size
         return ids[: -(-tokens // self.block_size) if partial else full], full
 
+    def flat(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The ids of all prompts in one row, those of different sessions made different, and where each prompt ends.
+
+        Raises `PassError` when so many ids have no 31 bits.
+        """
+        first, size = self.id_ranges()
+        if size > MAX_IDS:
+            raise PassError(f"{size} block ids of all sessions are more than {MAX_IDS}")
+        rows = [ids + np.int32(first[session]) for ids, _, session in self]
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        return np.concatenate(rows) if rows else np.empty(0, np.int32), ends
+
     def id_ranges(self) -> tuple[dict[int, int], int]:
         """Where the ids of each session would begin if those of all sessions lay side by side, and their number."""
         ends: dict[int, int] = {}

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 import pagepool
 from pagepool import cli
+from pagepool.prefix.policies import POLICIES
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
 from pagepool.replay.prefix_pass import cache_pass, cache_passes
 from pagepool.replay.prompts import Prompts
@@ -76,3 +77,32 @@ def test_policies_side_by_side(make_trace, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["1", "2", "4", "8"]
     assert cli.main(["replay", str(path), "--clock", "none", "--compare", "lru", "--policy", "arc"]) == 2
     assert "--policy and --compare both name policies" in capsys.readouterr().err
+
+
+@settings(max_examples=50, deadline=None)
+@given(TRACES, st.integers(0, 25))
+def test_no_policy_passes_belady(trace, capacity):
+    prompts = Prompts(trace, None, False)
+    bound, *others = cache_passes(pagepool, prompts, ["belady", *POLICIES], [capacity])
+    assert bound.hit_blocks >= max(one.hit_blocks for one in others)
+    unlimited = cache_passes(pagepool, prompts, ["belady", "lru"], [None])
+    assert unlimited[0].hit_blocks == unlimited[1].hit_blocks and unlimited[0].evictions == 0
+
+
+def test_the_share_of_the_head_room(make_trace, capsys):
+    """A loop of three blocks in a cache of two: LRU finds none, the best keeps two of them for good."""
+    path = make_trace([[at, 4, 1, [at % 3, 1]] for at in range(30)], block=4)
+    arguments = ["replay", str(path), "--clock", "none", "--compare", "lru,belady", "--capacity", "2,3"]
+    assert cli.main(arguments) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2] == ["2", "0.00%*", "60.00%"] and lines[5] == ["2", "0.0%", "100.0%"]
+    assert lines[3] == ["3", "90.00%*", "90.00%"] and lines[6] == ["3", "0.0%", "0.0%"]
+    for option in (["--hybrid", "1"], ["--cache-partial"]):
+        assert cli.main([*arguments, *option]) == 2
+        assert "belady is a bound for full blocks" in capsys.readouterr().err
+
+
+def test_ids_too_many_for_belady_are_one_sentence(make_trace, capsys):
+    sessions = [{"s": "a", "r": [[0, 4, 1, 0, 0, [2**31 - 2, 1]]]} for _ in range(3)]
+    assert cli.main(["replay", str(make_trace(sessions, block=4)), "--clock", "none", "--policy", "belady"]) == 2
+    assert "6442450941 block ids of all sessions are more than 2147483648" in capsys.readouterr().err
