@@ -15,9 +15,10 @@ from pagepool.memory.paged_seq import PagedSeqState, SequenceHandle
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.memory.state_handle import StateHandle
 from pagepool.prefix import PrefixCache, StateCheckpoints
 from pagepool.recorder import TraceRecorder
-from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence
+from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence, Transaction
 
 __all__ = [
     "AttentionSequenceState",
@@ -46,8 +47,10 @@ __all__ = [
     "SsmStatePool",
     "StaleHandle",
     "StateCheckpoints",
+    "StateHandle",
     "StateLayout",
     "TraceRecorder",
+    "Transaction",
     "__version__",
     "cpu_info",
     "decode",

@@ -1,3 +1,4 @@
+cimport cython
 from libc.stdint cimport int32_t
 
 
@@ -9,6 +10,7 @@ cdef struct Link:
     void *holder  # NULL in the head
 
 
+@cython.no_gc  # here, too: what is derived from it in another module asks this file
 cdef class Holder:
     cdef Link link
     cdef object _label
@@ -19,6 +21,7 @@ cdef class Holder:
     cdef list references(self)
 
 
+@cython.no_gc  # here, too: what is derived from it in another module asks this file
 cdef class HolderRegistry:
     cdef Link head
     cdef list others  # weak references to holders of other types

@@ -1,9 +1,11 @@
+cimport cython
 from libc.stdint cimport int32_t
 
 from pagepool.csrc cimport pp_lock
 from pagepool.memory.holders cimport HolderRegistry
 
 
+@cython.no_gc  # here, too: what is derived from it in another module asks this file
 cdef class IdSpace(HolderRegistry):
     # With the lock held; `taken` ids were handed out at least once:
     #   in_use = taken - num_freed            free = capacity - in_use

@@ -1,3 +1,4 @@
+cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
@@ -7,6 +8,7 @@ from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.memory.saved_table cimport SavedTable
 
 
+@cython.no_gc  # here, too: what is derived from it in another module asks this file
 cdef class PagedTable(Holder):
     #   table[first_block:num_blocks] are the blocks, each with one reference of this sequence's
     #   table[:first_block] == -1: given back before the rest;   table[num_blocks:] == 0

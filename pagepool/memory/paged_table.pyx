@@ -259,6 +259,16 @@ cdef class PagedTable(Holder):
         saved_abort(saved, self.allocator, self.c_blocks, first, end)
         return PP_OK
 
+    @property
+    def open_transactions(self):
+        """How many transactions have begun and not ended."""
+        cdef const SavedTable *saved = self.saved
+        cdef int count = 0
+        while saved != NULL:
+            count += 1
+            saved = saved.outer
+        return count
+
     cdef list references(self):
         return list_ids(self.c_blocks + self.first_block, self.num_blocks - self.first_block) + saved_references(
             self.saved

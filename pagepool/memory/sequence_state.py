@@ -72,6 +72,12 @@ class AttentionSequenceState:
         """Returns to position 0."""
         self._position = 0
 
+    def copy_from(self, other: AttentionSequenceState) -> None:
+        """Takes over the position of `other`. Raises `ValueError` when that is past the capacity."""
+        if other._position > self._capacity:
+            raise ValueError(f"position {other._position} is past the {self._capacity} steps of this state")
+        self._position = other._position
+
 
 class Mamba2SequenceState(AttentionSequenceState):
     """The recurrent state of a Mamba-2 model: `h`, float32 (n_layers, d_inner, d_state), zeros at first.
@@ -96,6 +102,13 @@ class Mamba2SequenceState(AttentionSequenceState):
         super().reset()
         self._h[...] = 0
 
+    def copy_from(self, other: AttentionSequenceState) -> None:
+        """Becomes a copy of `other`: its `h` and its position. Raises `ValueError` when it has another shape."""
+        if not isinstance(other, Mamba2SequenceState) or other._h.shape != self._h.shape:
+            raise ValueError(f"a state of shape {self._h.shape} cannot become a copy of {type(other).__name__}")
+        super().copy_from(other)
+        self._h[...] = other._h
+
 
 class SequenceSlot:
     """A state, the request that has it and how far that came.
@@ -117,6 +130,17 @@ class SequenceSlot:
         """Advances the state and the position by one. What the state raises leaves the position as it was."""
         self.state.advance()
         self.position += 1
+
+    def copy_from(self, other: SequenceSlot) -> None:
+        """Takes over the state and the position of `other`; the request stays.
+
+        The state copies itself, by its `copy_from`. Raises `TypeError`, and changes nothing, when it has none.
+        """
+        copy = getattr(self.state, "copy_from", None)
+        if copy is None:
+            raise TypeError(f"a {type(self.state).__name__} has no copy_from: it cannot be copied")
+        copy(other.state)
+        self.position = other.position
 
     def reset(self) -> None:
         """Resets the state; the position follows it, and no request has the slot."""

@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
@@ -9,6 +9,7 @@ cdef class SsmStatePool:
     cdef BlockAllocator ids
     cdef StateMemory memory  # None when the states are Python objects
     cdef list slots
+    cdef int64_t[::1] generations  # how often each slot was released
     cdef object __weakref__
 
     # For engines without the GIL, on a pool made by from_layout; they leave the slots' positions and request ids alone.
@@ -17,4 +18,8 @@ cdef class SsmStatePool:
     # Zeroes; PP_INVALID_SLOT when the slot is out of range or free, PP_INVALID_ARGUMENT without a layout.
     cdef pp_status c_release(self, int32_t slot) noexcept nogil
 
+    # Copies the states of one lent slot to another; PP_INVALID_SLOT, PP_INVALID_ARGUMENT as c_release.
+    cdef pp_status c_copy(self, int32_t dst, int32_t src) noexcept nogil
+
     cdef int32_t read_slot(self, object i) except -1
+    cdef int32_t read_lent(self, object i) except -1

@@ -9,9 +9,13 @@ from pagepool.memory.state_memory cimport StateMemory
 
 import operator
 
+import numpy as np
+
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolExhausted
+from pagepool.memory.owners import Leak
 from pagepool.memory.sequence_state import SequenceSlot
+from pagepool.memory.state_handle import StateHandle
 from pagepool.memory.state_memory import StateRow
 
 __all__ = ["SsmStatePool"]
@@ -43,6 +47,7 @@ cdef class SsmStatePool:
         if not callable(make_state):
             raise TypeError(f"make_state must be callable, not {type(make_state).__name__}")
         self.ids = BlockAllocator(number)
+        self.generations = np.zeros(number, np.int64)
         self.slots = [None] * number
         for i in range(number):
             self.slots[i] = SequenceSlot(make_state(i))
@@ -73,7 +78,16 @@ cdef class SsmStatePool:
         if self.ids.c_ref_count(slot) < 1:
             return PP_INVALID_SLOT
         self.memory.c_zero(slot)
+        self.generations[slot] += 1
         self.ids.c_free(slot)
+        return PP_OK
+
+    cdef pp_status c_copy(self, int32_t dst, int32_t src) noexcept nogil:
+        if self.memory is None:
+            return PP_INVALID_ARGUMENT
+        if self.ids.c_ref_count(dst) < 1 or self.ids.c_ref_count(src) < 1:
+            return PP_INVALID_SLOT
+        self.memory.c_copy(dst, src)
         return PP_OK
 
     cdef int32_t read_slot(self, object i) except -1:
@@ -81,6 +95,12 @@ cdef class SsmStatePool:
         if not 0 <= number < self.ids.capacity:
             raise InvalidSlot(f"slot {number} is out of range: the pool has {self.ids.capacity} slots")
         return number
+
+    cdef int32_t read_lent(self, object i) except -1:
+        cdef int32_t slot = self.read_slot(i)
+        if self.ids.c_ref_count(slot) == 0:
+            raise InvalidSlot(f"slot {slot} is free: {self.used_count} of {self.ids.capacity} slots are used")
+        return slot
 
     def alloc(self, request_id):
         """Lends a slot to a request (any integer but 0, which means none); returns its number.
@@ -100,11 +120,65 @@ cdef class SsmStatePool:
         Raises `InvalidSlot` when i is out of range or free already; then, and when the state's `reset` raises, the slot
         stays as lent as it was.
         """
-        cdef int32_t slot = self.read_slot(i)
-        if self.ids.c_ref_count(slot) == 0:
-            raise InvalidSlot(f"slot {slot} is free: {self.used_count} of {self.ids.capacity} slots are used")
+        cdef int32_t slot = self.read_lent(i)
         self.slots[slot].reset()
+        self.generations[slot] += 1
         self.ids.c_free(slot)
+
+    def copy(self, dst, src):
+        """Makes the state and the position of slot dst those of slot src; the requests stay.
+
+        States of a layout are copied in C, others by their `copy_from`. Raises `InvalidSlot` when a slot is out of
+        range or free, `TypeError` for states that cannot be copied; then nothing has changed.
+
+        >>> from pagepool import StateLayout
+        >>> pool = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 2)
+        >>> a, b = pool.alloc(7), pool.alloc(8)
+        >>> pool.view(0, "h")[a] = 5
+        >>> pool.copy(b, a)
+        >>> pool.view(0, "h")[b]
+        array([5., 5.], dtype=float32)
+        """
+        cdef int32_t target = self.read_lent(dst), source = self.read_lent(src)
+        self.slots[target].copy_from(self.slots[source])
+
+    def handle(self, i):
+        """A `StateHandle` to slot i as it is lent now: stale once the slot was released.
+
+        Raises `InvalidSlot` when i is out of range or free.
+        """
+        return StateHandle(self, self.read_lent(i))
+
+    def generation(self, i):
+        """How often slot i was released: a handle holds what it was. Raises `InvalidSlot` out of range."""
+        return self.generations[self.read_slot(i)]
+
+    def leaks(self):
+        """The slots that are lent: a list of `Leak("state", request_id, [i], [i], slot)`, in order.
+
+        Slots that were taken without the GIL have request id 0. Ask when an engine is idle, or at its end.
+        """
+        found = []
+        for i in range(self.ids.capacity):
+            if self.ids.c_ref_count(i) > 0:
+                found.append(Leak("state", self.slots[i].request_id, [i], [i], self.slots[i]))
+        return found
+
+    def stats(self):
+        """Slots and bytes, as a dict; `peak` is the most slots that were lent at any one time.
+
+        `bytes` are those of the slots in use and 0 for states that are Python objects.
+        """
+        per_state = 0 if self.memory is None else self.memory.c_row_bytes()
+        used = self.used_count
+        return {
+            "capacity": self.ids.capacity,
+            "used": used,
+            "free": self.ids.capacity - used,
+            "peak": self.ids.peak_in_use,
+            "bytes": used * per_state,
+            "capacity_bytes": self.ids.capacity * per_state,
+        }
 
     def slot(self, i):
         """The `SequenceSlot` number i, free or not (request_id 0 when it is). Raises `InvalidSlot` out of range."""

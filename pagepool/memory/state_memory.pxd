@@ -13,3 +13,6 @@ cdef class StateMemory:
 
     # Zeros every state of a row, which must be in range.
     cdef void c_zero(self, int32_t row) noexcept nogil
+    # Copies every state of row src to row dst; both must be in range.
+    cdef void c_copy(self, int32_t dst, int32_t src) noexcept nogil
+    cdef int64_t c_row_bytes(self) noexcept nogil

@@ -2,7 +2,7 @@
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from pagepool.memory.page_buffer cimport PageBuffer
 
@@ -62,6 +62,34 @@ cdef class StateMemory:
         for i in range(self.starts.shape[0]):
             memset(self.buffer.base + self.starts[i] + row * self.row_bytes[i], 0, <size_t>self.row_bytes[i])
 
+    cdef void c_copy(self, int32_t dst, int32_t src) noexcept nogil:
+        cdef unsigned char *state
+        cdef Py_ssize_t i
+        if dst == src:
+            return
+        for i in range(self.starts.shape[0]):
+            state = self.buffer.base + self.starts[i]
+            memcpy(state + dst * self.row_bytes[i], state + src * self.row_bytes[i], <size_t>self.row_bytes[i])
+
+    cdef int64_t c_row_bytes(self) noexcept nogil:
+        cdef int64_t total = 0
+        cdef Py_ssize_t i
+        for i in range(self.row_bytes.shape[0]):
+            total += self.row_bytes[i]
+        return total
+
+    def copy(self, int32_t dst, int32_t src):
+        """Copies every state of row src to row dst. Raises `IndexError` when one is out of range."""
+        for row in (dst, src):
+            if not 0 <= row < self.capacity:
+                raise IndexError(f"row {row} of {self.capacity}")
+        self.c_copy(dst, src)
+
+    @property
+    def bytes_per_row(self):
+        """Bytes of all states of one row."""
+        return self.c_row_bytes()
+
     def zero(self, int32_t row):
         """Zeros every state of a row. Raises `IndexError` when it is out of range."""
         if not 0 <= row < self.capacity:
@@ -107,6 +135,11 @@ class StateRow:
         """Returns to position 0 and zeros every state."""
         self._memory.zero(self._row)
         self.step_position = 0
+
+    def copy_from(self, other):
+        """Becomes what `other`, a row of the same memory, is: its states and its position."""
+        self._memory.copy(self._row, other._row)
+        self.step_position = other.step_position
 
     def view(self, layer, name):
         """A view (*shape) of this sequence's state `name` of a layer."""

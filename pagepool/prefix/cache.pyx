@@ -5,7 +5,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.ids cimport IdArray, read_ids, release_ids
+from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
 from pagepool.prefix.cached_blocks cimport CachedBlocks
 
 import operator
@@ -181,6 +181,35 @@ cdef class PrefixCache:
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
         return self.cached.c_evict(min(number, INT32_MAX))
+
+    def holds(self, block):
+        """Whether the block is cached. False for what is no block of the allocator."""
+        cdef int32_t number
+        read_id(block, &number)
+        return 0 <= number < self.allocator.max_capacity and self.cached.owners[number] > 0
+
+    def discard(self, blocks):
+        """Forgets these blocks, in use or not; returns how many of them were cached. Other ids change nothing.
+
+        For blocks whose keys and values turn out to be wrong, or were never written. What sequences hold stays theirs;
+        what is cached behind a forgotten block is found no more until that is cached again.
+
+        >>> from pagepool import BlockAllocator
+        >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
+        >>> cache.cache_blocks([7, 8], cache.allocator.allocate_n(2))
+        2
+        >>> cache.discard([1, 3]), cache.match_prefix([7, 8])
+        (1, array([0], dtype=int32))
+        """
+        cdef IdArray ids
+        cdef Py_ssize_t i
+        cdef int64_t count = 0
+        read_ids(blocks, &ids)
+        for i in range(ids.count):
+            if 0 <= ids.ids[i] < self.allocator.max_capacity:
+                count += self.cached.c_discard(ids.ids[i])
+        release_ids(&ids)
+        return count
 
     def reset_prefix_cache(self):
         """Forgets everything and drops every reference of the cache; blocks of sequences stay theirs.

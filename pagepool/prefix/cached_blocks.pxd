@@ -37,6 +37,8 @@ cdef class CachedBlocks:
     cdef void c_touch(self, int32_t node) noexcept
     cdef void c_put(self, int32_t node, int32_t block) noexcept
     cdef void c_drop(self, int32_t node) noexcept
+    # Drops the cache's reference to a block wherever it is; false when it is not cached.
+    cdef bint c_discard(self, int32_t block) noexcept
     cdef bint c_in_use(self, int32_t node) noexcept
     cdef void c_return_held(self, int32_t most) noexcept
     cdef int64_t c_evict(self, int64_t n) noexcept

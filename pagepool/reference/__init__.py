@@ -5,7 +5,8 @@ The classes have the names, methods and meanings of the compiled ones, so that o
 
 from pagepool.reference.allocator import BlockAllocator
 from pagepool.reference.attention import decode
-from pagepool.reference.block_table import PagedSeqState, append_batch, release_batch
+from pagepool.reference.batch import append_batch, release_batch
+from pagepool.reference.block_table import PagedSeqState
 from pagepool.reference.kv_pool import KvCachePool
 from pagepool.reference.lent import SequenceHandle
 from pagepool.reference.prefix import PrefixCache

@@ -10,9 +10,7 @@ Blocks that a sliding window left behind may be given back: the table has -1 in 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from pagepool.errors import StaleHandle
 from pagepool.reference.allocator import BlockAllocator, count_of
 from pagepool.reference.lent import SavedTable, SequenceHandle
 
-__all__ = ["PagedSeqState", "append_batch", "release_batch"]
+__all__ = ["PagedSeqState"]
 
 
 class PagedSeqState:
@@ -189,6 +187,11 @@ class PagedSeqState:
         self._use()
         self._saved.append(SavedTable(self))
 
+    @property
+    def open_transactions(self) -> int:
+        """How many transactions have begun and not ended."""
+        return len(self._saved)
+
     def commit(self) -> None:
         """Ends the innermost transaction; what left the table is freed, unless the one around it needs it."""
         saved = self._saved.pop()
@@ -258,42 +261,3 @@ class PagedSeqState:
             held = len(self._blocks)
             self._blocks += self.allocator.allocate_n(missing).tolist()
             self._table[held : held + missing] = self._blocks[held:]
-
-
-def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None:
-    """Appends `counts[i]` tokens to `states[i]`, in order, for all of them or for none.
-
-    Raises `PoolExhausted` when the allocator has too few blocks for all, `ValueError` when the lists differ in
-    length, a state appears twice, a count is negative or a state would pass its maximum.
-    """
-    _distinct(states)
-    if len(states) != len(counts):
-        raise ValueError(f"{len(states)} states but {len(counts)} counts")
-    wanted: Counter[BlockAllocator] = Counter()
-    dropped: Counter[tuple[BlockAllocator, int]] = Counter()  # references that earlier states will have dropped
-    for state, count in zip(states, counts, strict=True):
-        count = count_of("count", count)
-        wanted[state.allocator] += state._missing(state.len + count)
-        for place in state._shared(count):
-            key = (state.allocator, state._blocks[place])
-            if state.allocator.ref_count(key[1]) - dropped[key] > 1:
-                dropped[key] += not (state._saved and state._saved[-1].needs(place, key[1]))
-                wanted[state.allocator] += 1
-    for allocator, blocks in wanted.items():
-        allocator.demand(blocks)
-    for state, count in zip(states, counts, strict=True):
-        state.append(count)
-
-
-def release_batch(states: Sequence[PagedSeqState], close: bool = False) -> None:
-    """Releases every state, with `close` for good. Raises `ValueError`, and releases none, when one appears twice."""
-    _distinct(states)
-    for state in states:
-        state._use()
-    for state in states:
-        state.close() if close else state.release()
-
-
-def _distinct(states: Sequence[Any]) -> None:
-    if len({id(state) for state in states}) != len(states):
-        raise ValueError("a state appears twice")

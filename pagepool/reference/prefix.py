@@ -149,6 +149,23 @@ class PrefixCache:
         self.evicted += done
         return done
 
+    def holds(self, block: int) -> bool:
+        """Whether the block is cached."""
+        return block in self._cached
+
+    def discard(self, blocks: Iterable[int]) -> int:
+        """Forgets these blocks, in use or not, without a ghost; returns how many of them were cached."""
+        found = [block for block in dict.fromkeys(blocks) if block in self._cached]
+        for block in found:
+            node = self._cached.pop(block)
+            node.block = None
+            if node in self._held:
+                del self._held[node]
+            else:
+                self._order.unlink(node)
+            self.allocator.free(block)
+        return len(found)
+
     def stats(self) -> dict[str, Any]:
         """What it holds and has done, as a dict."""
         return {

@@ -38,6 +38,10 @@ class AttentionSequenceState:
         """Back to the start."""
         self.step_position = 0
 
+    def copy_from(self, other: AttentionSequenceState) -> None:
+        """Takes over the position of `other`."""
+        self.step_position = other.step_position
+
 
 class Mamba2SequenceState(AttentionSequenceState):
     """A recurrent state `h`, float32 `(n_layers, d_inner, d_state)`, zero at the start and after `reset`."""
@@ -50,6 +54,11 @@ class Mamba2SequenceState(AttentionSequenceState):
         """Back to the start, with `h` zero."""
         super().reset()
         self.h[:] = 0.0
+
+    def copy_from(self, other: Any) -> None:
+        """Becomes a copy of `other`."""
+        super().copy_from(other)
+        self.h[:] = other.h
 
 
 class SequenceSlot:
@@ -88,6 +97,11 @@ class _LayoutState:
         for row in self._rows:
             row[...] = 0
 
+    def copy_from(self, other: _LayoutState) -> None:
+        self.step_position = other.step_position
+        for row, source in zip(self._rows, other._rows, strict=True):
+            row[...] = source
+
 
 class SsmStatePool:
     """`capacity` slots, slot i with the state `make_state(i)`; the most recently released one is handed out first.
@@ -105,6 +119,7 @@ class SsmStatePool:
         self._slots = [SequenceSlot(make_state(i)) for i in range(self.capacity)]
         self._free = list(range(self.capacity))[::-1]
         self._in_use: set[int] = set()
+        self._generations = [0] * self.capacity
         self._arrays: list[dict[str, np.ndarray]] = []
 
     @classmethod
@@ -143,6 +158,7 @@ class SsmStatePool:
         if i not in self._in_use:
             raise InvalidSlot(f"slot {i} is not allocated")
         slot.reset()
+        self._generations[i] += 1
         self._in_use.remove(i)
         self._free.append(i)
 
@@ -151,6 +167,20 @@ class SsmStatePool:
         if not 0 <= i < self.capacity:
             raise InvalidSlot(f"slot {i} is out of range: there are {self.capacity} slots")
         return self._slots[i]
+
+    def copy(self, dst: int, src: int) -> None:
+        """Makes state and position of slot `dst` those of `src`; both are in use, or `InvalidSlot`."""
+        for i in (dst, src):
+            self.slot(i)
+            if i not in self._in_use:
+                raise InvalidSlot(f"slot {i} is not allocated")
+        self._slots[dst].state.copy_from(self._slots[src].state)
+        self._slots[dst].position = self._slots[src].position
+
+    def generation(self, i: int) -> int:
+        """How often slot `i` was released."""
+        self.slot(i)
+        return self._generations[i]
 
     def view(self, layer: int, name: str) -> np.ndarray:
         """State `name` of `layer` for all slots, `(capacity, *shape)`. `ValueError` when there is no such state."""

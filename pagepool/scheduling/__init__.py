@@ -3,5 +3,6 @@
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.scheduler import Scheduler
+from pagepool.scheduling.transaction import Transaction
 
-__all__ = ["ScheduledBatch", "Scheduler", "SeqState", "Sequence"]
+__all__ = ["ScheduledBatch", "Scheduler", "SeqState", "Sequence", "Transaction"]

@@ -308,3 +308,9 @@ def test_a_state_that_goes_after_such_a_free_touches_no_block(allocator):
     allocator.free(1)
     del state
     assert allocator.ref_count(0) == 1
+
+
+def test_sequences_and_allocators_are_no_business_of_the_garbage_collector():
+    """They go by their reference counts: cleared by a collection, one could not give its blocks back."""
+    allocator = BlockAllocator(4)
+    assert not gc.is_tracked(allocator) and not gc.is_tracked(PagedSeqState(allocator))

@@ -1,0 +1,109 @@
+"""StateHandle: one slot of a pool of recurrent states, as it was lent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagepool.errors import StaleHandle
+from pagepool.memory.sequence_state import SequenceSlot
+
+__all__ = ["StateHandle"]
+
+
+class StateHandle:
+    """Slot `index` of a pool until it is released; whoever uses the handle later gets `StaleHandle`.
+
+    It takes part in transactions: `begin` keeps a copy of the state in a free slot of the pool, `abort` puts it back.
+
+    >>> from pagepool import AttentionSequenceState, SsmStatePool
+    >>> pool = SsmStatePool(1, lambda i: AttentionSequenceState(8))
+    >>> handle = pool.handle(pool.alloc(request_id=7))
+    >>> handle.slot.request_id
+    7
+    >>> handle.release()
+    >>> handle.slot
+    Traceback (most recent call last):
+    pagepool.errors.StaleHandle: the handle to slot 0 is of generation 0, the slot is in generation 1
+    """
+
+    __slots__ = ("_saved", "generation", "index", "pool")
+
+    def __init__(self, pool: Any, index: int) -> None:
+        self.pool = pool
+        self.index = index
+        self.generation: int = pool.generation(index)
+        self._saved: list[StateHandle] = []  # copies in slots of their own, of the open transactions, innermost last
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the slot was released since."""
+        return bool(self.pool.generation(self.index) != self.generation)
+
+    @property
+    def open_transactions(self) -> int:
+        """How many transactions have begun and not ended."""
+        return len(self._saved)
+
+    @property
+    def slot(self) -> SequenceSlot:
+        """The `SequenceSlot`. Raises `StaleHandle` once it was released, whoever has it by now."""
+        self._use()
+        found: SequenceSlot = self.pool.slot(self.index)
+        return found
+
+    def view(self, layer: int, name: str) -> Any:
+        """A view (*shape) of the state `name` of a layer, for a pool made from a layout. Raises `StaleHandle`."""
+        self._use()
+        return self.pool.view(layer, name)[self.index]
+
+    def fork(self) -> StateHandle:
+        """A copy of the state in a slot of its own, for the same request. Raises `PoolExhausted`, `StaleHandle`."""
+        request = self.slot.request_id
+        index = self.pool.alloc(request)
+        try:
+            self.pool.copy(index, self.index)
+        except BaseException:
+            self.pool.release(index)
+            raise
+        return StateHandle(self.pool, index)
+
+    def copy_from(self, other: StateHandle) -> None:
+        """Takes over state and position of another handle's slot, of the same pool. Raises `StaleHandle`."""
+        self._use()
+        other._use()
+        self.pool.copy(self.index, other.index)
+
+    def release(self) -> None:
+        """Gives the slot back, zeroed. Raises `StaleHandle` when it was given back already."""
+        self._use()
+        self.pool.release(self.index)
+
+    def begin(self) -> None:
+        """Begins a transaction. Raises `PoolExhausted` when no slot is free for the copy; then nothing has changed."""
+        self._saved.append(self.fork())
+
+    def commit(self) -> None:
+        """Ends the innermost transaction; what was done stays. `ValueError` when none is open."""
+        self._last_saved().release()
+
+    def abort(self) -> None:
+        """Ends the innermost transaction; the state is what it was. `ValueError` when none is open.
+
+        A slot that was released meanwhile stays released: it may be another's.
+        """
+        saved = self._last_saved()
+        if not self.is_stale:
+            self.copy_from(saved)
+        saved.release()
+
+    def _last_saved(self) -> StateHandle:
+        if not self._saved:
+            raise ValueError(f"slot {self.index} is in no transaction")
+        return self._saved.pop()
+
+    def _use(self) -> None:
+        now = self.pool.generation(self.index)
+        if now != self.generation:
+            raise StaleHandle(
+                f"the handle to slot {self.index} is of generation {self.generation}, the slot is in generation {now}"
+            )
