@@ -7,6 +7,7 @@ from typing import Any
 from pagepool.replay.hybrid_pass import HybridPass, StateOptions
 from pagepool.replay.prefix_report import about_pass, footer, title
 from pagepool.replay.prompts import Prompts
+from pagepool.replay.table import show
 
 __all__ = ["hybrid_results", "print_hybrid"]
 
@@ -46,22 +47,27 @@ def print_hybrid(numbers: dict[str, Any]) -> None:
     rows = numbers["hybrid"] if isinstance(numbers["hybrid"], list) else [numbers["hybrid"]]
     sizes = numbers["states"]
     budget = "no bound" if sizes["budget_bytes"] is None else f"at most {sizes['budget_bytes'] / 2**20:,.1f} MiB"
-    print(title(numbers))
-    print(f"  states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; a grid of {sizes['grid']:,} tokens")
-    print(
-        f"  {'policy':<8}{'capacity':>12}{'hits':>12}{'usable':>12}{'share':>8}"
-        f"{'states':>10}{'of every block':>16}{'at a time':>11}"
-    )
-    for row in rows:
-        capacity = "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
-        print(
-            f"  {row['policy']:<8}{capacity:>12}{row['hit_blocks']:>12,}{row['usable_blocks']:>12,}"
-            f"{row['usable_share']:>8.1%}{row['states_saved']:>10,}{row['state_share']:>16.1%}"
-            f"{row['peak_state_share']:>11.1%}"
-        )
-        kinds = ", ".join(f"{row['saved'][kind]:,} {kind} used {row['used'][kind]:,} times" for kind in row["saved"])
-        print(f"    {kinds}")
-    print(footer(numbers))
+    about = f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; a grid of {sizes['grid']:,} tokens"
+    lines = [
+        [
+            row["policy"],
+            "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}",
+            f"{row['hit_blocks']:,}",
+            f"{row['usable_blocks']:,}",
+            f"{row['usable_share']:.1%}",
+            f"{row['states_saved']:,}",
+            f"{row['state_share']:.1%}",
+            f"{row['peak_state_share']:.1%}",
+        ]
+        for row in rows
+    ]
+    header = ["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"]
+    show(f"{title(numbers)}\n{about}", header, lines, "")
+    kinds = [
+        [row["policy"], line[1], *(f"{row['saved'][kind]:,} / {row['used'][kind]:,}" for kind in row["saved"])]
+        for row, line in zip(rows, lines, strict=True)
+    ]
+    show("states kept / times used", ["policy", "capacity", *rows[0]["saved"]], kinds, footer(numbers))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -13,6 +13,7 @@ from pagepool.replay.outcome import Outcome, bundled_trace
 from pagepool.replay.picture import lru_curve, pass_picture
 from pagepool.replay.prefix_pass import BELADY, cache_passes
 from pagepool.replay.prefix_report import footer, pass_results, print_comparison, print_passes, title
+from pagepool.replay.progress import progress
 from pagepool.replay.prompts import PassError, Prompts
 from pagepool.replay.ptrace import read_trace
 
@@ -54,7 +55,8 @@ def run_passes(options: argparse.Namespace) -> Outcome:
         found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
         return Outcome(hybrid_results(prompts, found, states, about), print_hybrid, {})
     try:
-        passes = cache_passes(memory, prompts, policies, capacities, sweep=not options.reference)
+        with progress(len(prompts) * len(policies) * len(capacities)) as shown:
+            passes = cache_passes(memory, prompts, policies, capacities, not options.reference, shown.tell)
     except PassError as error:
         raise UsageError(f"{path}: {error}") from None
     numbers = pass_results(prompts, passes, about)

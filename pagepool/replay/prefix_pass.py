@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeAlias
 
 from pagepool.prefix.belady import belady_pass
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
@@ -14,6 +15,7 @@ from pagepool.replay.prompts import MAX_IDS, Prompts
 __all__ = ["BELADY", "CachePass", "cache_pass", "cache_passes"]
 
 BELADY = "belady"
+Report: TypeAlias = Callable[[int, str], Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class CachePass:
     nanoseconds: int | None
 
 
-def cache_pass(memory: Any, prompts: Prompts, policy: str, capacity: int | None) -> CachePass:
+def cache_pass(
+    memory: Any, prompts: Prompts, policy: str, capacity: int | None, report: Report = lambda done, state: None
+) -> CachePass:
     """One pass through a cache of `capacity` blocks; `memory` is pagepool or pagepool.reference.
 
     Hits are the full blocks in the leading run of those that were cached, blocks are touched from head to tail, and
@@ -41,7 +45,9 @@ def cache_pass(memory: Any, prompts: Prompts, policy: str, capacity: int | None)
     allocator = memory.BlockAllocator(min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity)
     cache = memory.PrefixCache(allocator, 1, policy)
     hits = blocks = nanoseconds = 0
-    for ids, full, session in prompts:
+    state = f"{policy} with {'unlimited' if capacity is None else f'{capacity:,}'} blocks"
+    for done, (ids, full, session) in enumerate(prompts):
+        report(done, state)
         start = perf_counter_ns()
         found = cache.touch(ids, cache_salt=session)
         nanoseconds += perf_counter_ns() - start
@@ -55,18 +61,28 @@ def cache_pass(memory: Any, prompts: Prompts, policy: str, capacity: int | None)
 
 
 def cache_passes(
-    memory: Any, prompts: Prompts, policies: Sequence[str], capacities: Sequence[int | None], sweep: bool = True
+    memory: Any,
+    prompts: Prompts,
+    policies: Sequence[str],
+    capacities: Sequence[int | None],
+    sweep: bool = True,
+    report: Report = lambda done, state: None,
 ) -> list[CachePass]:
     """Every policy at every capacity, policies first. Several capacities of LRU take one pass, unless `sweep` is False;
-    the others take one each, over the prompts read once. "belady" is the bound of all."""
-    passes = []
+    the others take one each, over the prompts read once. "belady" is the bound of all. `report` is told how many
+    prompts are done, of those of all passes, and what is at hand."""
+    passes: list[CachePass] = []
     for policy in policies:
         found = None
         if policy == BELADY:
             found = _bounds(prompts, capacities)
         elif policy == "lru" and sweep and len(capacities) > 1:
             found = _swept(prompts, capacities)
-        passes += found or [cache_pass(memory, prompts, policy, capacity) for capacity in capacities]
+        for capacity in capacities if found is None else ():
+            before = len(passes) * len(prompts)
+            told = partial(lambda before, done, state: report(before + done, state), before)
+            passes.append(cache_pass(memory, prompts, policy, capacity, told))
+        passes += found or []
     return passes
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pagepool.replay.prefix_pass import BELADY, CachePass
 from pagepool.replay.prompts import Prompts
+from pagepool.replay.table import show
 
 __all__ = ["about_pass", "footer", "pass_results", "print_comparison", "print_passes", "title"]
 
@@ -49,16 +50,20 @@ def about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
 
 def print_passes(numbers: dict[str, Any]) -> None:
     """Print a line for each pass to stdout."""
-    rows = _rows(numbers)
-    print(title(numbers))
-    print(f"  {'policy':<8}{'capacity':>14}{'hits':>14}{'of full':>14}{'rate':>8}{'evictions':>14}{'ns/block':>10}")
-    for row in rows:
-        cost = "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}"
-        print(
-            f"  {row['policy']:<8}{_capacity(row):>14}{row['hit_blocks']:>14,}{row['full_blocks']:>14,}"
-            f"{_rate(row):>8.1%}{row['evictions']:>14,}{cost:>10}"
-        )
-    print(footer(numbers))
+    lines = [
+        [
+            row["policy"],
+            _capacity(row),
+            f"{row['hit_blocks']:,}",
+            f"{row['full_blocks']:,}",
+            f"{_rate(row):.1%}",
+            f"{row['evictions']:,}",
+            "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}",
+        ]
+        for row in _rows(numbers)
+    ]
+    header = ["policy", "capacity", "hits", "of full", "rate", "evictions", "ns/block"]
+    show(title(numbers), header, lines, footer(numbers))
 
 
 def print_comparison(numbers: dict[str, Any]) -> None:
@@ -66,24 +71,22 @@ def print_comparison(numbers: dict[str, Any]) -> None:
     apart, which is no policy but the bound of all."""
     rows = _rows(numbers)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    print(title(numbers))
-    print(f"  {'capacity':>14}" + "".join(f"{policy:>12}" for policy in policies))
-    for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
-        line = {row["policy"]: row for row in rows if row["capacity_blocks"] == capacity}
+    by_capacity: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_capacity.setdefault(_capacity(row), {})[row["policy"]] = row
+    rates, shares = [], []
+    for capacity, line in by_capacity.items():
         most = max((row["hit_blocks"] for policy, row in line.items() if policy != BELADY), default=None)
-        cells = (
-            f"{_rate(row):.2%}{'*' if row['hit_blocks'] == most and policy != BELADY else ' '}"
-            for policy, row in line.items()
-        )
-        print(f"  {_capacity(next(iter(line.values()))):>14}" + "".join(f"{cell:>12}" for cell in cells))
-    if {"lru", BELADY} <= set(policies):
-        print("  as shares of what belady has above lru:")
-        for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
-            line = {row["policy"]: row for row in rows if row["capacity_blocks"] == capacity}
+        marks = ("*" if row["hit_blocks"] == most and policy != BELADY else " " for policy, row in line.items())
+        rates.append([capacity, *(f"{_rate(row):.2%}{mark}" for row, mark in zip(line.values(), marks, strict=True))])
+        if {"lru", BELADY} <= set(line):
             low, high = line["lru"]["hit_blocks"], line[BELADY]["hit_blocks"]
-            shares = ((row["hit_blocks"] - low) / (high - low) if high > low else 0.0 for row in line.values())
-            print(f"  {_capacity(line['lru']):>14}" + "".join(f"{share:>11.1%} " for share in shares))
-    print(footer(numbers))
+            above = ((row["hit_blocks"] - low) / (high - low) if high > low else 0.0 for row in line.values())
+            shares.append([capacity, *(f"{share:.1%}" for share in above)])
+    header = ["capacity", *policies]
+    show(title(numbers), header, rates, "" if shares else footer(numbers))
+    if shares:
+        show("as shares of what belady has above lru", header, shares, footer(numbers))
 
 
 def _rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:

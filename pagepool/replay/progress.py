@@ -16,7 +16,8 @@ BAR_SECONDS = 0.1
 
 
 def progress(total: int) -> PlainProgress | RichProgress:
-    """A context manager to call with the replay after each step; `total` is the number of requests."""
+    """A context manager to call with the replay after each step, or to `tell`; `total` is the number of requests, over
+    all passes where there are several."""
     if sys.stderr.isatty():
         try:
             return RichProgress(total)
@@ -33,6 +34,10 @@ def _state(replay: Replay) -> str:
     )
 
 
+def _ended(replay: Replay) -> int:
+    return replay.totals.finished + replay.totals.refused
+
+
 class PlainProgress(AbstractContextManager["PlainProgress"]):
     """One line every two seconds; a short replay prints none."""
 
@@ -41,13 +46,17 @@ class PlainProgress(AbstractContextManager["PlainProgress"]):
         self._next = monotonic() + LINE_SECONDS
 
     def __call__(self, replay: Replay) -> None:
+        """The replay, after a step."""
+        if monotonic() >= self._next:
+            virtual = f"{replay.totals.time_us / 1e6:.0f} s virtual"
+            self.tell(_ended(replay), f"{_state(replay)}, {virtual}")
+
+    def tell(self, done: int, state: str) -> None:
+        """How many requests are done, and what else there is to say."""
         now = monotonic()
         if now >= self._next:
             self._next = now + LINE_SECONDS
-            ended = replay.totals.finished + replay.totals.refused
-            virtual = f"{replay.totals.time_us / 1e6:.0f} s virtual"
-            line = f"pagepool: {ended} of {self._total} requests, {_state(replay)}, {virtual}"
-            print(line, file=sys.stderr, flush=True)
+            print(f"pagepool: {done} of {self._total} requests, {state}", file=sys.stderr, flush=True)
 
     def __exit__(self, *exc: object) -> None:
         return None
@@ -76,11 +85,16 @@ class RichProgress(AbstractContextManager["RichProgress"]):
         return self
 
     def __call__(self, replay: Replay) -> None:
+        """The replay, after a step."""
+        if monotonic() >= self._next:
+            self.tell(_ended(replay), _state(replay))
+
+    def tell(self, done: int, state: str) -> None:
+        """How many requests are done, and what else there is to say."""
         now = monotonic()
         if now >= self._next:
             self._next = now + BAR_SECONDS
-            ended = replay.totals.finished + replay.totals.refused
-            self._bar.update(self._task, completed=ended, state=_state(replay))
+            self._bar.update(self._task, completed=done, state=state)
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
+from pagepool.replay.table import show
 
 __all__ = ["headings", "print_table", "results"]
 
@@ -67,27 +67,9 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
 
 
 def print_table(numbers: dict[str, Any]) -> None:
-    """Print `numbers` to stdout: with rich when it is installed and stdout is a terminal, in plain text otherwise."""
+    """Print `numbers` to stdout."""
     title, rows, footer = headings(numbers)
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass  # rich is optional; the plain table says the same
-        else:
-            table = Table(title=title, caption=footer, show_header=False)
-            table.add_column(style="bold")
-            table.add_column(justify="right")
-            for name, value in rows:
-                table.add_row(name, value)
-            Console().print(table, markup=False)
-            return
-    width = max(len(name) for name, _ in rows)
-    print(title)
-    for name, value in rows:
-        print(f"  {name:<{width}}  {value:>24}")
-    print(footer)
+    show(title, [], rows, footer)
 
 
 def headings(numbers: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:

@@ -95,8 +95,8 @@ def test_the_share_of_the_head_room(make_trace, capsys):
     arguments = ["replay", str(path), "--clock", "none", "--compare", "lru,belady", "--capacity", "2,3"]
     assert cli.main(arguments) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[2] == ["2", "0.00%*", "60.00%"] and lines[5] == ["2", "0.0%", "100.0%"]
-    assert lines[3] == ["3", "90.00%*", "90.00%"] and lines[6] == ["3", "0.0%", "0.0%"]
+    assert lines[2] == ["2", "0.00%*", "60.00%"] and lines[6] == ["2", "0.0%", "100.0%"]
+    assert lines[3] == ["3", "90.00%*", "90.00%"] and lines[7] == ["3", "0.0%", "0.0%"]
     for option in (["--hybrid", "1"], ["--cache-partial"]):
         assert cli.main([*arguments, *option]) == 2
         assert "belady is a bound for full blocks" in capsys.readouterr().err

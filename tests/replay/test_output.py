@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from pagepool import BlockAllocator, SchedulerConfig
+from pagepool.cli import main
 from pagepool.replay import progress as progress_module
-from pagepool.replay import report
+from pagepool.replay import report, table
 from pagepool.replay.clock import CostModel
 from pagepool.replay.driver import Replay
 from pagepool.replay.meter import MeteredAccount
@@ -76,3 +77,24 @@ def test_a_reader_that_leaves_is_no_traceback():
     command = f"{sys.executable} -m pagepool replay --requests 2 | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+def test_tables_are_never_cut_off(monkeypatch, capsys):
+    pytest.importorskip("rich", reason="rich is optional")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    header, rows = ["capacity", *(f"policy {number}" for number in range(8))], [["1,000", *["12.34%"] * 8]] * 2
+    for columns in (40, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        table.show("a [bold]title[/]", header, rows, "a footer")
+        printed = capsys.readouterr().out
+        assert "a [bold]title[/]" in printed and "a footer" in printed
+        assert printed.count("12.34%") == 16 and "policy 7" in printed
+
+
+def test_passes_say_how_far_they_are(monkeypatch, capsys, make_trace):
+    monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
+    path = make_trace([[0, 4, 1, [0, 1]]] * 3, block=4)
+    assert main(["replay", str(path), "--clock", "none", "--policy", "lru,arc", "--capacity", "1000"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1:4] for line in lines] == [[str(done), "of", "6"] for done in range(6)]
+    assert lines[0].endswith("requests, lru with 1,000 blocks") and "arc" in lines[3]
