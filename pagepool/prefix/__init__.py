@@ -1,6 +1,7 @@
 """The prefix cache: blocks that are kept for the next prompt with the same beginning."""
 
 from pagepool.prefix.cache import PrefixCache
+from pagepool.prefix.pins import PrefixPins
 from pagepool.prefix.state_checkpoints import StateCheckpoints
 
-__all__ = ["PrefixCache", "StateCheckpoints"]
+__all__ = ["PrefixCache", "PrefixPins", "StateCheckpoints"]

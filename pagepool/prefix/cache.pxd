@@ -11,4 +11,6 @@ cdef class PrefixCache:
     cdef CachedBlocks cached
     cdef long long looked_up
     cdef long long hits
+
+    cdef object match(self, tokens, cache_salt, extra_keys, bint in_part)
     cdef object __weakref__

@@ -33,6 +33,9 @@ class PrefixCache:
     def match_prefix(
         self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
     ) -> NDArray[np.int32]: ...
+    def match_tokens(
+        self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
+    ) -> tuple[NDArray[np.int32], int]: ...
     def cache_blocks(
         self, tokens: _Ids, blocks: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
     ) -> int: ...

@@ -92,15 +92,50 @@ cdef class PrefixCache:
         from the first to the last. Raises `TypeError` and `ValueError` for what are no tokens or keys, `PoolError` when
         a block was freed behind the cache's back; then nothing has changed.
         """
+        return self.match(tokens, cache_salt, extra_keys, False)[0]
+
+    def match_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
+        """As `match_prefix`, and beyond: `(blocks, num_tokens)`, the last block perhaps the same in part only.
+
+        That last block is the one, among those cached behind the full ones, that goes on with the same tokens for
+        longest; of a crowd of more than 1,024 the youngest are looked at. Each block has one reference more, the
+        caller's to free. `PagedSeqState.adopt(blocks, num_tokens)` begins a sequence with them; its first `append` into
+        a block that others hold copies the page.
+
+        >>> from pagepool import BlockAllocator, PagedSeqState
+        >>> allocator = BlockAllocator(8)
+        >>> cache = PrefixCache(allocator, block_size=4)
+        >>> first = allocator.allocate_n(2)
+        >>> cache.cache_blocks([1, 2, 3, 4, 5, 6, 7, 8], first)
+        2
+        >>> blocks, num_tokens = cache.match_tokens([1, 2, 3, 4, 5, 6, 9])
+        >>> blocks, num_tokens
+        (array([0, 1], dtype=int32), 6)
+        >>> state = PagedSeqState(allocator, block_size=4)
+        >>> state.adopt(blocks, num_tokens)
+        >>> allocator.free(blocks)
+        >>> state.append().tolist(), state.blocks
+        ([10], [0, 2])
+        """
+        return self.match(tokens, cache_salt, extra_keys, True)
+
+    cdef object match(self, tokens, cache_salt, extra_keys, bint in_part):
+        """Blocks and number of tokens. All that can fail is done before anything changes."""
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
-        cdef int64_t n = row.shape[0] // self.block_size, num_found = 0, i
+        cdef int64_t n = row.shape[0] // self.block_size, num_full = 0, num_found, i
         cdef int32_t[::1] found
+        cdef int32_t node, common = 0
         root = cached.table.roots.get(root_key(cache_salt, extra_keys))
-        if root is not None and n:
-            cached.c_reserve_path(n)
-            cached.order.c_reserve(n)
-            num_found = cached.c_walk(root, &row[0], n, True)
+        if root is not None and row.shape[0]:
+            cached.c_reserve_path(n + 1)
+            cached.order.c_reserve(n + 1)
+            num_full = cached.c_walk(root, &row[0], n, True)
+            if in_part and num_full * self.block_size < row.shape[0]:
+                node = cached.path[num_full - 1] if num_full else root
+                i = num_full * self.block_size
+                cached.path[num_full] = cached.table.c_find_part(node, &row[i], row.shape[0] - i, &common)
+        num_found = num_full + (common > 0)
         blocks = empty(num_found, INT32)
         if num_found:
             found = blocks
@@ -111,8 +146,8 @@ cdef class PrefixCache:
             for i in range(num_found):
                 cached.c_touch(cached.path[i])
         self.looked_up += n
-        self.hits += num_found
-        return blocks
+        self.hits += num_full
+        return blocks, num_full * self.block_size + common
 
     def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=()):
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache.

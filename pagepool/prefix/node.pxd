@@ -10,6 +10,9 @@ cdef struct Node:
     int32_t block  # -1 when it has none, or is not alive
     int32_t num_children
     int32_t last_child  # the child found or added last, or -1: where the next walk looks first
+    int32_t first_child
+    int32_t previous_sibling
+    int32_t next_sibling
     int32_t previous
     int32_t next
     int32_t list  # of the policy's

@@ -11,6 +11,8 @@ import os
 
 __all__ = ["NodeTable"]
 
+cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the same in part
+
 
 cdef extern from "block_hash.h" nogil:
     uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int64_t n)
@@ -93,7 +95,7 @@ cdef class NodeTable:
             node = self.num_made
             self.num_made += 1
         self.num_alive += 1
-        self.nodes[node] = Node(0, -1, -1, -1, 0, -1, -1, -1, 0, 0, 0, 0, 0, 1)
+        self.nodes[node] = Node(0, -1, -1, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
         return node
 
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept:
@@ -128,7 +130,30 @@ cdef class NodeTable:
         bucket[0] = node
         self.nodes[parent].num_children += 1
         self.nodes[parent].last_child = node
+        self.nodes[node].next_sibling = self.nodes[parent].first_child
+        if self.nodes[parent].first_child >= 0:
+            self.nodes[self.nodes[parent].first_child].previous_sibling = node
+        self.nodes[parent].first_child = node
         return node
+
+    cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef const int32_t *row
+        cdef int32_t node = nodes[parent].first_child, best = -1, seen = 0, same
+        cdef int32_t longest = <int32_t>min(n, <int64_t>self.block_size)
+        common[0] = 0
+        while node >= 0 and seen < MOST_CHILDREN:
+            row = self.tokens + <size_t>node * <size_t>self.block_size
+            same = 0
+            while same < longest and row[same] == tokens[same]:
+                same += 1
+            if nodes[node].block >= 0 and same and same >= common[0]:
+                if same > common[0] or nodes[node].block < nodes[best].block:
+                    best = node
+                common[0] = same
+            node = nodes[node].next_sibling
+            seen += 1
+        return best
 
     cdef void c_collect(self, int32_t node) noexcept:
         cdef Node *nodes = self.nodes
@@ -142,6 +167,12 @@ cdef class NodeTable:
                     link = &nodes[link[0]].next_in_bucket
                 link[0] = nodes[node].next_in_bucket
                 nodes[parent].num_children -= 1
+                if nodes[node].previous_sibling < 0:
+                    nodes[parent].first_child = nodes[node].next_sibling
+                else:
+                    nodes[nodes[node].previous_sibling].next_sibling = nodes[node].next_sibling
+                if nodes[node].next_sibling >= 0:
+                    nodes[nodes[node].next_sibling].previous_sibling = nodes[node].previous_sibling
                 if nodes[parent].last_child == node:
                     nodes[parent].last_child = -1
             else:
@@ -192,6 +223,15 @@ cdef class NodeTable:
                 continue
             if nodes[node].num_children != children.get(node, 0):
                 return f"node {node} counts {nodes[node].num_children} children, there are {children.get(node, 0)}"
+            other = nodes[node].first_child
+            steps = 0
+            while other >= 0 and steps <= alive:
+                if not nodes[other].alive or nodes[other].parent != node:
+                    return f"node {other} is among the children of node {node} and is none of them"
+                steps += 1
+                other = nodes[other].next_sibling
+            if steps != children.get(node, 0):
+                return f"node {node} has {children.get(node, 0)} children, {steps} are linked"
             other = nodes[node].last_child
             if other >= 0 and (not nodes[other].alive or nodes[other].parent != node):
                 return f"the last child of node {node} is {other}, which is none of its children"

@@ -89,6 +89,29 @@ class PrefixCache:
         self.hits += len(found)
         return np.array(blocks, dtype=np.int32)
 
+    def match_tokens(
+        self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
+    ) -> tuple[np.ndarray, int]:
+        """As `match_prefix`, and a last block that is the same only in its first part; blocks and number of tokens."""
+        node, row = self._root(cache_salt, extra_keys), np.asarray(tokens).tolist()
+        blocks = self.match_prefix(tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
+        for key in self._keys(tokens)[: len(blocks)]:
+            node = node.children[key]
+        rest = row[len(blocks) * self.block_size :]
+        best, longest, lowest = None, 0, 0
+        for key, child in node.children.items():
+            same = next(
+                (at for at, (a, b) in enumerate(zip(key, rest, strict=False)) if a != b), min(len(key), len(rest))
+            )
+            if child.block is not None and same and (same > longest or (same == longest and child.block < lowest)):
+                best, longest, lowest = child, same, child.block
+        num_tokens = len(blocks) * self.block_size + longest
+        if best is not None:
+            self.allocator.share(lowest)
+            self._touch(best)
+            blocks.append(lowest)
+        return np.array(blocks, dtype=np.int32), num_tokens
+
     def cache_blocks(self, tokens: Any, blocks: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
         keys, ids = self._keys(tokens), [int(block) for block in blocks]

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, InvalidBlock, PoolError, PrefixCache
+from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout, PagedSeqState, PoolError, PrefixCache
 
 POLICIES = ["lru", "lfu", "s3fifo", "arc", "gittins"]
 
@@ -269,3 +269,50 @@ def test_capacity_zero_is_legal():
         assert cache.touch([1, 2]) == 0 and cache.evict(1) == 0 and cache.match_prefix([1]).size == 0
         assert cache.stats()["nodes"] == 0
         cache.check()
+
+
+def test_a_last_block_that_is_the_same_in_part_is_found_and_copied_before_it_is_written():
+    layout = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    pool = KvCachePool.from_layout(layout, 8)
+    cache = PrefixCache(pool.allocator, block_size=4)
+    k = np.random.default_rng(0).standard_normal((8, 1, 8)).astype(np.float32)
+    first = PagedSeqState(pool.allocator, block_size=4)
+    slots = first.append(8)
+    for layer in range(2):
+        pool.append(layer, slots, k, -k)
+    cache.cache_blocks([1, 2, 3, 4, 5, 6, 7, 8], first.blocks)
+    first.release()
+
+    blocks, num_tokens = cache.match_tokens([1, 2, 3, 4, 5, 6, 9, 9, 9])
+    assert (blocks.tolist(), num_tokens) == ([0, 1], 6)
+    second = PagedSeqState(pool.allocator, block_size=4)
+    second.adopt(blocks, num_tokens)
+    pool.allocator.free(blocks)
+    new = np.full((3, 1, 8), 7, np.float32)
+    slots = second.append(3)
+    for layer in range(2):
+        pool.append(layer, slots, new, new)
+        got_k, got_v = pool.gather(layer, second.blocks, 9)
+        assert np.array_equal(got_k, np.concatenate([k[:6], new])) and np.array_equal(got_v[:6], -k[:6])
+        assert np.array_equal(pool.gather(layer, blocks, 8)[0], k), "the cached page is as it was"
+    second.release()
+    cache.check()
+    pool.allocator.check(others=0)
+
+
+def test_of_several_blocks_the_one_that_is_the_same_for_longest_is_found(cache):
+    for tail in ([5, 1, 1, 1], [5, 6, 1, 1], [5, 6, 7, 1], [6, 6, 7, 8]):
+        cache.allocator.free(serve(cache, [1, 2, 3, 4, *tail]))
+    for tokens, found, number in (
+        ([1, 2, 3, 4, 5, 6, 7, 8], [0, 3], 7),
+        ([1, 2, 3, 4, 5, 6], [0, 2], 6),
+        ([1, 2, 3, 4, 9], [0], 4),
+        ([1, 2, 3], [0], 3),
+        ([9], [], 0),
+        ([], [], 0),
+    ):
+        blocks, num_tokens = cache.match_tokens(tokens)
+        assert (blocks.tolist(), num_tokens) == (found, number)
+        cache.allocator.free(blocks)
+    assert cache.match_tokens([1, 2, 3], cache_salt="other")[1] == 0
+    cache.check()

@@ -57,6 +57,14 @@ class PrefixMachine(RuleBasedStateMachine):
     def touch(self, tokens, salt, keys):
         self.both("touch", tokens, cache_salt=salt, extra_keys=keys)
 
+    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS)
+    def match_tokens(self, tokens, salt, keys):
+        names = {"cache_salt": salt, "extra_keys": keys}
+        blocks, num_tokens = self.ours.match_tokens(tokens, **names)
+        expected, expected_tokens = self.plain.match_tokens(tokens, **names)
+        assert np.array_equal(blocks, expected) and num_tokens == expected_tokens
+        self.running.append(blocks.tolist())
+
     @rule(data=st.data())
     def finish(self, data):
         if self.running:
