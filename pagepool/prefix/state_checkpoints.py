@@ -26,8 +26,7 @@ class StateCheckpoints:
     `pagepool.prefix.checkpoint_value`. The size of a state and that of a KV block have nothing to do with each other.
     A request of a hybrid model takes these steps; the calls copy under the GIL, and none keeps the arguments:
 
-        blocks = cache.match_prefix(tokens)                      # keys and values
-        kv_tokens = len(blocks) * block_size
+        blocks, kv_tokens = cache.match_tokens(tokens)           # keys and values, parts of a block included
         begin = checkpoints.resume(slot, tokens, kv_tokens)      # the state: go on from token `begin`
         for position, reason in checkpoints.stops(tokens, kv_tokens, begin):
             ...                                                  # compute tokens up to `position`

@@ -18,7 +18,8 @@ STATE_BYTES = 3 * 4 * 4 + 5 * 2 + 2 * 4
 class Engine:
     """A hybrid model in miniature: its state after some tokens is a hash of all of them, in every array."""
 
-    def __init__(self, block_size=16, budget=1 << 20, layout=LAYOUT, blocks=4096, **places):
+    def __init__(self, block_size=16, budget=1 << 20, layout=LAYOUT, blocks=4096, in_part=False, **places):
+        self.in_part = in_part
         self.layout = layout
         self.pool = SsmStatePool.from_layout(layout, 4)
         self.checkpoints = StateCheckpoints(layout, self.pool, budget, **places)
@@ -40,8 +41,10 @@ class Engine:
     def serve(self, prompt, output=()):
         """Runs one request; the tokens of its prompt that it need not compute."""
         slot = self.pool.alloc(1)
-        blocks = self.cache.match_prefix(prompt)
-        kv_tokens = len(blocks) * self.cache.block_size
+        size = self.cache.block_size
+        blocks, kv_tokens = self.cache.match_tokens(prompt)
+        if not self.in_part:
+            kv_tokens -= kv_tokens % size
         begin = self.checkpoints.resume(slot, prompt, kv_tokens)
         assert begin <= kv_tokens and (begin == 0 or self.holds(slot, prompt[:begin]))
         assert self.pool.slot(slot).position == self.pool.slot(slot).state.step_position == begin
@@ -51,8 +54,11 @@ class Engine:
         everything = [*prompt, *output]
         self.write(slot, everything)
         self.checkpoints.save(slot, everything, self.checkpoints.index.aligned(len(everything)), "end")
-        missing = -(-len(everything) // self.cache.block_size) - len(blocks)
-        held = [*blocks.tolist(), *self.cache.allocator.allocate_n(missing).tolist()]
+        # A block that is the same in part only is copied before it is written.
+        shared = kv_tokens // size
+        missing = -(-len(everything) // size) - shared
+        self.cache.allocator.free(blocks[shared:])
+        held = [*blocks[:shared].tolist(), *self.cache.allocator.allocate_n(missing).tolist()]
         self.cache.cache_blocks(everything, held)
         self.cache.allocator.free(held)
         self.pool.release(slot)
@@ -74,6 +80,16 @@ def test_a_shared_prefix_is_hit_from_the_third_request_on(state_elements, block_
     engine = Engine(block_size, budget=8 * (4 * state_elements + 4000), layout=layout)
     found = [engine.serve(prompt) for prompt in prompts(480, 6)]
     assert found[:2] == [0, 0] and min(found[2:]) >= 456, found
+
+
+@pytest.mark.parametrize("state_elements", [1, 300_000])
+@pytest.mark.parametrize("block_size", [16, 512, 528, 1000])
+def test_the_same_within_a_block_that_is_larger(state_elements, block_size):
+    """Where parts of blocks are found, no block size stands between a prompt and its prefix."""
+    layout = StateLayout(layers=[{"ssm": ((state_elements,), "float32")}])
+    engine = Engine(block_size, budget=8 * (4 * state_elements + 9000), layout=layout, in_part=True)
+    found = [engine.serve(prompt) for prompt in prompts(480, 6, tail=600)]
+    assert found == [0, 0, 480, 480, 480, 480]
 
 
 def test_the_next_turn_goes_on_from_the_end_of_the_last():
