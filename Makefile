@@ -11,7 +11,7 @@ CSRC := $(wildcard pagepool/csrc/*.c)
 HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h pagepool/csrc/*.inc tests/capi/*.h)
 AARCH64 := aarch64-linux-gnu
 
-.PHONY: help demo test build debug bench figures lint format san san-c san-python aarch64 wheel test-wheel test-sdist test-pythons ci clean
+.PHONY: help demo test model-test build debug bench figures lint format san san-c san-python aarch64 wheel test-wheel test-sdist test-pythons ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -22,6 +22,10 @@ demo: build  ## replay 200 requests of a recorded hour with attention on real me
 
 test: build $(VENV)/.test  ## every test but the benchmarks
 	$(PY) -m pytest -q tests
+
+OPS ?= 10000000
+model-test: build $(VENV)/.test  ## a long random program on the memory, compared with reference: SEED=1 OPS=10000000
+	PYTHONPATH=. $(PY) tests/model_run.py --ops $(OPS) $(if $(SEED),--seed $(SEED))
 
 build: $(VENV)/.build  ## compile in place what has changed
 	$(PY) setup.py -q build_ext --inplace

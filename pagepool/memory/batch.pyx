@@ -8,6 +8,7 @@ from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.csrc cimport PP_OK, pp_status
 from pagepool.memory.ids cimport read_count
 from pagepool.memory.paged_seq cimport PagedSeqState
+from pagepool.memory.saved_table cimport saved_needs
 
 from collections import Counter
 
@@ -49,23 +50,24 @@ cdef int32_t *room_for(int64_t count) except NULL:
 
 
 cdef int64_t kept_by_last(list states) except -1:
-    """How many shared blocks have no reference but those of states that will un-share them: the last keeps each.
+    """How many shared blocks are so no more when their turn comes, since those before have un-shared them.
 
-    A transaction that is open holds on to what its state un-shares: the last finds it shared still.
+    What a state un-shares that an open transaction needs stays shared: with that.
     """
     cdef PagedSeqState state
     cdef int64_t i, end, kept = 0
-    references = Counter()
-    guarded = set()
+    cdef int32_t block, count
+    dropped = Counter()
     for state in states:
         if state.pending:
             end = (state.length + state.pending + state.block_size - 1) // state.block_size
             for i in range(state.length // state.block_size, min(end, state.num_blocks)):
-                references[state.c_blocks[i]] += 1
-                if state.saved != NULL:
-                    guarded.add(state.c_blocks[i])
-    for block, times in references.items():
-        kept += times > 1 and block not in guarded and state.allocator.c_ref_count(block) == times
+                block = state.c_blocks[i]
+                count = state.allocator.c_ref_count(block)
+                if count > 1 and count - dropped[block] <= 1:
+                    kept += 1
+                elif state.saved == NULL or not saved_needs(state.saved, <int32_t>i, block):
+                    dropped[block] += 1
     return kept
 
 

@@ -78,6 +78,11 @@ class StateHandle:
         self._use()
         self.pool.release(self.index)
 
+    def close(self) -> None:
+        """Gives the slot back, unless that was done already."""
+        if not self.is_stale:
+            self.release()
+
     def begin(self) -> None:
         """Begins a transaction. Raises `PoolExhausted` when no slot is free for the copy; then nothing has changed."""
         self._saved.append(self.fork())

@@ -122,21 +122,17 @@ cdef class CachedBlocks:
         self.allocator.c_free(block)
 
     cdef bint c_discard(self, int32_t block) noexcept:
-        """Unlike an eviction it leaves no ghost: the policy is not to expect the block again."""
+        """For the policy it is an eviction like any other."""
         cdef int32_t node = self.owners[block] - 1
         if node < 0:
             return False
         if self.table.nodes[node].held:
             self.table.nodes[node].held = 0
             list_remove(&self.held, self.table.nodes, node)
-        else:
-            self.order.c_unlink(node)
-        self.table.nodes[node].block = -1
-        self.owners[block] = 0
-        self.num_cached -= 1
+            self.order.c_link(node)
+        self.c_drop(node)
+        self.evicted -= 1
         self.cleared += 1
-        self.table.c_collect(node)
-        self.allocator.c_free(block)
         return True
 
     cdef bint c_in_use(self, int32_t node) noexcept:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagepool.errors import StaleHandle
 
-__all__ = ["SavedTable", "SequenceHandle"]
+__all__ = ["SavedTable", "SequenceHandle", "StateHandle"]
 
 
 class SavedTable:
@@ -52,3 +52,57 @@ class SequenceHandle:
         if self.is_stale:
             raise StaleHandle(f"generation {self.generation} is over, it is {self._state.generation} now")
         return self._state
+
+
+class StateHandle:
+    """A slot of a pool of recurrent states as it was lent; transactions keep copies in slots of their own."""
+
+    def __init__(self, pool: Any, index: int) -> None:
+        self.pool = pool
+        self.index = index
+        self.generation = pool.generation(index)
+        self._saved: list[int] = []
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the slot was released since."""
+        return bool(self.pool.generation(self.index) != self.generation)
+
+    @property
+    def slot(self) -> Any:
+        """The slot; `StaleHandle` once it was released."""
+        if self.is_stale:
+            raise StaleHandle(f"slot {self.index} was released")
+        return self.pool.slot(self.index)
+
+    @property
+    def open_transactions(self) -> int:
+        """How many transactions have begun and not ended."""
+        return len(self._saved)
+
+    def release(self) -> None:
+        """Gives the slot back, zeroed."""
+        if self.slot is not None:
+            self.pool.release(self.index)
+
+    def close(self) -> None:
+        """Gives the slot back, unless that was done already."""
+        if not self.is_stale:
+            self.release()
+
+    def begin(self) -> None:
+        """Begins a transaction: a copy of the state in a free slot."""
+        copy = self.pool.alloc(self.slot.request_id)
+        self.pool.copy(copy, self.index)
+        self._saved.append(copy)
+
+    def commit(self) -> None:
+        """Ends the innermost transaction."""
+        self.pool.release(self._saved.pop())
+
+    def abort(self) -> None:
+        """Ends the innermost transaction and puts the state back, if the slot is still lent."""
+        copy = self._saved.pop()
+        if not self.is_stale:
+            self.pool.copy(self.index, copy)
+        self.pool.release(copy)

@@ -177,15 +177,15 @@ class PrefixCache:
         return block in self._cached
 
     def discard(self, blocks: Iterable[int]) -> int:
-        """Forgets these blocks, in use or not, without a ghost; returns how many of them were cached."""
+        """Forgets these blocks, in use or not; returns how many of them were cached. Evictions, to the policy."""
         found = [block for block in dict.fromkeys(blocks) if block in self._cached]
         for block in found:
             node = self._cached.pop(block)
-            node.block = None
             if node in self._held:
                 del self._held[node]
-            else:
-                self._order.unlink(node)
+                self._order.link(node)
+            node.block = None
+            self._order.evicted(node)
             self.allocator.free(block)
         return len(found)
 

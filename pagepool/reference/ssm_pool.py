@@ -13,6 +13,7 @@ import numpy as np
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolError, PoolExhausted
 from pagepool.reference.allocator import count_of
+from pagepool.reference.lent import StateHandle
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SsmStatePool"]
 
@@ -176,6 +177,13 @@ class SsmStatePool:
                 raise InvalidSlot(f"slot {i} is not allocated")
         self._slots[dst].state.copy_from(self._slots[src].state)
         self._slots[dst].position = self._slots[src].position
+
+    def handle(self, i: int) -> StateHandle:
+        """Slot `i` as it is lent now; `InvalidSlot` when it is out of range or free."""
+        self.slot(i)
+        if i not in self._in_use:
+            raise InvalidSlot(f"slot {i} is not allocated")
+        return StateHandle(self, i)
 
     def generation(self, i: int) -> int:
         """How often slot `i` was released."""

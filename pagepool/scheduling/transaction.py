@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import count
+from operator import itemgetter
 from typing import Any
 
 from pagepool.errors import InvalidBlock, PoolError
+from pagepool.scheduling.steps import run_all
 
 __all__ = ["Transaction"]
+
+_TIMES = count()
 
 
 class Transaction:
@@ -47,7 +52,8 @@ class Transaction:
         self._parent: Transaction | None = None
         self._child: weakref.ref[Transaction] | None = None  # of the one within that is open
         self._participants: dict[int, Any] = {}
-        self._undo: list[tuple[Callable[[], object], bool]] = []  # in the order of the changes; whether a participant's
+        self._undo: list[tuple[int, Callable[[], object], bool]] = []  # when; what; whether it ends a participant's
+        self._made: set[int] = set()  # the ids of what an abort closes
         self._done: list[Callable[[], object]] = []
         self._frees: list[tuple[Any, list[int]]] = []
         self._releases: list[Any] = []
@@ -108,17 +114,23 @@ class Transaction:
         return blocks
 
     def cache_blocks(self, cache: Any, tokens: Any, blocks: Any, **keys: Any) -> None:
-        """Caches full blocks when it commits: see `PrefixCache.cache_blocks`. The arguments are copied now."""
-        self._use()
+        """Caches the full blocks when it commits: see `PrefixCache.cache_blocks`.
+
+        The blocks are shared until then, so that what is cached is what they hold now, whatever becomes of the
+        sequence. Raises `ValueError` for too few blocks, `InvalidBlock` for a free one; then nothing has changed.
+        """
         tokens = tokens.copy() if hasattr(tokens, "copy") else list(tokens)
-        self._publications.append((cache, tokens, _as_ids(blocks), keys))
+        full, ids = len(tokens) // cache.block_size, _as_ids(blocks)
+        if len(ids) < full:
+            raise ValueError(f"{len(tokens)} tokens fill {full} blocks, here are {len(ids)}")
+        self.share(cache.allocator, ids[:full])
+        self._frees.append((cache.allocator, ids[:full]))
+        self._publications.append((cache, tokens, ids[:full], keys))
 
     def alloc_state(self, pool: Any, request_id: int) -> Any:
         """Lends a recurrent state: a `StateHandle`, see `SsmStatePool.alloc`. An abort takes it back."""
         self._use()
-        handle = pool.handle(pool.alloc(request_id))
-        self.on_abort(lambda: None if handle.is_stale else handle.release())
-        return handle
+        return self.close_on_abort(pool.handle(pool.alloc(request_id)))
 
     def release_state(self, handle: Any) -> None:
         """Takes the state of a `StateHandle` back when it commits. Raises `StaleHandle` when that was done already."""
@@ -136,6 +148,7 @@ class Transaction:
     def close_on_abort(self, thing: Any) -> Any:
         """Closes what was made within the transaction when it aborts; returns it. `thing` has a `close`."""
         self.on_abort(thing.close)
+        self._made.add(id(thing))
         return thing
 
     def on_commit(self, function: Callable[[], object]) -> None:
@@ -146,7 +159,7 @@ class Transaction:
     def on_abort(self, function: Callable[[], object]) -> None:
         """Calls the function by an abort, among the other steps in reverse order."""
         self._use()
-        self._undo.append((function, False))
+        self._undo.append((next(_TIMES), function, False))
 
     def nested(self, *participants: Any) -> Transaction:
         """A transaction within this one: it ends first, and what it commits is undone when this one aborts.
@@ -181,8 +194,8 @@ class Transaction:
         for allocator, blocks in self._frees:
             allocator.free(blocks)
         self._close()
-        _run([participant.commit for participant in reversed(self._participants.values())])
-        _run([*[handle.release for handle in self._releases], *self._done])
+        run_all([participant.commit for participant in reversed(self._participants.values())])
+        run_all([*[handle.release for handle in self._releases], *self._done])
 
     def abort(self) -> None:
         """Undoes all changes, the last one first. Does nothing when it is not open. Cannot fail."""
@@ -192,7 +205,7 @@ class Transaction:
         if child is not None:
             child.abort()
         self._close()
-        _run([function for function, _ in reversed(self._undo)])
+        run_all([function for _, function, _ in reversed(self._undo)])
 
     def __enter__(self) -> Transaction:
         return self
@@ -214,22 +227,22 @@ class Transaction:
             raise PoolError("a transaction within this one is open: it ends first")
 
     def _enlist(self, participant: Any) -> None:
-        """In those around this one, too: what it commits is theirs to undo."""
-        if id(participant) in self._participants:
+        """In those around this one, too, unless it was made here: what this one commits is theirs to undo."""
+        key = id(participant)
+        if key in self._participants:
             return
-        depth = 0
-        if self._parent is not None:
+        if self._parent is not None and key not in self._made:
             self._parent._enlist(participant)
-            depth = self._parent._depth()
-        if participant.open_transactions != depth:
-            found = participant.open_transactions
+        depth, around = 0, self._parent
+        while around is not None:
+            depth += key in around._participants
+            around = around._parent
+        found = participant.open_transactions
+        if found != depth:
             raise PoolError(f"it takes part in {found} transactions, {depth} are around this one")
         participant.begin()
-        self._participants[id(participant)] = participant
-        self._undo.append((participant.abort, True))
-
-    def _depth(self) -> int:
-        return 1 if self._parent is None else 1 + self._parent._depth()
+        self._participants[key] = participant
+        self._undo.append((next(_TIMES), participant.abort, True))
 
     def _take(self, allocator: Any, blocks: list[int]) -> None:
         """The last taken is freed first: the next to be handed out are the same as before."""
@@ -240,7 +253,8 @@ class Transaction:
         """Hands over to the transaction around: what is to be undone, and what is to be done when that commits."""
         for participant in reversed(self._participants.values()):
             participant.commit()
-        parent._undo += [step for step in self._undo if not step[1]]
+        parent._made |= self._made
+        parent._undo = sorted([*parent._undo, *[step for step in self._undo if not step[2]]], key=itemgetter(0))
         parent._frees += self._frees
         parent._releases += self._releases
         parent._publications += self._publications
@@ -272,18 +286,6 @@ class Transaction:
         self._open = False
         if self._parent is not None:
             self._parent._child = None
-
-
-def _run(functions: Iterable[Callable[[], object]]) -> None:
-    """Calls all of them, then raises what the first that failed raised."""
-    failure = None
-    for function in functions:
-        try:
-            function()
-        except BaseException as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
 
 
 def _as_ids(blocks: Any) -> list[int]:

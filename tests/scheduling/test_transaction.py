@@ -116,8 +116,12 @@ def test_a_commit_that_fails_has_changed_nothing_and_can_be_aborted():
     before = world.picture()
     transaction = Transaction()
     sequence, *_ = world.change_everything(transaction)
-    transaction.cache_blocks(world.cache, [30, 31, 32, 33], [15])  # free: cannot be cached
-    with pytest.raises(InvalidBlock, match="block 15 cannot be cached: it is free"):
+    with pytest.raises(InvalidBlock, match="block 15: it is free"):
+        transaction.cache_blocks(world.cache, [30, 31, 32, 33], [15])
+    with pytest.raises(ValueError, match="8 tokens fill 2 blocks, here are 1"):
+        transaction.cache_blocks(world.cache, list(range(8)), [0])
+    transaction.cache_blocks(world.cache, [30, 31, 32, 33], world.state.blocks[:1])
+    with pytest.raises(InvalidBlock, match="is cached already, for other tokens"):
         transaction.commit()
     assert transaction.is_open and world.cache.num_cached == 2 and not world.cache.holds(sequence.blocks[2])
     transaction.abort()
@@ -137,6 +141,22 @@ def test_a_commit_that_fails_has_changed_nothing_and_can_be_aborted():
     with pytest.raises(StaleHandle):
         transaction.commit()
     transaction.abort()
+
+
+def test_what_is_cached_is_what_the_blocks_held_when_it_was_said():
+    world = World()
+    with Transaction(world.state) as transaction:
+        fresh = transaction.close_on_abort(PagedSeqState(world.allocator, 4))
+        fresh.append(8)
+        said = fresh.blocks
+        transaction.cache_blocks(world.cache, list(range(50, 58)), said)
+        fresh.truncate(2)
+        fresh.append(6)  # other tokens, elsewhere
+        assert fresh.blocks[0] != said[0]
+    found = world.cache.match_prefix(list(range(50, 58)))
+    assert found.tolist() == said
+    world.allocator.free(found)
+    world.allocator.check(others=0)
 
 
 def test_frees_and_releases_wait_for_the_commit():
@@ -202,6 +222,18 @@ def test_an_inner_one_that_aborts_leaves_what_the_outer_one_did():
     assert world.state.len == 15 and world.handle.view(0, "h").tolist() == [1] * 3
     world.allocator.check(others=0)
     assert world.pool.used_count == 1
+
+
+def test_what_an_inner_one_made_and_another_changed_is_closed_by_the_outer_one():
+    allocator = BlockAllocator(8)
+    with Transaction() as outer:
+        with outer.nested() as inner:
+            made = inner.close_on_abort(PagedSeqState(allocator, 4))
+            made.append(5)
+            with inner.nested(made):
+                made.append(5)
+        outer.abort()
+    assert made.closed and allocator.in_use == 0
 
 
 def test_a_sequence_takes_part_in_one_transaction_at_a_time():
