@@ -96,7 +96,7 @@ san-c: $(VENV)/.build
 	UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/stress 3
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/stress 2
 
-SAN_TESTS ?= memory attention
+SAN_TESTS ?= memory attention prefix
 WHEEL_TESTS ?=
 san-python: SAN = build/address-undefined
 san-python: $(VENV)/.build $(VENV)/.test

@@ -16,7 +16,7 @@ from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state_handle import StateHandle
-from pagepool.prefix import PrefixCache, PrefixPins, StateCheckpoints
+from pagepool.prefix import PrefixCache, PrefixEvent, PrefixMirror, PrefixPins, PrefixSnapshot, StateCheckpoints
 from pagepool.recorder import TraceRecorder
 from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence, Transaction
 
@@ -35,7 +35,10 @@ __all__ = [
     "PoolError",
     "PoolExhausted",
     "PrefixCache",
+    "PrefixEvent",
+    "PrefixMirror",
     "PrefixPins",
+    "PrefixSnapshot",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",

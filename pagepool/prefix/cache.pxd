@@ -2,6 +2,7 @@ from libc.stdint cimport int32_t
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.prefix.cached_blocks cimport CachedBlocks
+from pagepool.prefix.event_log cimport EventLog
 
 
 cdef class PrefixCache:
@@ -12,5 +13,6 @@ cdef class PrefixCache:
     cdef long long looked_up
     cdef long long hits
 
+    cdef EventLog log(self)
     cdef object match(self, tokens, cache_salt, extra_keys, bint in_part)
     cdef object __weakref__

@@ -7,6 +7,7 @@ from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
 from pagepool.prefix.cached_blocks cimport CachedBlocks
+from pagepool.prefix.event_log cimport EventLog
 
 import operator
 
@@ -30,6 +31,7 @@ cdef class PrefixCache:
     allocator   whose blocks these are; the cache holds one reference to each block that it keeps
     block_size  tokens per block, from 1 to 1,024
     policy      who is evicted first: "lru", "lfu", "s3fifo", "arc" or "gittins", our own
+    max_events  how many events wait at most to be drained (see `drain_events`); 0: none are noted
     hash_bits   bits of the block hashes that count; fewer than 64 only to force collisions in tests
 
     A block is found by a hash chained from the block before it, and taken only when every token, from the first of the
@@ -48,7 +50,9 @@ cdef class PrefixCache:
     (array([0, 1], dtype=int32), array([], dtype=int32))
     """
 
-    def __cinit__(self, BlockAllocator allocator not None, block_size=16, str policy="lru", *, int hash_bits=64):
+    def __cinit__(
+        self, BlockAllocator allocator not None, block_size=16, str policy="lru", *, max_events=0, int hash_bits=64
+    ):
         size = operator.index(block_size)
         if not 1 <= size <= MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be from 1 to {MAX_BLOCK_SIZE}, not {size}")
@@ -58,6 +62,11 @@ cdef class PrefixCache:
         self.policy = policy
         self.block_size = size
         self.cached = CachedBlocks(allocator, size, policy, hash_bits)
+        events = operator.index(max_events)
+        if events < 0:
+            raise ValueError(f"max_events must be 0 or more, not {events}")
+        if events:
+            self.cached.log = EventLog(self.cached.table, events)
         allocator.add_holder(self)
 
     kind = "cache"
@@ -245,6 +254,30 @@ cdef class PrefixCache:
                 count += self.cached.c_discard(ids.ids[i])
         release_ids(&ids)
         return count
+
+    def drain_events(self):
+        """What was stored and removed since the last call, a list of `PrefixEvent`; `max_events` of them at most.
+
+        When there were more the first ones are missing, as the `sequence` of the others shows: `snapshot` helps. A
+        `PrefixMirror` in another process follows the cache by them. Raises `ValueError` without `max_events`.
+
+        >>> from pagepool import BlockAllocator
+        >>> cache = PrefixCache(BlockAllocator(4), block_size=1, max_events=8)
+        >>> cache.touch([7]), cache.evict(1)
+        (0, 1)
+        >>> [(event.sequence, event.kind, event.block) for event in cache.drain_events()]
+        [(1, 'stored', 0), (2, 'removed', 0)]
+        """
+        return self.log().drain()
+
+    def snapshot(self):
+        """All that is cached, as a `PrefixSnapshot` to begin a mirror with. O(nodes). Raises as `drain_events`."""
+        return self.log().snapshot()
+
+    cdef EventLog log(self):
+        if self.cached.log is None:
+            raise ValueError("the cache notes no events: it was made with max_events=0")
+        return self.cached.log
 
     def reset_prefix_cache(self):
         """Forgets everything and drops every reference of the cache; blocks of sequences stay theirs.

@@ -2,6 +2,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.prefix.event_log cimport EventLog
 from pagepool.prefix.node cimport NodeList
 from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.policy cimport EvictionPolicy
@@ -20,6 +21,7 @@ cdef class CachedBlocks:
     cdef NodeList held  # nodes whose blocks were in use when their turn came
     cdef int32_t *path  # room for the nodes and the blocks of one call
     cdef int64_t path_room
+    cdef EventLog log  # or None
     cdef int32_t num_cached
     cdef long long inserted
     cdef long long evicted

@@ -7,6 +7,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.prefix.event_log cimport CLEARED, REMOVED, STORED
 from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
 from pagepool.prefix.node_table cimport NodeTable
 
@@ -45,6 +46,8 @@ cdef class CachedBlocks:
         for block in blocks:
             self.owners[block] = 0
             self.allocator.c_free(block)
+        if self.log is not None:
+            self.log.c_add(CLEARED, -1, -1)
         self.cleared += self.num_cached
         self.num_cached = 0
         list_clear(&self.held)
@@ -108,12 +111,16 @@ cdef class CachedBlocks:
         self.owners[block] = node + 1
         self.num_cached += 1
         self.inserted += 1
+        if self.log is not None:
+            self.log.c_add(STORED, node, block)
         self.order.c_insert(node)
 
     cdef void c_drop(self, int32_t node) noexcept:
         cdef int32_t block = self.table.nodes[node].block
         self.table.nodes[node].block = -1
         self.owners[block] = 0
+        if self.log is not None:
+            self.log.c_add(REMOVED, node, block)
         self.num_cached -= 1
         self.evicted += 1
         self.c_pin(node)  # the policy may forget ghosts, this one among them

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["root_key", "token_row"]
+__all__ = ["root_key", "root_name", "token_row"]
 
 INT32 = np.dtype(np.int32)
 
@@ -48,6 +49,15 @@ def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
     if isinstance(extra_keys, (str, bytes)):
         raise TypeError(f"extra_keys must be a sequence of keys, not {type(extra_keys).__name__}")
     return b"".join([_framed(cache_salt), *map(_framed, extra_keys)])
+
+
+def root_name(key: bytes) -> bytes:
+    """The 16 bytes that the names of all prefixes under a salt and keys follow from: the same in every process.
+
+    >>> len(root_name(root_key("tenant", ())))
+    16
+    """
+    return blake2b(key, digest_size=16).digest()
 
 
 def _framed(key: Any) -> bytes:

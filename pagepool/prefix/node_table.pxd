@@ -13,6 +13,8 @@ cdef class NodeTable:
     cdef Node *nodes
     cdef int32_t *tokens  # block_size of each node's own
     cdef int32_t *buckets
+    cdef uint64_t *names  # two words of each node, for events; NULL where nobody asked for any
+    cdef bint named
     cdef int64_t num_buckets
     cdef int64_t room
     cdef int32_t num_made
@@ -24,6 +26,8 @@ cdef class NodeTable:
     cdef dict roots
     cdef dict root_keys
 
+    # Names from now on: before the first node is made.
+    cdef void c_give_names(self) noexcept
     # Room for n more nodes: c_add then cannot fail. Pointers into the table end here.
     cdef int reserve(self, int64_t n) except -1
     # The root of a key, made when it is not there; `reserve` first.

@@ -9,6 +9,8 @@ from pagepool.prefix.node cimport Node
 
 import os
 
+from pagepool.prefix.keys import root_name
+
 __all__ = ["NodeTable"]
 
 cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the same in part
@@ -16,6 +18,7 @@ cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the 
 
 cdef extern from "block_hash.h" nogil:
     uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int64_t n)
+    void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
 
 
 @cython.final
@@ -39,6 +42,10 @@ cdef class NodeTable:
         PyMem_Free(self.nodes)
         PyMem_Free(self.tokens)
         PyMem_Free(self.buckets)
+        PyMem_Free(self.names)
+
+    cdef void c_give_names(self) noexcept:
+        self.named = True
 
     cdef int reserve(self, int64_t n) except -1:
         cdef int64_t needed = self.num_alive + n, room = max(64, self.room), buckets = max(64, self.num_buckets)
@@ -58,6 +65,11 @@ cdef class NodeTable:
             if memory == NULL:
                 raise MemoryError(f"no memory for {room} prefix nodes")
             self.tokens = <int32_t *>memory
+            if self.named:
+                memory = PyMem_Realloc(self.names, room * 2 * sizeof(uint64_t))
+                if memory == NULL:
+                    raise MemoryError(f"no memory for the names of {room} prefix nodes")
+                self.names = <uint64_t *>memory
             self.room = room
         if buckets > self.num_buckets:
             memory = PyMem_Realloc(self.buckets, buckets * sizeof(int32_t))
@@ -77,9 +89,13 @@ cdef class NodeTable:
     cdef int32_t root(self, bytes key) except -1:
         cdef object known = self.roots.get(key)
         cdef int32_t node
+        cdef bytes name
         if known is not None:
             return known
+        name = root_name(key) if self.named else None
         node = self.c_make()
+        if name is not None:
+            memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
         self.nodes[node].parent = -1
         self.root_hash = pp_hash_block(self.root_hash, NULL, 0)
         self.nodes[node].hash = self.root_hash
@@ -124,6 +140,8 @@ cdef class NodeTable:
         cdef int32_t *bucket = self.buckets + (hash & (self.num_buckets - 1))
         cdef size_t row = self.block_size
         memcpy(self.tokens + node * row, tokens, row * sizeof(int32_t))
+        if self.named:
+            pp_name_block(self.names + 2 * parent, tokens, self.block_size, self.names + 2 * node)
         self.nodes[node].hash = hash
         self.nodes[node].parent = parent
         self.nodes[node].next_in_bucket = bucket[0]
@@ -191,6 +209,8 @@ cdef class NodeTable:
         self.nodes = NULL
         self.tokens = NULL
         self.buckets = NULL
+        PyMem_Free(self.names)
+        self.names = NULL
         self.num_buckets = self.room = 0
         self.num_made = self.num_alive = 0
         self.unused = -1

@@ -17,11 +17,13 @@ from pagepool import (
     KvLayout,
     PagedSeqState,
     PoolError,
+    PrefixCache,
     SsmStatePool,
     StateLayout,
 )
 from pagepool.memory.block_tables import append_batch, release_batch
 
+PROMPT = list(range(400))
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
 ROUNDS = 12  # of each failure, to see whether memory is lost
@@ -46,10 +48,13 @@ class World:
         self.strided = np.ones((3, 2, 8), np.float32)[:, :1]
         self.slots = np.array([0, 1, 2])
         self.ssm = SsmStatePool.from_layout(STATES, 3)
+        self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
+        self.cache.cache_blocks(PROMPT[:40], self.many)
 
     def picture(self):
         self.allocator.check()
         self.ssm.check()
+        self.cache.check()
         states = [(state.len, state.blocks) for state in self.states]
         counts = [self.allocator.ref_count(b) for b in range(110)]
         return states, counts, self.allocator.free_count, self.ssm.free_count, bytes(memoryview(self.pool))
@@ -89,10 +94,26 @@ OPERATIONS = {
     "numpy": lambda world: world.pool.numpy(),
     "dlpack": lambda world: world.pool.__dlpack__(),
     "dlpack copy": lambda world: world.pool.__dlpack__(max_version=(1, 0), copy=True),
+    "prefix cache": lambda world: PrefixCache(world.allocator, 4, "gittins", max_events=8),
+    "match_prefix": lambda world: world.cache.match_prefix(PROMPT),
+    "match_tokens": lambda world: world.cache.match_tokens(PROMPT[:38]),
+    "cache_blocks": lambda world: world.cache.cache_blocks(PROMPT, world.many),
+    "cache_blocks under a new salt": lambda world: world.cache.cache_blocks(
+        PROMPT[:80], world.many[20:], cache_salt="s"
+    ),
+    "pass through the cache": lambda world: world.cache.touch(PROMPT[::-1]),
+    "evict": lambda world: world.cache.evict(100),
+    "reset of the cache": lambda world: world.cache.reset_prefix_cache(),
+    "events": lambda world: world.cache.drain_events(),
+    "snapshot": lambda world: world.cache.snapshot(),
     "states of a layout": lambda world: SsmStatePool.from_layout(STATES, 3),
     "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
     "lend": lambda world: world.ssm.alloc(5000),
 }
+
+
+# Operations that run functions of plain Python on the way.
+PLAIN_PYTHON = [OPERATIONS["bad free"], *list(OPERATIONS.values())[list(OPERATIONS).index("prefix cache") :]]
 
 
 def attempt(operation, world, n):
@@ -106,8 +127,8 @@ def attempt(operation, world, n):
     except PoolError:
         assert operation is OPERATIONS["bad free"]
     except SystemError as error:  # CPython 3.11 itself, where it allocates a frame and loses the MemoryError
-        assert operation is OPERATIONS["bad free"] and str(error) == "error return without exception set"
-        return "survived"
+        assert operation in PLAIN_PYTHON and str(error) == "error return without exception set"
+        return operation is not OPERATIONS["bad free"] or "survived"
     finally:
         fired = countdown.value == 0
         countdown.value = 0

@@ -1,0 +1,112 @@
+"""Events let another process hold the same picture of a cache, and say when they do not."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixMirror
+
+SALTS = (None, "a", b"a", 0)
+
+
+def traffic(cache, random, steps):
+    """Prompts with common beginnings through a small cache, now and then an eviction, rarely a reset."""
+    for _ in range(steps):
+        tokens = random.integers(0, 2, random.integers(0, 24)).tolist()
+        salt = SALTS[random.integers(len(SALTS))]
+        if random.random() < 0.5:
+            cache.touch(tokens, cache_salt=salt)
+        else:
+            blocks = cache.match_prefix(tokens, cache_salt=salt).tolist()
+            missing = len(tokens) // cache.block_size - len(blocks)
+            cache.evict(max(0, missing - cache.allocator.free_count))
+            if missing <= cache.allocator.free_count:
+                blocks += cache.allocator.allocate_n(missing).tolist()
+                cache.cache_blocks(tokens, blocks, cache_salt=salt)
+            cache.allocator.free(blocks)
+        if random.random() < 0.01:
+            cache.reset_prefix_cache()
+
+
+def state_of(cache):
+    mirror = PrefixMirror(cache.block_size)
+    mirror.restore(cache.snapshot())
+    return mirror.blocks
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins"])
+def test_events_replayed_give_the_same_state(policy):
+    random = np.random.default_rng(1)
+    cache = PrefixCache(BlockAllocator(30), 2, policy, max_events=10_000, hash_bits=3)
+    mirror = PrefixMirror(2)
+    for _ in range(60):
+        traffic(cache, random, 10)
+        mirror.apply(pickle.loads(pickle.dumps(cache.drain_events())))
+        assert mirror.blocks == state_of(cache) and len(mirror.blocks) == cache.num_cached
+        tokens = random.integers(0, 2, 20).tolist()
+        blocks = cache.match_prefix(tokens)
+        assert mirror.match_prefix(tokens) == blocks.tolist()
+        cache.allocator.free(blocks)
+    cache.check()
+
+
+def test_events_are_numbered_and_say_what_happened():
+    cache = PrefixCache(BlockAllocator(4), 2, max_events=16)
+    cache.touch([1, 2, 3, 4])
+    cache.evict(1)
+    cache.reset_prefix_cache()
+    events = cache.drain_events()
+    assert [event.sequence for event in events] == [1, 2, 3, 4]
+    assert [(event.kind, event.block) for event in events] == [
+        ("stored", 0),
+        ("stored", 1),
+        ("removed", 0),
+        ("cleared", -1),
+    ]
+    assert events[1].parent == events[0].name == events[2].name and len(events[0].name) == 16
+    assert np.frombuffer(events[1].tokens, np.int32).tolist() == [3, 4]
+    assert cache.drain_events() == []
+
+
+def test_lost_events_are_noticed_and_a_snapshot_helps():
+    random = np.random.default_rng(2)
+    cache = PrefixCache(BlockAllocator(20), 1, max_events=5)
+    mirror = PrefixMirror(1)
+    traffic(cache, random, 30)
+    with pytest.raises(PoolError, match=r"event 1 was lost, here is \d+: restore a snapshot"):
+        mirror.apply(cache.drain_events())
+    cache.touch([1, 0, 1])
+    mirror.restore(cache.snapshot())
+    mirror.apply(cache.drain_events())  # from before the snapshot: passed over
+    cache.evict(2)
+    mirror.apply(cache.drain_events())
+    assert mirror.blocks == state_of(cache)
+
+
+def test_names_are_the_same_in_every_process():
+    script = (
+        "from pagepool import *; c = PrefixCache(BlockAllocator(4), 2, max_events=4);"
+        "c.touch([1, 2, 3, 4], cache_salt='s'); print([e.name.hex() for e in c.drain_events()])"
+    )
+    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout for _ in range(2)]
+    assert runs[0] == runs[1] and len(runs[0]) > 60
+
+
+def test_a_name_that_two_prefixes_share_is_told_apart_by_its_tokens():
+    cache, mirror = PrefixCache(BlockAllocator(4), 1, max_events=4), PrefixMirror(1)
+    cache.touch([5])
+    [event] = cache.drain_events()
+    mirror.apply([event._replace(tokens=b"\0\0\0\0")])
+    assert mirror.match_prefix([5]) == []
+
+
+def test_without_max_events_there_are_none():
+    cache = PrefixCache(BlockAllocator(4), 1)
+    for call in (cache.drain_events, cache.snapshot):
+        with pytest.raises(ValueError, match="max_events=0"):
+            call()
+    with pytest.raises(ValueError, match="not -1"):
+        PrefixCache(BlockAllocator(4), 1, max_events=-1)
