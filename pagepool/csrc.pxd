@@ -2,7 +2,7 @@
 libpagepool.a from pagepool.get_library_dir(). What each function does is said in the headers."""
 
 from libc.stddef cimport size_t
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 
 cdef extern from "pagepool/version.h" nogil:
@@ -107,6 +107,10 @@ cdef extern from "pagepool/attention.h" nogil:
         const float *q
         int64_t q_stride_seq
         int64_t q_stride_head
+        const int32_t *query_start_loc
+        const uint8_t *custom_mask
+        const int64_t *mask_indptr
+        const int32_t *mask_widths
         const int32_t *block_tables
         int64_t block_tables_stride
         int64_t block_tables_width
@@ -119,6 +123,7 @@ cdef extern from "pagepool/attention.h" nogil:
         int32_t num_threads
         float *out
         float *lse
+        float *block_scores
 
     ctypedef struct pp_decode_plan:
         pp_decode_args args

@@ -1,9 +1,16 @@
 /* pagepool/attention.h: decode attention over pages, for callers of C.
  *
- * One query token per sequence attends over the K and V that the pool holds for it:
+ * One query token per sequence, or several, attends over the K and V that the pool holds for it:
  *
- *     out[s, h] = sum_t softmax_t(sm_scale * q[s, h] . K[s, t, h / G]) * V[s, t, h / G]
- *     G = num_qo_heads / num_kv_heads
+ *     out[i, h] = sum_t softmax_t(sm_scale * q[i, h] . K[s, t, h / G]) * V[s, t, h / G]
+ *     G = num_qo_heads / num_kv_heads,   s = the sequence of query token i
+ *
+ * The query tokens of a sequence are its last ones: of n, the one of index i stands at position seq_len - n + i.  It
+ * sees the tokens up to its position (causal), and has then exactly the bits of a lone query token of the sequence that
+ * ends there.  Or a mask says what it sees, for trees of speculated tokens: bit i * width + j (little-endian in each
+ * byte) is for token seq_len - width + j, and the tokens before the last `width` are seen by all.  With width = n that
+ * is a tree over the speculated tokens, with width = seq_len a full mask.  A window and ALiBi count from the query
+ * token's position.  A query token that sees nothing gives zeros and the lse -inf.
  *
  * A plan cuts the work into units that do not depend on each other; any thread may run any range of them, in any
  * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what:
@@ -38,41 +45,53 @@ typedef struct pp_decode_args {
     int32_t layer;
     int32_t num_seqs;
     int32_t num_qo_heads;         /* a multiple of the pool's num_kv_heads */
-    const float *q;               /* (num_seqs, num_qo_heads, head_dim); the last axis is contiguous */
-    int64_t q_stride_seq;         /* in elements */
+    const float *q;               /* (num_queries, num_qo_heads, head_dim); the last axis is contiguous */
+    int64_t q_stride_seq;         /* from one query token to the next, in elements */
     int64_t q_stride_head;
+    const int32_t *query_start_loc; /* NULL: one query token per sequence; else (num_seqs + 1,), from 0 upwards: sequence
+                                     s has the query tokens [query_start_loc[s], query_start_loc[s + 1]) */
+    const uint8_t *custom_mask;   /* NULL: causal; else bits, see above */
+    const int64_t *mask_indptr;   /* (num_seqs,): the byte at which a sequence's bits begin; below 0: it is causal */
+    const int32_t *mask_widths;   /* (num_seqs,): how many of its last tokens a sequence's bits are about */
     const int32_t *block_tables;  /* (num_seqs, block_tables_width), rows block_tables_stride apart */
     int64_t block_tables_stride;  /* in elements */
     int64_t block_tables_width;
     const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
     float sm_scale;
-    int64_t window;               /* 0: every token; else the last `window` ones: no other page, nor its id, is read */
+    int64_t window;               /* 0: every token; else the last `window` ones up to the query's own: what no query
+                                     token of a sequence sees is not read, nor its id */
     float logits_soft_cap;        /* 0: none; else a score becomes cap * tanh(score / cap) */
-    const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - (seq_len - 1)) is added, after the cap */
+    const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - position) is added, after the cap */
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
     int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
-    float *out;                   /* (num_seqs, num_qo_heads, v_head_dim), C-contiguous; must not overlap q */
-    float *lse;                   /* NULL, or (num_seqs, num_qo_heads): log of the sum of exp(scores), sinks included */
+    float *out;                   /* (num_queries, num_qo_heads, v_head_dim), C-contiguous */
+    float *lse;                   /* NULL, or (num_queries, num_qo_heads): log of the sum of exp(scores), sinks included */
+    float *block_scores;          /* NULL, or (num_queries, num_qo_heads, block_tables_width): the weights, block by block;
+                                     0 for blocks outside of what a query may see.  No two of the three may overlap, nor
+                                     anything that is read */
 } pp_decode_args;
 
 typedef struct pp_decode_plan {
     pp_decode_args args;
     int64_t num_units;
     /* private */
-    int32_t head_parts;
-    int64_t record, row_stride;
+    int32_t slices;
+    int64_t row_stride, row_elements, blocks_per_chunk;
     float *q, *partial;
-    int64_t *unit_begin, *row_begin;
-    int32_t *remaining, *seq_lens, *ids;
+    int64_t *unit_begin, *ids_begin, *record_begin;
+    int32_t *remaining, *query_begin, *seq_lens, *ids;
 } pp_decode_plan;
 
-/* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Reads only the sizes and seq_lens.
- * PP_INVALID_ARGUMENT for a size below 0 or a num_qo_heads that num_kv_heads does not divide. */
+/* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Reads only the sizes, seq_lens and
+ * query_start_loc.  PP_INVALID_ARGUMENT for a size below 0 or a num_qo_heads that num_kv_heads does not divide. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
-/* Checks everything (PP_INVALID_ARGUMENT: a size, a seq_len below 0 or past the table's width; PP_INVALID_BLOCK: an id
- * within a sequence's length that is out of range) and plans.  `workspace` is 64-byte aligned and must live until the
- * last unit is done; so must the pool, out and lse.  q, block_tables and seq_lens are copied. */
+/* Checks everything (PP_INVALID_ARGUMENT: a size, a seq_len below 0 or past the table's width, a query_start_loc that
+ * does not begin with 0 or falls, results that overlap each other or what is read; PP_INVALID_BLOCK: an id within what
+ * is seen of a sequence that is out of range) and plans; nothing is written on failure but the workspace.  `workspace`
+ * is 64-byte aligned and must live until the last unit is done; so must the pool, the mask with its two arrays, slopes,
+ * sinks and the results.  q, block_tables, seq_lens and query_start_loc are copied.  Running a unit takes up to 10 KB of
+ * stack, and 64 (head_dim + v_head_dim) elements more over plain pages, 32 v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

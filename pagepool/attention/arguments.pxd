@@ -1,5 +1,6 @@
 from cpython.buffer cimport Py_buffer
 
+from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport IntArray
 from pagepool.csrc cimport pp_decode_args, pp_status
 from pagepool.memory.kv_pool cimport KvCachePool
@@ -14,13 +15,18 @@ cdef class Arguments:
     cdef object q_owner
     cdef IntArray tables
     cdef IntArray lengths
+    cdef IntArray starts
+    cdef MaskBits mask
     cdef Py_buffer out
     cdef bint has_out
     cdef float *widened
     cdef float *slopes
     cdef float *sinks
 
-    cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens) except -1
+    cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens,
+                  object query_start_loc, object custom_mask) except -1
+    cdef int read_starts(self, object query_start_loc) except -1
+    cdef int read_mask(self, object custom_mask) except -1
     cdef int read_queries(self) except -1
     cdef int read_scale(self, object sm_scale) except -1
     cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,

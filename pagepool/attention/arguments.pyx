@@ -6,6 +6,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.math cimport isfinite, sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
+from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
 from pagepool.csrc cimport PP_BF16, PP_F32, PP_NO_MEMORY, pp_dtype, pp_status, pp_widen
 from pagepool.memory.kv_pool cimport KvCachePool
@@ -41,13 +42,15 @@ cdef class Arguments:
         release_tensor(&self.q)
         release_ints(&self.tables)
         release_ints(&self.lengths)
+        release_ints(&self.starts)
         if self.has_out:
             PyBuffer_Release(&self.out)
         PyMem_Free(self.widened)
         PyMem_Free(self.slopes)
         PyMem_Free(self.sinks)
 
-    cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens) except -1:
+    cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens,
+                  object query_start_loc, object custom_mask) except -1:
         cdef int32_t kv_heads
         pool.check_open()
         if pool.layout is None:
@@ -59,25 +62,59 @@ cdef class Arguments:
         read_ints("block_tables", block_tables, 2, &self.tables)
         read_ints("seq_lens", seq_lens, 1, &self.lengths)
         if self.q.ndim != 3:
-            raise ValueError(f"q must be (n_seqs, num_qo_heads, head_dim), not of {self.q.ndim} dimensions")
+            raise ValueError(f"q must be (n_tokens, num_qo_heads, head_dim), not of {self.q.ndim} dimensions")
         if self.q.shape[2] != pool.c_pool.layout.head_dim:
             raise ValueError(f"q has head_dim {self.q.shape[2]}, the pool {pool.c_pool.layout.head_dim}")
         kv_heads = pool.c_pool.layout.num_kv_heads
         if self.q.shape[1] < 1 or self.q.shape[1] % kv_heads:
             raise ValueError(f"q has {self.q.shape[1]} heads, which is no multiple of the pool's {kv_heads}")
-        if self.q.shape[0] != self.tables.rows or self.q.shape[0] != self.lengths.rows:
+        if self.tables.rows != self.lengths.rows or (query_start_loc is None and self.q.shape[0] != self.tables.rows):
             raise ValueError(
-                f"q has {self.q.shape[0]} sequences, block_tables {self.tables.rows}, seq_lens {self.lengths.rows}"
+                f"q has {self.q.shape[0]} query tokens, block_tables {self.tables.rows} sequences, "
+                f"seq_lens {self.lengths.rows}"
             )
         if self.q.shape[0] > INT32_MAX or self.q.shape[1] > INT32_MAX:
             raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the most is {INT32_MAX}")
-        self.args.num_seqs = <int32_t>self.q.shape[0]
+        self.args.num_seqs = <int32_t>self.tables.rows
         self.args.num_qo_heads = <int32_t>self.q.shape[1]
         self.args.block_tables = self.tables.data
         self.args.block_tables_stride = self.tables.stride
         self.args.block_tables_width = self.tables.columns
         self.args.seq_lens = self.lengths.data
+        if query_start_loc is not None:
+            self.read_starts(query_start_loc)
+        if custom_mask is not None:
+            self.read_mask(custom_mask)
         return self.read_queries()
+
+    cdef int read_starts(self, object query_start_loc) except -1:
+        """Where each sequence's query tokens begin in q, and where the last one's end."""
+        cdef Py_ssize_t s, num_seqs = self.tables.rows
+        cdef const int32_t *starts
+        read_ints("query_start_loc", query_start_loc, 1, &self.starts)
+        starts = self.starts.data
+        if self.starts.rows != num_seqs + 1:
+            raise ValueError(f"query_start_loc must have {num_seqs + 1} entries for {num_seqs} sequences, "
+                             f"not {self.starts.rows}")
+        if starts[0] != 0 or starts[num_seqs] != self.q.shape[0]:
+            raise ValueError(f"query_start_loc must go from 0 to the {self.q.shape[0]} query tokens of q, "
+                             f"not from {starts[0]} to {starts[num_seqs]}")
+        for s in range(num_seqs):
+            if starts[s + 1] < starts[s]:
+                raise ValueError(f"query_start_loc falls from {starts[s]} to {starts[s + 1]} at entry {s + 1}")
+        self.args.query_start_loc = starts
+        return 0
+
+    cdef int read_mask(self, object custom_mask) except -1:
+        cdef MaskBits mask = MaskBits.__new__(MaskBits)
+        mask.read(custom_mask, self.args.query_start_loc, self.args.seq_lens, self.tables.rows)
+        self.mask = mask
+        self.args.custom_mask = mask.bits
+        self.args.mask_indptr = mask.indptr
+        self.args.mask_widths = mask.widths
+        self.args.seq_lens = mask.seq_lens
+        self.args.query_start_loc = mask.query_starts
+        return 0
 
     cdef int read_queries(self) except -1:
         """Takes q in place when it is f32 with whole strides, and a copy widened to f32 when it is not."""
@@ -95,7 +132,7 @@ cdef class Arguments:
         self.widened = to = <float *>PyMem_Malloc(
             <size_t>(self.q.shape[0] * self.q.shape[1] * dim + 1) * sizeof(float))
         if to == NULL:
-            raise MemoryError(f"no memory to widen q of {self.q.shape[0]} sequences")
+            raise MemoryError(f"no memory to widen q of {self.q.shape[0]} query tokens")
         for seq in range(self.q.shape[0]):
             for head in range(self.q.shape[1]):
                 pp_widen(to, self.q.data + seq * self.q.strides[0] + head * self.q.strides[1], dim, dtype)
@@ -174,6 +211,9 @@ cdef class Arguments:
                          self.tables.view.strides, 2, sizeof(int32_t))
         self.check_apart("seq_lens", <const char *>self.lengths.data, self.lengths.view.shape,
                          self.lengths.view.strides, 1, sizeof(int32_t))
+        if self.starts.has_view:
+            self.check_apart("query_start_loc", <const char *>self.starts.data, self.starts.view.shape,
+                             self.starts.view.strides, 1, sizeof(int32_t))
         cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes, one = 1
         self.check_apart("the pool's pages", <const char *>self.pool.c_pool.base, &pool_bytes, &one, 1, 1)
         self.args.out = <float *>self.out.buf
@@ -197,8 +237,11 @@ cdef class Arguments:
         return 0
 
     cdef long long first_block(self, Py_ssize_t seq) noexcept:
-        cdef int64_t length = self.args.seq_lens[seq], window = self.args.window
-        return (length - window) // self.pool.c_pool.layout.block_size if 0 < window < length else 0
+        """The first block that one of the sequence's query tokens sees."""
+        cdef const int32_t *starts = self.args.query_start_loc
+        cdef int64_t queries = 1 if starts == NULL else starts[seq + 1] - starts[seq], window = self.args.window
+        cdef int64_t first = self.args.seq_lens[seq] - queries + 1 - window
+        return first // self.pool.c_pool.layout.block_size if window and first > 0 else 0
 
     cdef object failure(self, pp_status status):
         """The exception for a status, with the place and both numbers."""

@@ -1,10 +1,11 @@
-"""Decode attention over pages: one query token per sequence.
+"""Decode attention over pages: the last query tokens of each sequence.
 
 Checks arguments, releases the GIL and hands the work to pagepool/csrc; the arithmetic and its order are written down in
 `pagepool.reference.canonical`.
 """
 
 from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
 
 from pagepool.attention.arguments cimport Arguments
 from pagepool.csrc cimport (
@@ -32,6 +33,7 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
                         float sm_scale, float *out, float *lse, int num_threads) noexcept nogil:
     cdef pp_decode_args args
     cdef int64_t head_dim = pool.c_pool.layout.head_dim
+    memset(&args, 0, sizeof(args))
     args.pool = &pool.c_pool
     args.layer = layer
     args.num_seqs = num_seqs
@@ -44,10 +46,6 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
     args.block_tables_width = block_tables_width
     args.seq_lens = seq_lens
     args.sm_scale = sm_scale
-    args.window = 0
-    args.logits_soft_cap = 0.0
-    args.alibi_slopes = NULL
-    args.sinks = NULL
     args.num_threads = num_threads
     args.out = out
     args.lse = lse
@@ -63,38 +61,51 @@ cdef int read_threads(object num_threads) except -1:
     return threads
 
 
-def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, sm_scale=None, window_left=-1,
-           logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None, return_lse=False, num_threads=None):
-    """Attends with one query token per sequence over the keys and values in its pages.
+def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query_start_loc=None, custom_mask=None,
+           sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
+           return_lse=False, return_block_scores=False, num_threads=None):
+    """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
 
-    q              (n_seqs, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are widened.
-                   num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a head)
+    q              (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are
+                   widened. num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a head)
     pool, layer    a pool made by `KvCachePool.from_layout`, and the layer in it
     block_tables   (n_seqs, width), int32: the block ids of each sequence in order; entries past its length are neither
                    read nor checked
-    seq_lens       (n_seqs,), int32: tokens whose K and V are in the pages
+    seq_lens       (n_seqs,), int32: tokens whose K and V are in the pages, those of the query tokens included
+    query_start_loc  (n_seqs + 1,), int32: sequence s has the query tokens query_start_loc[s] up to
+                   query_start_loc[s + 1] of q, which are its last ones; by default each has one
+    custom_mask    which tokens a query token sees (speculative decoding), instead of those up to its own. For each
+                   sequence a bool array (query tokens, width) over its last `width` tokens, earlier ones being seen by
+                   all, or None: a list of them, one for all sequences, or all in one dimension, with `width` the
+                   number of query tokens (a tree) or seq_len; or those of width seq_len as bits in uint8, little-endian,
+                   each sequence from a byte of its own on
     sm_scale       what scores are multiplied by; 1 / sqrt(head_dim) by default. For a latent cache that is not what
                    the model means: its keys have fewer dims before they are projected
     window_left    a query sees so many tokens to its left and its own (sliding window); -1: all. Pages without a seen
                    token are not read, nor are their ids
     logits_soft_cap  when not 0, a score becomes cap * tanh(score / cap) (Gemma 2)
-    alibi_slopes   (num_qo_heads,): slope * (t - (seq_len - 1)) is added to the score of token t (ALiBi, Press et al.),
-                   after the cap
+    alibi_slopes   (num_qo_heads,): slope * (t - the query token's position) is added to the score of token t (ALiBi,
+                   Press et al.), after the cap
     sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss)
     out            where to write: float32, C-contiguous, of the result's shape, apart from all that is read
     return_lse     also return the natural log of the sum of exp(score) of each row, sinks included
+    return_block_scores  also return, for each row, the sums of its weights over the tokens of each block: what a cache
+                   may decide by what to keep
     num_threads    at most so many threads; by default the CPUs this process may use, or PAGEPOOL_NUM_THREADS
 
-    Returns `out`, float32 (n_seqs, num_qo_heads, v_head_dim), and with return_lse the pair (out, lse), lse float32
-    (n_seqs, num_qo_heads). An empty sequence gives zeros and -inf. The bits depend on nothing but the sequence's own
-    query, keys and values: not on the batch, the order, the threads or the block size.
+    Returns `out`, float32 (n_tokens, num_qo_heads, v_head_dim); with return_lse or return_block_scores a tuple of it,
+    lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens, num_qo_heads, width), 0 for blocks outside of
+    what is seen. A query token that sees nothing, as in an empty sequence, gives zeros and -inf. The bits depend on
+    nothing but the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the
+    order, the threads or the block size.
 
     Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`
     for an id out of range; nothing is written then. The GIL is released. Block ids are checked for range, not for
     liveness.
 
     The online softmax is Milakov & Gimelshein's (2018), paging vLLM's (Kwon et al., SOSP 2023), splitting a sequence
-    for threads that of Flash-Decoding (Dao et al., 2023), with fixed borders instead of thread-dependent ones.
+    for threads that of Flash-Decoding (Dao et al., 2023), with fixed borders instead of thread-dependent ones; masks
+    of trees are SpecInfer's (Miao et al., ASPLOS 2024), in the flat form FlashInfer's.
 
     >>> import numpy as np
     >>> from pagepool import KvCachePool, KvLayout, PagedSeqState, decode
@@ -105,22 +116,34 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, sm_sc
     >>> tables, lens = np.asarray(seq.block_table)[None], np.array([seq.len], np.int32)
     >>> decode(np.ones((1, 4, 64), np.float32), pool, 0, tables, lens)[0, 0, :3]
     array([1., 1., 1.], dtype=float32)
+    >>> starts = np.array([0, 2], np.int32)  # the last two tokens at once
+    >>> out, scores = decode(np.ones((2, 4, 64), np.float32), pool, 0, tables, lens, query_start_loc=starts,
+    ...                      return_block_scores=True)
+    >>> out.shape, scores[:, 0, 0].tolist()
+    ((2, 4, 64), [1.0, 1.0])
     """
     cdef Arguments call = Arguments()
     cdef int threads = read_threads(num_threads)
     cdef pp_status status
-    call.read(q, pool, layer, block_tables, seq_lens)
+    cdef float[:, ::1] lse_rows
+    cdef float[:, :, ::1] score_rows
+    call.read(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask)
     call.read_variant(window_left, logits_soft_cap, alibi_slopes, sinks)
     call.read_scale(sm_scale)
     if out is None:
         out = empty((call.q.shape[0], call.q.shape[1], pool.c_pool.layout.v_head_dim), FLOAT32)
     call.read_out(out)
-    lse = None
-    cdef float[:, ::1] lse_rows
+    results = [out]
     if return_lse:
         lse = empty((call.q.shape[0], call.q.shape[1]), FLOAT32)
+        results.append(lse)
         lse_rows = lse
-        call.args.lse = &lse_rows[0, 0] if call.q.shape[0] else NULL
+        call.args.lse = &lse_rows[0, 0] if lse.size else NULL
+    if return_block_scores:
+        scores = empty((call.q.shape[0], call.q.shape[1], call.args.block_tables_width), FLOAT32)
+        results.append(scores)
+        score_rows = scores
+        call.args.block_scores = &score_rows[0, 0, 0] if scores.size else NULL
     pool.c_pin()
     try:
         with nogil:
@@ -129,4 +152,4 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, sm_sc
         pool.c_unpin()
     if status != PP_OK:
         raise call.failure(status)
-    return (out, lse) if return_lse else out
+    return tuple(results) if len(results) > 1 else out

@@ -48,9 +48,10 @@ static __attribute__((noinline)) void PP_NAME(turn)(int v_head_dim, const unsign
 
 /* One head of the tile's tokens in plain pages, as two groups of a tiled page. */
 static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const pp_kv_layout *tiled, int64_t begin,
-                                                    int tokens, int32_t head, unsigned char *groups) {
+                                                    int32_t head, unsigned char *groups) {
     const pp_kv_layout *plain = &work->pool->layout;
-    for (int t = begin < work->first ? (int)(work->first - begin) : 0; t < tokens; t++) {
+    const int64_t end = work->end - begin;
+    for (int t = begin < work->first ? (int)(work->first - begin) : 0; t < PP_TILE && t < end; t++) {
         const int64_t position = begin + t, offset = position % plain->block_size;
         const int64_t block = work->blocks[position / plain->block_size - work->first_block];
         const unsigned char *at = work->layer + block * plain->block_bytes + head * plain->head_bytes;

@@ -58,9 +58,11 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
             v_store(s + g * PP_TILE + (first + j) * PP_LANES, v_mul(v_add(even[g * NV + j], odd[g * NV + j]), scale));
 }
 
-/* Adds p V to NV vectors of dims, from `column` of V's dims on, which lies in a run that is `width` dims wide. */
+/* Adds p V of tokens [from, to) to NV vectors of dims, from `column` of V's dims on, which lies in a run that is
+ * `width` dims wide. */
 PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, const pp_tile *tile, const int width,
-                               int column, const float *p, const float *rescale, float *o, int prefetch) {
+                               int column, int from, int to, const float *p, const float *rescale, float *o,
+                               int prefetch) {
     const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM;
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -69,9 +71,9 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
             if (rescale) sum[g * NV + j] = v_mul(sum[g * NV + j], v_set1(rescale[g]));
         }
     const int pair_bytes = 2 * width * PP_ITEM;
-    for (int i = 0; i * PP_GROUP < tile->tokens; i++) {
-        const int left = tile->tokens - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
-        const int before = tile->first - i * PP_GROUP, first = before > 0 ? before : 0;
+    for (int i = 0; i * PP_GROUP < to; i++) {
+        const int left = to - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
+        const int before = from - i * PP_GROUP, first = before > 0 ? before : 0;
         const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run, *half = tile->next_k[i] + run;
         const unsigned char *end = tile->v[i] + (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
         const float *weight = p + i * PP_GROUP;
@@ -109,38 +111,35 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
 /* What is left over: one vector of tokens at the ragged end of a sequence, the last 8 dims of rows that are no multiple
  * of a vector.  Head by head, since it is little and every copy of the code is not. */
 static __attribute__((noinline)) void PP_NAME(scores_left)(int heads, const pp_tile *tile, int first, const float *q,
-                                                           float *s, int prefetch) {
+                                                           int q_step, float *s, int prefetch) {
     for (int g = 0; g < heads; g++)
-        PP_NAME(scores)(1, 1, tile, first, q + 2 * g, 2 * heads, s + g * PP_TILE, g ? 0 : prefetch);
+        PP_NAME(scores)(1, 1, tile, first, q + 2 * g, q_step, s + g * PP_TILE, g ? 0 : prefetch);
 }
 
 #if PP_HALF_TAIL
 static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_tile *tile, int width, int column,
-                                                           const float *p, const float *rescale, float *rows,
-                                                           int prefetch) {
+                                                           int from, int to, const float *p, const float *rescale,
+                                                           float *rows, int prefetch) {
     for (int g = 0; g < heads; g++)
-        PP_NAME(values)(1, 1, 1, tile, width, column, p + g * PP_TILE, rescale ? rescale + g : NULL,
+        PP_NAME(values)(1, 1, 1, tile, width, column, from, to, p + g * PP_TILE, rescale ? rescale + g : NULL,
                         rows + g * tile->row_stride, g ? 0 : prefetch);
 }
 #endif
 
-/* One tile of one kv head for HEADS of its query heads, whose queries begin at q, rows at `rows` and maxima at m. */
-PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, float *rows, float *m,
+/* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries
+ * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their maxima at m. */
+PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
                              int prefetch) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[PP_MAX_HEADS];
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
-    const int full = tile->tokens > PP_GROUP ? VECTORS : VECTORS / 2;
-    int vector = tile->first < PP_GROUP ? 0 : VECTORS / 2;
+    const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
+    int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
     for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS))
-        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, 2 * HEADS, s, prefetch);
-    for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, s, prefetch);
+        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, q_step, s, prefetch);
+    for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, q_step, s, prefetch);
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
-    if (tile->tokens - tile->first < PP_TILE)
-        for (int g = 0; g < HEADS; g++) {
-            for (int t = 0; t < tile->first; t++) s[g * PP_TILE + t] = -INFINITY;
-            for (int t = tile->tokens; t < PP_TILE; t++) s[g * PP_TILE + t] = -INFINITY;
-        }
+    if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     int rescaled = 0;
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE, *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
@@ -164,90 +163,132 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
             v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
     }
     const float *scales = rescaled ? rescale : NULL;
+    if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
     const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
-    if (!tile->next_v[0]) prefetch = 0;
-    int d = 0;
-    for (; d < whole; d += columns)
-        PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, s, scales, rows,
-                        d % PP_V_RUN ? 0 : prefetch);
-    for (; d + PP_LANES <= dims; d += PP_LANES)
-        PP_NAME(values)(HEADS, 1, 0, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
+    if (!tile->next_v[0]) prefetch = PP_PREFETCH_NONE;
+    uint32_t seen = tile->seen; /* run by run: what a row does not see must not be multiplied with, it may be NaN */
+    do {
+        const int from = __builtin_ctz(seen);
+        const uint32_t behind = ~(seen >> from);
+        const int to = from + (behind ? __builtin_ctz(behind) : PP_TILE);
+        int d = 0;
+        for (; d < whole; d += columns)
+            PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, from, to, s, scales, rows,
+                            d % PP_V_RUN ? 0 : prefetch);
+        for (; d + PP_LANES <= dims; d += PP_LANES)
+            PP_NAME(values)(HEADS, 1, 0, tile, dims - whole, d, from, to, s, scales, rows, d == whole ? prefetch : 0);
 #if PP_HALF_TAIL
-    if (d < dims) PP_NAME(values_left)(HEADS, tile, dims - whole, d, s, scales, rows, d == whole ? prefetch : 0);
+        if (d < dims)
+            PP_NAME(values_left)(HEADS, tile, dims - whole, d, from, to, s, scales, rows, d == whole ? prefetch : 0);
 #endif
+        seen = to < PP_TILE ? seen >> to << to : 0;
+        scales = NULL;
+        prefetch = PP_PREFETCH_NONE;
+    } while (seen);
 }
 
-static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, float *rows,
-                                                       float *m, int prefetch) {
+static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
+                                                       float *rows, float *m, int prefetch) {
     switch (heads) {
-    case 1: PP_NAME(tile)(1, tile, q, rows, m, prefetch); break;
-    case 2: PP_NAME(tile)(2, tile, q, rows, m, prefetch); break;
-    case 3: PP_NAME(tile)(3, tile, q, rows, m, prefetch); break;
-    case 4: PP_NAME(tile)(4, tile, q, rows, m, prefetch); break;
+    case 1: PP_NAME(tile)(1, tile, q, q_step, rows, m, prefetch); break;
+    case 2: PP_NAME(tile)(2, tile, q, q_step, rows, m, prefetch); break;
+    case 3: PP_NAME(tile)(3, tile, q, q_step, rows, m, prefetch); break;
+    case 4: PP_NAME(tile)(4, tile, q, q_step, rows, m, prefetch); break;
 #if PP_MAX_HEADS > 4
-    case 5: PP_NAME(tile)(5, tile, q, rows, m, prefetch); break;
-    case 6: PP_NAME(tile)(6, tile, q, rows, m, prefetch); break;
+    case 5: PP_NAME(tile)(5, tile, q, q_step, rows, m, prefetch); break;
+    case 6: PP_NAME(tile)(6, tile, q, q_step, rows, m, prefetch); break;
 #endif
 #if PP_MAX_HEADS > 6
-    case 7: PP_NAME(tile)(7, tile, q, rows, m, prefetch); break;
-    case 8: PP_NAME(tile)(8, tile, q, rows, m, prefetch); break;
+    case 7: PP_NAME(tile)(7, tile, q, q_step, rows, m, prefetch); break;
+    case 8: PP_NAME(tile)(8, tile, q, q_step, rows, m, prefetch); break;
 #endif
     }
 }
 
 #include "decode_arrange.h"
 
+/* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,
+ * `row` of all. */
+static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int32_t to, int32_t row, int prefetch) {
+    const int32_t group_size = work->group_size, q_step = 2 * (to - from);
+    const float *q = work->q + (int64_t)row * tile->head_dim;
+    for (int32_t r = from, end; r < to; r = end) {
+        end = to;
+        if (work->seen) {
+            tile->seen = pp_tile_seen(&work->view, r / group_size, tile->begin);
+            for (end = r - r % group_size + group_size; end < to; end += group_size)
+                if (pp_tile_seen(&work->view, end / group_size, tile->begin) != tile->seen) break;
+            if (end > to) end = to;
+            if (!tile->seen) continue;
+            for (int32_t i = r; i < end; i++) work->seen[row + i - from] = 1.0f;
+        }
+        const int32_t at = row + r - from;
+        tile->row = r;
+        if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)at * work->num_blocks;
+        PP_NAME(tile_of)(end - r, tile, q + 2 * (r - from), q_step, work->rows + at * work->row_stride, work->m + at,
+                         prefetch);
+        prefetch = PP_PREFETCH_NONE;
+    }
+}
+
 /* The walk over a chunk.  `scratch` is for the groups of one tile of one head, as `tiled` lays them out; both are NULL
  * where the pages can be read as they are. */
 static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const pp_kv_layout *tiled,
                                                     unsigned char *scratch) {
     const pp_kv_layout *layout = &work->pool->layout;
-    const int group_size = work->group_size;
+    const int32_t head_rows = work->group_size * work->view.num_queries, parts = num_parts(head_rows);
     pp_tile tile = {.head_dim = layout->head_dim,
                     .v_head_dim = layout->v_head_dim,
                     .sm_scale = work->sm_scale,
                     .logits_soft_cap = work->logits_soft_cap,
-                    .row_stride = work->row_stride};
-    const int32_t first = work->head_begin * group_size, last = work->head_end * group_size;
+                    .group_size = work->group_size,
+                    .row_stride = work->row_stride,
+                    .first_block = work->begin / layout->block_size,
+                    .block_size = layout->block_size,
+                    .num_blocks = (int)work->num_blocks};
+    const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
+    const int32_t head_begin = work->part_begin / parts;
     for (int32_t h = first; h < last; h++) work->m[h] = -INFINITY;
     memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
-    /* One query head in 16 bit, or two in f32, read about as fast as memory delivers.  Over long runs the hardware's
+    if (work->seen) memset(work->seen + first, 0, (size_t)(last - first) * sizeof(float));
+    if (work->block_sums)
+        memset(work->block_sums + first * work->num_blocks, 0,
+               (size_t)((last - first) * work->num_blocks) * sizeof(float));
+    /* One row per kv head in 16 bit, or two in f32, read about as fast as memory delivers.  Over long runs the hardware's
      * prefetchers, which drop nothing, do better then (Zen 4: 0.95 of the limit, not 0.85), if left alone. */
-    const int by_hardware = work->prefetch == PP_PREFETCH_REPEAT && group_size <= PP_ITEM / 2 &&
-                            (work->head_end - work->head_begin) * layout->head_bytes >= 1 << 17;
+    const int by_hardware = work->prefetch == PP_PREFETCH_REPEAT && head_rows <= PP_ITEM / 2 &&
+                            (work->part_end - work->part_begin) * layout->head_bytes >= 1 << 17;
     const unsigned char *groups[2], *next[2];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
     pp_tile_groups(work, first_tile, groups);
     for (int64_t begin = first_tile; begin < work->end; begin += PP_TILE) {
-        const int64_t left = work->end - begin;
-        tile.tokens = left < PP_TILE ? (int)left : PP_TILE;
-        tile.first = begin < work->first ? (int)(work->first - begin) : 0;
-        tile.distance = begin - work->last_position;
+        tile.begin = begin;
+        tile.seen = pp_bits_between(work->first - begin, work->end - begin);
+        tile.distance = begin - pp_position(&work->view, 0);
         const int more = begin + PP_TILE < work->end;
         pp_tile_groups(work, more ? begin + PP_TILE : begin, next);
-        for (int32_t head = work->head_begin; head < work->head_end; head++) {
-            const int more_heads = head + 1 < work->head_end;
+        for (int32_t index = work->part_begin, end; index < work->part_end; index = end) {
+            const int32_t head = index / parts, head_end = (head + 1) * parts;
+            end = head_end < work->part_end ? head_end : work->part_end;
+            const int more_heads = end < work->part_end;
             const int prefetch = layout->tiled && !(by_hardware && more_heads) ? work->prefetch : PP_PREFETCH_NONE;
-            if (!layout->tiled) PP_NAME(pack)(work, tiled, begin, tile.tokens, head, scratch);
+            if (!layout->tiled) PP_NAME(pack)(work, tiled, begin, head, scratch);
             for (int i = 0; i < 2; i++) {
                 unsigned char *group = scratch + (scratch ? i * tiled->head_bytes : 0);
                 tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : group;
                 tile.v[i] = scratch ? group + tiled->k_bytes : tile.k[i] + layout->k_bytes;
                 tile.next_k[i] = more_heads      ? tile.k[i] + layout->head_bytes
-                                 : more          ? next[i] + work->head_begin * layout->head_bytes
+                                 : more          ? next[i] + head_begin * layout->head_bytes
                                  : work->next[i] ? work->next[i]
-                                                : tile.k[i];
+                                                 : tile.k[i];
                 tile.next_v[i] = scratch ? NULL : tile.next_k[i] + layout->k_bytes;
                 if (scratch && layout->tiled) PP_NAME(turn)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
             }
-            for (int32_t part = 0; part < num_parts(group_size); part++) {
-                const int32_t from = part_border(group_size, part), to = part_border(group_size, part + 1);
-                const int32_t row = head * group_size + from;
-                tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + row : NULL;
-                PP_NAME(tile_of)(to - from, &tile, work->q + (int64_t)row * layout->head_dim,
-                                 work->rows + row * work->row_stride, work->m + row,
-                                 part == 0 ? prefetch : PP_PREFETCH_NONE);
-            }
+            tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
+            for (int32_t part = index; part < end; part++)
+                PP_NAME(part)(work, &tile, part_border(head_rows, part - head * parts),
+                              part_border(head_rows, part + 1 - head * parts), row_of_part(head_rows, part),
+                              part == index ? prefetch : PP_PREFETCH_NONE);
         }
         groups[0] = next[0];
         groups[1] = next[1];
@@ -256,9 +297,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
         float *sums = work->rows + (h + 1) * work->row_stride - PP_GROUP;
         pp_v sum[PP_GROUP / PP_LANES];
         for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + j * PP_LANES);
-        for (int half = PP_GROUP / PP_LANES / 2; half; half /= 2)
-            for (int j = 0; j < half; j++) sum[j] = v_add(sum[j], sum[j + half]);
-        *sums = v_sum(sum[0]);
+        *sums = tree_sum(sum);
     }
 }
 

@@ -45,70 +45,170 @@ PP_INLINE pp_v v_tanh(pp_v x) {
     return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
 }
 
-/* Bends the scores of `heads` heads of a tile: soft cap, then ALiBi.  Each position is rounded by itself, so that it
+/* Bends the scores of `heads` rows of a tile: soft cap, then ALiBi.  Each position is rounded by itself, so that it
  * does not depend on the number of lanes beyond 2^24 either. */
 static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads, float *s) {
     float positions[PP_TILE];
-    for (int t = 0; t < PP_TILE; t++) positions[t] = (float)((int32_t)tile->distance + t);
     const pp_v cap = v_set1(tile->logits_soft_cap), inverse = v_set1(1.0f / tile->logits_soft_cap);
-    for (int t = 0; t < PP_TILE; t += PP_LANES) {
-        const pp_v position = v_load(positions + t);
-        for (int g = 0; g < heads; g++) {
-            float *at = s + g * PP_TILE + t;
-            pp_v x = v_load(at);
+    int32_t query = tile->row / tile->group_size, head = tile->row % tile->group_size;
+    for (int g = 0; g < heads; g++, s += PP_TILE) {
+        if (tile->alibi_slopes && (g == 0 || head == 0)) {
+            const int32_t distance = (int32_t)(tile->distance - query);
+            for (int t = 0; t < PP_TILE; t++) positions[t] = (float)(distance + t);
+        }
+        for (int t = 0; t < PP_TILE; t += PP_LANES) {
+            pp_v x = v_load(s + t);
             if (tile->logits_soft_cap != 0.0f) x = v_mul(cap, v_tanh(v_mul(x, inverse)));
-            if (tile->alibi_slopes) x = v_fma(v_set1(tile->alibi_slopes[g]), position, x);
-            v_store(at, x);
+            if (tile->alibi_slopes) x = v_fma(v_set1(tile->alibi_slopes[head]), v_load(positions + t), x);
+            v_store(s + t, x);
+        }
+        if (++head == tile->group_size) {
+            head = 0;
+            query++;
         }
     }
 }
 
-/* How a group of query heads is cut into parts that share loads: about equal ones of up to PP_MAX_HEADS. */
-PP_INLINE int32_t num_parts(int32_t group_size) { return (group_size + PP_MAX_HEADS - 1) / PP_MAX_HEADS; }
-PP_INLINE int32_t part_border(int32_t group_size, int32_t part) {
-    return (int32_t)((int64_t)group_size * part / num_parts(group_size));
+#define ALL_SEEN 0xffffffffu
+
+/* Tokens that are not seen score -inf. */
+static __attribute__((noinline)) void hide_scores(const pp_tile *tile, int heads, float *s) {
+    for (int g = 0; g < heads; g++, s += PP_TILE)
+        for (int t = 0; t < PP_TILE; t++)
+            if (!(tile->seen >> t & 1)) s[t] = -INFINITY;
 }
 
-static void pack_queries(float *to, const float *q, int64_t q_stride, int32_t num_kv_heads, int32_t group_size,
-                         int32_t head_dim) {
-    for (int32_t kv = 0; kv < num_kv_heads; kv++)
-        for (int32_t part = 0; part < num_parts(group_size); part++) {
-            const int32_t from = part_border(group_size, part), heads = part_border(group_size, part + 1) - from;
-            const float *rows = q + ((int64_t)kv * group_size + from) * q_stride;
-            for (int32_t d = 0; d < head_dim; d += 2)
-                for (int32_t g = 0; g < heads; g++, to += 2) memcpy(to, rows + g * q_stride + d, 2 * sizeof(float));
+/* The sum of 16 numbers: lanes i and i + 8, then i and i + 4, ... */
+PP_INLINE float tree_sum(const pp_v *x) {
+    pp_v sum[PP_GROUP / PP_LANES];
+    for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = x[j];
+    for (int half = PP_GROUP / PP_LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) sum[j] = v_add(sum[j], sum[j + half]);
+    return v_sum(sum[0]);
+}
+
+/* Adds the weights p of a tile to the sums of its blocks, piece by piece: a piece is what a block has of a group of 16
+ * tokens, whatever the block size. */
+static __attribute__((noinline)) void add_to_blocks(const pp_tile *tile, int heads, const float *p,
+                                                    const float *rescale) {
+    float *sums = tile->block_sums;
+    for (int g = 0; g < heads; g++, sums += tile->num_blocks, p += PP_TILE) {
+        if (rescale)
+            for (int b = 0; b < tile->num_blocks; b++) sums[b] *= rescale[g];
+        for (int at = 0, end; at < PP_TILE; at = end) {
+            const int64_t block = (tile->begin + at) / tile->block_size;
+            const int64_t left = (block + 1) * tile->block_size - (tile->begin + at), group = PP_GROUP - at % PP_GROUP;
+            end = at + (int)(left < group ? left : group);
+            if (!(tile->seen & pp_bits_between(at, end))) continue;
+            float piece[PP_GROUP] = {0};
+            pp_v x[PP_GROUP / PP_LANES];
+            for (int t = at; t < end; t++) piece[t % PP_GROUP] = p[t];
+            for (int j = 0; j < PP_GROUP / PP_LANES; j++) x[j] = v_load(piece + j * PP_LANES);
+            sums[block - tile->first_block] += tree_sum(x);
         }
+    }
+}
+
+/* How the rows of a kv head are cut into parts that share loads: about equal ones of up to PP_MAX_HEADS. */
+PP_INLINE int32_t num_parts(int32_t head_rows) { return (head_rows + PP_MAX_HEADS - 1) / PP_MAX_HEADS; }
+PP_INLINE int32_t part_border(int32_t head_rows, int32_t part) {
+    return (int32_t)((int64_t)head_rows * part / num_parts(head_rows));
+}
+/* The first row of a part, where parts are numbered through all kv heads. */
+PP_INLINE int32_t row_of_part(int32_t head_rows, int32_t part) {
+    return part / num_parts(head_rows) * head_rows + part_border(head_rows, part % num_parts(head_rows));
+}
+
+static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
+                         int32_t group_size, int32_t num_queries, int32_t head_dim) {
+    const int32_t head_rows = group_size * num_queries;
+    for (int32_t kv = 0; kv < num_kv_heads; kv++)
+        for (int32_t part = 0; part < num_parts(head_rows); part++) {
+            const int32_t from = part_border(head_rows, part), rows = part_border(head_rows, part + 1) - from;
+            for (int32_t r = 0; r < rows; r++) {
+                const int64_t head = kv * group_size + (from + r) % group_size;
+                const float *row = q + (from + r) / group_size * q_stride_token + head * q_stride_head;
+                for (int32_t d = 0; d < head_dim; d += 2) memcpy(to + d * rows + 2 * r, row + d, 2 * sizeof(float));
+            }
+            to += rows * head_dim;
+        }
+}
+
+/* A row's result while its chunks are merged; `m` and `total` are those of all chunks so far. */
+typedef struct merged_row {
+    float m, total;
+    int empty; /* no chunk had a token that the row sees */
+    float sum[PP_MAX_HEAD_DIM];
+} merged_row;
+
+static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged_row *merged) {
+    const pp_chunk *chunk = work->chunk;
+    const int64_t width = chunk->row_stride - PP_GROUP;
+    float *sum = merged->sum;
+    merged->empty = 1;
+    for (int64_t c = 0; c < work->num_chunks; c++) {
+        const float *row = chunk->rows + r * chunk->row_stride + c * work->record_stride;
+        const float m = chunk->m[r + c * work->record_stride];
+        if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
+        if (merged->empty) {
+            merged->empty = 0;
+            merged->m = m;
+            merged->total = row[width];
+            for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_load(row + d));
+            continue;
+        }
+        const float both = m > merged->m ? m : merged->m, shift = shift_of(both);
+        const float old_scale = exp_one(merged->m - shift), scale = exp_one(m - shift);
+        const float scaled = merged->total * old_scale, added = row[width] * scale;
+        merged->total = scaled + added;
+        merged->m = both;
+        for (int64_t d = 0; d < width; d += PP_LANES)
+            v_store(sum + d, v_fma(v_load(row + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
+    }
+    if (sink && !merged->empty) { /* as a chunk that has a weight and no value */
+        const float both = *sink > merged->m ? *sink : merged->m, shift = shift_of(both);
+        const float old_scale = exp_one(merged->m - shift), scaled = merged->total * old_scale;
+        merged->total = scaled + exp_one(*sink - shift);
+        merged->m = both;
+        for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_mul(v_load(sum + d), v_set1(old_scale)));
+    }
+    for (int64_t d = 0; d < width; d += PP_LANES)
+        v_store(sum + d, merged->empty ? v_set1(0.0f) : v_div(v_load(sum + d), v_set1(merged->total)));
+}
+
+/* Block by block the row's weights, out of the sums of its chunks; 0 for blocks outside of what it may see. */
+static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, const merged_row *merged, float *scores) {
+    const pp_chunk *chunk = work->chunk;
+    const int64_t block_size = chunk->pool->layout.block_size;
+    memset(scores, 0, (size_t)work->width * sizeof(float));
+    if (merged->empty) return;
+    const int64_t begin = pp_first_seen(&chunk->view, query) / block_size;
+    const int64_t end = (pp_end_seen(&chunk->view, query) + block_size - 1) / block_size;
+    for (int64_t c = 0; c < work->num_chunks; c++) {
+        const int64_t first = (chunk->begin + c * PP_CHUNK) / block_size;
+        const float *sums = chunk->block_sums + r * chunk->num_blocks + c * work->record_stride;
+        if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
+        const float scale = exp_one(chunk->m[r + c * work->record_stride] - shift_of(merged->m));
+        for (int64_t b = 0; b < chunk->num_blocks && first + b < end; b++) {
+            const float weight = sums[b] * scale;
+            scores[first + b] += weight;
+        }
+    }
+    for (int64_t b = begin; b < end; b++) scores[b] /= merged->total;
 }
 
 static void merge_chunks(const pp_merge *work) {
-    const int64_t stride = work->record_stride, width = work->row_stride - PP_GROUP;
-    for (int32_t h = work->head_begin; h < work->head_end; h++) {
-        const float *row = work->first + h * work->row_stride;
-        const float *m = work->first + work->num_qo_heads * work->row_stride + h;
-        float sum[PP_MAX_HEAD_DIM];
-        float maximum = *m, total = row[width];
-        for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_load(row + d));
-        for (int64_t c = 1; c < work->num_chunks; c++) {
-            const float *chunk = row + c * stride;
-            const float chunk_maximum = m[c * stride];
-            const float both = chunk_maximum > maximum ? chunk_maximum : maximum, shift = shift_of(both);
-            const float old_scale = exp_one(maximum - shift), scale = exp_one(chunk_maximum - shift);
-            const float scaled = total * old_scale, added = chunk[width] * scale;
-            total = scaled + added;
-            maximum = both;
-            for (int64_t d = 0; d < width; d += PP_LANES)
-                v_store(sum + d, v_fma(v_load(chunk + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
-        }
-        if (work->sinks) { /* as a chunk that has a weight and no value */
-            const float sink = work->sinks[h], both = sink > maximum ? sink : maximum, shift = shift_of(both);
-            const float old_scale = exp_one(maximum - shift), scaled = total * old_scale;
-            total = scaled + exp_one(sink - shift);
-            maximum = both;
-            for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_mul(v_load(sum + d), v_set1(old_scale)));
-        }
-        for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_div(v_load(sum + d), v_set1(total)));
-        memcpy(work->out + (int64_t)h * work->v_head_dim, sum, (size_t)work->v_head_dim * sizeof(float));
-        if (work->lse) work->lse[h] = maximum + logf(total);
+    const pp_chunk *chunk = work->chunk;
+    const int32_t group_size = chunk->group_size, head_rows = group_size * chunk->view.num_queries;
+    const int32_t last = row_of_part(head_rows, chunk->part_end);
+    merged_row merged;
+    for (int32_t r = row_of_part(head_rows, chunk->part_begin); r < last; r++) {
+        const int32_t query = r % head_rows / group_size, head = r / head_rows * group_size + r % group_size;
+        const int64_t at = (int64_t)query * work->num_qo_heads + head;
+        merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged);
+        memcpy(work->out + at * work->v_head_dim, merged.sum, (size_t)work->v_head_dim * sizeof(float));
+        if (work->lse) work->lse[at] = merged.empty ? -INFINITY : merged.m + logf(merged.total);
+        if (work->block_scores) merge_block_scores(work, r, query, &merged, work->block_scores + at * work->width);
     }
 }
 

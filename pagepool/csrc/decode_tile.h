@@ -7,12 +7,16 @@
 typedef struct pp_tile {
     const unsigned char *k[2], *v[2];           /* of its two groups of 16 tokens */
     const unsigned char *next_k[2], *next_v[2]; /* what will be read next: prefetched; next_v may be NULLs */
-    int first, tokens;                          /* tokens [first, tokens) are seen: 0 <= first < tokens <= PP_TILE */
+    uint32_t seen;                              /* a bit for each of its tokens; not 0 */
     int head_dim, v_head_dim;
     float sm_scale, logits_soft_cap;
-    const float *alibi_slopes;                  /* of the heads at work, or NULL */
-    int64_t distance;                           /* from the query back to the tile's first token, below 0 or 0 */
+    const float *alibi_slopes;                  /* of the query heads of the kv head, or NULL */
+    int32_t row, group_size;                    /* the first row at work: query token row / group_size, head the rest */
+    int64_t distance;                           /* from the first query token back to the tile's first: 0 or below */
     int64_t row_stride;
+    float *block_sums;                          /* NULL, or of the first row at work: sums of weights, block by block */
+    int64_t begin, first_block, block_size;     /* the tile's first token, and the block of block_sums[0] */
+    int num_blocks;
 } pp_tile;
 
 #endif

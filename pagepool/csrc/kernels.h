@@ -3,6 +3,7 @@
 #define PP_KERNELS_H
 
 #include "pagepool/attention.h"
+#include "view.h"
 
 /* Where to prefetch, as measured on shuffled pages.  Intel server cores (16 line fill buffers in L1) gain 5 to 20 %
  * with L2, AMD's Zen 5 with L1.  Zen 3 and 4 have 24 such buffers, too few, and drop a prefetch into L2 while its queue
@@ -10,25 +11,33 @@
 enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT };
 int pp_prefetch_mode(void);
 
-/* A chunk of one sequence, for some of its kv heads.  Starts from nothing and leaves, for each query head h of those,
- * in the chunk's record
- *   rows[h][:v_head_dim]      = sum exp(score - m) * V
- *   rows[h][row_stride - 16]  = sum exp(score - m)        (16 running sums until the chunk is done)
- *   m[h]                      = max score */
+/* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered kv head
+ * by kv head, in it query token by query token, in it query head by query head.  The rows of a kv head are cut into
+ * parts of up to `max_rows` that share loads (num_parts of decode_math.h), numbered through all kv heads.
+ *
+ * Starts from nothing and leaves in the chunk's record, for each row r
+ *   rows[r][:v_head_dim]      = sum exp(score - m) * V
+ *   rows[r][row_stride - 16]  = sum exp(score - m)        (16 running sums until the chunk is done)
+ *   m[r]                      = max score
+ *   seen[r]                   = 1 when it saw a token, else 0 and the others mean nothing
+ *   block_sums[r][b]          = sum exp(score - m) over the tokens of block begin / block_size + b */
 typedef struct pp_chunk {
     const pp_kv_pool *pool;
     const unsigned char *layer; /* pool->base + layer * layer_bytes */
     const int32_t *blocks;      /* of the sequence's row of the block table, from the first that is read */
     int64_t first_block;        /* the logical number of blocks[0] */
     int64_t begin, end;         /* tokens; begin is a multiple of PP_CHUNK, 0 < end - begin <= PP_CHUNK */
-    int64_t first;              /* the first token that is seen: begin <= first < end */
-    int64_t last_position;      /* seq_len - 1, where the query stands */
-    int32_t head_begin, head_end;
+    int64_t first;              /* the first token that the first query token sees: begin <= first < end */
+    pp_view view;
+    int32_t part_begin, part_end;
     int32_t group_size;         /* query heads per kv head */
     float sm_scale, logits_soft_cap;
     const float *alibi_slopes;  /* NULL, or (num_qo_heads,) */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
+    float *seen;                /* NULL: a lone query token, which sees all from `first` on */
+    float *block_sums;          /* NULL: not asked for */
+    int64_t num_blocks;         /* sums of a row */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
     int prefetch;                 /* one of PP_PREFETCH_... */
     const unsigned char *next[2]; /* what will be read after this chunk (K of two groups), to be prefetched; or NULLs */
@@ -51,16 +60,17 @@ static inline void pp_tile_groups(const pp_chunk *work, int64_t begin, const uns
     if (!groups[1]) groups[1] = groups[0];
 }
 
-/* Merges a sequence's chunks in order and writes rows [head_begin, head_end) of its result. */
+/* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */
 typedef struct pp_merge {
-    const float *first;    /* the first chunk's record: rows (num_qo_heads, row_stride), then m (num_qo_heads,) */
-    int64_t record_stride; /* from one chunk's record to the next, in elements */
-    int64_t num_chunks;    /* at least 1 */
-    int32_t num_qo_heads, head_begin, head_end, v_head_dim;
-    int64_t row_stride;
-    float *out;            /* (num_qo_heads, v_head_dim) */
-    float *lse;            /* NULL or (num_qo_heads,) */
-    const float *sinks;    /* NULL or (num_qo_heads,) */
+    const pp_chunk *chunk;   /* of the first chunk; the arrays of the next one's record are record_stride behind */
+    int64_t record_stride;   /* in elements */
+    int64_t num_chunks;      /* at least 1 */
+    int32_t num_qo_heads, v_head_dim;
+    float *out;              /* (num_queries, num_qo_heads, v_head_dim) */
+    float *lse;              /* NULL or (num_queries, num_qo_heads) */
+    float *block_scores;     /* NULL or (num_queries, num_qo_heads, width) */
+    int64_t width;
+    const float *sinks;      /* NULL or (num_qo_heads,) */
 } pp_merge;
 
 typedef struct pp_kernels {
@@ -68,10 +78,10 @@ typedef struct pp_kernels {
     void (*chunk[3])(const pp_chunk *); /* by pp_dtype */
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
-    /* Lays out a sequence's queries so that those of the heads that share a load are neighbours: for each kv head and
-     * each such part of its group, [head_dim / 2][heads of the part][2]. */
-    void (*pack_queries)(float *to, const float *q, int64_t q_stride, int32_t num_kv_heads, int32_t group_size,
-                         int32_t head_dim);
+    /* Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2]. */
+    void (*pack_queries)(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
+                         int32_t group_size, int32_t num_queries, int32_t head_dim);
+    int32_t max_rows; /* of a part */
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
 } pp_kernels;

@@ -34,6 +34,7 @@ const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = {
     .merge = merge_chunks,
     .merge_rows = merge_rows,
     .pack_queries = pack_queries,
+    .max_rows = PP_MAX_HEADS,
     .narrow = {copy_f32, narrow_f16, narrow_bf16},
     .widen = {copy_to_f32, widen_f16, widen_bf16},
 };

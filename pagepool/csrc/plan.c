@@ -1,87 +1,134 @@
 /* plan.c: cuts decode attention into units that any thread may run, and merges what they leave.
  *
- * A unit is one chunk (512 tokens) of one sequence, for all kv heads or, when there are too few chunks for the threads,
- * for a part of them.  Units are numbered sequence by sequence, chunk by chunk, part by part:
+ * A unit is one chunk (512 tokens) of one sequence, for all of its rows or, when there are too few chunks for the
+ * threads, for a slice of them: some kv heads or, when there are fewer of those than threads, some parts of their rows
+ * (kernels.h says what rows and parts are).  Units are numbered sequence by sequence, chunk by chunk, slice by slice:
  *
  *   unit_begin[s] = the first unit of sequence s;   unit_begin[num_seqs] = num_units
- *   remaining[s * head_parts + part] = chunks of that part which are not done yet; who does the last one merges
+ *   remaining[s * slices + slice] = chunks of that slice which are not done yet; who does the last one merges
  *
- * Lengths and block ids are copied into the workspace as they are checked: what another thread does to the caller's
- * arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the kernel reads
- * them.
+ * Lengths, query counts and block ids are copied into the workspace as they are checked: what another thread does to
+ * the caller's arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the
+ * kernel reads them.
  *
- * Each chunk of each sequence has a record in the workspace: rows (num_qo_heads, row_stride) and m (num_qo_heads,).  A
- * chunk's record depends on its tokens alone and records are merged in order, so no bit depends on who ran what. */
+ * Each chunk of each sequence has a record in the workspace, those of sequence s from record_begin[s] on: for its R =
+ * num_qo_heads * (query tokens) rows, rows (R, row_stride), m (R,), seen (R,) unless there is one query token and no
+ * mask, and block_sums (R, blocks of a chunk) if scores are asked for.  A chunk's record depends on its tokens alone
+ * and records are merged in order, so no bit depends on who ran what. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "check_decode.h"
 #include "kernels.h"
 #include "pagepool/threads.h"
 
 enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
 
 typedef struct measures {
-    int64_t num_chunks, num_blocks; /* of all sequences */
-    int64_t record;                 /* elements of one */
-    int64_t row_stride;
-    int32_t head_parts;
-    /* Sizes: remaining; unit_begin and row_begin each; ...; all. */
-    size_t counters, begins, lengths, ids, queries, bytes;
+    int64_t num_chunks, num_blocks, num_queries; /* of all sequences */
+    int64_t num_records;                         /* elements of all records */
+    int64_t row_stride, row_elements;            /* of a row in a record: its sums; all that a row has */
+    int64_t blocks_per_chunk;                    /* 0 unless scores are asked for */
+    int32_t most_queries;                        /* of a sequence */
+    int32_t slices;
+    /* Sizes: remaining; unit_begin, ids_begin and record_begin each; query_begin; seq_lens; ids; queries; all. */
+    size_t counters, begins, starts, lengths, ids, queries, bytes;
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
 
-static int64_t blocks_of(int32_t seq_len, int32_t block_size) {
-    return ((int64_t)seq_len + block_size - 1) / block_size;
+static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+static int may_differ(const pp_decode_args *args) { return args->query_start_loc || args->custom_mask; }
+
+/* What the query tokens of a sequence see. */
+static pp_view view_of(const pp_decode_args *args, int32_t s, int32_t seq_len, int32_t num_queries) {
+    pp_view view = {.seq_len = seq_len, .num_queries = num_queries, .window = args->window};
+    if (args->custom_mask && args->mask_indptr[s] >= 0) {
+        view.mask = args->custom_mask + args->mask_indptr[s];
+        view.mask_width = args->mask_widths[s];
+        view.mask_first = seq_len - view.mask_width;
+    }
+    return view;
 }
 
-/* The first token that a query at the end of seq_len tokens sees, and the borders in chunks of what it sees. */
-static int64_t first_seen(const pp_decode_args *args, int32_t seq_len) {
-    return args->window && args->window < seq_len ? seq_len - args->window : 0;
+/* The chunks and blocks of a sequence of which its query tokens see something: [first, end). */
+typedef struct extent {
+    int64_t first_chunk, end_chunk, first_block, end_block;
+} extent;
+
+static extent extent_of(const pp_decode_args *args, int32_t seq_len, int32_t num_queries) {
+    const pp_view view = {.seq_len = seq_len, .num_queries = num_queries, .window = args->window};
+    const int64_t first = pp_first_seen(&view, 0), size = args->pool->layout.block_size;
+    if (!seq_len || !num_queries) return (extent){0, 0, 0, 0};
+    return (extent){first / PP_CHUNK, ceil_div(seq_len, PP_CHUNK), first / size, ceil_div(seq_len, size)};
 }
 
-static int64_t first_chunk(const pp_decode_args *args, int32_t seq_len) { return first_seen(args, seq_len) / PP_CHUNK; }
-
-static int64_t chunks_of(const pp_decode_args *args, int32_t seq_len) {
-    return ((int64_t)seq_len + PP_CHUNK - 1) / PP_CHUNK - first_chunk(args, seq_len);
+static int64_t record_of(const measures *all, int32_t num_qo_heads, int32_t num_queries) {
+    return ((int64_t)num_qo_heads * num_queries * all->row_elements + 15) / 16 * 16;
 }
 
-static int64_t first_block(const pp_decode_args *args, int32_t seq_len) {
-    return first_seen(args, seq_len) / args->pool->layout.block_size;
+/* Adds a sequence to the totals; the place of its ids and records is what the totals were before. */
+static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int32_t num_queries, measures *all) {
+    const int64_t rows = (int64_t)num_queries * args->num_qo_heads;
+    int64_t records;
+    if (seq_len < 0 || num_queries < 0 || rows > INT32_MAX) return PP_INVALID_ARGUMENT;
+    const extent seen = extent_of(args, seq_len, num_queries);
+    if (seen.end_block > args->block_tables_width) return PP_INVALID_ARGUMENT;
+    if (ceil_div(seq_len, args->pool->layout.block_size) > args->block_tables_width) return PP_INVALID_ARGUMENT;
+    all->num_queries += num_queries;
+    all->num_chunks += seen.end_chunk - seen.first_chunk;
+    all->num_blocks += seen.end_block - seen.first_block;
+    if (num_queries > all->most_queries) all->most_queries = num_queries;
+    if (__builtin_mul_overflow(seen.end_chunk - seen.first_chunk, record_of(all, args->num_qo_heads, num_queries),
+                               &records) ||
+        __builtin_add_overflow(records, all->num_records, &all->num_records))
+        return PP_INVALID_ARGUMENT;
+    return PP_OK;
+}
+
+static int32_t parts_of(int32_t head_rows) {
+    const int32_t most = pp_kernels_get()->max_rows;
+    return head_rows / most + (head_rows % most != 0);
+}
+
+static int32_t num_queries_of(const pp_decode_args *args, int32_t s) {
+    return args->query_start_loc ? args->query_start_loc[s + 1] - args->query_start_loc[s] : 1;
 }
 
 static pp_status measure(const pp_decode_args *args, measures *all) {
     const pp_kv_layout *layout = &args->pool->layout;
-    if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
-        args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0 || args->window < 0)
-        return PP_INVALID_ARGUMENT;
-    all->num_chunks = all->num_blocks = 0;
+    pp_status status = pp_check_decode(args);
+    if (status != PP_OK) return status;
+    const int64_t size = layout->block_size, group_size = args->num_qo_heads / layout->num_kv_heads;
+    *all = (measures){.row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP};
+    if (args->block_scores) all->blocks_per_chunk = PP_CHUNK % size ? PP_CHUNK / size + 2 : PP_CHUNK / size;
+    all->row_elements = all->row_stride + 1 + may_differ(args) + all->blocks_per_chunk;
     for (int32_t s = 0; s < args->num_seqs; s++) {
-        const int32_t seq_len = args->seq_lens[s];
-        const int64_t blocks = blocks_of(seq_len, layout->block_size);
-        if (seq_len < 0 || blocks > args->block_tables_width) return PP_INVALID_ARGUMENT;
-        all->num_chunks += chunks_of(args, seq_len);
-        all->num_blocks += blocks - first_block(args, seq_len);
+        status = add_sequence(args, args->seq_lens[s], num_queries_of(args, s), all);
+        if (status != PP_OK) return status;
     }
-    int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads), parts = 1;
-    if (all->num_chunks && all->num_chunks < wanted) parts = (wanted + all->num_chunks - 1) / all->num_chunks;
-    all->head_parts = parts < layout->num_kv_heads ? (int32_t)parts : layout->num_kv_heads;
-    all->row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
-    all->record = ((int64_t)args->num_qo_heads * (all->row_stride + 1) + 15) / 16 * 16;
-    all->counters = aligned(sizeof(int32_t) * (size_t)args->num_seqs * (size_t)all->head_parts);
-    all->begins = aligned(sizeof(int64_t) * ((size_t)args->num_seqs + 1));
-    all->lengths = aligned(sizeof(int32_t) * (size_t)args->num_seqs);
+    const int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads);
+    int64_t slices = 1, most = layout->num_kv_heads;
+    if (all->num_chunks && all->num_chunks < wanted) slices = ceil_div(wanted, all->num_chunks);
+    if (most < args->num_threads) most *= parts_of((int32_t)(group_size * all->most_queries));
+    all->slices = (int32_t)(slices < most ? slices : most);
+    if (all->slices < 1) all->slices = 1;
+    const size_t num_seqs = (size_t)args->num_seqs;
+    all->counters = aligned(sizeof(int32_t) * num_seqs * (size_t)all->slices);
+    all->begins = aligned(sizeof(int64_t) * (num_seqs + 1));
+    all->starts = aligned(sizeof(int32_t) * (num_seqs + 1));
+    all->lengths = aligned(sizeof(int32_t) * num_seqs);
     all->ids = aligned(sizeof(int32_t) * (size_t)all->num_blocks);
     size_t queries, records;
-    const size_t row_bytes = (size_t)args->num_qo_heads * (size_t)layout->head_dim * sizeof(float);
-    if (__builtin_mul_overflow((size_t)args->num_seqs, row_bytes, &queries))
-        return PP_INVALID_ARGUMENT;
+    const size_t query_bytes = (size_t)args->num_qo_heads * (size_t)layout->head_dim * sizeof(float);
+    if (__builtin_mul_overflow((size_t)all->num_queries, query_bytes, &queries)) return PP_INVALID_ARGUMENT;
     all->queries = aligned(queries);
-    const size_t tables = all->counters + 2 * all->begins + all->lengths + all->ids;
+    const size_t tables = all->counters + 3 * all->begins + all->starts + all->lengths + all->ids;
     if (__builtin_add_overflow(tables, all->queries, &all->bytes) ||
-        __builtin_mul_overflow((size_t)all->num_chunks, (size_t)all->record * sizeof(float), &records) ||
+        __builtin_mul_overflow((size_t)all->num_records, sizeof(float), &records) ||
         __builtin_add_overflow(records, all->bytes, &all->bytes))
         return PP_INVALID_ARGUMENT;
     return PP_OK;
@@ -94,67 +141,94 @@ pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes) {
     return status;
 }
 
-/* Copies lengths and, within them, ids; the other ids are neither read nor checked.  The lengths must still add up to
- * what was measured. */
+/* Copies lengths, query counts and, as far as they are seen, ids; the other ids are neither read nor checked.  It all
+ * must still add up to what was measured. */
 static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, const measures *all) {
     const pp_kv_pool *pool = args->pool;
-    int64_t num_chunks = 0, row = 0;
+    measures sum = {.row_elements = all->row_elements};
+    plan->query_begin[0] = 0;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t seq_len = plan->seq_lens[s] = __atomic_load_n(&args->seq_lens[s], __ATOMIC_RELAXED);
-        if (seq_len < 0) return PP_INVALID_ARGUMENT;
-        const int64_t end = blocks_of(seq_len, pool->layout.block_size), begin = first_block(args, seq_len);
-        const int64_t blocks = end - begin;
-        plan->row_begin[s] = row;
-        row += blocks;
-        num_chunks += chunks_of(args, seq_len);
-        if (end > args->block_tables_width || row > all->num_blocks) return PP_INVALID_ARGUMENT;
-        const int32_t *from = args->block_tables + s * args->block_tables_stride + begin;
-        int32_t *to = plan->ids + plan->row_begin[s];
+        int32_t num_queries = 1;
+        if (args->query_start_loc)
+            num_queries = __atomic_load_n(&args->query_start_loc[s + 1], __ATOMIC_RELAXED) - plan->query_begin[s];
+        plan->ids_begin[s] = sum.num_blocks;
+        plan->record_begin[s] = sum.num_records;
+        const pp_status status = add_sequence(args, seq_len, num_queries, &sum);
+        if (status != PP_OK) return status;
+        if (sum.num_blocks > all->num_blocks || sum.num_queries > all->num_queries) return PP_INVALID_ARGUMENT;
+        plan->query_begin[s + 1] = (int32_t)sum.num_queries;
+        const extent seen = extent_of(args, seq_len, num_queries);
+        const int32_t *from = args->block_tables + s * args->block_tables_stride + seen.first_block;
+        int32_t *to = plan->ids + plan->ids_begin[s];
         int bad = 0;
-        for (int64_t b = 0; b < blocks; b++) {
+        for (int64_t b = 0; b < seen.end_block - seen.first_block; b++) {
             to[b] = from[b];
             bad |= to[b] < 0 || to[b] >= pool->num_blocks;
         }
         if (bad) return PP_INVALID_BLOCK;
     }
-    return row == all->num_blocks && num_chunks == all->num_chunks ? PP_OK : PP_INVALID_ARGUMENT;
+    return sum.num_blocks == all->num_blocks && sum.num_chunks == all->num_chunks &&
+                   sum.num_queries == all->num_queries && sum.num_records == all->num_records
+               ? PP_OK
+               : PP_INVALID_ARGUMENT;
+}
+
+static int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
+    return plan->query_begin[s + 1] - plan->query_begin[s];
+}
+
+/* The results of a sequence without a token to see: zeros, and the log of nothing. */
+static void write_nothing(const pp_decode_plan *plan, int32_t s) {
+    const pp_decode_args *args = &plan->args;
+    const int64_t first = (int64_t)plan->query_begin[s] * args->num_qo_heads;
+    const int64_t rows = (int64_t)queries_of(plan, s) * args->num_qo_heads, dims = args->pool->layout.v_head_dim;
+    memset(args->out + first * dims, 0, (size_t)(rows * dims) * sizeof(float));
+    for (int64_t r = first; args->lse && r < first + rows; r++) args->lse[r] = -INFINITY;
+    if (args->block_scores)
+        memset(args->block_scores + first * args->block_tables_width, 0,
+               (size_t)(rows * args->block_tables_width) * sizeof(float));
 }
 
 pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) {
     measures all;
     pp_status status = measure(args, &all);
     if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
+    if (status == PP_OK) status = pp_check_apart(args, all.num_queries, workspace, all.bytes);
     if (status != PP_OK) return status;
     char *at = workspace;
-    *plan = (pp_decode_plan){
-        .args = *args, .head_parts = all.head_parts, .record = all.record, .row_stride = all.row_stride};
+    *plan = (pp_decode_plan){.args = *args,
+                             .slices = all.slices,
+                             .row_stride = all.row_stride,
+                             .row_elements = all.row_elements,
+                             .blocks_per_chunk = all.blocks_per_chunk};
     plan->remaining = (int32_t *)at;
     plan->unit_begin = (int64_t *)(at += all.counters);
-    plan->row_begin = (int64_t *)(at += all.begins);
-    plan->seq_lens = (int32_t *)(at += all.begins);
+    plan->ids_begin = (int64_t *)(at += all.begins);
+    plan->record_begin = (int64_t *)(at += all.begins);
+    plan->query_begin = (int32_t *)(at += all.begins);
+    plan->seq_lens = (int32_t *)(at += all.starts);
     plan->ids = (int32_t *)(at += all.lengths);
     plan->q = (float *)(at += all.ids);
     plan->partial = (float *)(at += all.queries);
     status = copy_tables(plan, args, &all);
     if (status != PP_OK) return status;
     const pp_kv_layout *layout = &args->pool->layout;
-    const int64_t row = (int64_t)args->num_qo_heads * layout->head_dim;
-    const int64_t out_row = (int64_t)args->num_qo_heads * layout->v_head_dim;
+    const int64_t query_size = (int64_t)args->num_qo_heads * layout->head_dim;
     for (int32_t s = 0; s < args->num_seqs; s++) {
-        int64_t chunks = chunks_of(args, plan->seq_lens[s]);
+        const int32_t num_queries = queries_of(plan, s);
+        const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
+        const int64_t chunks = seen.end_chunk - seen.first_chunk, first = plan->query_begin[s];
         plan->unit_begin[s] = plan->num_units;
-        plan->num_units += chunks * all.head_parts;
-        for (int32_t part = 0; part < all.head_parts; part++)
-            plan->remaining[(int64_t)s * all.head_parts + part] = (int32_t)chunks;
-        if (chunks) {
-            pp_kernels_get()->pack_queries(plan->q + s * row, args->q + s * args->q_stride_seq, args->q_stride_head,
-                                           layout->num_kv_heads, args->num_qo_heads / layout->num_kv_heads,
-                                           layout->head_dim);
-            continue;
-        }
-        memset(args->out + s * out_row, 0, (size_t)out_row * sizeof(float));
-        for (int32_t h = 0; args->lse && h < args->num_qo_heads; h++)
-            args->lse[(int64_t)s * args->num_qo_heads + h] = -INFINITY;
+        plan->num_units += chunks * all.slices;
+        for (int32_t slice = 0; slice < all.slices; slice++)
+            plan->remaining[(int64_t)s * all.slices + slice] = (int32_t)chunks;
+        if (chunks)
+            pp_kernels_get()->pack_queries(plan->q + first * query_size, args->q + first * args->q_stride_seq,
+                                           args->q_stride_seq, args->q_stride_head, layout->num_kv_heads,
+                                           args->num_qo_heads / layout->num_kv_heads, num_queries, layout->head_dim);
+        else
+            write_nothing(plan, s);
     }
     plan->unit_begin[args->num_seqs] = plan->num_units;
     return PP_OK;
@@ -173,77 +247,103 @@ static int32_t sequence_of(const pp_decode_plan *plan, int64_t unit) {
     return low;
 }
 
-static int32_t head_border(const pp_decode_plan *plan, int32_t part) {
-    return (int32_t)((int64_t)plan->args.pool->layout.num_kv_heads * part / plan->head_parts);
+/* Where a slice of a sequence begins, in parts: at a kv head while there are enough of those. */
+static int32_t slice_border(const pp_decode_plan *plan, int32_t parts, int32_t slice) {
+    const int64_t heads = plan->args.pool->layout.num_kv_heads;
+    if (plan->slices <= heads) return (int32_t)(heads * slice / plan->slices * parts);
+    return (int32_t)(heads * parts * slice / plan->slices);
 }
 
-/* Fills in what the kernel is to do for `unit`, and which sequence and part that is. */
-static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, int32_t *sequence, int32_t *part) {
+/* Fills in what the kernel is to do for chunk `place` of sequence s, counted from the first that is seen. */
+static void fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int32_t slice, pp_chunk *work) {
     const pp_decode_args *args = &plan->args;
     const pp_kv_layout *layout = &args->pool->layout;
-    const int32_t s = *sequence = sequence_of(plan, unit);
-    const int64_t index = unit - plan->unit_begin[s], place = index / plan->head_parts;
-    const int32_t seq_len = plan->seq_lens[s];
-    const int64_t chunk = first_chunk(args, seq_len) + place, first = first_seen(args, seq_len);
-    *part = (int32_t)(index % plan->head_parts);
-    float *record = plan->partial + (plan->unit_begin[s] / plan->head_parts + place) * plan->record;
-    const int64_t end = (chunk + 1) * PP_CHUNK;
+    const int32_t seq_len = plan->seq_lens[s], num_queries = queries_of(plan, s);
+    const int32_t group_size = args->num_qo_heads / layout->num_kv_heads, parts = parts_of(group_size * num_queries);
+    const int64_t num_rows = (int64_t)num_queries * args->num_qo_heads;
+    const pp_view view = view_of(args, s, seq_len, num_queries);
+    const extent seen = extent_of(args, seq_len, num_queries);
+    const int64_t begin = (seen.first_chunk + place) * PP_CHUNK, first = pp_first_seen(&view, 0);
+    float *record = plan->partial + plan->record_begin[s] + place * ((num_rows * plan->row_elements + 15) / 16 * 16);
+    float *m = record + num_rows * plan->row_stride, *after_m = m + num_rows;
     *work = (pp_chunk){.pool = args->pool,
                        .layer = args->pool->base + args->layer * layout->layer_bytes,
-                       .blocks = plan->ids + plan->row_begin[s],
-                       .first_block = first_block(args, seq_len),
-                       .begin = chunk * PP_CHUNK,
-                       .end = end < seq_len ? end : seq_len,
-                       .first = first > chunk * PP_CHUNK ? first : chunk * PP_CHUNK,
-                       .last_position = seq_len - 1,
-                       .head_begin = head_border(plan, *part),
-                       .head_end = head_border(plan, *part + 1),
-                       .group_size = args->num_qo_heads / layout->num_kv_heads,
+                       .blocks = plan->ids + plan->ids_begin[s],
+                       .first_block = seen.first_block,
+                       .begin = begin,
+                       .end = begin + PP_CHUNK < seq_len ? begin + PP_CHUNK : seq_len,
+                       .first = first > begin ? first : begin,
+                       .view = view,
+                       .part_begin = slice_border(plan, parts, slice),
+                       .part_end = slice_border(plan, parts, slice + 1),
+                       .group_size = group_size,
                        .sm_scale = args->sm_scale,
                        .logits_soft_cap = args->logits_soft_cap,
                        .alibi_slopes = args->alibi_slopes,
-                       .q = plan->q + (int64_t)s * args->num_qo_heads * layout->head_dim,
+                       .q = plan->q + (int64_t)plan->query_begin[s] * args->num_qo_heads * layout->head_dim,
                        .rows = record,
-                       .m = record + args->num_qo_heads * plan->row_stride,
+                       .m = m,
+                       .seen = num_queries > 1 || view.mask ? after_m : NULL,
+                       .block_sums = plan->blocks_per_chunk ? after_m + (may_differ(args) ? num_rows : 0) : NULL,
+                       .num_blocks = plan->blocks_per_chunk,
                        .row_stride = plan->row_stride,
                        .prefetch = pp_prefetch_mode()};
 }
 
-static void merge(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
+/* The same for `unit`; also which sequence and slice that is. */
+static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, int32_t *sequence, int32_t *slice) {
+    const int32_t s = *sequence = sequence_of(plan, unit);
+    const int64_t index = unit - plan->unit_begin[s];
+    *slice = (int32_t)(index % plan->slices);
+    fill_chunk(plan, s, index / plan->slices, *slice, work);
+}
+
+static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
     const pp_decode_args *args = &plan->args;
-    const int32_t v_head_dim = args->pool->layout.v_head_dim;
+    const int32_t v_head_dim = args->pool->layout.v_head_dim, num_queries = queries_of(plan, s);
+    const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
+    const int64_t row = (int64_t)plan->query_begin[s] * args->num_qo_heads, width = args->block_tables_width;
+    const int64_t num_rows = (int64_t)num_queries * args->num_qo_heads;
+    pp_chunk chunk;
+    fill_chunk(plan, s, 0, slice, &chunk);
     pp_kernels_get()->merge(&(pp_merge){
-        .first = plan->partial + plan->unit_begin[s] / plan->head_parts * plan->record,
-        .record_stride = plan->record,
-        .num_chunks = chunks_of(args, plan->seq_lens[s]),
+        .chunk = &chunk,
+        .record_stride = (num_rows * plan->row_elements + 15) / 16 * 16,
+        .num_chunks = seen.end_chunk - seen.first_chunk,
         .num_qo_heads = args->num_qo_heads,
-        .head_begin = work->head_begin * work->group_size,
-        .head_end = work->head_end * work->group_size,
         .v_head_dim = v_head_dim,
-        .row_stride = plan->row_stride,
-        .out = args->out + (int64_t)s * args->num_qo_heads * v_head_dim,
+        .out = args->out + row * v_head_dim,
+        .lse = args->lse ? args->lse + row : NULL,
+        .block_scores = args->block_scores ? args->block_scores + row * width : NULL,
+        .width = width,
         .sinks = args->sinks,
-        .lse = args->lse ? args->lse + (int64_t)s * args->num_qo_heads : NULL,
     });
+}
+
+/* What the next unit will read first, for prefetching. */
+static void set_next(pp_chunk *work, const pp_chunk *after) {
+    const int32_t parts = parts_of(after->group_size * after->view.num_queries);
+    if (after->part_begin == after->part_end) return;
+    pp_tile_groups(after, after->first / PP_TILE * PP_TILE, work->next);
+    for (int i = 0; i < 2; i++) work->next[i] += after->part_begin / parts * after->pool->layout.head_bytes;
 }
 
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     void (*kernel)(const pp_chunk *) = pp_kernels_get()->chunk[plan->args.pool->layout.dtype];
     pp_chunk work, after;
-    int32_t sequence, part, sequence_after, part_after;
-    if (begin < end) chunk_of(plan, begin, &after, &sequence_after, &part_after);
+    int32_t sequence, slice, sequence_after, slice_after;
+    if (begin < end) chunk_of(plan, begin, &after, &sequence_after, &slice_after);
     for (int64_t unit = begin; unit < end; unit++) {
         work = after;
         sequence = sequence_after;
-        part = part_after;
+        slice = slice_after;
         if (unit + 1 < end) {
-            chunk_of(plan, unit + 1, &after, &sequence_after, &part_after);
-            pp_tile_groups(&after, after.first / PP_TILE * PP_TILE, work.next);
-            for (int i = 0; i < 2; i++) work.next[i] += after.head_begin * plan->args.pool->layout.head_bytes;
+            chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
+            set_next(&work, &after);
         }
-        kernel(&work);
-        int32_t *left = &plan->remaining[(int64_t)sequence * plan->head_parts + part];
-        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, &work);
+        if (work.part_begin < work.part_end) kernel(&work);
+        int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
+        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, slice);
     }
 }
 

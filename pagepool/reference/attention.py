@@ -1,9 +1,10 @@
 """Decode attention in plain Python: float64, online softmax over pages. Oracle of the tests, baseline of the bench.
 
-    x[s, h, t] = sm_scale * q[s, h] . K[s, t, h / G]      G = num_qo_heads / num_kv_heads
-                 with a soft cap: cap * tanh(x / cap);    then, with ALiBi: x + slope[h] * (t - (seq_len - 1))
-    lse[s, h] = log(sum_t exp(x[s, h, t]) + exp(sink[h]))    t over all tokens, or the last window_left + 1
-    out[s, h] = sum_t exp(x[s, h, t] - lse[s, h]) * V[s, t, h / G]
+    x[i, h, t] = sm_scale * q[i, h] . K[s, t, h / G]      G = num_qo_heads / num_kv_heads, s the sequence of query i
+                 with a soft cap: cap * tanh(x / cap);    then, with ALiBi: x + slope[h] * (t - position[i])
+    lse[i, h] = log(sum_t exp(x[i, h, t]) + exp(sink[h]))    t over the tokens that query i sees
+    out[i, h] = sum_t exp(x[i, h, t] - lse[i, h]) * V[s, t, h / G]
+    block_scores[i, h, b] = sum_t exp(x[i, h, t] - lse[i, h])    t over those of block b
 
 What IEEE arithmetic makes of special values is the result: a NaN among the scores, or a score of +inf, makes the
 head's output NaN; a score of -inf has weight 0; scores that are all -inf give NaN and the lse -inf. The order in which
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pagepool.reference.views import View, views
+
 __all__ = ["decode"]
 
 Vectors = list[list[float]]
@@ -25,21 +28,25 @@ State = tuple[float, float, list[float]]  # maximum, sum of weights, weighted su
 
 
 class Variant(NamedTuple):
-    """What bends scores and limits what is seen; slopes and sinks, if any, have a number per query head."""
+    """What bends scores; slopes and sinks, if any, have a number per query head."""
 
-    window_left: int
     cap: float
     slopes: list[float] | None
     sinks: list[float] | None
 
-    def first_seen(self, seq_len: int) -> int:
-        return max(0, seq_len - 1 - self.window_left) if self.window_left >= 0 else 0
-
-    def bend(self, score: float, h: int, position: int) -> float:
-        """`position` is that of the token from the query's: 0 or below."""
+    def bend(self, score: float, h: int, distance: int) -> float:
+        """`distance` is from the query to the token: 0 or below, but where a mask shows later tokens."""
         if self.cap:
             score = self.cap * tanh(score / self.cap)
-        return score + self.slopes[h] * position if self.slopes is not None else score
+        return score + self.slopes[h] * distance if self.slopes is not None else score
+
+
+class Result(NamedTuple):
+    """What one query token gives: per head its output, lse and scores of blocks."""
+
+    out: Vectors
+    lse: list[float]
+    blocks: Vectors
 
 
 def decode(
@@ -49,6 +56,8 @@ def decode(
     block_tables: Any,
     seq_lens: Any,
     *,
+    query_start_loc: Any = None,
+    custom_mask: Any = None,
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
@@ -56,12 +65,13 @@ def decode(
     sinks: Any = None,
     out: np.ndarray | None = None,
     return_lse: bool = False,
+    return_block_scores: bool = False,
     num_threads: int | None = None,
 ) -> Any:
-    """One query token per sequence attends over its pages: float64 `(n_seqs, num_qo_heads, v_head_dim)`, or `out`.
+    """The query tokens of each sequence attend over its pages: float64 `(n_tokens, num_qo_heads, v_head_dim)`, or `out`.
 
     The arguments are those of `pagepool.decode`; `pool` may be a reference pool or a compiled one. With `return_lse`
-    the result is `(out, lse)`. `num_threads` is ignored.
+    and `return_block_scores` these follow the result in a tuple. `num_threads` is ignored.
 
     >>> from pagepool import KvLayout
     >>> from pagepool.reference import KvCachePool
@@ -71,22 +81,28 @@ def decode(
     (1, 1, 8)
     """
     slopes, sink_scores = (None if x is None else np.asarray(x).tolist() for x in (alibi_slopes, sinks))
-    variant = Variant(window_left, logits_soft_cap, slopes, sink_scores)
+    variant = Variant(logits_soft_cap, slopes, sink_scores)
     queries: list[Vectors] = np.asarray(q).tolist()
     scale = 1.0 / sqrt(pool.layout.head_dim) if sm_scale is None else sm_scale
-    tables, lengths = np.asarray(block_tables).tolist(), np.asarray(seq_lens).tolist()
-    v_head_dim = pool.layout.v_head_dim
-    rows = []
-    for heads, table, length in zip(queries, tables, lengths, strict=True):
-        tokens = pages(pool, layer, table, variant.first_seen(length), length)
-        rows.append(_attend(heads, v_head_dim, tokens, length, scale, variant))
-    shape = np.asarray(q).shape
-    result = np.array([[head for head, _ in row] for row in rows]).reshape(*shape[:2], v_head_dim)
+    tables, lengths = np.asarray(block_tables), np.asarray(seq_lens).tolist()
+    results: list[Result] = []
+    for view in views(query_start_loc, lengths, window_left, custom_mask):
+        results.append(_attend(queries[len(results)], pool, layer, tables[view.sequence].tolist(), view, scale, variant))
+    rows, width = np.asarray(q).shape[:2], tables.shape[1]
+    result = np.array([each.out for each in results]).reshape(*rows, pool.layout.v_head_dim)
     if out is not None:
         out[...] = result
         result = out
-    lse = np.array([[number for _, number in row] for row in rows]).reshape(shape[:2])
-    return (result, lse) if return_lse else result
+    answer = [result]
+    if return_lse:
+        answer.append(np.array([each.lse for each in results]).reshape(rows))
+    if return_block_scores:
+        scores = np.zeros((*rows, width))
+        for i, each in enumerate(results):
+            for h, blocks in enumerate(each.blocks):
+                scores[i, h, : len(blocks)] = blocks
+        answer.append(scores)
+    return tuple(answer) if len(answer) > 1 else result
 
 
 def pages(pool: Any, layer: int, table: list[int], first: int, seq_len: int) -> Iterator[tuple[int, Any, Any]]:
@@ -103,28 +119,46 @@ def pages(pool: Any, layer: int, table: list[int], first: int, seq_len: int) -> 
 
 
 def _attend(
-    heads: Vectors, v_head_dim: int, kv: Iterator[tuple[int, Any, Any]], seq_len: int, scale: float, variant: Variant
-) -> list[tuple[list[float], float]]:
-    """All query heads of one sequence: (output, log of the sum of exponentials) of each."""
-    if not seq_len:
-        return [([0.0] * v_head_dim, -inf) for _ in heads]
-    running: list[State] = [(-inf, 0.0, [0.0] * v_head_dim) for _ in heads]
-    for begin, k_page, v_page in kv:
+    heads: Vectors, pool: Any, layer: int, table: list[int], view: View, scale: float, variant: Variant
+) -> Result:
+    """All query heads of one query token."""
+    dims, size = pool.layout.v_head_dim, pool.layout.block_size
+    if not view.seen:
+        return Result([[0.0] * dims for _ in heads], [-inf] * len(heads), [[] for _ in heads])
+    seen = set(view.seen)
+    running: list[State] = [(-inf, 0.0, [0.0] * dims) for _ in heads]
+    scored: list[dict[int, float]] = [{} for _ in heads]
+    for begin, k_page, v_page in pages(pool, layer, table, view.seen[0], view.seen[-1] + 1):
         group = len(heads) // len(k_page[0])
+        tokens = [i for i in range(len(k_page)) if begin + i in seen]
         for h, q in enumerate(heads):
-            keys = [token[h // group] for token in k_page]
-            values = [token[h // group] for token in v_page]
-            products = [scale * sum([a * b for a, b in zip(q, key, strict=True)]) for key in keys]
-            scores = [variant.bend(x, h, t - (seq_len - 1)) for t, x in enumerate(products, begin)]
-            running[h] = _absorb(running[h], scores, values)
+            for i in tokens:
+                product = scale * sum([a * b for a, b in zip(q, k_page[i][h // group], strict=True)])
+                scored[h][begin + i] = variant.bend(product, h, begin + i - view.position)
+            scores = [scored[h][begin + i] for i in tokens]
+            running[h] = _absorb(running[h], scores, [v_page[i][h // group] for i in tokens])
     if variant.sinks is not None:  # a score with a value of nothing
         sinks = zip(running, variant.sinks, strict=True)
-        running = [_absorb(state, [sink], [[0.0] * len(state[2])]) for state, sink in sinks]
-    return [_finish(state) for state in running]
+        running = [_absorb(state, [sink], [[0.0] * dims]) for state, sink in sinks]
+    finished = [_finish(state) for state in running]
+    blocks = [_block_scores(*each, view, size) for each in zip(running, scored, strict=True)]
+    return Result([out for out, _ in finished], [lse for _, lse in finished], blocks)
+
+
+def _block_scores(state: State, scored: dict[int, float], view: View, size: int) -> list[float]:
+    """The sums of the weights, block by block; what lies outside of the view's borders stays 0."""
+    m, total, _ = state
+    sums = [0.0] * -(-view.end // size)
+    for t, score in scored.items():
+        sums[t // size] += _weight(score, m)
+    inside = range(view.first // size, len(sums))
+    return [(x / total if total else nan) if b in inside else 0.0 for b, x in enumerate(sums)]
 
 
 def _absorb(state: State, scores: list[float], values: Vectors) -> State:
     """Some tokens more."""
+    if not scores:
+        return state
     m, total, o = state
     new = nan if any(s != s for s in [m, *scores]) else max(m, *scores)
     kept = _weight(m, new)

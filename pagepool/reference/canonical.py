@@ -1,15 +1,16 @@
 """The canonical order: in which order the kernels of decode add, so that the same input always gives the same bits.
 
-One query head of one sequence; every step is one float32 operation. Positions are absolute, so that neither the block
-size, nor the batch, nor the threads can change the order.
+One query head of one query token; every step is one float32 operation. Positions are absolute, so that neither the
+block size, nor the batch, nor the threads can change the order. The query token stands at `position`: that of the
+sequence's last token, or before it where there are several query tokens.
 
     1 chunk   512 tokens from position 0, 512, 1024, ...; each starts from m = -inf, l = 0, o = 0
     2 tile    32 tokens from a multiple of 32 within the chunk
     3 score   two fma chains over the dims of q and K, even dims and odd dims, each ascending from 0;
               then (even + odd) * sm_scale
     4 cap     with a soft cap: score = cap * tanh(score * (1 / cap))
-    5 slope   with an ALiBi slope: score = fma(slope, position, score), position = t - (seq_len - 1), a whole number
-              rounded to float32
+    5 slope   with an ALiBi slope: score = fma(slope, distance, score), distance = t - position, a whole number rounded
+              to float32
     6 shift   new = max(m, scores of the tile); if new != m: c = exp(m - new), l = l * c, o = o * c
     7 weight  p[t] = exp(score[t] - new), 0 when that difference is below EXP_MIN
     8 sum     16 running sums: l[i] = l[i] + (p[i] + p[i+16]), p being 0 where the tile has no token; when the chunk is
@@ -20,11 +21,20 @@ size, nor the batch, nor the threads can change the order.
    11 sink    with a sink: merged after the last chunk as one with m_b = sink, l_b = 1 and no values: o = o_a * c_a
    12 finish  out = o / l, lse = m + log(l)
 
-With a window only the tokens from seq_len - 1 - window_left on are seen. Chunks and tiles without a seen token are left
-out; the others keep their borders, and a token that is not seen is, like one past the end, not in its tile.
+Scores of blocks, where they are asked for, go along:
+
+    6 shift   if new != m: every sum of a block in this chunk is multiplied by c, too
+    8 sum     a block's sum gets, piece by piece in ascending order, the sum of the piece's p: a piece is what the block
+              has of 16 tokens from a multiple of 16; its p stand in 16 lanes by token, the others 0, and are added as
+              the running sums are when a chunk is done
+   12 finish  score = (sum over the chunks, in order, of (the chunk's sum * exp(its m - the final m))) / l
+
+Tokens up to `position` are seen, or those that a mask says; with a window only from position - window_left on. Chunks
+and tiles without a seen token are left out, and pieces without one; the others keep their borders, and a token that is
+not seen is, like one past the end, not in its tile.
 
 A NaN among the scores does not count for the maximum; its weight is NaN and makes l and o NaN. While every score was
--inf the shift is 0, so that each of them weighs 0. A sequence without tokens gives zeros and -inf, sink or not.
+-inf the shift is 0, so that each of them weighs 0. A query that sees no token gives zeros and -inf, sink or not.
 
 exp and tanh are those of `pagepool.reference.canonical_math`. With all of that the kernels' `out` has exactly these
 bits: on every instruction set that has fma, and on the one that has none with `fused=False`, where each fma is a
@@ -33,13 +43,14 @@ product and a sum. Only log is the system's own.
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import inf, log, nan
 from typing import NamedTuple
 
 from pagepool.reference.canonical_math import EXP_MIN, Fma, exp, rounding_once_or_twice, tanh
 from pagepool.reference.rounding import f32
 
-__all__ = ["CHUNK", "EXP_MIN", "TILE", "attend"]
+__all__ = ["CHUNK", "EXP_MIN", "TILE", "attend", "attend_with_scores"]
 
 CHUNK = 512
 TILE = 32
@@ -49,24 +60,27 @@ Vectors = list[list[float]]
 
 
 class Head(NamedTuple):
-    """What one query head is given; tokens before `first` are not seen."""
+    """What one query head is given."""
 
     q: list[float]
     k: Vectors
     v: Vectors
     sm_scale: float
-    first: int
+    position: int
+    seen: list[int]
     cap: float
     slope: float | None
+    block_size: int
     fma: Fma
 
 
 class Partial(NamedTuple):
-    """What a chunk leaves: the maximum, the sum of weights and the weighted sum of V."""
+    """What a chunk leaves: the maximum, the sum of weights, the weighted sum of V, and the sum of weights by block."""
 
     m: float
     l: float  # noqa: E741 - the name that the literature uses
     o: list[float]
+    blocks: dict[int, float]
 
 
 def attend(
@@ -79,38 +93,92 @@ def attend(
     logits_soft_cap: float = 0.0,
     alibi_slope: float | None = None,
     sink: float | None = None,
+    position: int | None = None,
+    mask: list[bool] | None = None,
     fused: bool = True,
 ) -> tuple[list[float], float]:
-    """Output and lse of one query head over all tokens of its sequence; every number is a float32.
+    """Output and lse of one query head over the tokens of its sequence; every number is a float32.
 
-    K and V may have different dims. The options are those of `pagepool.decode`, for this head; without tokens the
-    output has no dims to tell and is empty.
+    K and V may have different dims. The options are those of `pagepool.decode`, for this head; `mask` says for each
+    token whether it is seen. Without a token in the sequence the output has no dims to tell and is empty.
 
     >>> out, lse = attend([1.0, 0.0], [[0.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [3.0, 4.0]], 1.0)
     >>> out, round(lse, 6)
     ([2.0, 3.0], 0.693147)
     """
-    if not k:
-        return [], -inf
-    first = max(0, len(k) - 1 - window_left) if window_left >= 0 else 0
+    out, lse, _ = attend_with_scores(
+        q,
+        k,
+        v,
+        sm_scale,
+        1,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slope=alibi_slope,
+        sink=sink,
+        position=position,
+        mask=mask,
+        fused=fused,
+    )
+    return out, lse
+
+
+def attend_with_scores(
+    q: list[float],
+    k: Vectors,
+    v: Vectors,
+    sm_scale: float,
+    block_size: int,
+    *,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slope: float | None = None,
+    sink: float | None = None,
+    position: int | None = None,
+    mask: list[bool] | None = None,
+    fused: bool = True,
+) -> tuple[list[float], float, list[float]]:
+    """The same, and for each block of `block_size` tokens the sum of its weights; 0 outside of what may be seen.
+
+    >>> attend_with_scores([0.0], [[0.0]] * 3, [[1.0]] * 3, 1.0, 2)[2] == [f32(2 / 3), f32(1 / 3)]
+    True
+    """
+    position = len(k) - 1 if position is None else position
+    first = max(0, position - window_left) if window_left >= 0 else 0
+    end = max(0, position + 1 if mask is None else len(k))
+    seen = [t for t in range(first, end) if mask is None or mask[t]]
+    scores = [0.0] * -(-len(k) // block_size)
+    if not seen:
+        return [0.0] * len(v[0] if v else []), -inf, scores
     fma = rounding_once_or_twice(fused)
-    head = Head(q, k, v, f32(sm_scale), first, f32(logits_soft_cap), alibi_slope, fma)
-    merged, *rest = [_chunk(head, start) for start in range(first // CHUNK * CHUNK, len(k), CHUNK)]
+    head = Head(q, k, v, f32(sm_scale), position, seen, f32(logits_soft_cap), alibi_slope, block_size, fma)
+    partials = [_chunk(head, tokens) for tokens in _split(seen, CHUNK)]
+    merged, *rest = partials
     for partial in rest:
         merged = _merge(merged, partial, fma)
     if sink is not None:
-        merged = _merge(merged, Partial(sink, 1.0, []), fma)
+        merged = _merge(merged, Partial(sink, 1.0, [], {}), fma)
+    for partial in partials:
+        scale = _weight(partial.m, merged.m, fma)
+        for block, weight in partial.blocks.items():
+            scores[block] = f32(scores[block] + f32(weight * scale))
+    for block in range(first // block_size, -(-end // block_size)):
+        scores[block] = f32(scores[block] / merged.l) if merged.l else nan
     if merged.l == 0.0:
-        return [nan] * len(v[0]), -inf
-    return [f32(x / merged.l) for x in merged.o], f32(merged.m + f32(log(merged.l)))
+        return [nan] * len(v[0]), -inf, scores
+    return [f32(x / merged.l) for x in merged.o], f32(merged.m + f32(log(merged.l))), scores
 
 
-def _chunk(head: Head, begin: int) -> Partial:
-    m, sums, o = -inf, [0.0] * LANES, [0.0] * len(head.v[0])
-    end = min(begin + CHUNK, len(head.k))
-    for start in range(max(begin, head.first // TILE * TILE), end, TILE):
-        m, sums, o = _tile(head, range(max(start, head.first), min(start + TILE, end)), m, sums, o)
-    return Partial(m, _tree_sum(sums), o)
+def _split(tokens: list[int], size: int) -> list[list[int]]:
+    """Those that lie between the same two multiples of `size`, together."""
+    return [list(group) for _, group in groupby(tokens, lambda t: t // size)]
+
+
+def _chunk(head: Head, tokens: list[int]) -> Partial:
+    partial, sums = Partial(-inf, 0.0, [0.0] * len(head.v[0]), {}), [0.0] * LANES
+    for tile in _split(tokens, TILE):
+        partial, sums = _tile(head, tile, partial, sums)
+    return partial._replace(l=_tree_sum(sums))
 
 
 def _score(head: Head, t: int) -> float:
@@ -121,24 +189,29 @@ def _score(head: Head, t: int) -> float:
     if head.cap:
         score = f32(head.cap * tanh(f32(score * f32(1.0 / head.cap)), head.fma))
     if head.slope is not None:
-        score = head.fma(head.slope, f32(t - (len(head.k) - 1)), score)
+        score = head.fma(head.slope, f32(t - head.position), score)
     return score
 
 
-def _tile(
-    head: Head, seen: range, old: float, sums: list[float], o: list[float]
-) -> tuple[float, list[float], list[float]]:
+def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple[Partial, list[float]]:
+    o, blocks = old.o, dict(old.blocks)
     scores = [_score(head, t) for t in seen]
-    m = _maximum(old, *scores)
-    if m != old:
-        c = _weight(old, m, head.fma)
+    m = _maximum(old.m, *scores)
+    if m != old.m:
+        c = _weight(old.m, m, head.fma)
         sums, o = [f32(x * c) for x in sums], [f32(x * c) for x in o]
+        blocks = {block: f32(x * c) for block, x in blocks.items()}
     lanes = [0.0] * TILE
     for t, score in zip(seen, scores, strict=True):
         lanes[t % TILE] = p = _weight(score, m, head.fma)
         o = [head.fma(p, y, x) for x, y in zip(o, head.v[t], strict=True)]
     sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
-    return m, sums, o
+    for (block, _), piece in groupby(seen, lambda t: (t // head.block_size, t // LANES)):
+        weights = [0.0] * LANES
+        for t in piece:
+            weights[t % LANES] = lanes[t % TILE]
+        blocks[block] = f32(blocks.get(block, 0.0) + _tree_sum(weights))
+    return Partial(m, old.l, o, blocks), sums
 
 
 def _tree_sum(lanes: list[float]) -> float:
@@ -154,7 +227,7 @@ def _merge(a: Partial, b: Partial, fma: Fma) -> Partial:
     o = [f32(x * c_a) for x in a.o]
     if b.o:  # a sink has none
         o = [fma(y, c_b, x) for x, y in zip(o, b.o, strict=True)]
-    return Partial(m, f32(f32(a.l * c_a) + f32(b.l * c_b)), o)
+    return Partial(m, f32(f32(a.l * c_a) + f32(b.l * c_b)), o, {})
 
 
 def _maximum(*numbers: float) -> float:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagepool import KvCachePool, decode
+from pagepool.reference.views import views
 
 DTYPES = ["float32", "float16", "bfloat16"]
 LIMIT = 1e-5  # max abs error / max abs reference, per query head
+TINY = 1e-37  # weights below the smallest normal float32 are 0
 
 
 @dataclass
@@ -31,6 +33,12 @@ class Case:
     def rows(self, order):
         """The same sequences in another order, or some of them."""
         return replace(self, block_tables=self.block_tables[order], seq_lens=self.seq_lens[order], q=self.q[order])
+
+    def with_queries(self, counts, seed=0):
+        """The same sequences with so many query tokens each, and the query_start_loc of these."""
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        q = np.random.default_rng([seed, 7]).standard_normal((starts[-1], *self.q.shape[1:]), np.float32)
+        return replace(self, q=q), starts
 
     def heads(self, chosen):
         """The same sequences with some of the query heads."""
@@ -88,33 +96,61 @@ def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0):
     return Case(pool, num_blocks, layer, tables, np.array(lengths, np.int32), q)
 
 
-def attention_f64(case, sm_scale=None, *, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None):
-    """out and lse in float64 on the values that the pool stores."""
-    num_seqs, heads, dim = case.q.shape
+def attention_f64(
+    case,
+    sm_scale=None,
+    *,
+    query_start_loc=None,
+    custom_mask=None,
+    window_left=-1,
+    logits_soft_cap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+):
+    """out and lse in float64 on the values that the pool stores; `query_start_loc` and `custom_mask` as in decode."""
+    return weigh_f64(
+        case, sm_scale, query_start_loc, custom_mask, window_left, logits_soft_cap, alibi_slopes, sinks
+    )[:2]
+
+
+def block_scores_f64(case, *, query_start_loc=None, custom_mask=None, **options):
+    """The scores of blocks in float64."""
+    names = ("sm_scale", "window_left", "logits_soft_cap", "alibi_slopes", "sinks")
+    defaults = (None, -1, 0.0, None, None)
+    given = [options.get(name, default) for name, default in zip(names, defaults, strict=True)]
+    return weigh_f64(case, given[0], query_start_loc, custom_mask, *given[1:])[2]
+
+
+def weigh_f64(case, sm_scale, query_start_loc, custom_mask, window_left, cap, slopes, sinks):
+    layout = case.pool.layout
+    num_tokens, heads, dim = case.q.shape
+    group, size = heads // layout.num_kv_heads, layout.block_size
     scale = 1 / np.sqrt(dim) if sm_scale is None else sm_scale
-    v_dim = case.pool.layout.v_head_dim
-    out, lse = np.zeros((num_seqs, heads, v_dim)), np.full((num_seqs, heads), -np.inf)
-    for row, length in enumerate(case.seq_lens):
-        if not length:
+    out, lse = np.zeros((num_tokens, heads, layout.v_head_dim)), np.full((num_tokens, heads), -np.inf)
+    blocks = np.zeros((num_tokens, heads, case.block_tables.shape[1]))
+    sink = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    stored = [
+        [x.astype(np.float64).repeat(group, axis=1) for x in case.pool.gather(case.layer, table, int(length))]
+        for table, length in zip(case.block_tables, case.seq_lens, strict=True)
+    ]
+    for row, view in enumerate(views(query_start_loc, case.seq_lens.tolist(), window_left, custom_mask)):
+        if not view.seen:
             continue
-        k, v = (x.astype(np.float64) for x in case.pool.gather(case.layer, case.block_tables[row], int(length)))
-        q = case.q[row].astype(np.float64).reshape(k.shape[1], -1, dim)
-        scores = np.matmul(q, k.transpose(1, 2, 0)) * scale
-        if logits_soft_cap:
-            scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
-        back = np.arange(length) - (length - 1)
-        if alibi_slopes is not None:
-            scores = scores + alibi_slopes.astype(np.float64).reshape(k.shape[1], -1, 1) * back
-        if window_left >= 0:
-            scores, v = scores[:, :, -window_left - 1 :], v[-window_left - 1 :]
-        sink = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
-        sink = sink.reshape(k.shape[1], -1, 1)
-        top = np.maximum(scores.max(axis=2, keepdims=True), sink)
-        weights = np.exp(scores - top)
-        total = weights.sum(axis=2, keepdims=True) + np.exp(sink - top)
-        out[row] = (np.matmul(weights, v.transpose(1, 0, 2)) / total).reshape(heads, v_dim)
-        lse[row] = (np.log(total) + top).reshape(heads)
-    return out, lse
+        k, v = (x[view.seen] for x in stored[view.sequence])
+        scores = np.einsum("hd,thd->ht", case.q[row].astype(np.float64), k) * scale
+        if cap:
+            scores = cap * np.tanh(scores / cap)
+        seen = np.array(view.seen)
+        if slopes is not None:
+            scores = scores + slopes.astype(np.float64)[:, None] * (seen - view.position)
+        top = np.maximum(scores.max(axis=1), sink)
+        weights = np.exp(scores - top[:, None])
+        total = weights.sum(axis=1) + np.exp(sink - top)
+        weights /= total[:, None]
+        out[row] = np.einsum("ht,thd->hd", weights, v)
+        lse[row] = np.log(total) + top
+        np.add.at(blocks[row].T, seen // size, weights.T)
+    return out, lse, blocks
 
 
 def assert_close(got, expected, limit=LIMIT):
@@ -123,7 +159,7 @@ def assert_close(got, expected, limit=LIMIT):
     assert out.dtype == lse.dtype == np.float32
     assert (out.shape, lse.shape) == (right.shape, right_lse.shape)
     error, size = np.abs(out - right).max(axis=2), np.abs(right).max(axis=2)
-    assert (error <= limit * size).all(), f"error {np.max(error[size > 0] / size[size > 0])} of the largest output"
+    assert (error <= limit * size + TINY).all(), f"error {np.max(error[size > 0] / size[size > 0])} of the largest output"
     empty = np.isneginf(right_lse)
     np.testing.assert_array_equal(np.isneginf(lse), empty)
     error = np.abs(lse[~empty] - right_lse[~empty]) / np.maximum(1, np.abs(right_lse[~empty]))

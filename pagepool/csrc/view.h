@@ -1,0 +1,70 @@
+/* view.h: which tokens of a sequence its query tokens see.
+ *
+ * A sequence of seq_len tokens has num_queries query tokens: its last ones, so that query i stands at
+ *
+ *   position(i) = seq_len - num_queries + i        (below 0: it stands before the sequence and sees nothing)
+ *
+ * It sees token t when   first_seen(i) <= t < end_seen(i)   and, with a mask, when the mask's bit is set:
+ *
+ *   mask      bit i * mask_width + (t - mask_first), little-endian in each byte; tokens before mask_first are all seen
+ *
+ * Without a mask it sees its own token and those before it; with one also later ones, if their bits say so. */
+#ifndef PP_VIEW_H
+#define PP_VIEW_H
+
+#include <stdint.h>
+
+#include "pagepool/attention.h"
+
+typedef struct pp_view {
+    int64_t seq_len;
+    int32_t num_queries;
+    int64_t window; /* 0: none; else the last `window` tokens up to the query's own */
+    const uint8_t *mask;
+    int64_t mask_first, mask_width;
+} pp_view;
+
+static inline int64_t pp_position(const pp_view *view, int64_t query) {
+    return view->seq_len - view->num_queries + query;
+}
+
+static inline int64_t pp_first_seen(const pp_view *view, int64_t query) {
+    const int64_t first = view->window ? pp_position(view, query) + 1 - view->window : 0;
+    return first > 0 ? first : 0;
+}
+
+static inline int64_t pp_end_seen(const pp_view *view, int64_t query) {
+    const int64_t end = view->mask ? view->seq_len : pp_position(view, query) + 1;
+    return end > 0 ? end : 0;
+}
+
+/* `count` bits, at most 32, from bit `at` on.  No byte beyond them is read. */
+static inline uint32_t pp_bits_at(const uint8_t *bits, int64_t at, int count) {
+    const int64_t last = (at + count - 1) / 8;
+    uint64_t word = 0;
+    for (int64_t byte = at / 8; byte <= last; byte++) word |= (uint64_t)bits[byte] << (byte - at / 8) * 8;
+    return (uint32_t)(word >> at % 8 & (((uint64_t)1 << count) - 1));
+}
+
+/* Bits [from, to) of 32, either border anywhere. */
+static inline uint32_t pp_bits_between(int64_t from, int64_t to) {
+    if (from < 0) from = 0;
+    if (to > PP_TILE) to = PP_TILE;
+    return from < to ? (uint32_t)((((uint64_t)1 << to) - 1) & ~(((uint64_t)1 << from) - 1)) : 0;
+}
+
+/* The tokens of the tile at `begin` that a query sees, a bit each. */
+static inline uint32_t pp_tile_seen(const pp_view *view, int64_t query, int64_t begin) {
+    uint32_t seen = pp_bits_between(pp_first_seen(view, query) - begin, pp_end_seen(view, query) - begin);
+    if (view->mask && seen) {
+        const int64_t low = begin > view->mask_first ? begin : view->mask_first;
+        const int64_t high = begin + PP_TILE < view->seq_len ? begin + PP_TILE : view->seq_len;
+        if (low < high)
+            seen &= pp_bits_between(0, low - begin) |
+                    pp_bits_at(view->mask, query * view->mask_width + (low - view->mask_first), (int)(high - low))
+                        << (low - begin);
+    }
+    return seen;
+}
+
+#endif
