@@ -12,7 +12,8 @@ cdef class MaskBits:
     cdef Py_ssize_t num_seqs
     cdef object owner
 
-    cdef int read(self, object mask, const int32_t *query_starts, const int32_t *seq_lens, Py_ssize_t num_seqs) except -1
+    cdef int read(self, object mask, const int32_t *query_starts, const int32_t *seq_lens,
+                  Py_ssize_t num_seqs) except -1
     cdef int copy_counts(self, const int32_t *query_starts, const int32_t *seq_lens) except -1
     cdef int32_t queries(self, Py_ssize_t seq) noexcept
     cdef int pack(self, list masks) except -1

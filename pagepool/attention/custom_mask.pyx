@@ -1,4 +1,4 @@
-"""MaskBits: what the query tokens of a batch see, in the forms that callers have, as the bits that the library reads."""
+"""MaskBits: what query tokens see, in the forms that callers have, as the bits that the library reads."""
 
 cimport cython
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
@@ -27,7 +27,8 @@ cdef class MaskBits:
         PyMem_Free(self.seq_lens)
         PyMem_Free(self.query_starts)
 
-    cdef int read(self, object mask, const int32_t *query_starts, const int32_t *seq_lens, Py_ssize_t num_seqs) except -1:
+    cdef int read(self, object mask, const int32_t *query_starts, const int32_t *seq_lens,
+                  Py_ssize_t num_seqs) except -1:
         """Raises TypeError for a dtype, ValueError for a shape that does not go with the counts.
 
         query_starts (num_seqs + 1,) or NULL, one each, has been checked; seq_lens has not.

@@ -77,8 +77,8 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     custom_mask    which tokens a query token sees (speculative decoding), instead of those up to its own. For each
                    sequence a bool array (query tokens, width) over its last `width` tokens, earlier ones being seen by
                    all, or None: a list of them, one for all sequences, or all in one dimension, with `width` the
-                   number of query tokens (a tree) or seq_len; or those of width seq_len as bits in uint8, little-endian,
-                   each sequence from a byte of its own on
+                   number of query tokens (a tree) or seq_len; or those of width seq_len as bits in uint8,
+                   little-endian, each sequence from a byte of its own on
     sm_scale       what scores are multiplied by; 1 / sqrt(head_dim) by default. For a latent cache that is not what
                    the model means: its keys have fewer dims before they are projected
     window_left    a query sees so many tokens to its left and its own (sliding window); -1: all. Pages without a seen

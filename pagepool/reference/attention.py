@@ -68,7 +68,7 @@ def decode(
     return_block_scores: bool = False,
     num_threads: int | None = None,
 ) -> Any:
-    """The query tokens of each sequence attend over its pages: float64 `(n_tokens, num_qo_heads, v_head_dim)`, or `out`.
+    """Each sequence's query tokens attend over its pages: float64 `(n_tokens, num_qo_heads, v_head_dim)`, or `out`.
 
     The arguments are those of `pagepool.decode`; `pool` may be a reference pool or a compiled one. With `return_lse`
     and `return_block_scores` these follow the result in a tuple. `num_threads` is ignored.
@@ -87,7 +87,8 @@ def decode(
     tables, lengths = np.asarray(block_tables), np.asarray(seq_lens).tolist()
     results: list[Result] = []
     for view in views(query_start_loc, lengths, window_left, custom_mask):
-        results.append(_attend(queries[len(results)], pool, layer, tables[view.sequence].tolist(), view, scale, variant))
+        table = tables[view.sequence].tolist()
+        results.append(_attend(queries[len(results)], pool, layer, table, view, scale, variant))
     rows, width = np.asarray(q).shape[:2], tables.shape[1]
     result = np.array([each.out for each in results]).reshape(*rows, pool.layout.v_head_dim)
     if out is not None:

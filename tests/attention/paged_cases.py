@@ -108,9 +108,9 @@ def attention_f64(
     sinks=None,
 ):
     """out and lse in float64 on the values that the pool stores; `query_start_loc` and `custom_mask` as in decode."""
-    return weigh_f64(
-        case, sm_scale, query_start_loc, custom_mask, window_left, logits_soft_cap, alibi_slopes, sinks
-    )[:2]
+    return weigh_f64(case, sm_scale, query_start_loc, custom_mask, window_left, logits_soft_cap, alibi_slopes, sinks)[
+        :2
+    ]
 
 
 def block_scores_f64(case, *, query_start_loc=None, custom_mask=None, **options):
@@ -159,7 +159,8 @@ def assert_close(got, expected, limit=LIMIT):
     assert out.dtype == lse.dtype == np.float32
     assert (out.shape, lse.shape) == (right.shape, right_lse.shape)
     error, size = np.abs(out - right).max(axis=2), np.abs(right).max(axis=2)
-    assert (error <= limit * size + TINY).all(), f"error {np.max(error[size > 0] / size[size > 0])} of the largest output"
+    worst = np.max(error / np.maximum(size, TINY), initial=0.0)
+    assert (error <= limit * size + TINY).all(), f"error {worst} of the largest output"
     empty = np.isneginf(right_lse)
     np.testing.assert_array_equal(np.isneginf(lse), empty)
     error = np.abs(lse[~empty] - right_lse[~empty]) / np.maximum(1, np.abs(right_lse[~empty]))

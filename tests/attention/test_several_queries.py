@@ -100,9 +100,7 @@ def test_a_mask_that_says_causal_has_the_bits_of_causal(case):
     case, starts = case.with_queries(COUNTS)
     expected = case.decode(query_start_loc=starts, window_left=530, return_lse=True)
     below = [np.tri(count, dtype=bool) for count in COUNTS]
-    whole = [
-        np.tri(count, length, length - count, dtype=bool) for count, length in zip(COUNTS, LENGTHS, strict=True)
-    ]
+    whole = [np.tri(count, length, length - count, dtype=bool) for count, length in zip(COUNTS, LENGTHS, strict=True)]
     for mask in (below, whole, [None] * len(COUNTS)):
         got = case.decode(query_start_loc=starts, window_left=530, custom_mask=mask, return_lse=True)
         assert_same_bits(got, expected)
