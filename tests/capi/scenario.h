@@ -26,7 +26,8 @@ typedef struct scenario {
     int32_t width;     /* blocks of a row of the table */
     int32_t *tables;   /* (num_seqs, width); entries past a sequence's length are -1 */
     int32_t *seq_lens; /* (num_seqs,) */
-    float *q;          /* (num_seqs, num_qo_heads, head_dim) */
+    int32_t *starts;   /* (num_seqs + 1,): where a sequence's query tokens begin; one each unless it is changed */
+    float *q;          /* (num_queries, num_qo_heads, head_dim) */
 } scenario;
 
 static inline uint32_t scenario_hash(uint32_t value) {
@@ -49,8 +50,17 @@ static inline void *scenario_memory(size_t bytes) {
     return memory;
 }
 
+static inline int64_t scenario_row_count(const scenario *s) {
+    return (int64_t)s->starts[s->num_seqs] * s->num_qo_heads;
+}
+
 static inline int64_t scenario_out_count(const scenario *s) {
-    return (int64_t)s->num_seqs * s->num_qo_heads * s->pool.layout.head_dim;
+    return scenario_row_count(s) * s->pool.layout.v_head_dim;
+}
+
+/* An element of V: one of K where V lies in it. */
+static inline float scenario_v(const scenario *s, int64_t seq, int64_t token, int64_t head, int64_t dim) {
+    return scenario_number(s->pool.layout.v_in_k ? 0 : 1, seq, token, head, dim);
 }
 
 static inline int32_t scenario_blocks_of(const scenario *s, int32_t seq) {
@@ -61,34 +71,50 @@ static inline int32_t scenario_blocks_of(const scenario *s, int32_t seq) {
  * seq + 1000 * l. */
 static inline void scenario_append(const scenario *s, int32_t seq, int32_t begin, int32_t end) {
     const pp_kv_layout *layout = &s->pool.layout;
-    int64_t heads = layout->num_kv_heads, dims = layout->head_dim, count = end - begin;
+    int64_t heads = layout->num_kv_heads, dims = layout->head_dim, v_dims = layout->v_head_dim, count = end - begin;
     float *k = (float *)scenario_memory((size_t)(count * heads * dims) * sizeof(float));
-    float *v = (float *)scenario_memory((size_t)(count * heads * dims) * sizeof(float));
+    float *v = (float *)scenario_memory((size_t)(count * heads * v_dims) * sizeof(float));
+    const pp_kv_rows k_rows = {k, heads * dims, dims}, v_rows = {v, heads * v_dims, v_dims};
     int64_t *slots = (int64_t *)scenario_memory((size_t)count * sizeof(int64_t));
     for (int32_t layer = 0; layer < layout->num_layers; layer++) {
         for (int64_t t = 0; t < count; t++) {
             int64_t token = begin + t, block = s->tables[(int64_t)seq * s->width + token / layout->block_size];
             slots[t] = block * layout->block_size + token % layout->block_size;
-            for (int64_t h = 0; h < heads; h++)
-                for (int64_t d = 0; d < dims; d++) {
+            for (int64_t h = 0; h < heads; h++) {
+                for (int64_t d = 0; d < dims; d++)
                     k[(t * heads + h) * dims + d] = scenario_number(0, seq + 1000 * layer, token, h, d);
-                    v[(t * heads + h) * dims + d] = scenario_number(1, seq + 1000 * layer, token, h, d);
-                }
+                for (int64_t d = 0; d < v_dims; d++)
+                    v[(t * heads + h) * v_dims + d] = scenario_v(s, seq + 1000 * layer, token, h, d);
+            }
         }
-        CHECK(pp_kv_append(&s->pool, layer, slots, count, k, v, PP_F32, heads * dims, dims) == PP_OK);
+        if (dims == v_dims)
+            CHECK(pp_kv_append(&s->pool, layer, slots, count, k, v, PP_F32, heads * dims, dims) == PP_OK);
+        else
+            CHECK(pp_kv_append_rows(&s->pool, layer, slots, count, k_rows, v_rows, PP_F32) == PP_OK);
     }
     free(k);
     free(v);
     free(slots);
 }
 
-/* A pool of just enough blocks, handed to the sequences in a shuffled order.  Nothing is appended yet. */
-static inline void scenario_make(scenario *s, int32_t num_layers, int32_t num_kv_heads, int32_t group, int32_t head_dim,
-                                 int32_t block_size, pp_dtype dtype, int32_t num_seqs, const int32_t *seq_lens) {
+static inline void scenario_make_q(scenario *s) {
+    int32_t head_dim = s->pool.layout.head_dim;
+    free(s->q);
+    s->q = (float *)scenario_memory((size_t)(scenario_row_count(s) * head_dim) * sizeof(float));
+    for (int32_t i = 0; i < s->starts[s->num_seqs]; i++)
+        for (int32_t h = 0; h < s->num_qo_heads; h++)
+            for (int32_t d = 0; d < head_dim; d++)
+                s->q[((int64_t)i * s->num_qo_heads + h) * head_dim + d] = scenario_number(2, i, 0, h, d);
+}
+
+/* A pool of just enough blocks, handed to the sequences in a shuffled order, and a query token for each.  Nothing is
+ * appended yet. */
+static inline void scenario_make_of(scenario *s, const pp_kv_layout *layout, int32_t group, int32_t num_seqs,
+                                    const int32_t *seq_lens) {
     memset(s, 0, sizeof *s);
-    CHECK(pp_kv_layout_init(&s->pool.layout, num_layers, num_kv_heads, head_dim, block_size, dtype) == PP_OK);
+    s->pool.layout = *layout;
     s->num_seqs = num_seqs;
-    s->num_qo_heads = num_kv_heads * group;
+    s->num_qo_heads = layout->num_kv_heads * group;
     s->seq_lens = (int32_t *)scenario_memory((size_t)num_seqs * sizeof(int32_t));
     memcpy(s->seq_lens, seq_lens, (size_t)num_seqs * sizeof(int32_t));
     for (int32_t seq = 0; seq < num_seqs; seq++) {
@@ -109,17 +135,23 @@ static inline void scenario_make(scenario *s, int32_t num_layers, int32_t num_kv
         for (int32_t b = 0; b < scenario_blocks_of(s, seq); b++) s->tables[seq * s->width + b] = ids[next++];
     free(ids);
 
-    s->q = (float *)scenario_memory((size_t)scenario_out_count(s) * sizeof(float));
-    for (int32_t seq = 0; seq < num_seqs; seq++)
-        for (int32_t h = 0; h < s->num_qo_heads; h++)
-            for (int32_t d = 0; d < head_dim; d++)
-                s->q[((int64_t)seq * s->num_qo_heads + h) * head_dim + d] = scenario_number(2, seq, 0, h, d);
+    s->starts = (int32_t *)scenario_memory((size_t)(num_seqs + 1) * sizeof(int32_t));
+    for (int32_t seq = 0; seq <= num_seqs; seq++) s->starts[seq] = seq;
+    scenario_make_q(s);
+}
+
+static inline void scenario_make(scenario *s, int32_t num_layers, int32_t num_kv_heads, int32_t group, int32_t head_dim,
+                                 int32_t block_size, pp_dtype dtype, int32_t num_seqs, const int32_t *seq_lens) {
+    pp_kv_layout layout;
+    CHECK(pp_kv_layout_init(&layout, num_layers, num_kv_heads, head_dim, block_size, dtype) == PP_OK);
+    scenario_make_of(s, &layout, group, num_seqs, seq_lens);
 }
 
 static inline void scenario_free(scenario *s) {
     free(s->pool.base);
     free(s->tables);
     free(s->seq_lens);
+    free(s->starts);
     free(s->q);
 }
 
@@ -141,39 +173,67 @@ static inline void scenario_args(const scenario *s, int32_t layer, float *out, f
     args->lse = lse;
 }
 
-/* Compares one query head with attention in doubles over the numbers that were appended. */
-static inline void scenario_check_head(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t head) {
-    int32_t dims = s->pool.layout.head_dim, length = s->seq_lens[seq];
-    int32_t kv_head = head / (s->num_qo_heads / s->pool.layout.num_kv_heads);
-    int64_t row = (int64_t)seq * s->num_qo_heads + head, source = seq + 1000 * args->layer;
-    const float *q = s->q + row * dims, *out = args->out + row * dims;
-    double *score = (double *)scenario_memory((size_t)length * sizeof(double));
-    double largest = -INFINITY, sum = 0.0, error = 0.0, scale = 0.0;
+/* Whether query token i of a sequence sees token t. */
+static inline int scenario_sees(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t i, int32_t t) {
+    int32_t count = s->starts[seq + 1] - s->starts[seq], position = s->seq_lens[seq] - count + i;
+    if (args->window && t <= position - args->window) return 0;
+    if (!args->custom_mask || args->mask_indptr[seq] < 0) return t <= position;
+    int64_t width = args->mask_widths[seq], column = t - (s->seq_lens[seq] - width), bit = i * width + column;
+    return column < 0 || (args->custom_mask[args->mask_indptr[seq] + bit / 8] >> bit % 8 & 1);
+}
+
+/* Compares one head of one query token with attention in doubles over the numbers that were appended. */
+static inline void scenario_check_row(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t i,
+                                      int32_t head) {
+    const pp_kv_layout *layout = &s->pool.layout;
+    int32_t dims = layout->head_dim, v_dims = layout->v_head_dim, length = s->seq_lens[seq], any = 0;
+    int32_t kv_head = head / (s->num_qo_heads / layout->num_kv_heads);
+    int32_t position = length - (s->starts[seq + 1] - s->starts[seq]) + i;
+    int64_t row = (int64_t)(s->starts[seq] + i) * s->num_qo_heads + head, source = seq + 1000 * args->layer;
+    const float *q = s->q + row * dims, *out = args->out + row * v_dims;
+    double *weight = (double *)scenario_memory((size_t)length * sizeof(double));
+    double largest = args->sinks ? (double)args->sinks[head] : -INFINITY, sum = 0.0, error = 0.0, scale = 0.0;
     for (int32_t t = 0; t < length; t++) {
-        score[t] = 0.0;
+        double score = 0.0;
+        weight[t] = -INFINITY;
+        if (!scenario_sees(s, args, seq, i, t)) continue;
         for (int32_t d = 0; d < dims; d++)
-            score[t] += (double)q[d] * (double)scenario_number(0, source, t, kv_head, d);
-        score[t] *= (double)args->sm_scale;
-        if (score[t] > largest) largest = score[t];
+            score += (double)q[d] * (double)scenario_number(0, source, t, kv_head, d);
+        score *= (double)args->sm_scale;
+        if (args->logits_soft_cap != 0.0f)
+            score = (double)args->logits_soft_cap * tanh(score / (double)args->logits_soft_cap);
+        if (args->alibi_slopes) score += (double)args->alibi_slopes[head] * (t - position);
+        weight[t] = score;
+        any = 1;
+        if (score > largest) largest = score;
     }
-    for (int32_t t = 0; t < length; t++) sum += score[t] = exp(score[t] - largest);
-    for (int32_t d = 0; d < dims; d++) {
+    if (any && args->sinks) sum = exp((double)args->sinks[head] - largest);
+    for (int32_t t = 0; t < length; t++) sum += weight[t] = weight[t] == -INFINITY ? 0.0 : exp(weight[t] - largest);
+    for (int32_t t = 0; any && t < length; t++) weight[t] /= sum;
+    for (int32_t d = 0; d < v_dims; d++) {
         double expected = 0.0;
         for (int32_t t = 0; t < length; t++)
-            expected += score[t] / sum * (double)scenario_number(1, source, t, kv_head, d);
+            if (weight[t] != 0.0) expected += weight[t] * (double)scenario_v(s, source, t, kv_head, d);
         error = fmax(error, fabs(expected - (double)out[d]));
         scale = fmax(scale, fabs(expected));
     }
     CHECK(error <= 1e-5 * scale);
-    if (args->lse != NULL && length == 0) CHECK(isinf(args->lse[row]) && args->lse[row] < 0.0f);
-    if (args->lse != NULL && length > 0)
+    if (args->lse != NULL && !any) CHECK(isinf(args->lse[row]) && args->lse[row] < 0.0f);
+    if (args->lse != NULL && any)
         CHECK(fabs(args->lse[row] - (largest + log(sum))) <= 1e-5 * (1.0 + fabs(largest)));
-    free(score);
+    for (int64_t b = 0; args->block_scores != NULL && b < args->block_tables_width; b++) {
+        double expected = 0.0;
+        for (int64_t t = b * layout->block_size; t < (b + 1) * layout->block_size && t < length; t++)
+            expected += weight[t];
+        CHECK(fabs(expected - (double)args->block_scores[row * args->block_tables_width + b]) <= 1e-5);
+    }
+    free(weight);
 }
 
 static inline void scenario_check(const scenario *s, const pp_decode_args *args) {
     for (int32_t seq = 0; seq < s->num_seqs; seq++)
-        for (int32_t head = 0; head < s->num_qo_heads; head++) scenario_check_head(s, args, seq, head);
+        for (int32_t i = 0; i < s->starts[seq + 1] - s->starts[seq]; i++)
+            for (int32_t head = 0; head < s->num_qo_heads; head++) scenario_check_row(s, args, seq, i, head);
 }
 
 #endif

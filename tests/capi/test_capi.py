@@ -52,6 +52,12 @@ def test_c_program_agrees_with_a_double_loop_on_every_instruction_set(c_program)
         assert run([str(c_program)], PAGEPOOL_ISA=isa).split()[:2] == ["ok", isa]
 
 
+def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(c_program, tmp_path):
+    program = build(HERE / "variants.c", tmp_path / "variants")
+    for isa in run([str(c_program)]).split()[2:]:
+        assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
+
+
 def test_cpp_program_shares_a_plan_among_its_threads(tmp_path):
     program = build(HERE / "program.cpp", tmp_path / "program")
     assert run([str(program)]).startswith("ok ")
