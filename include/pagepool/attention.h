@@ -48,8 +48,8 @@ typedef struct pp_decode_args {
     const float *q;               /* (num_queries, num_qo_heads, head_dim); the last axis is contiguous */
     int64_t q_stride_seq;         /* from one query token to the next, in elements */
     int64_t q_stride_head;
-    const int32_t *query_start_loc; /* NULL: one query token per sequence; else (num_seqs + 1,), from 0 upwards: sequence
-                                     s has the query tokens [query_start_loc[s], query_start_loc[s + 1]) */
+    const int32_t *query_start_loc; /* NULL: one query token per sequence; else (num_seqs + 1,), from 0 upwards:
+                                     sequence s has the query tokens [query_start_loc[s], query_start_loc[s + 1]) */
     const uint8_t *custom_mask;   /* NULL: causal; else bits, see above */
     const int64_t *mask_indptr;   /* (num_seqs,): the byte at which a sequence's bits begin; below 0: it is causal */
     const int32_t *mask_widths;   /* (num_seqs,): how many of its last tokens a sequence's bits are about */
@@ -65,10 +65,10 @@ typedef struct pp_decode_args {
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
     int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
     float *out;                   /* (num_queries, num_qo_heads, v_head_dim), C-contiguous */
-    float *lse;                   /* NULL, or (num_queries, num_qo_heads): log of the sum of exp(scores), sinks included */
-    float *block_scores;          /* NULL, or (num_queries, num_qo_heads, block_tables_width): the weights, block by block;
-                                     0 for blocks outside of what a query may see.  No two of the three may overlap, nor
-                                     anything that is read */
+    float *lse;                   /* NULL, or (num_queries, num_qo_heads): log of the sum of exp(scores), with sinks */
+    float *block_scores;          /* NULL, or (num_queries, num_qo_heads, block_tables_width): the weights block by
+                                     block, 0 for blocks outside of what a query may see.  No two of the three may
+                                     overlap, nor anything that is read */
 } pp_decode_args;
 
 typedef struct pp_decode_plan {
@@ -90,8 +90,8 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
  * does not begin with 0 or falls, results that overlap each other or what is read; PP_INVALID_BLOCK: an id within what
  * is seen of a sequence that is out of range) and plans; nothing is written on failure but the workspace.  `workspace`
  * is 64-byte aligned and must live until the last unit is done; so must the pool, the mask with its two arrays, slopes,
- * sinks and the results.  q, block_tables, seq_lens and query_start_loc are copied.  Running a unit takes up to 10 KB of
- * stack, and 64 (head_dim + v_head_dim) elements more over plain pages, 32 v_head_dim over a V within K. */
+ * sinks and the results.  q, block_tables, seq_lens and query_start_loc are copied.  Running a unit takes up to 10 KB
+ * of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32 v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

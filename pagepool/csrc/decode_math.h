@@ -177,7 +177,8 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
 }
 
 /* Block by block the row's weights, out of the sums of its chunks; 0 for blocks outside of what it may see. */
-static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, const merged_row *merged, float *scores) {
+static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, const merged_row *merged,
+                               float *scores) {
     const pp_chunk *chunk = work->chunk;
     const int64_t block_size = chunk->pool->layout.block_size;
     memset(scores, 0, (size_t)work->width * sizeof(float));

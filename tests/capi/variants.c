@@ -91,7 +91,7 @@ static void check_overlaps(const scenario *s) {
         if (way == 0) bad.out = (float *)(uintptr_t)s->q;
         if (way == 1) bad.lse = args.out + scenario_out_count(s) - 1;
         if (way == 2) bad.block_scores = args.lse;
-        if (way == 3) bad.out = (float *)(uintptr_t)(s->pool.base + s->pool.num_blocks * s->pool.layout.block_bytes - 4);
+        if (way == 3) bad.out = (float *)(s->pool.base + s->pool.num_blocks * s->pool.layout.block_bytes - 4);
         if (way == 4) bad.lse = (float *)(uintptr_t)s->tables;
         if (way == 5) bad.block_scores = (float *)(uintptr_t)s->seq_lens;
         if (way == 6) bad.lse = (float *)(uintptr_t)s->starts;
