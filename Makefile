@@ -96,6 +96,10 @@ san-c: $(VENV)/.build
 	UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/stress 3
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/stress 2
 
+STEPS ?= 1000000
+pressure-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS steps; SEED=N repeats a run
+	PYTHONPATH=. $(PY) tests/scheduling/pressure_run.py --steps $(STEPS) $(if $(SEED),--seed $(SEED))
+
 SAN_TESTS ?= memory attention prefix
 WHEEL_TESTS ?=
 san-python: SAN = build/address-undefined

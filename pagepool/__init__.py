@@ -5,8 +5,8 @@ from pagepool._version import __version__
 from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode
 from pagepool.attention.merge import merge_state, merge_states
-from pagepool.config import KvLayout, SchedulerConfig, StateLayout
-from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle
+from pagepool.config import KvLayout, PressureCosts, SchedulerConfig, StateLayout, Tenant
+from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.kv_pool import KvCachePool
@@ -18,7 +18,17 @@ from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state_handle import StateHandle
 from pagepool.prefix import PrefixCache, PrefixEvent, PrefixMirror, PrefixPins, PrefixSnapshot, StateCheckpoints
 from pagepool.recorder import TraceRecorder
-from pagepool.scheduling import ScheduledBatch, Scheduler, SeqState, Sequence, Transaction
+from pagepool.scheduling import (
+    PressureLog,
+    PressureRecord,
+    ScheduledBatch,
+    Scheduler,
+    SeqState,
+    Sequence,
+    SwapFile,
+    Transaction,
+    calibrate,
+)
 
 __all__ = [
     "AttentionSequenceState",
@@ -39,6 +49,9 @@ __all__ = [
     "PrefixMirror",
     "PrefixPins",
     "PrefixSnapshot",
+    "PressureCosts",
+    "PressureLog",
+    "PressureRecord",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",
@@ -53,9 +66,13 @@ __all__ = [
     "StateCheckpoints",
     "StateHandle",
     "StateLayout",
+    "SwapError",
+    "SwapFile",
+    "Tenant",
     "TraceRecorder",
     "Transaction",
     "__version__",
+    "calibrate",
     "cpu_info",
     "decode",
     "get_include",

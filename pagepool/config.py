@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-__all__ = ["KV_DTYPES", "KvLayout", "SchedulerConfig", "StateLayout"]
+__all__ = ["KV_DTYPES", "KvLayout", "PressureCosts", "SchedulerConfig", "StateLayout", "Tenant"]
 
 # Bytes of an element of each dtype that pages may have.
 KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 MAX_BLOCK_SIZE = 1024
+CHOICES = {
+    "schedule": ("chunked", "prefill-first"),
+    "policy": ("priority", "fcfs", "lpm", "fair"),
+    "admission": ("prompt", "whole"),
+}
+RUNGS = ("partial", "swap")
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
 
@@ -129,6 +135,45 @@ class StateLayout:
 
 
 @dataclass(frozen=True)
+class Tenant:
+    """What one tenant may have.
+
+    weight       its share under the policy "fair": twice the weight is served twice the tokens
+    max_blocks   its quota: the blocks that all its running requests may ever need together; None: no bound
+    min_blocks   its floor: while it holds no more than these, other tenants' sequences are preempted before its own
+    """
+
+    weight: float = 1.0
+    max_blocks: int | None = None
+    min_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.weight < float("inf"):
+            raise ValueError(f"weight must be above 0 and finite, not {self.weight}")
+        if self.max_blocks is not None:
+            object.__setattr__(self, "max_blocks", _integer("max_blocks", self.max_blocks, 0))
+        object.__setattr__(self, "min_blocks", _integer("min_blocks", self.min_blocks, 0))
+
+
+@dataclass(frozen=True)
+class PressureCosts:
+    """What giving way costs, in microseconds: the table by which the next rung is chosen. `calibrate` measures one.
+
+    recompute_us_per_token   reading a token again
+    swap_us_per_block        writing a block to the swap file and reading it back; None: not known, never swapped
+    """
+
+    recompute_us_per_token: float = 60.0
+    swap_us_per_block: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("recompute_us_per_token", "swap_us_per_block"):
+            cost = getattr(self, name)
+            if cost is not None and not 0.0 <= cost < float("inf"):
+                raise ValueError(f"{name} must be at least 0 and finite, not {cost}")
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """The budgets of a `Scheduler`.
 
@@ -141,6 +186,20 @@ class SchedulerConfig:
     watermark             share of the blocks kept free when a request is admitted while others run
     schedule              "chunked": prefills and decodes share a step, by turns; "prefill-first": while an admitted
                           prompt is unread, steps hold prompts only, whole ones while they fit, and decodes stand still
+    policy                who goes next: "priority" (lower number first, then first come), "fcfs" (first come), "lpm"
+                          (longest prefix in the cache), "fair" (the tenant that was served the fewest tokens)
+    max_wait_steps        no request that has waited so many steps is overtaken by one that came later, whatever the
+                          policy, and none is preempted for one; None: no such bound
+    admission             "prompt": a request is admitted when its prompt fits; "whole": when all that it may ever need
+                          fits beside what the others may, so that nothing is preempted
+    lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
+    tenants               what each tenant may have; one that is not named has no bounds and weight 1
+    ladder                how a sequence may give way, besides being recomputed whole: "partial": it gives only the
+                          blocks that are needed, from its end, and keeps the others while it waits; "swap": what it
+                          gives is written to the swap file, when that costs less. Cached prefixes always go first
+    costs                 the table by which the rung is chosen
+    hysteresis            blocks per active sequence that must be left over when a preempted sequence comes back
+    max_records           steps down the ladder that `Scheduler.pressure` remembers
     """
 
     max_sequences: int = 32
@@ -151,6 +210,15 @@ class SchedulerConfig:
     block_size: int = 16
     watermark: float = 0.01
     schedule: str = "chunked"
+    policy: str = "priority"
+    max_wait_steps: int | None = 10_000
+    admission: str = "prompt"
+    lookahead: int = 0
+    tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
+    ladder: tuple[str, ...] = ()
+    costs: PressureCosts = PressureCosts()
+    hysteresis: int = 1
+    max_records: int = 1024
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
@@ -161,5 +229,18 @@ class SchedulerConfig:
         object.__setattr__(self, "block_size", _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")
-        if self.schedule not in ("chunked", "prefill-first"):
-            raise ValueError(f"schedule must be 'chunked' or 'prefill-first', not {self.schedule!r}")
+        if self.max_wait_steps is not None:
+            object.__setattr__(self, "max_wait_steps", _integer("max_wait_steps", self.max_wait_steps, 1))
+        for name in ("lookahead", "hysteresis", "max_records"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), 0))
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        object.__setattr__(self, "ladder", tuple(self.ladder))
+        for rung in self.ladder:
+            if rung not in RUNGS:
+                raise ValueError(f"a rung of the ladder is {' or '.join(map(repr, RUNGS))}, not {rung!r}")
+        object.__setattr__(self, "tenants", dict(self.tenants))
+        for tenant, limits in self.tenants.items():
+            if not isinstance(limits, Tenant):
+                raise TypeError(f"tenant {tenant!r} must have a Tenant, not a {type(limits).__name__}")

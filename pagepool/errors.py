@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle"]
+__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle", "SwapError"]
 
 
 class PoolError(Exception):
@@ -23,3 +23,7 @@ class InvalidSlot(PoolError, ValueError):
 
 class StaleHandle(PoolError, ValueError):
     """What it names was given back meanwhile, and may be someone else's by now."""
+
+
+class SwapError(PoolError):
+    """The swap file is full, cannot be written or read, or does not hold what was written."""

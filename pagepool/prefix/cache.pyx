@@ -158,6 +158,19 @@ cdef class PrefixCache:
         self.hits += num_full
         return blocks, num_full * self.block_size + common
 
+    def cached_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
+        """How many of the first of `tokens` are in cached blocks: those of `match_prefix`. Changes nothing.
+
+        Arguments and errors as there.
+        """
+        cdef const int32_t[::1] row = token_row(tokens)
+        cdef int64_t n = row.shape[0] // self.block_size
+        root = self.cached.table.roots.get(root_key(cache_salt, extra_keys))
+        if root is None or n == 0:
+            return 0
+        self.cached.c_reserve_path(n)
+        return self.cached.c_walk(root, &row[0], n, True) * self.block_size
+
     def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=()):
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache.
 

@@ -112,6 +112,16 @@ class PrefixCache:
             blocks.append(lowest)
         return np.array(blocks, dtype=np.int32), num_tokens
 
+    def cached_tokens(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
+        """How many of the first of `tokens` `match_prefix` would find."""
+        node, count = self._root(cache_salt, extra_keys), 0
+        for key in self._keys(tokens):
+            child = node.children.get(key)
+            if child is None or child.block is None:
+                break
+            node, count = child, count + 1
+        return count * self.block_size
+
     def cache_blocks(self, tokens: Any, blocks: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
         keys, ids = self._keys(tokens), [int(block) for block in blocks]

@@ -1,8 +1,21 @@
 """Continuous batching in plain Python."""
 
 from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.costs import calibrate
+from pagepool.scheduling.records import PressureLog, PressureRecord
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.scheduler import Scheduler
+from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.transaction import Transaction
 
-__all__ = ["ScheduledBatch", "Scheduler", "SeqState", "Sequence", "Transaction"]
+__all__ = [
+    "PressureLog",
+    "PressureRecord",
+    "ScheduledBatch",
+    "Scheduler",
+    "SeqState",
+    "Sequence",
+    "SwapFile",
+    "Transaction",
+    "calibrate",
+]

@@ -6,8 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 
-from pagepool.scheduling.policy import rank
-from pagepool.scheduling.request import SeqState, Sequence
+from pagepool.scheduling.request import Rank, SeqState, Sequence
 
 __all__ = ["ActiveSequences"]
 
@@ -30,14 +29,15 @@ class ActiveSequences:
     comes back, and must not find its old entry.
 
     Invariants: `len(_ring) - _gone == len(_ranks) == size`; `num_prefills` of them are PREFILLING; over those,
-    `unread` is the sum of the tokens that they still have to read, and `promised` that of the blocks which these need.
+    `unread` is the sum of the tokens that they still have to read, and `promised` that of the blocks which these need;
+    `reserved` is the sum, over all, of the blocks that they may ever need.
     """
 
     def __init__(self, blocks_for: Callable[[int], int]) -> None:
         self._ring: deque[Sequence] = deque()
         self._gone = 0
         self._prefills: deque[Sequence] = deque()
-        self._ranks: list[tuple[int, int]] = []
+        self._ranks: list[Rank] = []
         self._taken: list[Sequence] = []
         self._prefill_turn = True
         self._blocks_for = blocks_for
@@ -45,13 +45,15 @@ class ActiveSequences:
         self.num_prefills = 0
         self.unread = 0
         self.promised = 0
+        self.reserved = 0
 
     def add(self, seq: Sequence) -> None:
         """Put `seq`, just admitted and PREFILLING, at the tail."""
         self._ring.append(seq)
         self._prefills.append(seq)
-        insort(self._ranks, rank(seq))
+        insort(self._ranks, seq._rank)
         self.size += 1
+        self.reserved += self._blocks_for(seq.max_tokens)
         self.num_prefills += 1
         self._expect(seq, 1)
 
@@ -77,9 +79,9 @@ class ActiveSequences:
             seq.state = SeqState.DECODING
             self.num_prefills -= 1
 
-    def newest_id(self) -> int:
-        """The id of the sequence with the greatest rank: the first to give way."""
-        return self._ranks[-1][1]
+    def by_rank(self) -> list[int]:
+        """The ids of all, the least rank first: the last is the first to give way."""
+        return [rank[-1] for rank in self._ranks]
 
     def prefills(self) -> list[Sequence]:
         """All that are PREFILLING, in the order of admission."""
@@ -138,8 +140,9 @@ class ActiveSequences:
         self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq._fed))
 
     def _unrank(self, seq: Sequence) -> None:
-        del self._ranks[bisect_left(self._ranks, rank(seq))]
+        del self._ranks[bisect_left(self._ranks, seq._rank)]
         self.size -= 1
+        self.reserved -= self._blocks_for(seq.max_tokens)
         if seq.state is PREFILLING:
             self.num_prefills -= 1
             self._expect(seq, -1)

@@ -1,39 +1,107 @@
-"""Who may become active: as many as the places, the backlog of prompts and the blocks allow."""
+"""Who may become active: as many as the places, the backlog of prompts, the quotas and the blocks allow."""
 
 from __future__ import annotations
 
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
-from pagepool.scheduling.policy import first_chunk
-from pagepool.scheduling.request import SeqState
+from pagepool.scheduling.pressure import PressureLadder
+from pagepool.scheduling.request import SeqState, Sequence
+from pagepool.scheduling.reuse import NoReuse, PrefixReuse
+from pagepool.scheduling.shares import first_chunk
+from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.waiting import WaitingQueue
 
-__all__ = ["admit"]
+__all__ = ["Admission"]
 
 
-def admit(
-    waiting: WaitingQueue, active: ActiveSequences, account: BlockAccount | NoBlocks, config: SchedulerConfig
-) -> None:
-    """Move sequences from `waiting` to `active`, in the order of their rank, until the next one has to wait.
+class Admission:
+    """Moves sequences from the waiting line to the active ones, with the blocks that the prefix cache has for them.
 
-    Nobody overtakes: a large request at the front is not starved by small ones behind it. Costs O(1) when nobody moves.
+    Nobody overtakes the one whose turn it is: a large request is not starved by small ones behind it. While nothing has
+    come free since it did not fit, it is not tried again.
     """
-    backlog = config.max_prefill_backlog
-    while active.size < config.max_sequences and (backlog is None or active.unread < backlog):
-        seq = waiting.peek()
-        if seq is None:
-            return
-        if active.size:
-            fits = account.admits(seq.total_tokens, active.promised)
-        else:
-            fits = account.starts(first_chunk(seq.total_tokens, config))
-        if not fits:
-            return
-        seq.kv = account.open(seq.max_tokens)
-        if seq.kv is not None:
-            seq.kv.label = seq.id
-        waiting.pop()
-        seq._prefill_end = seq.total_tokens
-        seq.state = SeqState.PREFILLING
-        active.add(seq)
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue,
+        active: ActiveSequences,
+        account: BlockAccount | NoBlocks,
+        reuse: PrefixReuse | NoReuse,
+        tenants: Tenants,
+        ladder: PressureLadder,
+    ) -> None:
+        self._config = config
+        self._waiting = waiting
+        self._active = active
+        self._account = account
+        self._reuse = reuse
+        self._tenants = tenants
+        self._ladder = ladder
+        self._short: tuple[int, int] | None = None  # the version of the line and the room when its turn did not fit
+
+    def cached(self, seq: Sequence) -> int:
+        """Tokens of `seq` that the prefix cache has, for the policy."""
+        return self._reuse.cached(seq)
+
+    def served(self, tenant: object) -> float:
+        """What a tenant was served, for the policy."""
+        return self._tenants.served(tenant)
+
+    def admit(self, now: int) -> None:
+        """Admit until the next one has to wait. Costs O(1) when nobody moves and nothing came free."""
+        config, active, waiting = self._config, self._active, self._waiting
+        backlog = config.max_prefill_backlog
+        while len(waiting) and active.size < config.max_sequences and (backlog is None or active.unread < backlog):
+            room = self._account.available() - active.promised
+            if self._short is not None and active.size and self._short[0] == waiting.version and room <= self._short[1]:
+                return
+            seq = waiting.peek(self, now, self._tenants.may_start)
+            if seq is None or not self._start(seq, now):
+                self._short = (waiting.version, room)
+                return
+            self._short = None
+            waiting.remove(seq)
+            if waiting.is_aged(seq, now):
+                seq._rank = (0, 0, seq.id)
+            self._tenants.start(seq)
+            seq.num_cached = seq._fed
+            seq._prefill_end = seq.total_tokens
+            seq.state = SeqState.PREFILLING
+            active.add(seq)
+
+    def _start(self, seq: Sequence, now: int) -> bool:
+        """Give `seq` its state, with all that is cached, kept or swapped; False, with nothing changed, when it does not
+        fit."""
+        kept, state = seq._fed, seq.kv
+        if state is None:
+            seq.kv = self._account.open(seq.max_tokens, seq.id)
+        found = self._reuse.adopt(seq)
+        if self._fits(seq, now):
+            self._ladder.restore(seq, now)
+            return True
+        if state is None and seq.kv is not None:
+            self._account.give_back([seq.kv])
+            seq.kv = None
+        elif found:
+            self._account.cut(seq.kv, kept)
+        seq._fed = kept
+        return False
+
+    def _fits(self, seq: Sequence, now: int) -> bool:
+        account, active, config = self._account, self._active, self._config
+        held = account.blocks_for(seq._fed)
+        if not active.size:
+            end = seq._fed + first_chunk(seq.total_tokens - seq._fed, config)
+            if seq._swapped is not None:
+                end = max(end, seq._swapped[2])
+            # Enough when nothing else runs: a request as large as the pool must start, and no watermark is left then.
+            wanted = account.blocks_for(end) - held
+            return account.available() >= wanted or self._ladder.make_room_for(seq, wanted, now)
+        if config.admission == "whole" and (active.reserved + account.blocks_for(seq.max_tokens) > account.capacity):
+            return False
+        wanted = account.blocks_for(seq.total_tokens) - held
+        if seq.state is SeqState.PREEMPTED:
+            wanted += config.hysteresis * active.size
+        return account.admits(wanted, active.promised)

@@ -14,7 +14,8 @@ class ScheduledBatch:
 
     seq_ids      list of int
     tokens       list of lists: the tokens to feed
-    num_tokens   list of int: how many those are
+    num_tokens   list of int: how many those are, with the slots for drafts
+    lookahead    list of int: how many of them are slots for drafted tokens, which the caller feeds behind `tokens`
     is_prefill   list of bool
     wants_token  list of bool: True where the step feeds the last token known, so that its result is the next token;
                  False for a prompt chunk that is not the last
@@ -29,6 +30,7 @@ class ScheduledBatch:
         "_committed",
         "_sequences",
         "is_prefill",
+        "lookahead",
         "num_decodes",
         "num_tokens",
         "seq_ids",
@@ -48,12 +50,14 @@ class ScheduledBatch:
         wants_token: list[bool],
         states: list[Any],
         total_tokens: int,
+        lookahead: list[int] | None = None,
     ) -> None:
         self._sequences = sequences
         self._committed = False
         self.seq_ids = seq_ids
         self.tokens = tokens
         self.num_tokens = num_tokens
+        self.lookahead = [0] * len(seq_ids) if lookahead is None else lookahead
         self.num_decodes = num_decodes
         self.is_prefill = [False] * num_decodes + [True] * (len(seq_ids) - num_decodes)
         self.wants_token = wants_token
@@ -92,6 +96,10 @@ class ScheduledBatch:
             else:
                 finished.append(seq)
         return got, missed
+
+    def tokens_of(self, seq: Sequence) -> int:
+        """How many tokens `seq` feeds in this step."""
+        return len(self.tokens[self.seq_ids.index(seq.id)]) if seq.id in self.seq_ids else 0
 
     def __len__(self) -> int:
         return len(self.seq_ids)

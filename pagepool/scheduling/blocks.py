@@ -17,23 +17,22 @@ class NoBlocks:
     """The account of a scheduler without a pool: everything fits and nothing is held."""
 
     num_tokens = 0
+    evicted = 0
+    capacity = 0
 
     def refusal(self, max_tokens: int) -> str | None:
         return None
 
-    def free_blocks(self) -> int:
+    def available(self) -> int:
         return 0
 
-    def admits(self, num_tokens: int, promised: int) -> bool:
-        return True
-
-    def starts(self, first_chunk: int) -> bool:
+    def admits(self, wanted: int, promised: int) -> bool:
         return True
 
     def blocks_for(self, num_tokens: int) -> int:
         return 0
 
-    def open(self, max_tokens: int) -> None:
+    def open(self, max_tokens: int, label: int) -> None:
         return None
 
     def needs(self, states: list[Any], counts: list[int]) -> list[int]:
@@ -41,6 +40,9 @@ class NoBlocks:
 
     def take(self, states: list[Any], counts: list[int]) -> bool:
         return True
+
+    def cut(self, state: Any, num_tokens: int) -> None:
+        return None
 
     def give_back(self, states: list[Any]) -> None:
         return None
@@ -50,20 +52,24 @@ class BlockAccount:
     """Blocks of one allocator, taken and given back for whole batches.
 
     `take` is all or nothing. `num_tokens` is the number of tokens in the states that this account opened.
-    `watermark` is the share of all blocks that an admission must leave free while others run.
+    `watermark` is the share of all blocks that an admission must leave free while others run. Blocks that only a
+    prefix cache holds (`cache`, None without one) count as free: they are evicted when they are needed.
     """
 
     def __init__(self, allocator: Any, block_size: int, watermark: float = 0.0) -> None:
         self.allocator = allocator
         self.block_size = block_size
+        self.capacity = allocator.max_capacity
+        self.cache: Any = None
         self.num_tokens = 0
-        self._reserve = int(allocator.capacity * watermark)
+        self.evicted = 0
+        self._reserve = int(self.capacity * watermark)
         self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
 
     def refusal(self, max_tokens: int) -> str | None:
         """Why a sequence of `max_tokens` can never run, or None."""
         needed = self.blocks_for(max_tokens)
-        capacity = self.allocator.capacity
+        capacity = self.capacity
         if needed <= capacity:
             return None
         return (
@@ -75,27 +81,24 @@ class BlockAccount:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def free_blocks(self) -> int:
-        """Blocks that are free now."""
-        free: int = self.allocator.free_count
-        return free
+    def available(self) -> int:
+        """Blocks that can be taken now: free ones, those that the pool may still grow by, and evictable ones."""
+        available: int = self.allocator.available
+        return available if self.cache is None else available + self.cache.evictable
 
-    def admits(self, num_tokens: int, promised: int) -> bool:
-        """True when a prompt of `num_tokens` finds all of its blocks beside others that run: `promised` blocks, which
-        prompts already admitted have yet to take, are set aside, and the watermark must be left over.
+    def admits(self, wanted: int, promised: int) -> bool:
+        """True when a prompt finds all of the `wanted` blocks beside others that run: `promised` blocks, which prompts
+        already admitted have yet to take, are set aside, and the watermark must be left over.
 
         Asking for the first chunk alone would admit more prompts than the pool can hold, only to preempt them.
         """
-        return self.free_blocks() - promised - self.blocks_for(num_tokens) >= self._reserve
+        return self.available() - promised - wanted >= self._reserve
 
-    def starts(self, first_chunk: int) -> bool:
-        """True when a prompt finds the blocks of its first chunk. Enough when nothing else runs: a request as large as
-        the pool must start, and no watermark can be left then."""
-        return self.free_blocks() >= self.blocks_for(first_chunk)
-
-    def open(self, max_tokens: int) -> Any:
+    def open(self, max_tokens: int, label: int) -> Any:
         """A new, empty state for at most `max_tokens` tokens."""
-        return self._make_state(self.allocator, self.block_size, self.blocks_for(max_tokens))
+        state = self._make_state(self.allocator, self.block_size, self.blocks_for(max_tokens))
+        state.label = label
+        return state
 
     def needs(self, states: list[Any], counts: list[int]) -> list[int]:
         """New blocks that `take` would need for each state, apart from reserved blocks and copies of shared ones."""
@@ -104,19 +107,41 @@ class BlockAccount:
         return [blocks_for(length + count) - blocks_for(length) for length, count in zip(lengths, counts, strict=True)]
 
     def take(self, states: list[Any], counts: list[int]) -> bool:
-        """Append `counts[i]` tokens to `states[i]` for all; False, with nothing changed, when the pool is out."""
-        try:
-            self._append_batch(states, counts)
-        except PoolExhausted:
-            return False
-        self.num_tokens += sum(counts)
-        return True
+        """Append `counts[i]` tokens to `states[i]` for all; False when the pool is out: only cached blocks that nobody
+        uses have been evicted then."""
+        while True:
+            try:
+                self._append_batch(states, counts)
+            except PoolExhausted:
+                if not self._evict(sum(self.needs(states, counts))):
+                    return False
+            else:
+                self.num_tokens += sum(counts)
+                return True
+
+    def adopt(self, state: Any, blocks: Any) -> None:
+        """Begin `state`, which is empty, with full blocks that others hold, too."""
+        state.adopt(blocks)
+        self.num_tokens += state.len
+
+    def cut(self, state: Any, num_tokens: int) -> None:
+        """Keep the first `num_tokens` of `state`."""
+        self.num_tokens -= state.len - num_tokens
+        state.truncate(num_tokens)
 
     def give_back(self, states: list[Any]) -> None:
         """Release all blocks of `states`, which are closed: whoever kept one and uses it gets `StaleHandle`."""
         tokens = sum([state.len for state in states])
         self._release_batch(states, True)
         self.num_tokens -= tokens
+
+    def _evict(self, wanted: int) -> bool:
+        """Evict what is missing for `wanted` blocks: at least one, since copies of shared blocks are not in it."""
+        if self.cache is None:
+            return False
+        evicted: int = self.cache.evict(max(wanted - self.allocator.available, 1))
+        self.evicted += evicted
+        return evicted > 0
 
 
 def open_account(pool: Any, block_size: int, watermark: float) -> BlockAccount | NoBlocks:

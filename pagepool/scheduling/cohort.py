@@ -20,6 +20,8 @@ class Cohort:
     pool that is out, more sequences than places) settles it, and it is over; the next plain `commit` forms a new one.
     """
 
+    drafts = None  # there is no lookahead in a cohort
+
     def __init__(self, sequences: list[Sequence]) -> None:
         self.steps = 0
         self._batch: ScheduledBatch | None = None

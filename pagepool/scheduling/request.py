@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-__all__ = ["SeqState", "Sequence"]
+__all__ = ["Rank", "SeqState", "Sequence"]
+
+Rank = tuple[int, int, int]  # the last number is the id: no two are equal
 
 
 class SeqState(enum.Enum):
@@ -36,7 +38,11 @@ class Sequence:
     max_tokens      limit of prompt + output
     priority        lower goes first
     stopped         True after `finish_sequence` or `remove_sequence`
-    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None
+    tenant          whose it is: anything hashable, None for nobody's
+    cache_salt, extra_keys  apart from what prompts its blocks are cached
+    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; one that was
+                    preempted in part keeps the blocks that it was left
+    num_cached      tokens that it did not have to read when it was last admitted: cached, kept or swapped
     fed             tokens handed out in batches since it was last admitted; equals `kv.len`
     num_preemptions how often its blocks were taken away
 
@@ -44,35 +50,65 @@ class Sequence:
     """
 
     __slots__ = (
+        "_arrived",
         "_cohort",
+        "_counted",
         "_fed",
         "_max_output",
         "_prefill_end",
+        "_rank",
+        "_row",
+        "_swapped",
+        "cache_salt",
+        "extra_keys",
         "id",
         "kv",
         "max_tokens",
+        "num_cached",
         "num_preemptions",
         "output_tokens",
         "priority",
         "prompt_tokens",
         "state",
         "stopped",
+        "tenant",
     )
 
-    def __init__(self, seq_id: int, prompt_tokens: list[int], max_tokens: int, priority: int = 0) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_tokens: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        tenant: Any = None,
+        cache_salt: Any = None,
+        extra_keys: tuple[Any, ...] = (),
+    ) -> None:
         self.id = seq_id
         self.prompt_tokens = prompt_tokens
         self.output_tokens: list[int] = []
         self.max_tokens = max_tokens
         self.priority = priority
+        self.tenant = tenant
+        self.cache_salt = cache_salt
+        self.extra_keys = extra_keys
         self.state = SeqState.WAITING
         self.stopped = False
         self.kv: Any = None
+        self.num_cached = 0
         self.num_preemptions = 0
         self._fed = 0
         # The tokens that count as its prompt since it was admitted: outputs too, when it is recomputed.
         self._prefill_end = len(prompt_tokens)
         self._max_output = max_tokens - len(prompt_tokens)
+        # Set by the scheduler when it takes the request in: its place in every order, and the step that it came in.
+        self._rank: Rank = (1, 0, seq_id)
+        self._arrived = 0
+        # The prompt as the prefix cache reads it; None without a cache.
+        self._row: Any = None
+        # Whether the quota of its tenant counts it, and its pages in the swap file.
+        self._counted = False
+        self._swapped: Any = None
         # The cohort that it is a member of: it counts the steps that `_fed` lags behind (see cohort.py).
         self._cohort: Any = None
 

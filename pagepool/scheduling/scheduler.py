@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from pagepool.config import SchedulerConfig
-from pagepool.scheduling import policy
+from pagepool.scheduling import shares
 from pagepool.scheduling.active import ActiveSequences
-from pagepool.scheduling.admission import admit
+from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
 from pagepool.scheduling.cohort import Cohort
-from pagepool.scheduling.pressure import make_room
+from pagepool.scheduling.intake import read_request, read_results, usable
+from pagepool.scheduling.lookahead import accept_drafts, rewind
+from pagepool.scheduling.policies import POLICIES
+from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.request import SeqState, Sequence
+from pagepool.scheduling.reuse import open_reuse
+from pagepool.scheduling.roster import Roster
 from pagepool.scheduling.step import LooseDecodes, Step
+from pagepool.scheduling.swap import SwapFile
+from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
@@ -25,17 +31,20 @@ DECODING = SeqState.DECODING
 PREFILLING = SeqState.PREFILLING
 
 
-class Scheduler:
+class Scheduler(Roster):
     """Continuous batching with chunked prefill over a paged pool.
 
-    config  a `SchedulerConfig`; default: its defaults
-    pool    a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
+    config        a `SchedulerConfig`; default: its defaults
+    pool          a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
+    prefix_cache  a `PrefixCache` over the same allocator: requests begin with the blocks that it has for their first
+                  tokens, and leave their full blocks to it
+    swap          a `SwapFile` over the pool, for the rung "swap" of the config's ladder
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
-    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, the newest sequence of the
-    lowest priority gives its blocks back, waits at the front and is recomputed later; the oldest always keeps going, so
-    every request ends.
+    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, cached prefixes that nobody
+    uses go first; then the newest sequence of the lowest priority gives its blocks back, waits at the front and is
+    recomputed later; the oldest always keeps going, so every request ends. `pressure` tells who gave way, and why.
     One thread at a time may use a scheduler.
 
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
@@ -52,47 +61,68 @@ class Scheduler:
     [[11, 12, 13, 14, 15, 99, 99]]
     """
 
-    def __init__(self, config: SchedulerConfig | None = None, pool: Any = None) -> None:
-        self.config = SchedulerConfig() if config is None else config
-        self._account = open_account(pool, self.config.block_size, self.config.watermark)
-        self._places = policy.places(self.config)
-        self._prefill_first = self.config.schedule == "prefill-first"
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        pool: Any = None,
+        prefix_cache: Any = None,
+        swap: SwapFile | None = None,
+    ) -> None:
+        self.config = config = SchedulerConfig() if config is None else config
+        self._account = account = open_account(pool, config.block_size, config.watermark)
+        self._places = shares.places(config)
+        self._prefill_first = config.schedule == "prefill-first"
+        self._policy = POLICIES[config.policy]
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue()
-        self._active = ActiveSequences(self._account.blocks_for)
+        self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
+        self._active = ActiveSequences(account.blocks_for)
+        self._tenants = Tenants(config, account.blocks_for)
+        self._reuse = open_reuse(prefix_cache, account)
+        shared = (self._waiting, self._active, account, self._reuse, self._tenants)
+        self._ladder = PressureLadder(config, self._sequences, *shared, swap)
+        self._admission = Admission(config, *shared, self._ladder)
         self._finished: dict[int, Sequence] = {}
         self._cohort: Cohort | None = None
+        self._out: ScheduledBatch | None = None  # the last batch, until it is committed
         self._next_id = 1
-        self.num_preemptions = 0
+        self.num_steps = 0
 
-    def add_request(self, prompt_tokens: Iterable[int], max_tokens: int, priority: int | None = None) -> int:
+    def add_request(
+        self,
+        prompt_tokens: Iterable[int],
+        max_tokens: int,
+        priority: int | None = None,
+        *,
+        tenant: Hashable = None,
+        cache_salt: str | bytes | int | None = None,
+        extra_keys: Iterable[str | bytes | int | None] = (),
+    ) -> int:
         """Queue a request and return its id: 1, 2, ...
 
         prompt_tokens  token ids, at least one; copied
         max_tokens     limit of prompt + output
         priority       lower goes first; None is 0; equals go in the order of arrival
+        tenant         whose it is: counters, quotas and floors of the config are per tenant
+        cache_salt, extra_keys  as for `PrefixCache.match_prefix`; no tenant is kept apart from another without a salt
 
         Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, or when the pool
-        could never hold `max_tokens`. A prompt of exactly `max_tokens` leaves nothing to generate: it is finished at
-        once.
+        or the tenant's quota could never hold `max_tokens`. A prompt of exactly `max_tokens` leaves nothing to
+        generate: it is finished at once.
         """
-        prompt = _as_list(prompt_tokens)
-        limit = operator.index(max_tokens)
-        level = 0 if priority is None else operator.index(priority)
-        if not prompt:
-            raise ValueError("a prompt needs at least 1 token, got 0")
-        if len(prompt) > limit:
-            raise ValueError(f"a prompt of {len(prompt)} tokens is longer than max_tokens, {limit}")
-        refusal = self._account.refusal(limit)
+        seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, cache_salt, extra_keys)
+        refusal = self._account.refusal(seq.max_tokens) or self._tenants.refusal(tenant, seq.max_tokens)
         if refusal is not None:
             raise ValueError(refusal)
-        seq = Sequence(self._next_id, prompt, limit, level)
+        seq._row = self._reuse.row(seq)
+        seq._rank = self._policy.rank(seq)
+        seq._arrived = self.num_steps
         self._next_id += 1
         self._sequences[seq.id] = seq
         if seq.at_limit:
             seq.state = FINISHED
             self._finished[seq.id] = seq
         else:
+            self._tenants.arrive(seq)
             self._waiting.push(seq)
         return seq.id
 
@@ -122,101 +152,56 @@ class Scheduler:
         self._finished.pop(seq_id, None)
         self._sequences.pop(seq_id, None)
 
-    def drain_finished(self) -> list[Sequence]:
-        """Remove and return the finished sequences, in the order in which they finished."""
-        drained = list(self._finished.values())
-        self._finished.clear()
-        for seq in drained:
-            del self._sequences[seq.id]
-        return drained
-
-    def get_sequence(self, seq_id: int) -> Sequence | None:
-        """The sequence with this id, or None when it is unknown, drained or removed."""
-        return self._sequences.get(seq_id)
-
-    @property
-    def active_count(self) -> int:
-        """Sequences that are prefilling or decoding."""
-        return self._active.size
-
-    @property
-    def waiting_count(self) -> int:
-        """Sequences that wait, preempted ones included."""
-        return len(self._waiting)
-
-    @property
-    def total_count(self) -> int:
-        """Sequences that are known: waiting, active, and finished but not drained."""
-        return len(self._sequences)
-
-    @property
-    def has_work(self) -> bool:
-        """True while a sequence waits or is active."""
-        return self._active.size > 0 or len(self._waiting) > 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose places in the pool are taken, over all active sequences; 0 without a pool."""
-        return self._account.num_tokens
-
     def schedule(self) -> ScheduledBatch:
         """The next step, its blocks taken. All budgets of the config hold.
 
-        Admits waiting sequences, picks by turns, shares out the tokens, and preempts when the pool is out. The batch is
-        empty when there is no work, or when blocks that others hold (forks, another scheduler on the same pool) leave
-        not even one sequence room: `has_work` stays True then, and the caller has to free blocks or wait.
+        Admits waiting sequences, picks by turns, shares out the tokens, and lets others give way when the pool is out.
+        The batch before counts as run. The new one is empty when there is no work, or when blocks that others hold
+        (forks, another scheduler on the same pool) leave not even one sequence room: `has_work` stays True then, and
+        the caller has to free blocks or wait.
         """
-        admit(self._waiting, self._active, self._account, self.config)
-        if self._cohort is not None:
-            batch = self._step_of_cohort(self._cohort)
-            if batch is not None:
-                return batch
-            self._settle()
-        while self._active.size:
-            decodes, prefills, by_turns = self._pick()
-            step = Step(LooseDecodes(decodes), prefills, self.config)
-            taken = self._account.take(step.batch.states, step.grow)
-            if by_turns:
-                self._active.put_back(scheduled=taken)
-            if taken:
-                for seq, count in zip(decodes, step.grow[: len(decodes)], strict=True):
-                    seq._fed += count
-                self._read_prompts(step)
-                return step.batch
-            preempted = make_room(step, self._sequences, self._active, self._account)
-            if not preempted:
-                break
-            self.num_preemptions += len(preempted)
-            for seq in preempted:
-                self._waiting.push(seq)
-        return ScheduledBatch.empty()
+        self.num_steps += 1
+        if self._out is not None:
+            self._close(self._out)
+        self._admission.admit(self.num_steps)
+        batch = self._next_step()
+        if not batch.is_empty:
+            self._out = batch
+            if self._tenants.charges:
+                self._tenants.charge(batch)
+        return batch
 
-    def commit(self, batch: ScheduledBatch, tokens: Iterable[int | None]) -> None:
+    def commit(self, batch: ScheduledBatch, tokens: Iterable[Any]) -> None:
         """Hand back the results of `batch`: one entry per sequence, in its order.
 
         An entry that is None or negative adds nothing; neither does the entry of a prompt chunk that was not the last
-        (`wants_token` False) or of a sequence that has finished meanwhile. Sequences that reach their limit finish.
-        Raises ValueError when the lengths differ or the batch was committed before, TypeError when an entry is not a
-        number, and changes nothing then.
+        (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
+        drafts that were accepted, then one token more; the slots of the others are taken back. Sequences that reach
+        their limit finish. Raises ValueError when the lengths differ or the batch was committed before, TypeError when
+        an entry is not a number, and changes nothing then.
         """
-        results = _as_list(tokens)
+        results = read_results(tokens)
         if len(results) != len(batch._sequences):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(batch._sequences)} sequences")
         if batch._committed:
             raise ValueError("the batch was committed before")
+        if self.config.lookahead:
+            results = accept_drafts(batch, results, self._account, batch is self._out)
         cohort = self._cohort
         finished: list[Sequence] = []
         first = 0 if cohort is None else len(cohort.sequences)
-        usable = _usable(results[first:])
+        tokens_given = usable(results[first:])
         if cohort is not None:
             done = cohort.commit(batch, results)
             if done is not None:
                 finished = done
             else:
-                usable = _usable(results[:first]) + usable
+                tokens_given = usable(results[:first]) + tokens_given
                 first = 0
                 self._settle()
-        got, missed = batch._append(results, first, usable, finished)
+        got, missed = batch._append(results, first, tokens_given, finished)
+        if batch is self._out:
+            self._close(batch)
         if finished:
             self._finish(finished)
         if missed:
@@ -225,7 +210,38 @@ class Scheduler:
             if got:
                 self._cohort.join(got)
         elif len(got) == self._active.size - self._active.num_prefills and self._active.size <= self._places:
-            self._cohort = Cohort.form(got)
+            self._cohort = None if self.config.lookahead else Cohort.form(got)
+
+    def _next_step(self) -> ScheduledBatch:
+        """The batch of this step; empty when there is none."""
+        if self._cohort is not None:
+            batch = self._step_of_cohort(self._cohort)
+            if batch is not None:
+                return batch
+            self._settle()
+        while self._active.size:
+            decodes, prefills, by_turns = self._pick()
+            step = Step(LooseDecodes(decodes, self.config.lookahead), prefills, self.config)
+            taken = self._ladder.take(step, self.num_steps)
+            if by_turns:
+                self._active.put_back(scheduled=taken)
+            if taken:
+                for seq, count, drafts in zip(decodes, step.grow, step.batch.lookahead):  # noqa: B905 -- decodes first
+                    seq._fed += count - drafts
+                self._read_prompts(step)
+                return step.batch
+            if not self._ladder.make_room(step, self.num_steps):
+                break
+        return ScheduledBatch.empty()
+
+    def _close(self, batch: ScheduledBatch) -> None:
+        """`batch` was run: what it stored can be kept, and slots that were for drafts are taken back."""
+        self._out = None
+        if self.config.lookahead:
+            rewind(batch, self._account)
+        for seq in batch._sequences[batch.num_decodes :]:
+            if seq.kv is not None:
+                self._reuse.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
 
     def _step_of_cohort(self, cohort: Cohort) -> ScheduledBatch | None:
         """The step of all decodes in lockstep and all prefills; None when that is not the step to take, or when the
@@ -236,7 +252,7 @@ class Scheduler:
         if self._prefill_first and active.num_prefills:
             return None
         step = Step(cohort, active.prefills(), self.config)
-        if not self._account.take(step.batch.states, step.grow):
+        if not self._ladder.take(step, self.num_steps):
             return None
         cohort.scheduled(step.batch)
         self._read_prompts(step)
@@ -263,10 +279,15 @@ class Scheduler:
         """Mark them FINISHED, wherever they stand, and free their blocks."""
         states = [seq.kv for seq in sequences if seq.kv is not None]
         for seq in sequences:
+            if seq.kv is not None:
+                # What is in a batch that is out may not have been stored yet.
+                self._reuse.publish(seq, seq._fed - (self._out.tokens_of(seq) if self._out else 0))
             if seq.state is PREFILLING or seq.state is DECODING:
                 self._active.leave(seq)
             else:
                 self._waiting.remove(seq)
+                self._ladder.forget(seq)
+            self._tenants.leave(seq)
             seq.state = FINISHED
             seq.kv = None
             self._finished[seq.id] = seq
@@ -277,15 +298,3 @@ class Scheduler:
         if self._cohort is not None:
             self._cohort.settle()
             self._cohort = None
-
-
-def _usable(results: list[Any]) -> list[bool]:
-    """Which of the results are tokens. Whatever is wrong with their types is raised here, before anything changes."""
-    return [token is not None and token >= 0 for token in results]
-
-
-def _as_list(values: Iterable[Any]) -> list[Any]:
-    """A new list of the values; of Python ints, when they come from an array."""
-    if type(values) is list:
-        return values.copy()
-    return values.tolist() if hasattr(values, "tolist") else list(values)

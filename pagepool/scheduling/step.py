@@ -5,20 +5,29 @@ from __future__ import annotations
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.cohort import Cohort
-from pagepool.scheduling.policy import share_tokens, whole_prompts
+from pagepool.scheduling.lookahead import drafts_of
 from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.shares import share_tokens, whole_prompts
 
 __all__ = ["LooseDecodes", "Step"]
 
 
 class LooseDecodes:
-    """Decoding sequences of which nothing is known: each may have no, one or several tokens to feed."""
+    """Decoding sequences of which nothing is known: each may have no, one or several tokens to feed.
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    `drafts` are the slots beside, of those that have one; `unfed` counts them in: they are shared out like tokens.
+    """
+
+    def __init__(self, sequences: list[Sequence], lookahead: int = 0) -> None:
         self.sequences = sequences
         self.seq_ids = [seq.id for seq in sequences]
         self.states = [seq.kv for seq in sequences if seq.kv is not None]
         self.unfed = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq._fed for seq in sequences]
+        self.drafts: list[int] | None = None
+        if lookahead:
+            pairs = zip(sequences, self.unfed, strict=True)
+            self.drafts = [drafts_of(seq, lookahead) if new == 1 else 0 for seq, new in pairs]
+            self.unfed = [new + drafts for new, drafts in zip(self.unfed, self.drafts, strict=True)]
 
     def rows(self, counts: list[int]) -> tuple[list[list[int]], list[int], list[bool]]:
         """The tokens of each sequence, by how many its state grows, and whether they are its last, for `counts` tokens
@@ -26,6 +35,12 @@ class LooseDecodes:
         if self.unfed.count(1) == len(self.unfed):
             return [[seq.output_tokens[-1]] for seq in self.sequences], counts, [True] * len(counts)
         grow = [min(count, new) for count, new in zip(counts, self.unfed, strict=True)]
+        if self.drafts is not None:
+            own = [new - drafts for new, drafts in zip(self.unfed, self.drafts, strict=True)]
+            fed = [min(count, new) for count, new in zip(grow, own, strict=True)]
+            self.drafts = [count - tokens for count, tokens in zip(grow, fed, strict=True)]
+            wants = [count >= new for count, new in zip(fed, own, strict=True)]
+            return [_next_tokens(seq, count) for seq, count in zip(self.sequences, fed, strict=True)], grow, wants
         tokens = [_next_tokens(seq, count) for seq, count in zip(self.sequences, grow, strict=True)]
         return tokens, grow, [count >= new for count, new in zip(counts, self.unfed, strict=True)]
 
@@ -58,7 +73,8 @@ class Step:
             if seq.kv is not None:
                 states.append(seq.kv)
         self.grow = grow
-        self.batch = ScheduledBatch(sequences, seq_ids, tokens, counts, size, wants, states, sum(counts))
+        lookahead = None if decodes.drafts is None else decodes.drafts + [0] * len(prefills)
+        self.batch = ScheduledBatch(sequences, seq_ids, tokens, counts, size, wants, states, sum(counts), lookahead)
 
 
 def _next_tokens(seq: Sequence, count: int) -> list[int]:

@@ -1,11 +1,14 @@
-"""The waiting line: a heap by rank whose removed entries are skipped when they surface."""
+"""The waiting line: one lane per tenant, in the order of rank; the policy picks among the heads."""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
+from typing import Any
 
-from pagepool.scheduling.policy import rank
-from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.policies import Policy, View
+from pagepool.scheduling.request import Rank, Sequence
 
 __all__ = ["WaitingQueue"]
 
@@ -13,47 +16,109 @@ __all__ = ["WaitingQueue"]
 SWEEP_FROM = 64
 
 
-class WaitingQueue:
-    """Sequences that wait, best rank first.
+class Lane:
+    """The requests of one tenant: `front` is sorted, `rest` a heap, and nothing in the rest is before the front.
 
-    push and pop are O(log n), remove O(1) amortised: a removed entry stays in the heap until it surfaces, or until half
-    of the heap is dead and one sweep clears it. Invariant: `_live` holds exactly those that wait.
+    push and pop are O(log n), a removal O(1) amortised: a removed entry stays until it surfaces, or until half of all
+    are dead and one sweep clears them.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []
+    def __init__(self, window: int, live: dict[int, Sequence]) -> None:
+        self._window = window
+        self._live = live
+        self._front: list[Rank] = []
+        self._rest: list[Rank] = []
+        self._arrivals: list[int] = []
+        self.size = 0
+
+    def push(self, seq: Sequence) -> None:
+        """Add a sequence that is live already."""
+        self.size += 1
+        heappush(self._arrivals, seq.id)
+        if self._front and seq._rank < self._front[-1]:
+            insort(self._front, seq._rank)
+            if len(self._front) > self._window:
+                heappush(self._rest, self._front.pop())
+        else:
+            heappush(self._rest, seq._rank)
+
+    def heads(self) -> list[Sequence]:
+        """The first `window` that are live, in the order of rank."""
+        live, front, rest = self._live, self._front, self._rest
+        if any(rank[2] not in live for rank in front):
+            self._front = front = [rank for rank in front if rank[2] in live]
+        while len(front) < self._window and rest:
+            rank = heappop(rest)
+            if rank[2] in live:
+                front.append(rank)
+        return [live[rank[2]] for rank in front]
+
+    def oldest(self) -> Sequence | None:
+        """The live one that came first."""
+        while self._arrivals:
+            seq = self._live.get(self._arrivals[0])
+            if seq is not None:
+                return seq
+            heappop(self._arrivals)
+        return None
+
+    def removed(self) -> None:
+        """One of the sequences is no longer live."""
+        self.size -= 1
+        if len(self._arrivals) > 2 * self.size + SWEEP_FROM:
+            self._rest = [rank for rank in self._rest if rank[2] in self._live]
+            heapify(self._rest)
+            self._arrivals = [number for number in self._arrivals if number in self._live]
+            heapify(self._arrivals)
+
+
+class WaitingQueue:
+    """Sequences that wait. Invariant: `_live` holds exactly those, and the sizes of the lanes add up to them.
+
+    Nobody starves: one that has waited `max_wait_steps` goes before all that came later, whatever the policy says.
+    """
+
+    def __init__(self, policy: Policy, max_wait_steps: int | None) -> None:
+        self._policy = policy
+        self._max_wait = max_wait_steps
         self._live: dict[int, Sequence] = {}
+        self._lanes: dict[Any, Lane] = {}
+        self.version = 0  # changes with every push
 
     def __len__(self) -> int:
         return len(self._live)
 
     def push(self, seq: Sequence) -> None:
         """Add `seq`, which must not be waiting already."""
+        self.version += 1
         self._live[seq.id] = seq
-        heappush(self._heap, rank(seq))
+        lane = self._lanes.get(seq.tenant)
+        if lane is None:
+            lane = self._lanes[seq.tenant] = Lane(self._policy.window, self._live)
+        lane.push(seq)
 
-    def peek(self) -> Sequence | None:
-        """The sequence that goes next, or None."""
-        heap = self._heap
-        while heap:
-            seq = self._live.get(heap[0][1])
-            if seq is not None:
-                return seq
-            heappop(heap)
-        return None
+    def peek(self, view: View, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
+        """The sequence that goes next in step `now`, or None; of those that may start, tenant by tenant."""
+        lanes = self._lanes.values()
+        if self._max_wait is not None:
+            aged = [
+                seq
+                for lane in lanes
+                if (seq := lane.oldest()) is not None and now - seq._arrived >= self._max_wait and may_start(seq)
+            ]
+            if aged:
+                return min(aged, key=lambda seq: seq.id)
+        heads = [seq for lane in lanes for seq in lane.heads() if may_start(seq)]
+        return self._policy.pick(heads, view) if heads else None
 
-    def pop(self) -> Sequence:
-        """Take out the sequence that `peek` showed."""
-        seq = self.peek()
-        if seq is None:
-            raise IndexError("pop from an empty waiting queue")
-        heappop(self._heap)
-        del self._live[seq.id]
-        return seq
+    def is_aged(self, seq: Sequence, now: int) -> bool:
+        """True when `seq` has waited so long that nobody who came later may go before it."""
+        return self._max_wait is not None and now - seq._arrived >= self._max_wait
 
     def remove(self, seq: Sequence) -> None:
         """Take out `seq`, wherever it stands."""
         del self._live[seq.id]
-        if len(self._heap) > 2 * len(self._live) + SWEEP_FROM:
-            self._heap = [entry for entry in self._heap if entry[1] in self._live]
-            heapify(self._heap)
+        lane = self._lanes[seq.tenant]
+        lane.removed()
+        if not lane.size:
+            del self._lanes[seq.tenant]

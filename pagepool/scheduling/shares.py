@@ -1,21 +1,12 @@
-"""The decisions of the scheduler, as small pure functions: who goes first, who gets which tokens, who gives way."""
+"""How a step is shared out: places and tokens, as pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
 from pagepool.config import SchedulerConfig
-from pagepool.scheduling.request import Sequence
 
-__all__ = ["first_chunk", "places", "rank", "share_tokens", "whole_prompts"]
-
-
-def rank(seq: Sequence) -> tuple[int, int]:
-    """The order of admission: lower priority number first, then first come. The greatest rank is preempted first.
-
-    A sequence keeps its rank, so one that was preempted waits in front of all that came after it.
-    """
-    return (seq.priority, seq.id)
+__all__ = ["first_chunk", "places", "share_tokens", "whole_prompts"]
 
 
 def places(config: SchedulerConfig) -> int:

@@ -1,0 +1,106 @@
+"""The scheduler and a prefix cache: blocks found when a request starts, kept when they are full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pagepool.prefix.keys import root_key, token_row
+from pagepool.scheduling.blocks import BlockAccount, NoBlocks
+from pagepool.scheduling.request import Sequence
+
+__all__ = ["NoReuse", "PrefixReuse", "open_reuse"]
+
+
+class NoReuse:
+    """No cache: nothing is found and nothing is kept."""
+
+    def row(self, seq: Sequence) -> None:
+        return None
+
+    def cached(self, seq: Sequence) -> int:
+        return 0
+
+    def adopt(self, seq: Sequence) -> bool:
+        return False
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        return None
+
+
+class PrefixReuse:
+    """Blocks of a prefix cache in the sequences of an account.
+
+    A block is published when its last token is stored for certain: prompt blocks when the step that filled them is
+    committed, those of outputs when the sequence ends or gives way. A block that a sequence holds is never evicted.
+    """
+
+    def __init__(self, cache: Any, account: BlockAccount) -> None:
+        if cache.allocator is not account.allocator:
+            raise ValueError("the prefix cache and the pool must have one allocator")
+        if cache.block_size != account.block_size:
+            raise ValueError(f"the prefix cache has blocks of {cache.block_size} tokens, the pool {account.block_size}")
+        self._cache = cache
+        self._account = account
+        account.cache = cache
+
+    def row(self, seq: Sequence) -> Any:
+        """The prompt of `seq` as the cache reads it. Raises TypeError or ValueError for tokens and keys that the cache
+        does not take."""
+        root_key(seq.cache_salt, seq.extra_keys)
+        return token_row(np.array(seq.prompt_tokens))
+
+    def cached(self, seq: Sequence) -> int:
+        """Tokens of the prompt of `seq` that are cached. Changes nothing."""
+        count: int = self._cache.cached_tokens(seq._row, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        return count
+
+    def adopt(self, seq: Sequence) -> bool:
+        """Begin `seq` with its cached blocks, where they are more than it has; at least one token is left to read.
+
+        True when its state has changed: the tokens that it had are the first of those that it has now.
+        """
+        account = self._account
+        size = account.block_size
+        full = (seq.total_tokens - 1) // size
+        # What waits in the swap file is as good, unless the cache has all of it.
+        least = max(seq._fed // size + 1, 0 if seq._swapped is None else seq._swapped[2] // size)
+        if full < least:
+            return False
+        readable = self._tokens(seq, full * size)
+        blocks = self._cache.match_prefix(readable, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        try:
+            if len(blocks) < least:
+                return False
+            account.give_back([seq.kv])
+            seq.kv = account.open(seq.max_tokens, seq.id)
+            account.adopt(seq.kv, blocks)
+            seq._fed = seq.kv.len
+        finally:
+            self._cache.allocator.free(blocks)
+        return True
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Keep the full blocks among the first `num_tokens` of `seq`."""
+        full = num_tokens // self._account.block_size
+        if full:
+            tokens = self._tokens(seq, full * self._account.block_size)
+            blocks = seq.kv.block_table[:full]
+            self._cache.cache_blocks(tokens, blocks, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+
+    def _tokens(self, seq: Sequence, count: int) -> Any:
+        """The first `count` tokens."""
+        prompt = len(seq.prompt_tokens)
+        if count <= prompt:
+            return seq._row[:count]
+        return np.concatenate([seq._row, np.array(seq.output_tokens[: count - prompt], np.int32)])
+
+
+def open_reuse(cache: Any, account: BlockAccount | NoBlocks) -> PrefixReuse | NoReuse:
+    """For a `PrefixCache` over the pool of `account`, or None."""
+    if cache is None:
+        return NoReuse()
+    if not isinstance(account, BlockAccount):
+        raise ValueError("a prefix cache needs a pool with blocks")
+    return PrefixReuse(cache, account)

@@ -1,0 +1,90 @@
+"""The sequences that a scheduler knows, and what it tells of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagepool.scheduling.active import ActiveSequences
+from pagepool.scheduling.blocks import BlockAccount, NoBlocks
+from pagepool.scheduling.pressure import PressureLadder
+from pagepool.scheduling.records import PressureLog
+from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.waiting import WaitingQueue
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """The part of a `Scheduler` that answers questions."""
+
+    _sequences: dict[int, Sequence]
+    _finished: dict[int, Sequence]
+    _waiting: WaitingQueue
+    _active: ActiveSequences
+    _account: BlockAccount | NoBlocks
+    _ladder: PressureLadder
+    num_steps: int
+
+    def drain_finished(self) -> list[Sequence]:
+        """Remove and return the finished sequences, in the order in which they finished."""
+        drained = list(self._finished.values())
+        self._finished.clear()
+        for seq in drained:
+            del self._sequences[seq.id]
+        return drained
+
+    def get_sequence(self, seq_id: int) -> Sequence | None:
+        """The sequence with this id, or None when it is unknown, drained or removed."""
+        return self._sequences.get(seq_id)
+
+    @property
+    def active_count(self) -> int:
+        """Sequences that are prefilling or decoding."""
+        return self._active.size
+
+    @property
+    def waiting_count(self) -> int:
+        """Sequences that wait, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def total_count(self) -> int:
+        """Sequences that are known: waiting, active, and finished but not drained."""
+        return len(self._sequences)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence waits or is active."""
+        return self._active.size > 0 or len(self._waiting) > 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often an active sequence had to give way."""
+        return self._ladder.num_preemptions
+
+    @property
+    def pressure(self) -> PressureLog:
+        """What gave way when blocks ran out, and why."""
+        return self._ladder.log
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose places in the pool are taken, over all active sequences; 0 without a pool."""
+        return self._account.num_tokens
+
+    def stats(self) -> dict[str, Any]:
+        """Where everything stands, as a dict; `pressure` counts the steps down each rung, `given` their blocks."""
+        account = self._account
+        return {
+            "steps": self.num_steps,
+            "active": self.active_count,
+            "waiting": self.waiting_count,
+            "finished": len(self._finished),
+            "tokens": account.num_tokens,
+            "capacity": account.capacity,
+            "available": account.available(),
+            "promised": self._active.promised,
+            "preemptions": self.num_preemptions,
+            "pressure": dict(self.pressure.counts),
+            "given": dict(self.pressure.blocks),
+        }

@@ -1,0 +1,146 @@
+"""The swap file: pages of sequences that gave way, until they come back."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from pagepool.errors import SwapError
+
+__all__ = ["SwapFile", "Ticket"]
+
+
+class Ticket(NamedTuple):
+    """Where the pages of a run of blocks are: `places[i]` and the checksum of what was written there."""
+
+    places: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+class SwapFile:
+    """Pages in a file, so that a sequence that gives way need not be read again.
+
+    pools       the `KvCachePool`s whose pages belong to a block, all that are attached to its allocator; or one
+    directory   where the file is made; it has no name there, so that nothing stays behind. None: the system's
+    num_blocks  how many blocks it holds at most; the file grows up to there
+
+    Every page is checked against its checksum when it comes back: a file that was cut short or changed gives
+    `SwapError`, never wrong keys and values. One thread at a time may use it.
+
+    Invariant: `free_blocks + sum(blocks of tickets that are out) == num_blocks`.
+
+    >>> from pagepool import KvCachePool, KvLayout
+    >>> pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), 4)
+    >>> swap = SwapFile(pool, num_blocks=2)
+    >>> pool.page(1)[:] = 7
+    >>> ticket = swap.store([1])
+    >>> swap.load(ticket, [3])
+    >>> int(pool.page(3)[0]), swap.free_blocks
+    (7, 2)
+    """
+
+    def __init__(self, pools: Any, directory: str | os.PathLike[str] | None = None, *, num_blocks: int) -> None:
+        self.pools = list(pools) if isinstance(pools, (list, tuple)) else [pools]
+        if not self.pools or not all(hasattr(pool, "page") and hasattr(pool, "allocator") for pool in self.pools):
+            raise TypeError("a swap file is for one KvCachePool or a list of them")
+        if any(pool.allocator is not self.pools[0].allocator for pool in self.pools):
+            raise ValueError("the pools of a swap file must share one allocator")
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must be at least 0, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._block_bytes = sum(self._bytes_of(pool) for pool in self.pools)
+        self._free: list[int] = []
+        self._fresh = 0
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="pagepool", dir=directory)
+            os.unlink(name)
+        except OSError as error:
+            raise SwapError(f"no swap file can be made in {directory or tempfile.gettempdir()}: {error}") from error
+        self._file = descriptor
+        self._closing = weakref.finalize(self, os.close, descriptor)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that it has room for."""
+        return self.num_blocks - self._fresh + len(self._free)
+
+    def store(self, blocks: Iterable[int]) -> Ticket:
+        """Write the pages of `blocks`; they may be freed then. Raises `SwapError`, and holds nothing, when the file is
+        full or cannot be written."""
+        ids = [int(block) for block in blocks]
+        if len(ids) > self.free_blocks:
+            raise SwapError(f"{len(ids)} blocks do not fit into the swap file: {self.free_blocks} are free")
+        places = [self._take() for _ in ids]
+        try:
+            checksums = [self._write(block, place) for block, place in zip(ids, places, strict=True)]
+        except OSError as error:
+            self._free += reversed(places)
+            raise SwapError(f"{len(ids)} blocks cannot be written to the swap file: {error}") from error
+        return Ticket(tuple(places), tuple(checksums))
+
+    def load(self, ticket: Ticket, blocks: Iterable[int]) -> None:
+        """Read what `ticket` holds into the pages of as many `blocks`, in order, and forget it.
+
+        Raises `SwapError` when the file is short, unreadable or changed: the ticket is forgotten then, too, and the
+        pages of `blocks` hold anything.
+        """
+        try:
+            for place, checksum, block in zip(ticket.places, ticket.checksums, blocks, strict=True):
+                self._read(place, checksum, int(block))
+        except OSError as error:
+            raise SwapError(f"{len(ticket.places)} blocks cannot be read from the swap file: {error}") from error
+        finally:
+            self.drop(ticket)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget what `ticket` holds."""
+        self._free += reversed(ticket.places)
+
+    def close(self) -> None:
+        """Give the file back. Tickets that are out are lost: loading them raises `SwapError`."""
+        self._closing()
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._fresh += 1
+        return self._fresh - 1
+
+    def _write(self, block: int, place: int) -> int:
+        checksum, offset = 0, place * self._block_bytes
+        for pool in self.pools:
+            page = memoryview(pool.page(block).view(np.uint8))
+            checksum = crc32(page, checksum)
+            while page:
+                written = os.pwrite(self._descriptor(), page, offset)
+                page, offset = page[written:], offset + written
+        return checksum
+
+    def _read(self, place: int, checksum: int, block: int) -> None:
+        found, offset = 0, place * self._block_bytes
+        for pool in self.pools:
+            page = memoryview(pool.page(block).view(np.uint8))
+            rest = page
+            while rest:
+                count = os.preadv(self._descriptor(), [rest], offset)
+                if count == 0:
+                    raise SwapError(f"the swap file ends before block {place} of {self._fresh}")
+                rest, offset = rest[count:], offset + count
+            found = crc32(page, found)
+        if found != checksum:
+            raise SwapError(f"block {place} of the swap file was changed: its checksum is {found}, not {checksum}")
+
+    def _descriptor(self) -> int:
+        if not self._closing.alive:
+            raise OSError("it is closed")
+        return self._file
+
+    @staticmethod
+    def _bytes_of(pool: Any) -> int:
+        return pool.page(0).nbytes if getattr(pool, "max_blocks", pool.total_pages) else 0

@@ -1,0 +1,105 @@
+"""Tenants: what each was served, and how many blocks it may hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pagepool.config import SchedulerConfig, Tenant
+from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.request import Sequence
+
+__all__ = ["Tenants"]
+
+# What a token costs a tenant: one that is read, one that is generated.
+PROMPT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+ANYONE = Tenant()
+SPARE = 1024  # counters of absent tenants that are kept before they are swept
+
+
+class Tenants:
+    """The virtual token counter and the quota of every tenant.
+
+    Invariants: `_live[t]` is the number of t's requests that wait or are active; `_held[t]` is the sum, over those that
+    have been admitted, of the blocks that they may ever need, and is at most t's `max_blocks`. A preempted sequence
+    keeps its part of the quota, so that it can always come back.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks_for: Callable[[int], int]) -> None:
+        self._limits = config.tenants
+        self._blocks_for = blocks_for
+        self._live: Counter[Any] = Counter()
+        self._held: Counter[Any] = Counter()
+        self._served: dict[Any, float] = {}
+        self._idle_at = 0.0
+        self.charges = config.policy == "fair"
+        self.has_floors = any(limit.min_blocks for limit in config.tenants.values())
+
+    def refusal(self, tenant: Any, max_tokens: int) -> str | None:
+        """Why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
+        quota = self._limits.get(tenant, ANYONE).max_blocks
+        needed = self._blocks_for(max_tokens)
+        if quota is None or needed <= quota:
+            return None
+        return f"{max_tokens} tokens need {needed} blocks, the quota of tenant {tenant!r} is {quota}"
+
+    def arrive(self, seq: Sequence) -> None:
+        """A request came. A tenant that had none begins no lower than the least of those that are busy."""
+        tenant = seq.tenant
+        if not self._live[tenant]:
+            busy = [self._served[other] for other, count in self._live.items() if count]
+            floor = min(busy) if busy else self._idle_at
+            self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
+        self._live[tenant] += 1
+
+    def leave(self, seq: Sequence) -> None:
+        """A request ended."""
+        tenant = seq.tenant
+        if seq._counted:
+            self._held[tenant] -= self._blocks_for(seq.max_tokens)
+        self._live[tenant] -= 1
+        if not self._live[tenant]:
+            self._idle_at = self._served[tenant]
+            del self._live[tenant], self._held[tenant]
+            if len(self._served) > 2 * len(self._live) + SPARE:
+                self._sweep()
+
+    def start(self, seq: Sequence) -> None:
+        """A request was admitted, perhaps again."""
+        if not seq._counted:
+            seq._counted = True
+            self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
+
+    def may_start(self, seq: Sequence) -> bool:
+        """True when the quota of its tenant has room for all that `seq` may need."""
+        quota = self._limits.get(seq.tenant, ANYONE).max_blocks
+        if quota is None or seq._counted:
+            return True
+        return self._held[seq.tenant] + self._blocks_for(seq.max_tokens) <= quota
+
+    def charge(self, batch: ScheduledBatch) -> None:
+        """Count the tokens of a step."""
+        for row, seq in enumerate(batch._sequences):
+            weight = OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT
+            share = self._limits.get(seq.tenant, ANYONE).weight
+            self._served[seq.tenant] += weight * len(batch.tokens[row]) / share
+
+    def served(self, tenant: Any) -> float:
+        """The counter of a tenant."""
+        return self._served.get(tenant, 0.0)
+
+    def above_floor(self, holders: Iterable[Sequence]) -> set[Any]:
+        """The tenants that hold more blocks, over all of `holders`, than the floor below which others spare them."""
+        held: Counter[Any] = Counter()
+        for seq in holders:
+            held[seq.tenant] += self._blocks_for(seq.fed)
+        return {tenant for tenant, blocks in held.items() if blocks > self._limits.get(tenant, ANYONE).min_blocks}
+
+    def _sweep(self) -> None:
+        """Forget absent tenants whose counters say no more than what they would begin with."""
+        floor = min((self._served[tenant] for tenant in self._live), default=self._idle_at)
+        self._served = {
+            tenant: served for tenant, served in self._served.items() if tenant in self._live or served > floor
+        }

@@ -1,0 +1,121 @@
+"""A pool that is always out of blocks, for as many steps as one likes: python tests/scheduling/pressure_run.py
+
+    --steps N       of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
+    --mode NAME     recompute, partial or cache; default: all of them, one after the other
+
+Requests come as soon as there is nobody waiting, so that the pool is full at every step. The same pool, fed only while
+less than 80 % of it is in use, is the measure: the tokens of finished requests per virtual second.
+"""
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig
+from pagepool.replay.clock import CostModel
+
+BLOCKS, BLOCK = 256, 16
+COST = CostModel()
+MODES = {"recompute": (False, ()), "partial": (False, ("partial",)), "cache": (True, ())}
+RUNGS = ("partial", "swap", "recompute")
+
+
+@dataclass
+class Outcome:
+    """What a run came to; tokens are those of finished requests."""
+
+    steps: int
+    tokens: int
+    time_us: int
+    finished: int
+    preemptions: int
+    occupancy: float
+    longest_stay: int  # steps from arrival to the end
+    rungs: dict[str, int]
+
+    @property
+    def throughput(self):
+        return self.tokens / self.time_us * 1e6
+
+
+def run(steps, seed, mode, share):
+    """`share`: of the pool, below which a request is added; 1.0 keeps requests waiting all the time."""
+    with_cache, ladder = MODES[mode]
+    rng = random.Random(seed)
+    allocator = BlockAllocator(BLOCKS)
+    config = SchedulerConfig(
+        max_sequences=64,
+        max_batch_sequences=64,
+        max_batch_tokens=512,
+        max_prefill_tokens=512,
+        max_prefill_backlog=512,
+        block_size=BLOCK,
+        ladder=ladder,
+        max_records=10_000,
+    )
+    cache = PrefixCache(allocator, BLOCK) if with_cache else None
+    scheduler = Scheduler(config, allocator, cache)
+    came, tokens, time_us, finished, full, longest, idle = {}, 0, 0, 0, 0, 0, 0
+    for step in range(steps):
+        while (
+            scheduler.waiting_count < 8
+            if share >= 1.0
+            else not scheduler.waiting_count and BLOCKS - scheduler.stats()["available"] < share * BLOCKS
+        ):
+            # Long answers to short prompts: they all grow after they were admitted.
+            prompt, output = rng.randint(8, 160), rng.randint(8, 400)
+            head = [rng.randrange(4)] * min(prompt, 64)
+            row = head + [rng.randrange(1000) for _ in range(prompt - len(head))]
+            came[scheduler.add_request(row, prompt + output)] = step
+        batch = scheduler.schedule()
+        assert not batch.is_empty, "a pool of its own always has room for one"
+        time_us += COST.of(batch.total_tokens - batch.num_decodes, batch.num_decodes)
+        full += BLOCKS - scheduler.stats()["available"]
+        scheduler.commit(batch, [rng.randrange(1000)] * len(batch))
+        done = scheduler.drain_finished()
+        idle = 0 if done else idle + 1
+        assert idle < 2000, "for 2,000 steps nobody came to an end: a livelock"
+        for seq in done:
+            finished += 1
+            tokens += seq.total_tokens
+            longest = max(longest, step - came.pop(seq.id))
+    log = scheduler.pressure
+    assert sum(log.counts[rung] for rung in RUNGS) >= scheduler.num_preemptions
+    assert all(record.reason for record in log.records)
+    allocator.check()
+    for seq_id in came:
+        scheduler.remove_sequence(seq_id)
+    if cache is not None:
+        cache.check()
+        cache.reset_prefix_cache()
+    assert allocator.in_use == 0 and scheduler.num_tokens == 0
+    occupancy = full / steps / BLOCKS
+    return Outcome(steps, tokens, time_us, finished, scheduler.num_preemptions, occupancy, longest, dict(log.counts))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    parser.add_argument("--mode", choices=MODES)
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    for mode in [arguments.mode] if arguments.mode else MODES:
+        results = {}
+        for share in (0.8, 1.0):
+            start = time.perf_counter()
+            results[share] = outcome = run(arguments.steps, arguments.seed, mode, share)
+            print(
+                f"{mode:<14} {share:>4.0%}: {outcome.throughput:7.1f} tokens/s of virtual time, "
+                f"{outcome.occupancy:.1%} of the pool in use, {outcome.finished:,} finished, "
+                f"{outcome.preemptions:,} preempted, longest stay {outcome.longest_stay:,} steps, "
+                f"{outcome.rungs} ({time.perf_counter() - start:.0f} s)",
+                flush=True,
+            )
+        ratio = results[1.0].throughput / results[0.8].throughput
+        print(f"{mode:<14} throughput at full pressure over that at 80 %: {ratio:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

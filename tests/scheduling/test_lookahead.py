@@ -1,0 +1,137 @@
+"""Slots for drafted tokens: taken with the step, written to by the caller, taken back at commit."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagepool import BlockAllocator, BlockTables, PrefixCache, Scheduler, SchedulerConfig
+
+BLOCK = 4
+
+
+def make(num_blocks=32, lookahead=3, cache=False, **config):
+    allocator = BlockAllocator(num_blocks)
+    settings = SchedulerConfig(block_size=BLOCK, lookahead=lookahead, **config)
+    return Scheduler(settings, allocator, PrefixCache(allocator, BLOCK) if cache else None), allocator
+
+
+def start(scheduler, prompt=5, limit=40):
+    seq_id = scheduler.add_request([1] * prompt, limit)
+    scheduler.commit(scheduler.schedule(), [50])
+    return scheduler.get_sequence(seq_id)
+
+
+def test_a_decode_has_slots_for_its_drafts_and_keeps_those_accepted():
+    scheduler, allocator = make()
+    seq = start(scheduler)
+    batch = scheduler.schedule()
+    assert (batch.tokens, batch.num_tokens, batch.lookahead, batch.total_tokens) == ([[50]], [4], [3], 4)
+    tables = BlockTables(2, 16).fill(batch)
+    assert tables.slot_mapping.tolist() == [5, 6, 7, 8] and tables.seq_lens.tolist() == [9] and allocator.in_use == 3
+    scheduler.commit(batch, [[51, 52, 60]])  # two drafts were right
+    assert seq.output_tokens == [50, 51, 52, 60] and seq.kv.len == seq.fed == 8 and allocator.in_use == 2
+    assert scheduler.num_tokens == 8
+    assert scheduler.schedule().tokens == [[60]]
+
+
+@pytest.mark.parametrize("result", [61, [61], None])
+def test_one_token_or_none_takes_all_drafts_back(result):
+    scheduler, _ = make()
+    seq = start(scheduler)
+    scheduler.commit(scheduler.schedule(), [result])
+    assert seq.kv.len == seq.fed == 6 and seq.output_tokens == ([50] if result is None else [50, 61])
+
+
+def test_without_commit_the_next_step_takes_them_back():
+    scheduler, _ = make()
+    seq = start(scheduler)
+    scheduler.schedule()
+    for token in (51, 52):
+        scheduler.append_token(seq.id, token)
+    batch = scheduler.schedule()
+    assert batch.tokens == [[51, 52]] and batch.lookahead == [0] and seq.kv.len == 8
+    scheduler.commit(batch, [53])
+    assert scheduler.schedule().lookahead == [3]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([51, 52, 53, 54, 55], "row 0 got 5 tokens, it may have from 1 to 4"),
+        ([], "row 0 got 0 tokens, it may have from 1 to 4"),
+        ([51, -1], "row 0 got token -1, which is below 0"),
+    ],
+)
+def test_wrong_results_change_nothing(result, message):
+    scheduler, _ = make()
+    seq = start(scheduler)
+    batch = scheduler.schedule()
+    with pytest.raises(ValueError, match=message):
+        scheduler.commit(batch, [result])
+    with pytest.raises(TypeError):
+        scheduler.commit(batch, ["51"])
+    assert seq.output_tokens == [50] and seq.kv.len == 9
+    scheduler.commit(batch, [[51]])
+    with pytest.raises(ValueError, match="committed before"):
+        scheduler.commit(batch, [[51]])
+
+
+def test_drafts_stop_at_the_limit_and_at_the_budget():
+    scheduler, _ = make(max_batch_tokens=3)
+    seq = start(scheduler, prompt=3, limit=8)
+    while seq.state.name != "DECODING":
+        scheduler.commit(scheduler.schedule(), [50])
+    batch = scheduler.schedule()
+    assert batch.total_tokens <= 3 and batch.lookahead == [2]
+    scheduler.commit(batch, [[51, 52, 53]])
+    batch = scheduler.schedule()  # 7 of 8 tokens: the last one comes without a draft
+    assert batch.lookahead == [0]
+    scheduler.commit(batch, [54])
+    assert seq.at_limit and len(seq.output_tokens) == 5
+
+
+def test_rejected_drafts_are_never_cached():
+    scheduler, allocator = make(cache=True)
+    seq = start(scheduler, prompt=7, limit=30)
+    scheduler.commit(scheduler.schedule(), [[51, 60]])  # slots up to 10, of which 8 hold
+    assert seq.kv.len == 9
+    scheduler.finish_sequence(seq.id)
+    cache = scheduler._account.cache
+    assert cache.cached_tokens([1] * 7 + [50, 51, 60, 0]) == 8
+    assert allocator.in_use == 2
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(6, 16), st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data()
+)
+def test_any_run_of_acceptances_gives_the_tokens_that_were_committed(lookahead, blocks, prompts, cache, data):
+    scheduler, allocator = make(blocks, lookahead, cache, watermark=0, max_batch_tokens=24)
+    told = {scheduler.add_request([9] * prompt, prompt + 12): [] for prompt in prompts}
+    for _ in range(4000):
+        if not scheduler.has_work:
+            break
+        batch = scheduler.schedule()
+        results = []
+        for seq_id, tokens, count, slots, wants, state in zip(
+            batch.seq_ids,
+            batch.tokens,
+            batch.num_tokens,
+            batch.lookahead,
+            batch.wants_token,
+            batch.states,
+            strict=True,
+        ):
+            seq = scheduler.get_sequence(seq_id)
+            assert state.len == seq.fed + slots and (count == len(tokens) + slots or not tokens)
+            drafts = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=1 + slots)) if wants else None
+            told[seq_id] += drafts or []
+            results.append(drafts)
+        scheduler.commit(batch, results)
+        for seq in scheduler._sequences.values():
+            if seq.kv is not None:
+                assert seq.kv.len == seq.fed < seq.total_tokens
+    for seq in scheduler.drain_finished():
+        assert seq.output_tokens == told[seq.id]
+    allocator.check()
+    assert scheduler.num_tokens == 0

@@ -1,0 +1,219 @@
+"""Policies: who goes next, quotas, floors, the bound on waiting, whole-request admission."""
+
+from math import ceil
+
+import pytest
+
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
+from pagepool.config import CHOICES
+from pagepool.scheduling.policies import POLICIES
+
+BLOCK = 4
+
+
+def make(num_blocks=64, cache=False, **config):
+    allocator = BlockAllocator(num_blocks)
+    prefix_cache = PrefixCache(allocator, BLOCK) if cache else None
+    return Scheduler(SchedulerConfig(block_size=BLOCK, **config), allocator, prefix_cache)
+
+
+def step(scheduler, token=7):
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [token] * len(batch))
+    return batch
+
+
+def order_of_admission(scheduler, limit=1000):
+    seen = []
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return seen
+        seen += [seq_id for seq_id in step(scheduler).seq_ids if seq_id not in seen]
+    raise AssertionError(f"no end after {limit} steps")
+
+
+def test_the_config_names_every_policy():
+    assert set(CHOICES["policy"]) == set(POLICIES)
+    with pytest.raises(ValueError, match="policy must be 'priority' or 'fcfs' or 'lpm' or 'fair', not 'sjf'"):
+        SchedulerConfig(policy="sjf")
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", [1, 2, 3]), ("priority", [2, 3, 1])])
+def test_first_come_and_priority(policy, order):
+    scheduler = make(policy=policy, max_sequences=1)
+    for priority in (5, 1, 1):
+        scheduler.add_request([1] * 4, 6, priority)
+    assert order_of_admission(scheduler) == order
+
+
+def test_longest_match_goes_first_and_equals_by_arrival():
+    scheduler = make(policy="lpm", max_sequences=1, cache=True)
+    scheduler.add_request(range(12), 14)
+    assert order_of_admission(scheduler) == [1]
+    scheduler.add_request([50] * 12, 14)
+    scheduler.add_request([*range(4), *[51] * 8], 14)
+    scheduler.add_request([*range(12), 52], 14)
+    scheduler.add_request([53] * 12, 14)
+    assert order_of_admission(scheduler) == [4, 3, 2, 5]
+
+
+def test_only_a_window_of_the_line_is_looked_up():
+    scheduler = make(policy="lpm", max_sequences=1, cache=True)
+    scheduler.add_request(range(12), 14)
+    order_of_admission(scheduler)
+    for number in range(40):
+        scheduler.add_request([100 + number] * 8, 9)
+    scheduler.add_request(range(12), 14)
+    order = order_of_admission(scheduler)
+    assert order[:9] == list(range(2, 11)) and order.index(42) == 9  # the tenth, when 32 before it have become 31
+
+
+def test_tenants_get_tokens_by_weight_whatever_they_ask_for():
+    tenants = {"b": Tenant(weight=2.0)}
+    scheduler = make(policy="fair", max_sequences=2, max_batch_sequences=2, tenants=tenants)
+    for _ in range(300):
+        scheduler.add_request([1] * 8, 16, tenant="a")
+    for _ in range(150):
+        scheduler.add_request([1] * 4, 24, tenant="b")
+    served = {"a": 0, "b": 0}
+    for _ in range(800):
+        batch = scheduler.schedule()
+        for seq_id, tokens, is_prefill in zip(batch.seq_ids, batch.tokens, batch.is_prefill, strict=True):
+            seq = scheduler.get_sequence(seq_id)
+            served[seq.tenant] += len(tokens) * (1 if is_prefill else 2)
+        scheduler.commit(batch, [7] * len(batch))
+        # Weighted counters differ by no more than what the two places can add.
+        assert abs(served["a"] - served["b"] / 2) <= 2 * 24 * 2
+    assert served["a"] > 300
+
+
+def test_a_tenant_that_comes_back_gets_no_credit_for_its_absence():
+    scheduler = make(policy="fair", max_sequences=1)
+    scheduler.add_request([1] * 4, 5, tenant="idle")
+    order_of_admission(scheduler)
+    for _ in range(20):
+        scheduler.add_request([1] * 8, 16, tenant="busy")
+    for _ in range(60):
+        step(scheduler)
+    first = scheduler.add_request([1] * 8, 16, tenant="idle")
+    for _ in range(4):
+        scheduler.add_request([1] * 8, 16, tenant="idle")
+    order = order_of_admission(scheduler)
+    position = order.index(first)
+    tenants = ["idle" if seq_id >= first else "busy" for seq_id in order[position : position + 8]]
+    assert position <= 2 and tenants.count("idle") <= 5
+
+
+def test_quotas_bound_a_tenant_and_stop_nobody_else():
+    scheduler = make(32, tenants={"a": Tenant(max_blocks=4)})
+    for _ in range(3):
+        scheduler.add_request([1] * 6, 8, tenant="a")  # 2 blocks each
+    scheduler.add_request([1] * 6, 8, tenant="b")
+    assert scheduler.schedule().seq_ids == [1, 2, 4]
+    with pytest.raises(ValueError, match="20 tokens need 5 blocks, the quota of tenant 'a' is 4"):
+        scheduler.add_request([1], 20, tenant="a")
+    scheduler.finish_sequence(1)
+    assert 3 in scheduler.schedule().seq_ids
+
+
+def test_a_floor_spares_a_tenant_while_others_have_more():
+    def victims(**tenants):
+        scheduler = make(12, watermark=0, tenants=tenants)
+        scheduler.add_request([1] * 15, 48, tenant="old")
+        scheduler.add_request([1] * 15, 32, tenant="big")
+        scheduler.add_request([1] * 15, 32, tenant="small")
+        while not scheduler.num_preemptions:
+            step(scheduler)
+        return [scheduler.get_sequence(seq_id).num_preemptions for seq_id in (1, 2, 3)]
+
+    assert victims() == [0, 0, 1]
+    assert victims(small=Tenant(min_blocks=8)) == [0, 1, 0]
+    assert victims(small=Tenant(min_blocks=8), big=Tenant(min_blocks=8)) == [0, 0, 1]  # somebody has to
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_nobody_waits_longer_than_the_bound(policy):
+    """Against a stream of requests that the policy prefers, one is admitted `max_wait_steps` steps after it came, once
+    those that are active then have ended: they need at most their tokens times 2 * ceil(active / places) steps."""
+    wait, limit, places = 30, 12, 2
+    config = {"max_wait_steps": wait, "max_sequences": 4, "max_batch_sequences": places}
+    scheduler = make(policy=policy, cache=True, **config)
+    for _ in range(6):
+        scheduler.add_request([1] * 9, limit, priority=0, tenant="favourite")
+    slow = scheduler.add_request([2] * 9, limit, priority=9, tenant="other")
+    bound = wait + limit * 2 * ceil(4 / places)
+    for number in range(bound):
+        while scheduler.waiting_count < 6:
+            scheduler.add_request([1] * 9, limit, priority=0, tenant=f"new {number}")
+        step(scheduler)
+        if scheduler.get_sequence(slow).fed:
+            break
+    assert scheduler.get_sequence(slow).fed
+
+
+def test_one_that_has_waited_to_the_bound_is_not_preempted_for_later_ones():
+    scheduler = make(8, watermark=0, max_wait_steps=5, max_sequences=2)
+    scheduler.add_request([1] * 8, 20, priority=0)
+    scheduler.add_request([1] * 8, 20, priority=0)
+    slow = scheduler.add_request([2] * 8, 20, priority=9)
+    while scheduler.total_count:
+        if scheduler.waiting_count < 3 and scheduler.num_steps < 100:
+            scheduler.add_request([1] * 8, 20, priority=0)
+        step(scheduler)
+        if scheduler.get_sequence(slow) is None:
+            break
+        for seq in scheduler.drain_finished():
+            if seq.id == slow:
+                assert seq.num_preemptions == 0
+    assert scheduler.get_sequence(slow) is None and scheduler.num_steps < 100
+
+
+def test_without_a_bound_priority_is_strict():
+    scheduler = make(max_sequences=1, max_wait_steps=None)
+    slow = scheduler.add_request([2] * 4, 8, priority=9)
+    for _ in range(60):
+        scheduler.add_request([1] * 4, 6, priority=0)
+    for _ in range(100):
+        step(scheduler)
+    assert not scheduler.get_sequence(slow).fed
+
+
+@pytest.mark.parametrize("lane", [64, 300])
+def test_a_line_from_which_most_are_removed_keeps_its_order(lane):
+    scheduler = make(max_sequences=1)
+    ids = [scheduler.add_request([1] * 4, 6, priority=number % 3) for number in range(lane)]
+    for seq_id in ids:
+        if seq_id % 5:
+            scheduler.remove_sequence(seq_id)
+    left = [seq_id for seq_id in ids if not seq_id % 5]
+    assert order_of_admission(scheduler, 5000) == sorted(left, key=lambda seq_id: ((seq_id - 1) % 3, seq_id))
+
+
+def test_whole_admission_never_preempts():
+    both = []
+    for admission in ("prompt", "whole"):
+        scheduler = make(12, admission=admission, watermark=0)
+        for _ in range(12):
+            scheduler.add_request([1] * 5, 24)
+        order_of_admission(scheduler)
+        assert len(scheduler.drain_finished()) == 12
+        both.append(scheduler.num_preemptions)
+    assert both[0] > 0 and both[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("policy", None, ValueError),
+        ("max_wait_steps", 0, ValueError),
+        ("admission", "all", ValueError),
+        ("lookahead", -1, ValueError),
+        ("lookahead", 1.5, TypeError),
+        ("ladder", ("jump",), ValueError),
+        ("tenants", {"a": 3}, TypeError),
+        ("hysteresis", -1, ValueError),
+    ],
+)
+def test_wrong_settings_are_named(name, value, error):
+    with pytest.raises(error, match=name.rstrip("s")):
+        SchedulerConfig(**{name: value})

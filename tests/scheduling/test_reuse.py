@@ -1,0 +1,169 @@
+"""The scheduler with a prefix cache: blocks found at admission, kept at commit, evicted before anybody gives way."""
+
+import numpy as np
+import pytest
+from marked_engine import LAYOUT, Engine
+
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, reference
+
+BLOCK = 4
+
+
+def make(num_blocks=32, api=None, **config):
+    allocator = (api or reference).BlockAllocator(num_blocks) if api else BlockAllocator(num_blocks)
+    cache = (api.PrefixCache if api else PrefixCache)(allocator, BLOCK)
+    return Scheduler(SchedulerConfig(block_size=BLOCK, **config), allocator, cache), cache
+
+
+def run_to_end(scheduler, limit=5000):
+    batches = []
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return batches
+        batches.append(scheduler.schedule())
+        scheduler.commit(batches[-1], [7] * len(batches[-1]))
+    raise AssertionError(f"no end after {limit} steps")
+
+
+def test_a_second_request_reads_only_what_is_new():
+    scheduler, cache = make()
+    scheduler.add_request(range(10), 12)
+    run_to_end(scheduler)
+    assert cache.num_cached == 2  # 11 tokens were stored: two blocks are full
+    scheduler.add_request(range(10), 12)
+    batch = scheduler.schedule()
+    assert batch.tokens == [[8, 9]] and batch.states[0].len == 10 and scheduler.get_sequence(2).num_cached == 8
+    scheduler.commit(batch, [7])
+    assert cache.stats()["hits"] == 2
+
+
+def test_at_least_one_token_is_always_computed():
+    scheduler, _ = make()
+    scheduler.add_request(range(8), 12)
+    run_to_end(scheduler)
+    scheduler.add_request(range(8), 12)
+    batch = scheduler.schedule()
+    assert batch.tokens == [[4, 5, 6, 7]] and batch.wants_token == [True]
+
+
+def test_prompt_blocks_are_there_for_others_as_soon_as_they_are_committed():
+    scheduler, cache = make(max_prefill_tokens=8, max_batch_tokens=64)
+    scheduler.add_request(range(20), 30)
+    batch = scheduler.schedule()
+    assert cache.num_cached == 0  # not stored yet, for all the scheduler knows
+    scheduler.commit(batch, [None])
+    assert cache.num_cached == 2
+    scheduler.add_request([*range(8), 99], 12)
+    assert scheduler.schedule().tokens == [[*range(8, 16)], [99]]
+
+
+def test_outputs_are_kept_when_the_sequence_ends():
+    scheduler, cache = make()
+    scheduler.add_request(range(3), 12)
+    run_to_end(scheduler)
+    assert cache.cached_tokens([0, 1, 2, *[7] * 9]) == 8
+    assert scheduler._account.allocator.in_use == cache.num_cached == 2
+
+
+def test_an_abort_in_the_middle_of_a_step_keeps_nothing_of_that_step():
+    scheduler, cache = make(max_prefill_tokens=8)
+    scheduler.add_request(range(20), 30)
+    scheduler.commit(scheduler.schedule(), [None])
+    scheduler.schedule()
+    scheduler.finish_sequence(1)
+    assert cache.num_cached == 2 and cache.cached_tokens(list(range(20))) == 8
+    assert scheduler._account.allocator.in_use == 2
+
+
+def test_salts_and_keys_keep_requests_apart():
+    scheduler, _ = make()
+    for keys in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a", "extra_keys": (3,)}):
+        scheduler.add_request(range(10), 12, **keys)
+        assert len(run_to_end(scheduler)[0].tokens[0]) == 10
+    scheduler.add_request(range(10), 12, cache_salt="a", extra_keys=(3,))
+    assert len(run_to_end(scheduler)[0].tokens[0]) == 2
+
+
+def test_cached_prefixes_go_before_anybody_gives_way():
+    scheduler, cache = make(8, watermark=0)
+    for head in (10, 20):
+        scheduler.add_request(range(head, head + 12), 13)
+        run_to_end(scheduler)
+    assert cache.num_cached == 6
+    scheduler.add_request(range(40, 60), 32)
+    run_to_end(scheduler)
+    assert scheduler.num_preemptions == 0 and scheduler.pressure.counts["evict"] > 0
+    assert scheduler.pressure.blocks["evict"] == cache.stats()["evicted"] >= 6
+    cache.check()
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again():
+    scheduler, _ = make(14, watermark=0, max_batch_tokens=64)
+    for number in range(3):
+        scheduler.add_request([number] * 10, 24)
+    run_to_end(scheduler)
+    preempted = [seq for seq in scheduler.drain_finished() if seq.num_preemptions]
+    assert preempted and all(seq.num_cached > 0 for seq in preempted)
+
+
+def test_what_does_not_fit_leaves_the_line_and_the_cache_as_they_were():
+    scheduler, cache = make(8, watermark=0)
+    scheduler.add_request(range(8), 10)
+    run_to_end(scheduler)
+    held = scheduler._account.allocator.allocate_n(4)
+    scheduler.add_request(range(50, 58), 30)
+    scheduler.schedule()
+    scheduler.schedule()  # the step before counts as run: its blocks are kept
+    scheduler.add_request(range(16), 30)
+    before = cache.stats()
+    for _ in range(3):
+        scheduler.schedule()
+    waiting = scheduler.get_sequence(3)
+    assert waiting.kv is None and waiting.fed == 0 and scheduler.waiting_count == 1
+    assert cache.stats()["cached"] == before["cached"]
+    cache.check()
+    scheduler._account.allocator.free(held)
+
+
+def test_the_reference_gives_the_same_batches():
+    seen = []
+    for api in (None, reference):
+        scheduler, cache = make(24, api, max_batch_tokens=32)
+        for number in range(30):
+            scheduler.add_request([number % 3] * 8 + [number] * (number % 7 + 1), 24)
+        batches = run_to_end(scheduler)
+        seen.append(([(b.seq_ids, b.tokens, b.num_tokens) for b in batches], cache.stats()["hits"]))
+    assert seen[0] == seen[1]
+
+
+def test_what_a_cache_must_share_with_the_pool_is_checked():
+    allocator = BlockAllocator(4)
+    with pytest.raises(ValueError, match="one allocator"):
+        Scheduler(pool=allocator, prefix_cache=PrefixCache(BlockAllocator(4)))
+    with pytest.raises(ValueError, match="blocks of 8 tokens, the pool 16"):
+        Scheduler(pool=allocator, prefix_cache=PrefixCache(allocator, 8))
+    with pytest.raises(ValueError, match="needs a pool"):
+        Scheduler(prefix_cache=PrefixCache(allocator))
+    scheduler = Scheduler(pool=allocator, prefix_cache=PrefixCache(allocator))
+    for tokens, error in ((["a"], TypeError), ([2**40], ValueError)):
+        with pytest.raises(error):
+            scheduler.add_request(tokens, 5)
+    with pytest.raises(TypeError):
+        scheduler.add_request([1], 5, extra_keys=(1.5,))
+    assert scheduler.total_count == 0
+
+
+def test_pages_found_in_the_cache_hold_the_right_keys():
+    engine = Engine(24)
+    cache = PrefixCache(engine.pool.allocator, LAYOUT.block_size)
+    scheduler = Scheduler(SchedulerConfig(max_batch_tokens=32), engine.pool, cache)
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        head = [int(rng.integers(3))] * 9
+        scheduler.add_request([*head, *rng.integers(0, 3, int(rng.integers(1, 20))).tolist()], 48)
+        while scheduler.waiting_count > 2 or (number == 59 and scheduler.has_work):
+            batch = scheduler.schedule()
+            engine.run(scheduler, batch)
+            scheduler.commit(batch, rng.integers(0, 3, len(batch)).tolist())
+    assert cache.stats()["hits"] > 50 and scheduler.pressure.counts["evict"] > 0
+    cache.check()
