@@ -14,22 +14,25 @@ from pagepool.replay.arrivals import Users
 from pagepool.replay.attend import Attention
 from pagepool.replay.driver import Replay
 from pagepool.replay.geometry import GEOMETRIES
-from pagepool.replay.meter import MeteredAccount
-from pagepool.replay.options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
+from pagepool.replay.meter import MeteredAccount, MeteredCache
+from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
 from pagepool.replay.outcome import Outcome, bundled_trace
 from pagepool.replay.page import write_page
 from pagepool.replay.passes import run_passes
 from pagepool.replay.picture import replay_picture
 from pagepool.replay.plot import draw, load
+from pagepool.replay.prefix_pass import BELADY
 from pagepool.replay.progress import progress
+from pagepool.replay.prompts import PassError
 from pagepool.replay.ptrace import Trace, read_trace
 from pagepool.replay.report import print_table, results
 from pagepool.replay.timeline import Timeline
+from pagepool.replay.trace_tokens import TraceTokens
 
 __all__ = ["run"]
 
 ATTEND_BYTES = 2 << 30
-CLOCKLESS = ("policy", "compare", "capacity", "cache_partial", "order", "hybrid", "state_budget")
+CLOCKLESS = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -58,9 +61,16 @@ def _replay(options: argparse.Namespace) -> Outcome:
     for option in CLOCKLESS:
         if getattr(options, option):
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
-    trace = read_trace(options.trace or bundled_trace(), options.requests)
+    if options.policy and (len(options.policy) > 1 or BELADY in options.policy):
+        raise UsageError("several policies, and belady, need --clock none")
+    if options.order and options.order not in CLOCK_ORDERS:
+        raise UsageError(f"--order {options.order} needs --clock none; with a clock: {', '.join(CLOCK_ORDERS)}")
+    path = options.trace or bundled_trace()
+    trace = read_trace(path, options.requests, prefixes=bool(options.policy))
     try:
         replay = _prepare(trace, options)
+    except PassError as error:
+        raise UsageError(f"{path}: {error}") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
     with progress(len(trace)) as report:
@@ -113,6 +123,7 @@ def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:
         max_prefill_backlog=budget,
         block_size=size,
         schedule=options.schedule,
+        policy=options.order or "fcfs",
     )
     attention = None
     if geometry is None:
@@ -123,6 +134,8 @@ def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:
         width = -(-longest // size)
         attention = Attention(memory, pool, geometry, options.max_batch, budget, width, options.threads)
     account = MeteredAccount(allocator, size, config.watermark)
-    return Replay(
-        trace, config, account, options.cost, attention, Users(trace, options.users) if options.users else None
-    )
+    arrivals = Users(trace, options.users) if options.users else None
+    if not options.policy:
+        return Replay(trace, config, account, options.cost, attention, arrivals)
+    cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0]))
+    return Replay(trace, config, account, options.cost, attention, arrivals, cache, TraceTokens(trace))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -12,13 +12,15 @@ from pagepool.replay.arrivals import Arrivals, OpenLoop
 from pagepool.replay.attend import Attention
 from pagepool.replay.clock import CostModel
 from pagepool.replay.latency import LatencyLog
-from pagepool.replay.meter import MeteredAccount
+from pagepool.replay.meter import MeteredAccount, MeteredCache
 from pagepool.replay.ptrace import Trace
+from pagepool.replay.trace_tokens import TraceTokens
 from pagepool.scheduling import ScheduledBatch, Scheduler
 
 __all__ = ["Replay", "ReplayFailed", "Totals"]
 
-TOKEN = 0  # the replay knows lengths only: every token is this one
+CHOICE = 1024
+TOKEN = 0  # where only lengths are known, every token is this one
 
 
 class ReplayFailed(RuntimeError):
@@ -51,6 +53,8 @@ class Replay:
     cost       the virtual clock
     attention  appends and attends on real memory, or None
     arrivals   when the requests come; None: at their recorded times
+    cache      a metered `PrefixCache` over the account's allocator, or None
+    tokens     those of the trace, which the cache compares; None without one
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Replay:
         cost: CostModel,
         attention: Attention | None = None,
         arrivals: Arrivals | None = None,
+        cache: MeteredCache | None = None,
+        tokens: TraceTokens | None = None,
     ) -> None:
         self.trace = trace
         self._arrivals: Arrivals = OpenLoop(trace) if arrivals is None else arrivals
@@ -68,11 +74,14 @@ class Replay:
         self.account = account
         self.attention = attention
         self.totals = Totals()
-        self.scheduler = Scheduler(config, account)
+        self.cache = cache
+        self.scheduler = Scheduler(config, account, cache)
+        self._tokens = tokens
+        self._outputs: dict[int, Iterator[int]] = {}  # by sequence, where tokens matter
         self._cost = cost
-        # The pages get one filler per prompt length; requests beyond one batch wait here, where they take no memory:
-        # the line is first come, first served either way.
-        self._line = config.max_sequences
+        # Requests beyond one batch wait here, where they take no memory: first come, first served, that is the same.
+        # A scheduler that chooses among those that wait sees some more.
+        self._line = config.max_sequences if config.policy == "fcfs" else max(config.max_sequences, CHOICE)
         self._submitted = 0
         self.last_step_us = 0  # what the step before cost
 
@@ -110,12 +119,27 @@ class Replay:
             # A model that has read its prompt has made a token: a request for none still stops at its first.
             prompt, limit = trace.prompt[index], trace.prompt[index] + max(1, trace.output[index])
             if self.account.refusal(limit) is None:
-                seq_id = scheduler.add_request([TOKEN] * prompt, limit)
+                seq_id = self._add(index, prompt, limit)
                 self._requests[seq_id] = index
                 self.totals.latency.arrive(seq_id, time)
             else:
                 self.totals.refused += 1
                 arrivals.ended(index, now)
+
+    def _add(self, index: int, prompt: int, limit: int) -> int:
+        if self._tokens is None:
+            return self.scheduler.add_request([TOKEN] * prompt, limit)
+        tokens, output = self._tokens.of(index)
+        seq_id = self.scheduler.add_request(tokens, limit, cache_salt=self._tokens.salt(index))
+        self._outputs[seq_id] = output
+        return seq_id
+
+    def _sampled(self, batch: ScheduledBatch) -> list[int]:
+        """What the model makes of the batch: a token for each row, which counts where one is wanted."""
+        if self._tokens is None:
+            return [TOKEN] * len(batch.seq_ids)
+        rows = zip(batch.seq_ids, batch.wants_token, strict=True)
+        return [next(self._outputs[seq_id]) if wanted else TOKEN for seq_id, wanted in rows]
 
     def _step(self) -> None:
         totals, scheduler = self.totals, self.scheduler
@@ -129,13 +153,15 @@ class Replay:
         self._count(batch)
         if self.attention is not None:
             self.attention.run(batch)
+        sampled = self._sampled(batch)
         start = perf_counter_ns()
-        scheduler.commit(batch, [TOKEN] * len(batch.seq_ids))
+        scheduler.commit(batch, sampled)
         totals.schedule_ns += perf_counter_ns() - start
         for seq in scheduler.drain_finished():
             totals.finished += 1
             totals.latency.finish(seq.id)
             self._arrivals.ended(self._requests.pop(seq.id), totals.time_us)
+            self._outputs.pop(seq.id, None)
 
     def _count(self, batch: ScheduledBatch) -> None:
         """Let the time of the step pass, with the blocks as they are during it."""
@@ -157,9 +183,12 @@ class Replay:
         totals.latency.tokens(ids, totals.time_us)
 
     def _check_end(self) -> None:
-        """Every block must be free again, and every request accounted for."""
+        """Every block must be free again but for those that the cache has, and every request accounted for."""
         allocator = self.account.allocator
         allocator.check()
+        if self.cache is not None:
+            self.cache.check()
+            self.cache.reset_prefix_cache()
         if allocator.in_use:
             raise ReplayFailed(f"{allocator.in_use} of {allocator.capacity} blocks are still in use at the end")
         ended = self.totals.finished + self.totals.refused

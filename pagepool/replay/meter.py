@@ -1,4 +1,4 @@
-"""A block account that counts and times what passes through it."""
+"""A block account and a prefix cache that count and time what passes through them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pagepool.scheduling.blocks import BlockAccount
 
-__all__ = ["MeteredAccount"]
+__all__ = ["MeteredAccount", "MeteredCache"]
 
 
 class MeteredAccount(BlockAccount):
@@ -41,3 +41,33 @@ class MeteredAccount(BlockAccount):
         self._release(states, close)
         self.nanoseconds += perf_counter_ns() - start
         self.block_frees += before - self.allocator.in_use
+
+    def cut(self, state: Any, num_tokens: int) -> None:
+        """Keep the first `num_tokens` of `state`."""
+        before = self.allocator.in_use
+        start = perf_counter_ns()
+        super().cut(state, num_tokens)
+        self.nanoseconds += perf_counter_ns() - start
+        self.block_frees += before - self.allocator.in_use
+
+
+class MeteredCache:
+    """A `PrefixCache` whose calls by the scheduler are timed; everything else is the cache's own."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.nanoseconds = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._cache, name)
+        if name not in ("match_prefix", "cached_tokens", "cache_blocks", "evict"):
+            return found
+
+        def timed(*arguments: Any, **names: Any) -> Any:
+            start = perf_counter_ns()
+            try:
+                return found(*arguments, **names)
+            finally:
+                self.nanoseconds += perf_counter_ns() - start
+
+        return timed

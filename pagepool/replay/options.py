@@ -13,11 +13,12 @@ from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.order import ORDERS, USER_ORDERS
 from pagepool.replay.prefix_pass import BELADY
 
-__all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "UsageError", "add_arguments"]
+__all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "UsageError", "add_arguments"]
 
 # Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
 DEFAULT_BLOCKS = 3072
 DEFAULT_BLOCK_SIZE = 16
+CLOCK_ORDERS = ("fcfs", "lpm")
 MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
 MAX_BUDGET = 1 << 24
@@ -120,7 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         type=_several(_policy),
         metavar="NAME,...",
-        help=f"of eviction, with --clock none: {', '.join(POLICIES)}, or belady, the bound of all; default: lru",
+        help=f"keep prefixes for later requests, and evict by this policy: {', '.join(POLICIES)}; with --clock none "
+        "there may be several, default: lru, and belady, the bound of all",
     )
     add(
         "--compare",
@@ -143,9 +145,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--order",
-        choices=ORDERS,
-        help=f"of the prompts, with --clock none: arrival (default), session, turns (default with --users), think, "
-        f"random, prefix; --users goes with {', '.join(USER_ORDERS)}",
+        choices=(*CLOCK_ORDERS, *ORDERS),
+        help="in which waiting requests start: fcfs (default) or lpm, longest cached prefix first; with --clock none, "
+        "of the prompts: arrival (default), session, turns (default with --users), think, random, prefix; --users goes "
+        f"with {', '.join(USER_ORDERS)}",
     )
     add("--seed", type=_between(0, MAX_BLOCKS), default=0, metavar="N", help="of --order random; default: 0")
     add(

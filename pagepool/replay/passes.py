@@ -7,7 +7,7 @@ import importlib
 
 from pagepool.replay.hybrid_pass import StateOptions, hybrid_pass
 from pagepool.replay.hybrid_report import hybrid_results, print_hybrid
-from pagepool.replay.options import UsageError
+from pagepool.replay.options import CLOCK_ORDERS, UsageError
 from pagepool.replay.order import in_order
 from pagepool.replay.outcome import Outcome, bundled_trace
 from pagepool.replay.picture import lru_curve, pass_picture
@@ -24,6 +24,8 @@ def run_passes(options: argparse.Namespace) -> Outcome:
     """A pass for each policy and capacity. Raises `TraceError`, `UsageError`, `PoolError`."""
     if options.attend or options.blocks is not None:
         raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
+    if options.order in CLOCK_ORDERS:
+        raise UsageError(f"--order {options.order} is one of the scheduler, which --clock none does not run")
     if options.state_budget and not options.hybrid:
         raise UsageError("--state-budget needs --hybrid")
     if options.hybrid and (options.plot or options.html):

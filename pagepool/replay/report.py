@@ -24,12 +24,16 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
 
     `ns_per_block_op`: the time of `append_batch` and `release_batch` over block_allocs + block_frees; appends that take
     no block and the filling of block tables are in the time. `sched_us_per_step`: `schedule` + `commit`, with them.
-    `memory_s`: these block operations, and with attention the tables that kernels read; `memory_share`: of `wall_s`.
+    `memory_s`: these block operations, look-ups and insertions in a prefix cache, and with attention the tables that
+    kernels read; `memory_share`: of `wall_s`.
     """
     totals, account, attention = replay.totals, replay.account, replay.attention
     operations = account.block_allocs + account.block_frees
     seconds = attention.seconds if attention else 0.0
     memory_seconds = account.nanoseconds / 1e9 + (attention.table_seconds if attention else 0.0)
+    if replay.cache is not None:
+        memory_seconds += replay.cache.nanoseconds / 1e9
+    cache = replay.cache.stats() if replay.cache is not None else None
     kv_bytes = attention.kv_bytes if attention else 0
     return {
         "trace": replay.trace.name,
@@ -44,9 +48,18 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
         "blocks": account.allocator.capacity,
         "block_size": account.block_size,
         "block_allocs": account.block_allocs,
-        "block_frees": account.block_frees,
+        "block_frees": account.block_frees + (cache["evicted"] + cache["cleared"] if cache else 0),
         "peak_blocks": account.allocator.peak_in_use,
         "mean_utilization": _ratio(totals.utilization_us, totals.occupied_us),
+        "prefix": {
+            "policy": cache["policy"],
+            "capacity_blocks": account.allocator.capacity,
+            "full_blocks": cache["looked_up"],
+            "hit_blocks": cache["hits"],
+            "evictions": cache["evicted"],
+        }
+        if cache
+        else None,
         "preemptions": replay.scheduler.num_preemptions,
         "virtual_s": totals.time_us / 1e6,
         "ttft_ms": _percentiles(totals.latency.ttft),
@@ -87,6 +100,16 @@ def _percentiles(counts: Counter[int]) -> dict[str, float]:
     return {f"p{percent}": percentile(counts, percent / 100) / 1e3 for percent in (50, 90, 99)}
 
 
+def _prefix_rows(prefix: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if prefix is None:
+        return []
+    hits, full = prefix["hit_blocks"], prefix["full_blocks"]
+    return [
+        (f"prefix cache, {prefix['policy']}", f"{_ratio(hits, full):.1%} of {full:,} blocks hit"),
+        ("evictions", f"{prefix['evictions']:,}"),
+    ]
+
+
 def _rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
     def three(key: str) -> str:
         return " / ".join(f"{value:,.1f}" for value in numbers[key].values())
@@ -100,6 +123,7 @@ def _rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak blocks", f"{numbers['peak_blocks']:,} of {numbers['blocks']:,} x {numbers['block_size']}"),
         ("mean utilization", f"{numbers['mean_utilization']:.1%}"),
         ("preemptions", f"{numbers['preemptions']:,}"),
+        *_prefix_rows(numbers["prefix"]),
         ("virtual time", f"{numbers['virtual_s']:,.1f} s"),
         ("first token p50/90/99", f"{three('ttft_ms')} ms"),
         ("between tokens p50/90/99", f"{three('tbt_ms')} ms"),

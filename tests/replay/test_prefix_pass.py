@@ -85,8 +85,8 @@ def test_too_many_or_too_large_block_ids_are_refused(make_trace, capsys):
 
 
 def test_the_options_of_the_pass_need_it(make_trace, capsys):
-    assert cli.main(["replay", str(make_trace(RECORDS, block=4)), "--policy", "lru"]) == 2
-    assert "--policy needs --clock none" in capsys.readouterr().err
+    assert cli.main(["replay", str(make_trace(RECORDS, block=4)), "--capacity", "9"]) == 2
+    assert "--capacity needs --clock none" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["replay", "--clock", "none", "--policy", "lru,fifo"])
     assert "'fifo' is none of lru, lfu, s3fifo, arc" in capsys.readouterr().err

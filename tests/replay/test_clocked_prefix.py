@@ -1,0 +1,133 @@
+"""The prefix cache under the virtual clock: what is found need not be read, and outputs serve the next turn."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trace_bytes import lines_of
+
+from pagepool.cli import main
+from pagepool.replay.ptrace import read_trace
+from pagepool.replay.trace_tokens import TraceTokens
+
+
+def run(capsys, path, *arguments):
+    assert main(["replay", str(path), "--json", "-", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def session(*requests):
+    """Requests as (prompt, output, runs), a second of thought between them."""
+    return {"s": "a", "r": [[at, prompt, output, 1, 1, runs] for at, (prompt, output, runs) in enumerate(requests)]}
+
+
+def test_tokens_are_equal_where_prefixes_are(make_trace):
+    records = [
+        session((9, 4, [0, 2]), (18, 2, [0, 4]), (18, 2, [7, 4])),
+        session((9, 4, [0, 2])),
+    ]
+    tokens = TraceTokens(read_trace(make_trace(records, unit="s", block=4), prefixes=True))
+    requests = [tokens.of(index) for index in (0, 2, 3, 1)]  # by arrival the second session's comes after the first's
+    (first, answer), (second, _), (third, rest), (other, nothing) = requests
+    assert first == [1, 1, 1, 1, 2, 2, 2, 2, 3] and [next(answer) for _ in range(6)] == [3, 3, 3, 4, 0, 0]
+    assert second == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [-3] * 2
+    assert third == [8] * 4 + [9] * 4 + [10] * 4 + [11] * 4 + [-4] * 2 and next(rest) == 0
+    assert other[:8] == first[:8] and other[8] == -2 and next(nothing) == 0
+    assert [tokens.salt(index) for index in range(4)] == [1, 2, 1, 1]
+
+
+def test_the_next_turn_finds_the_output_of_the_last(make_trace, capsys):
+    """Turn 1: 8 prompt tokens, 8 of output; turn 2 goes on from all 16 with 8 more. 15 of the 16 are stored, as the
+    last token made is fed by nobody: three blocks of 4 are found."""
+    path = make_trace([session((8, 8, [0, 2]), (24, 2, [0, 6]))], unit="s", block=4)
+    numbers = run(capsys, path, "--policy", "lru", "--users", "1", "--block-size", "4")
+    assert numbers["prefix"]["hit_blocks"] == 3 and numbers["prefix"]["evictions"] == 0
+    assert numbers["prefill_tokens"] == 8 + 24 - 12
+    assert run(capsys, path, "--users", "1", "--block-size", "4")["prefill_tokens"] == 8 + 24
+
+
+PROMPT = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), st.integers(1, 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(PROMPT, max_size=12), st.sampled_from([4, 2, 1]), st.integers(6, 40))
+def test_one_user_finds_what_a_pass_finds(tmp_path_factory, prompts, size, blocks):
+    """One request at a time, with room for everything: the same blocks as without a clock."""
+    ids, records = {}, []
+    for at, (path, rest) in enumerate(prompts):
+        runs = [number for end in range(1, len(path) + 1) for number in (ids.setdefault(path[:end], len(ids)), 1)]
+        records.append([at, 4 * (len(path) - 1) + rest, 1, runs])
+    path = tmp_path_factory.mktemp("clocked") / "trace"
+    path.write_bytes(lines_of(records, block=4))
+    results = []
+    for arguments in (["--clock", "none"], ["--users", "1", "--blocks", "10000", "--policy", "lru"]):
+        target = path.with_suffix(".json")
+        assert main(["replay", str(path), "--block-size", str(size), "--json", str(target), *arguments]) == 0
+        results.append(json.loads(target.read_text()))
+    passed, clocked = results
+    # At least one token of a prompt is read, so that the last block of one that is full and known is read again.
+    read_again = sum(
+        1
+        for index, record in enumerate(records)
+        if record[1] % size == 0 and any(whole_in(record, earlier, size) for earlier in records[:index])
+    )
+    assert clocked["prefix"]["hit_blocks"] == passed["prefix"]["hit_blocks"] - read_again
+    assert clocked["prefill_tokens"] == sum(record[1] for record in records) - size * clocked["prefix"]["hit_blocks"]
+    assert clocked["block_allocs"] == clocked["block_frees"]
+    small = ["--users", "1", "--blocks", str(blocks * 4 // size), "--policy", "arc", "--block-size", str(size)]
+    assert main(["replay", str(path), *small, "--json", str(target)]) == 0
+    pressed = json.loads(target.read_text())
+    assert pressed["finished"] == len(records) and pressed["block_allocs"] == pressed["block_frees"]
+
+
+def whole_in(record, earlier, size):
+    """Whether every full block of `record` is one of `earlier`."""
+    block_ids, known = record[3][::2], earlier[3][::2]
+    count = -(-record[1] // 4)
+    return earlier[1] >= record[1] and known[:count] == block_ids[:count]
+
+
+def test_under_pressure_everything_ends_and_is_given_back(make_trace, capsys):
+    records = [[at, 40 + at % 7, 9, [0, 5, 5 + at, 5]] for at in range(40)]
+    path = make_trace(records, block=4)
+    for policy in ("lru", "arc", "s3fifo"):
+        numbers = run(capsys, path, "--policy", policy, "--block-size", "4", "--blocks", "30")
+        assert numbers["finished"] == 40 and numbers["block_allocs"] == numbers["block_frees"]
+        assert numbers["prefix"]["hit_blocks"] > 0 and numbers["prefix"]["evictions"] > 0
+
+
+def test_the_longest_prefix_first_is_an_order(make_trace, capsys):
+    records = [[0, 43, 2, [1000 * (at % 4), 8, 5000 + 10 * at, 3]] for at in range(40)]
+    path = make_trace(records, block=4)
+    options = ("--policy", "lru", "--block-size", "4", "--blocks", "14", "--max-batch", "1")
+    hits = [run(capsys, path, *options, "--order", order)["prefix"]["hit_blocks"] for order in ("fcfs", "lpm")]
+    assert hits[1] > hits[0]
+
+
+def test_the_table_has_the_cache(make_trace, capsys):
+    path = make_trace([[0, 9, 2, [0, 3]], [50, 9, 2, [0, 3]]], block=4)
+    assert main(["replay", str(path), "--policy", "lru", "--block-size", "4"]) == 0
+    assert "50.0% of 4 blocks hit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "lru,arc"], "several policies, and belady, need --clock none"),
+        (["--policy", "belady"], "several policies, and belady, need --clock none"),
+        (["--order", "turns"], "--order turns needs --clock none; with a clock: fcfs, lpm"),
+        (["--clock", "none", "--order", "lpm"], "--order lpm is one of the scheduler, which --clock none does not run"),
+        (["--compare", "lru,arc"], "--compare needs --clock none"),
+    ],
+)
+def test_options_that_do_not_go_together(make_trace, capsys, arguments, message):
+    assert main(["replay", str(make_trace([[0, 9, 2, [0, 3]]], block=4)), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_without_prefixes_has_none_to_keep(make_trace, capsys):
+    assert main(["replay", str(make_trace([[0, 9, 2, []]])), "--policy", "lru"]) == 2
+    assert "the trace names no prefix blocks, which --policy needs" in capsys.readouterr().err
+    assert main(["replay", str(make_trace([[0, 9, 2, [2**31, 1]]], block=4)), "--policy", "lru"]) == 2
+    assert "2147483649 block ids are more than 2147483646" in capsys.readouterr().err
