@@ -9,6 +9,8 @@ from pagepool.config import KvLayout, PressureCosts, SchedulerConfig, StateLayou
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_tables import BlockTables
+from pagepool.memory.hybrid import HybridSequence
+from pagepool.memory.hybrid_parts import Checkpoint, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.owners import Leak, Owner
 from pagepool.memory.paged_seq import PagedSeqState, SequenceHandle
@@ -34,9 +36,12 @@ __all__ = [
     "AttentionSequenceState",
     "BlockAllocator",
     "BlockTables",
+    "Checkpoint",
+    "HybridSequence",
     "InvalidBlock",
     "InvalidSlot",
     "KvCachePool",
+    "KvGroup",
     "KvLayout",
     "Leak",
     "Mamba2SequenceState",

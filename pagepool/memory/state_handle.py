@@ -73,6 +73,13 @@ class StateHandle:
         other._use()
         self.pool.copy(self.index, other.index)
 
+    def reset(self) -> None:
+        """Returns the state to its beginning; the request keeps the slot. Raises `StaleHandle`."""
+        slot = self.slot
+        request = slot.request_id
+        slot.reset()
+        slot.request_id = request
+
     def release(self) -> None:
         """Gives the slot back, zeroed. Raises `StaleHandle` when it was given back already."""
         self._use()

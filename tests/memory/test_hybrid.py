@@ -1,0 +1,289 @@
+"""One handle over pages, windows and a recurrent state: whatever is done, all parts agree with the tokens."""
+
+import random
+
+import numpy as np
+import pytest
+
+from pagepool import (
+    BlockAllocator,
+    HybridSequence,
+    InvalidBlock,
+    KvCachePool,
+    KvGroup,
+    KvLayout,
+    PoolError,
+    PoolExhausted,
+    SsmStatePool,
+    StaleHandle,
+    StateLayout,
+    Transaction,
+)
+
+STATES = StateLayout(layers=[{"h": ((3,), "float64")}])
+
+
+def state_after(tokens):
+    """What a recurrence makes of the tokens; zeros before the first."""
+    value = 0
+    for token in tokens:
+        value = (value * 31 + token + 1) % 100_003
+    return [float(value)] * 3
+
+
+class Written:
+    """A sequence, the tokens that were fed to it, and an engine that writes keys and states."""
+
+    def __init__(self, engine, sequence, tokens=()):
+        self.engine = engine
+        self.sequence = sequence
+        self.tokens = list(tokens)
+
+    def feed(self, tokens):
+        slots = self.sequence.append(len(tokens))
+        self.tokens += tokens
+        k = np.repeat(np.array(tokens, np.float32), 8).reshape(-1, 1, 8)
+        for pool, places in zip(self.engine.pools, slots, strict=True):
+            pool.append(0, places, k, k)
+        if self.sequence.state is not None:
+            self.sequence.state.view(0, "h")[...] = state_after(self.tokens)
+
+    def roll(self, to):
+        del self.tokens[self.sequence.rollback(to) :]
+
+    def check(self):
+        sequence = self.sequence
+        sequence.check()
+        assert sequence.len == len(self.tokens)
+        for pool, group, kv in zip(self.engine.pools, sequence.groups, sequence.kv, strict=True):
+            start = kv.first_block * kv.block_size
+            keys = pool.gather(0, np.array(kv.blocks, np.int32), kv.len - start)[0][:, 0, 0].tolist()
+            assert keys == self.tokens[start:]
+            assert start <= max(0, len(self.tokens) - (group.window or 0))
+        if sequence.state is not None:
+            assert sequence.state.view(0, "h").tolist() == state_after(self.tokens)
+
+
+class Engine:
+    def __init__(self, blocks=24, slots=8, windows=(None, 5, 0), sizes=(4, 4, 2), shared=True, states=True):
+        self.allocators = [BlockAllocator(blocks) for _ in range(len(windows))]
+        if shared:
+            self.allocators = self.allocators[:1] * len(windows)
+        self.pools = []
+        for allocator, size in zip(self.allocators, sizes, strict=True):
+            layout = KvLayout(1, 1, 8, block_size=size, dtype="float32")
+            self.pools.append(KvCachePool.from_layout(layout, blocks, allocator))
+        self.states = SsmStatePool.from_layout(STATES, slots) if states else None
+        self.groups = [KvGroup(*given, 64) for given in zip(self.allocators, sizes, windows, strict=True)]
+
+    def start(self, tokens=(), **options):
+        written = Written(self, HybridSequence(self.groups, self.states, **options))
+        written.feed(list(tokens))
+        return written
+
+    def idle(self):
+        return all(a.in_use == 0 for a in self.allocators) and (self.states is None or self.states.used_count == 0)
+
+
+ACTIONS = ["start", "feed", "feed", "feed", "fork", "checkpoint", "to", "back", "cut", "end", "trim", "try"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("keep", [0, 3])
+def test_a_random_program_keeps_all_parts_with_the_tokens(shared, states, keep):
+    rng = random.Random(f"{shared} {states} {keep}")
+    engine = Engine(shared=shared, states=states)
+    running = []
+    refused = set()
+    for _ in range(2500):
+        written = rng.choice(running) if running else None
+        action = rng.choice(ACTIONS)
+        try:
+            if action == "start" and len(running) < 4:
+                running.append(engine.start([rng.randrange(9) for _ in range(rng.randrange(9))], keep=keep))
+            elif written is None or action == "start":
+                continue
+            elif action == "feed":
+                written.feed([rng.randrange(9) for _ in range(rng.randrange(1, 7))])
+            elif action == "fork" and len(running) < 4:
+                running.append(Written(engine, written.sequence.fork(), written.tokens))
+            elif action == "checkpoint":
+                assert written.sequence.checkpoint().position == len(written.tokens)
+            elif action == "to" and written.sequence.checkpoints:
+                written.roll(rng.choice(written.sequence.checkpoints))
+            elif action == "back":
+                written.roll(rng.randrange(8))
+            elif action == "cut":
+                length = rng.randrange(len(written.tokens) + 1)
+                written.sequence.truncate(length)
+                del written.tokens[length:]
+            elif action == "trim":
+                written.sequence.trim()
+            elif action == "end":
+                running.remove(written)
+                written.sequence.release()
+            elif action == "try":
+                before = list(written.tokens), written.sequence.checkpoints, [kv.blocks for kv in written.sequence.kv]
+                with Transaction(written.sequence) as transaction:
+                    written.feed([rng.randrange(9) for _ in range(4)])
+                    written.sequence.checkpoint()
+                    if rng.randrange(2):
+                        written.roll(rng.choice(written.sequence.checkpoints))
+                        written.feed([1, 2])
+                    aborted = rng.randrange(2)
+                    if aborted:
+                        transaction.abort()
+                if aborted:
+                    written.tokens = before[0]
+                    assert (written.sequence.checkpoints, [kv.blocks for kv in written.sequence.kv]) == before[1:]
+        except (PoolExhausted, ValueError):
+            refused.add(action)
+            if action == "try":
+                written.tokens = before[0]
+            if action == "start":
+                continue
+        for each in running:
+            each.check()
+        for allocator in engine.allocators:
+            allocator.check(others=0)
+    assert refused >= {"back", "cut"} if states or keep == 0 else refused
+    for written in running:
+        written.sequence.release()
+    assert engine.idle()
+
+
+def test_a_window_moves_on_in_a_pool_that_is_full():
+    engine = Engine(blocks=3, windows=(4,), sizes=(4,), states=False)
+    written = engine.start(range(10))
+    assert engine.allocators[0].free_count == 0
+    for token in range(10, 60):
+        written.feed([token])
+        written.check()
+    assert engine.allocators[0].in_use <= 3 and engine.allocators[0].peak_in_use == 3
+
+
+def test_what_one_window_gives_back_serves_another_group():
+    engine = Engine(blocks=8, windows=(2, None), sizes=(4, 4), states=False)
+    written = engine.start(range(16))
+    assert engine.allocators[0].free_count == 0
+    written.feed([16])
+    written.check()
+    assert [len(kv.blocks) for kv in written.sequence.kv] == [2, 5]
+
+
+def test_an_append_that_fails_has_changed_nothing():
+    engine = Engine(blocks=6, windows=(None, 4), sizes=(4, 4), shared=False)
+    written = engine.start(range(20))
+    written.check()
+    before = [(kv.blocks, kv.first_block) for kv in written.sequence.kv]
+    with pytest.raises(PoolExhausted, match="asked for 3 blocks, 1 of 6 is free"):
+        written.sequence.append(12)
+    assert [(kv.blocks, kv.first_block) for kv in written.sequence.kv] == before and written.sequence.len == 20
+    with pytest.raises(ValueError, match="a number of tokens cannot be -1"):
+        written.sequence.append(-1)
+    written.feed([1, 2])
+    written.check()
+
+
+def test_a_rollback_too_far_says_how_far_it_could_go():
+    engine = Engine(blocks=40, windows=(None, 6), sizes=(4, 4))
+    written = engine.start(range(20), keep=2)
+    with pytest.raises(ValueError, match="cannot roll back to 18 tokens: there is no state checkpoint"):
+        written.sequence.rollback(2)
+    there = written.sequence.checkpoint()
+    written.feed(list(range(20, 40)))
+    with pytest.raises(ValueError, match="cannot roll back to 15 tokens: the oldest state checkpoint is at 20"):
+        written.sequence.rollback(25)
+    with pytest.raises(ValueError, match="cannot truncate to 30 tokens: the state is known after 20"):
+        written.sequence.truncate(30)
+    with pytest.raises(ValueError, match="cannot roll back 41 of 40 tokens"):
+        written.sequence.rollback(41)
+    written.roll(5)  # the newest state at or before 35 is that of 20
+    assert len(written.tokens) == 20
+    written.check()
+    written.sequence.discard(there)
+    with pytest.raises(StaleHandle, match="the checkpoint at 20 is none of the 0"):
+        written.sequence.rollback(there)
+    written.roll(20)
+    written.check()
+
+    pages = Engine(blocks=40, windows=(6,), sizes=(4,), states=False).start(range(30), keep=2)
+    pages.feed([30])
+    with pytest.raises(ValueError, match="to 25 tokens: token 19 is needed, the first 20 were given back"):
+        pages.sequence.rollback(6)
+    pages.roll(2)
+    pages.check()
+
+
+def test_a_checkpoint_makes_windows_keep_what_it_needs():
+    engine = Engine(blocks=40, windows=(6,), sizes=(4,))
+    written = engine.start(range(13))
+    there = written.sequence.checkpoint()
+    assert written.sequence.checkpoint() is there
+    for token in range(13, 43):
+        written.feed([token])
+    assert written.sequence.kv[0].first_block == 1 and engine.states.used_count == 2
+    written.roll(there)
+    written.check()
+    written.sequence.discard(there)
+    written.feed(list(range(30)))
+    written.sequence.trim()
+    assert written.sequence.kv[0].first_block == 9 and engine.states.used_count == 1
+
+
+def test_all_parts_or_none_when_a_slot_or_a_block_is_missing():
+    engine = Engine(blocks=40, slots=2)
+    written = engine.start(range(9))
+    written.sequence.checkpoint()
+    in_use = engine.allocators[0].in_use
+    for refused in (written.sequence.fork, written.sequence.begin, lambda: engine.start()):
+        with pytest.raises(PoolExhausted, match="asked for 1 slot, 0 of 2 are free"):
+            refused()
+    assert engine.allocators[0].in_use == in_use and all(kv.open_transactions == 0 for kv in written.sequence.kv)
+    written.feed([9])
+    engine.allocators[0].free(written.sequence.kv[1].blocks[-1])
+    with pytest.raises(InvalidBlock, match="freed by someone else"):
+        written.sequence.rollback(written.sequence.checkpoints[0])
+    assert [kv.len for kv in written.sequence.kv] == [10, 10, 10]
+    engine.allocators[0].allocate()
+    written.sequence.release()
+    assert engine.idle()
+
+
+def test_a_release_within_a_transaction_is_taken_back():
+    engine = Engine(blocks=40)
+    written = engine.start(range(11), label=7)
+    written.sequence.checkpoint()
+    with Transaction(written.sequence) as transaction:
+        written.sequence.release()
+        assert written.sequence.closed
+        transaction.abort()
+    written.check()
+    assert written.sequence.checkpoints and written.sequence.state.slot.request_id == 7
+    with Transaction(written.sequence):
+        written.sequence.release()
+    assert engine.idle()
+    for use in (written.sequence.append, written.sequence.fork, written.sequence.checkpoint, written.sequence.begin):
+        with pytest.raises(StaleHandle, match="the sequence 7 was closed"):
+            use()
+    with pytest.raises(ValueError, match="the sequence is in no transaction"):
+        written.sequence.commit()
+
+
+def test_parts_that_were_moved_one_by_one_are_found():
+    written = Engine(blocks=40).start(range(9))
+    written.sequence.kv[1].append(1)
+    with pytest.raises(PoolError, match="a table has 10 tokens, the sequence 9"):
+        written.sequence.check()
+    assert written.sequence.stats() == {"len": 9, "blocks": 11, "given_back": 0, "states": 1, "checkpoints": 0}
+
+
+def test_one_that_goes_leaves_nothing():
+    engine = Engine()
+    written = engine.start(range(9))
+    written.sequence.checkpoint()
+    written.sequence.begin()
+    written.feed([1, 2, 3])
+    del written
+    assert engine.idle()
