@@ -34,6 +34,7 @@ def replay_picture(numbers: dict[str, Any], timeline: Timeline) -> dict[str, Any
             "begin": [window.begin / 1e6 for window in windows],
             "end": [window.end / 1e6 for window in windows],
             "in_use": [window.in_use for window in windows],
+            "cached_only": [window.cached_only for window in windows],
             "held_tokens": [window.held_tokens for window in windows],
             "running": [window.running for window in windows],
             "waiting": [window.waiting for window in windows],

@@ -48,7 +48,7 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
         "blocks": account.allocator.capacity,
         "block_size": account.block_size,
         "block_allocs": account.block_allocs,
-        "block_frees": account.block_frees + (cache["evicted"] + cache["cleared"] if cache else 0),
+        "block_frees": account.block_frees + (cache["evicted"] + replay.cached_at_end if cache else 0),
         "peak_blocks": account.allocator.peak_in_use,
         "mean_utilization": _ratio(totals.utilization_us, totals.occupied_us),
         "prefix": {
@@ -121,7 +121,8 @@ def _rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("prefill / decode tokens", f"{numbers['prefill_tokens']:,} / {numbers['decode_tokens']:,}"),
         ("blocks taken / given back", f"{numbers['block_allocs']:,} / {numbers['block_frees']:,}"),
         ("peak blocks", f"{numbers['peak_blocks']:,} of {numbers['blocks']:,} x {numbers['block_size']}"),
-        ("mean utilization", f"{numbers['mean_utilization']:.1%}"),
+        # With a cache, blocks that nobody uses are in use, and shared tokens count for each sequence.
+        *([] if numbers["prefix"] else [("mean utilization", f"{numbers['mean_utilization']:.1%}")]),
         ("preemptions", f"{numbers['preemptions']:,}"),
         *_prefix_rows(numbers["prefix"]),
         ("virtual time", f"{numbers['virtual_s']:,.1f} s"),

@@ -28,6 +28,7 @@ class Window:
     running: int = 0
     waiting: int = 0
     in_use: int = 0
+    cached_only: int = 0  # of these, blocks that only the prefix cache has
     held_tokens: int = 0
     preemptions: int = 0
     ttft: list[int] = field(default_factory=list)
@@ -41,7 +42,7 @@ class Window:
         self.prefill_tokens += later.prefill_tokens
         self.decode_tokens += later.decode_tokens
         self.ttft += later.ttft
-        for name in ("end", "running", "waiting", "in_use", "held_tokens", "preemptions", "column"):
+        for name in ("end", "running", "waiting", "in_use", "cached_only", "held_tokens", "preemptions", "column"):
             setattr(self, name, getattr(later, name))
 
 
@@ -84,6 +85,7 @@ class Timeline:
         window.end = replay.totals.time_us
         window.running, window.waiting = scheduler.active_count, scheduler.waiting_count
         window.in_use = account.allocator.in_use
+        window.cached_only = 0 if replay.cache is None else replay.cache.evictable
         window.held_tokens = account.num_tokens
         window.preemptions = scheduler.num_preemptions
         window.column = self._column(account.allocator)

@@ -97,12 +97,33 @@ def test_under_pressure_everything_ends_and_is_given_back(make_trace, capsys):
         assert numbers["prefix"]["hit_blocks"] > 0 and numbers["prefix"]["evictions"] > 0
 
 
+def test_the_reference_memory_finds_the_same(make_trace, capsys):
+    path = make_trace([[at, 40 + at % 7, 9, [0, 5, 5 + at, 5]] for at in range(20)], block=4)
+    arguments = (path, "--policy", "arc", "--block-size", "4", "--blocks", "30")
+    ours, theirs = run(capsys, *arguments), run(capsys, *arguments, "--reference")
+    wall = ("wall_s", "ns_per_block_op", "sched_us_per_step", "memory_s", "memory_share")
+    assert {key: value for key, value in ours.items() if key not in wall} == {
+        key: value for key, value in theirs.items() if key not in wall
+    }
+
+
 def test_the_longest_prefix_first_is_an_order(make_trace, capsys):
     records = [[0, 43, 2, [1000 * (at % 4), 8, 5000 + 10 * at, 3]] for at in range(40)]
     path = make_trace(records, block=4)
     options = ("--policy", "lru", "--block-size", "4", "--blocks", "14", "--max-batch", "1")
     hits = [run(capsys, path, *options, "--order", order)["prefix"]["hit_blocks"] for order in ("fcfs", "lpm")]
     assert hits[1] > hits[0]
+
+
+def test_the_picture_tells_cached_blocks_from_used_ones(make_trace, tmp_path, capsys):
+    path = make_trace([[at, 40, 9, [5 * at, 10]] for at in range(20)], block=4)
+    target = tmp_path / "page.html"
+    assert main(["replay", str(path), "--policy", "lru", "--block-size", "4", "--html", str(target)]) == 0
+    data = target.read_text().partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    line = json.loads(data)["timeline"]
+    assert all(cached <= used for cached, used in zip(line["cached_only"], line["in_use"], strict=True))
+    assert line["cached_only"][0] == 0 and line["cached_only"][-1] == line["in_use"][-1] > 0
+    capsys.readouterr()
 
 
 def test_the_table_has_the_cache(make_trace, capsys):
