@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, int32_t
 
 from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
-from pagepool.memory.holders cimport HolderRegistry
+from pagepool.memory.holders cimport Holder, HolderRegistry
 
 import operator
 
@@ -99,6 +99,29 @@ cdef class IdSpace(HolderRegistry):
     def peak_in_use(self):
         """The most blocks that were in use at any one time."""
         return max(self.peak, self.taken)
+
+    def stats(self):
+        """Blocks as a dict: `used` + `evictable` + `free` = `capacity`; `available` as above, `peak` = `peak_in_use`.
+
+        `evictable` are those that only a cache holds, `sequences` how many there are. O(sequences + cached blocks).
+
+        >>> from pagepool import BlockAllocator
+        >>> BlockAllocator(4).stats()["free"]
+        4
+        """
+        cdef int32_t capacity = self.capacity, free = self.c_free_count()
+        holders = self.holders()
+        evictable = sum([getattr(holder, "evictable", 0) for holder in holders])
+        return {
+            "capacity": capacity,
+            "max_capacity": self.max_capacity,
+            "used": capacity - free - evictable,
+            "evictable": evictable,
+            "free": free,
+            "available": self.c_available(),
+            "peak": self.peak_in_use,
+            "sequences": sum([isinstance(holder, Holder) for holder in holders]),
+        }
 
     def grow(self, num_blocks):
         """Raises the capacity to `num_blocks`. Raises `ValueError` when it is above that, or the maximum below."""

@@ -269,6 +269,14 @@ cdef class KvCachePool(PagePool):
                 return pages
         return pages
 
+    def stats(self):
+        """`BlockAllocator.stats` of its blocks, and `bytes` of those in use and `capacity_bytes`, as a dict."""
+        figures = self.allocator.stats()
+        size = self.c_pool.layout.block_bytes
+        figures["bytes"] = (figures["capacity"] - figures["free"]) * size
+        figures["capacity_bytes"] = figures["capacity"] * size
+        return figures
+
     def close(self):
         """Gives the memory back now; pages and elements are gone then. Raises `BufferError` while views look into it.
 

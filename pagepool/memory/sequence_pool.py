@@ -51,6 +51,11 @@ class SequencePool:
         """Whether it has recurrent states."""
         return self._ssm is not None
 
+    def stats(self) -> dict[str, dict[str, int]]:
+        """The `stats` of the pools that it has, under "kv" and "ssm"."""
+        pools = {"kv": self._kv, "ssm": self._ssm}
+        return {name: pool.stats() for name, pool in pools.items() if pool is not None}
+
     def alloc_kv(self) -> int:
         """Takes a page; returns its number. Raises `PoolExhausted` when none is free."""
         return _present(self._kv, "key-value pages").alloc()

@@ -1,0 +1,74 @@
+"""What a scrape shows is what stats() says, and the states of blocks add up."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pagepool import (
+    BlockAllocator,
+    KvCachePool,
+    KvLayout,
+    PagedSeqState,
+    PrefixCache,
+    Scheduler,
+    SchedulerConfig,
+    SequencePool,
+    SsmStatePool,
+    StateLayout,
+)
+from pagepool.integrations.prometheus import PagepoolCollector
+
+
+def world():
+    layout = KvLayout(1, 1, 8, block_size=4, dtype="float32")
+    kv = KvCachePool.from_layout(layout, 12)
+    ssm = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((4,), "float32")}]), 3)
+    cache = PrefixCache(kv.allocator, 4)
+    state = PagedSeqState(kv.allocator, 4)
+    state.append(10)
+    cache.cache_blocks(list(range(8)), state.blocks)
+    state.truncate(3)
+    kv.allocator.free(cache.match_prefix(list(range(8))))
+    ssm.alloc(7)
+    return kv, ssm, cache, state
+
+
+def test_stats_keep_used_evictable_and_free_apart():
+    kv, ssm, _cache, state = world()
+    figures = kv.stats()
+    assert (figures["used"], figures["evictable"], figures["free"], figures["peak"]) == (1, 1, 10, 3)
+    assert figures["bytes"] == 2 * 4 * 2 * 8 * 4 and figures["capacity_bytes"] == 6 * figures["bytes"]
+    assert figures["sequences"] == 1 and figures["available"] == 10
+    both = SequencePool(kv, ssm).stats()
+    assert both["kv"] == figures and both["ssm"]["used"] == 1
+    state.close()
+    assert kv.allocator.stats()["evictable"] == 2 and SequencePool(ssm=ssm).stats().keys() == {"ssm"}
+
+
+def test_a_scrape_shows_them():
+    kv, ssm, cache, _state = world()
+    scheduler = Scheduler(SchedulerConfig(block_size=4, max_sequences=1), kv)
+    for _ in range(3):
+        scheduler.add_request([1, 2, 3], 6)
+    scheduler.schedule()
+    registry = CollectorRegistry()
+    registry.register(PagepoolCollector(scheduler, {"kv": kv, "ssm": ssm}, {"prompts": cache}))
+    text = generate_latest(registry).decode()
+    value = registry.get_sample_value
+    assert value("pagepool:num_requests_running") == 1 and value("pagepool:num_requests_waiting") == 2
+    assert value("pagepool:num_preemptions_total") == 0
+    blocks = [value("pagepool:kv_blocks", {"pool": "kv", "state": s}) for s in ("used", "evictable", "free")]
+    assert blocks == [2, 1, 9] and sum(blocks) == 12
+    assert value("pagepool:kv_cache_usage_perc", {"pool": "kv"}) == pytest.approx(2 / 12)
+    assert value("pagepool:states", {"pool": "ssm", "state": "used"}) == 1
+    assert value("pagepool:kv_bytes", {"pool": "ssm"}) == 16 and value("pagepool:peak", {"pool": "kv"}) == 3
+    assert value("pagepool:prefix_cache_queries_total", {"cache": "prompts"}) == 2
+    assert value("pagepool:prefix_cache_hits_total", {"cache": "prompts"}) == 2
+    assert "# HELP pagepool:kv_cache_usage_perc" in text
+
+
+def test_nothing_to_show_is_no_error():
+    registry = CollectorRegistry()
+    registry.register(PagepoolCollector())
+    assert generate_latest(registry) == b""
+    registry.register(PagepoolCollector(pools={"none": BlockAllocator(0)}))
+    assert registry.get_sample_value("pagepool:kv_cache_usage_perc", {"pool": "none"}) == 0
