@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--licence", default="unknown", help="what others may do with the trace")
     parser.epilog = (
         f"The prompt is the first of {', '.join(PROMPTS)}; the output, ids or their number, the first of "
-        f"{', '.join(OUTPUTS)}, else 0; the arrival the first of {', '.join(ARRIVALS)}, else 0; prompts of different "
+        f"{', '.join(OUTPUTS)}, else 0; the arrival the first of {', '.join(ARRIVALS)}, else 0, where "
+        "timestamp is in milliseconds and the last two are in seconds; prompts of different "
         f"{' or '.join(SALTS)} have nothing in common. Token ids are not written down."
     )
 
