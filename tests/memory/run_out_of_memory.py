@@ -20,6 +20,7 @@ from pagepool import (
     PrefixCache,
     SsmStatePool,
     StateLayout,
+    decode,
 )
 from pagepool.memory.block_tables import append_batch, release_batch
 
@@ -50,6 +51,13 @@ class World:
         self.ssm = SsmStatePool.from_layout(STATES, 3)
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
+
+    def decode(self, **options):
+        """The last two tokens of two sequences that share their blocks."""
+        q, starts = np.ones((4, 1, 8), np.float32), np.array([0, 2, 4], np.int32)
+        tables = np.array([self.parent.blocks] * 2, np.int32)
+        lens = np.array([6, 6], np.int32)
+        return decode(q, self.pool, 0, tables, lens, query_start_loc=starts, num_threads=1, **options)
 
     def picture(self):
         self.allocator.check()
@@ -90,6 +98,9 @@ OPERATIONS = {
     "append of k and v": lambda world: world.pool.append(0, world.slots, world.k, world.k),
     "append of k and v with other strides": lambda world: world.pool.append(0, world.slots, world.k, world.strided),
     "gather": lambda world: world.pool.gather(0, world.many, 300),
+    "decode of trees": lambda world: world.decode(custom_mask=[np.ones((2, 2), bool), None]),
+    "decode of bits": lambda world: world.decode(custom_mask=np.full(4, 255, np.uint8)),
+    "decode with every result": lambda world: world.decode(return_lse=True, return_block_scores=True),
     "page": lambda world: world.pool.page(3),
     "numpy": lambda world: world.pool.numpy(),
     "dlpack": lambda world: world.pool.__dlpack__(),
