@@ -30,7 +30,8 @@ cdef class PrefixCache:
 
     allocator   whose blocks these are; the cache holds one reference to each block that it keeps
     block_size  tokens per block, from 1 to 1,024
-    policy      who is evicted first: "lru", "lfu", "s3fifo", "arc" or "gittins", our own
+    policy      who is evicted first: "lru", "lfu", "s3fifo", "arc", "gittins", our own, or
+                "priority", as given to `cache_blocks`
     max_events  how many events wait at most to be drained (see `drain_events`); 0: none are noted
     hash_bits   bits of the block hashes that count; fewer than 64 only to force collisions in tests
 
@@ -171,11 +172,13 @@ cdef class PrefixCache:
         self.cached.c_reserve_path(n)
         return self.cached.c_walk(root, &row[0], n, True) * self.block_size
 
-    def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=()):
+    def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), priority=0):
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache.
 
         tokens  those of the sequence from its first on, whose keys and values the blocks hold: as in `match_prefix`
         blocks  ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
+
+        priority  of the blocks that are new, from 0, the first to be evicted, to 255; for the policy "priority" alone
 
         The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
         that one stays, and the sequence's own remains the sequence's alone. Raises `InvalidBlock` for a block that is
@@ -187,6 +190,7 @@ cdef class PrefixCache:
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         cdef int32_t root
+        cdef int level = self.level_of(priority)
         key = root_key(cache_salt, extra_keys)
         if n == 0:
             return 0
@@ -199,9 +203,11 @@ cdef class PrefixCache:
             cached.order.c_reserve(n)
             root = cached.table.root(key)
             cached.c_pin(root)
+            cached.order.priority = level
             try:
                 return cached.c_publish(root, &row[0], ids.ids, n)
             finally:
+                cached.order.priority = 0
                 cached.c_unpin(root)
         finally:
             release_ids(&ids)
@@ -286,6 +292,14 @@ cdef class PrefixCache:
     def snapshot(self):
         """All that is cached, as a `PrefixSnapshot` to begin a mirror with. O(nodes). Raises as `drain_events`."""
         return self.log().snapshot()
+
+    cdef int level_of(self, priority) except -1:
+        level = operator.index(priority)
+        if not 0 <= level <= 255:
+            raise ValueError(f"a priority must be from 0 to 255, not {level}")
+        if level and not self.cached.order.takes_priority:
+            raise ValueError(f"policy {self.policy} takes no priority but 0, not {level}")
+        return level
 
     cdef EventLog log(self):
         if self.cached.log is None:

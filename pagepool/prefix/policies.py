@@ -7,6 +7,7 @@ from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.lfu import LfuPolicy
 from pagepool.prefix.lru import LruPolicy
 from pagepool.prefix.policy import EvictionPolicy
+from pagepool.prefix.priority import PriorityPolicy
 from pagepool.prefix.s3fifo import S3FifoPolicy
 
 __all__ = ["POLICIES"]
@@ -17,4 +18,5 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "s3fifo": S3FifoPolicy,
     "arc": ArcPolicy,
     "gittins": GittinsPolicy,
+    "priority": PriorityPolicy,
 }

@@ -10,6 +10,8 @@ cdef class EvictionPolicy:
     cdef int64_t capacity  # blocks that the cache could have at most
     cdef NodeList lists[256]
     cdef int num_lists
+    cdef bint takes_priority
+    cdef int priority  # of the nodes that come next, from 0 to 255
 
     # Room for n more calls of c_insert and c_touch, which then cannot fail. Pointers into the policy end here.
     cdef int c_reserve(self, int64_t n) except -1

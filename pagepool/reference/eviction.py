@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Arc", "Lfu", "Lru", "S3Fifo"]
+__all__ = ["Arc", "Lfu", "Lru", "Priority", "S3Fifo"]
 
 
 def oldest(nodes: dict[Any, None]) -> Any:
@@ -20,6 +20,8 @@ def oldest(nodes: dict[Any, None]) -> Any:
 
 class Lru:
     """Least recently used; what the others build on: some lists, and the list that each node is in."""
+
+    priority = 0  # of the nodes that come next
 
     def __init__(self, capacity: int, num_lists: int = 1) -> None:
         self.capacity = capacity
@@ -82,6 +84,22 @@ class Lfu(Lru):
 
     def touch(self, node: Any) -> None:
         self.move(node, min(255, self.place[node] + 1))
+
+    def victim(self) -> Any:
+        return next((oldest(nodes) for nodes in self.lists if nodes), None)
+
+
+class Priority(Lru):
+    """By the priority that a node was cached with, from 0 to 255, then least recently used."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 256)
+
+    def insert(self, node: Any) -> None:
+        self.move(node, self.priority)
+
+    def touch(self, node: Any) -> None:
+        self.move(node, self.place[node])
 
     def victim(self) -> Any:
         return next((oldest(nodes) for nodes in self.lists if nodes), None)

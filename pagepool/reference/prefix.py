@@ -122,7 +122,15 @@ class PrefixCache:
             node, count = child, count + 1
         return count * self.block_size
 
-    def cache_blocks(self, tokens: Any, blocks: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
+    def cache_blocks(
+        self,
+        tokens: Any,
+        blocks: Any,
+        *,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+        priority: int = 0,
+    ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
         keys, ids = self._keys(tokens), [int(block) for block in blocks]
         if len(ids) < len(keys):
@@ -133,8 +141,10 @@ class PrefixCache:
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
             raise InvalidBlock("a block is cached already, for other tokens, or given twice")
         self.allocator.share(taken)
+        self._order.priority = priority
         for node, block in fresh:
             self._put(node, block)
+        self._order.priority = 0
         return len(fresh)
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:

@@ -131,7 +131,7 @@ def test_no_policy_passes_the_bound():
     random = np.random.default_rng(3)
     rows = [np.arange(1 + int(9 * random.random()), dtype=np.int32) + 10 * int(random.integers(8)) for _ in range(300)]
     for capacity in (5, 20, 40):
-        for policy in ("lru", "lfu", "s3fifo", "arc", "gittins"):
+        for policy in ("lru", "lfu", "s3fifo", "arc", "gittins", "priority"):
             assert hits(policy, rows, capacity) <= best(rows, capacity)
 
 
@@ -146,3 +146,30 @@ def test_the_bound_refuses_what_is_no_pass(ids, ends, capacity, match):
 
 def test_the_bound_of_nothing_is_nothing():
     assert belady_pass(np.empty(0, np.int32), np.empty(0, np.int64), 5) == (0, 0)
+
+
+def test_the_lowest_priority_goes_first_whatever_was_used_last():
+    cache = PrefixCache(BlockAllocator(8), 1, "priority")
+    for token, priority in ((1, 9), (2, 0), (3, 255), (4, 9)):
+        block = cache.allocator.allocate()
+        cache.cache_blocks([token], [block], priority=priority)
+        cache.allocator.free(block)
+    cache.allocator.free(cache.match_prefix([1]))
+    assert cache.evict(1) == 1 and tokens_of(cache) == [1, 3, 4]
+    assert cache.evict(1) == 1 and tokens_of(cache) == [3, 4]
+    assert cache.evict(1) == 1 and tokens_of(cache) == [3]
+    assert cache.evict(1) == 1 and tokens_of(cache) == []
+    with pytest.raises(ValueError, match="from 0 to 255, not 256"):
+        cache.cache_blocks([1], [0], priority=256)
+    with pytest.raises(ValueError, match="policy lru takes no priority but 0, not 3"):
+        PrefixCache(BlockAllocator(8), 1).cache_blocks([1], [0], priority=3)
+
+
+def tokens_of(cache):
+    """Which of the prompts of one token, 1 to 4, are cached; each counts as used, lowest first."""
+    found = []
+    for token in (1, 2, 3, 4):
+        blocks = cache.match_prefix([token])
+        found += [token] * len(blocks)
+        cache.allocator.free(blocks)
+    return found

@@ -7,7 +7,7 @@ import pytest
 
 from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout, PagedSeqState, PoolError, PrefixCache
 
-POLICIES = ["lru", "lfu", "s3fifo", "arc", "gittins"]
+POLICIES = ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"]
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_keys_of_other_types_are_refused(cache, names, message):
 def test_wrong_construction_and_numbers_are_refused(cache):
     with pytest.raises(ValueError, match="block_size must be from 1 to 1024, not 0"):
         PrefixCache(cache.allocator, 0)
-    with pytest.raises(ValueError, match="policy must be one of lru, lfu, s3fifo, arc, gittins, not 'fifo'"):
+    with pytest.raises(ValueError, match="policy must be one of lru, lfu, s3fifo, arc, gittins, priority, not 'fifo'"):
         PrefixCache(cache.allocator, 4, "fifo")
     with pytest.raises(ValueError, match="cannot evict -1 blocks"):
         cache.evict(-1)

@@ -21,7 +21,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(0, 12),
         block_size=st.integers(1, 3),
-        policy=st.sampled_from(["lru", "lfu", "s3fifo", "arc", "gittins"]),
+        policy=st.sampled_from(["lru", "lfu", "s3fifo", "arc", "gittins", "priority"]),
         hash_bits=st.sampled_from([0, 1, 64]),
     )
     def begin(self, capacity, block_size, policy, hash_bits):
@@ -35,8 +35,8 @@ class PrefixMachine(RuleBasedStateMachine):
         assert np.array_equal(got, getattr(self.plain, method)(*arguments, **names))
         return got
 
-    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS, publish=st.booleans())
-    def prompt(self, tokens, salt, keys, publish):
+    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS, publish=st.booleans(), priority=st.sampled_from([0, 7, 255]))
+    def prompt(self, tokens, salt, keys, publish, priority):
         """As an engine serves it: match, make room, take the other blocks, cache them; the blocks are held."""
         names = {"cache_salt": salt, "extra_keys": keys}
         blocks = self.both("match_prefix", tokens, **names).tolist()
@@ -50,7 +50,8 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.plain.allocator.allocate_n(missing).tolist() == fresh
         blocks += fresh
         if publish:
-            self.both("cache_blocks", tokens, blocks, **names)
+            priority = priority if self.ours.policy == "priority" else 0
+            self.both("cache_blocks", tokens, blocks, priority=priority, **names)
         self.running.append(blocks)
 
     @rule(tokens=TOKENS, salt=SALTS, keys=KEYS)
@@ -113,7 +114,7 @@ class TestPrefixMachine(PrefixMachine.TestCase):
     )
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
 def test_a_long_pass_agrees_with_the_reference(policy):
     random = np.random.default_rng(5)
     ours = PrefixCache(BlockAllocator(60), 2, policy, hash_bits=4)
