@@ -67,7 +67,6 @@ cdef class PagedSeqState(PagedTable):
         self.allocator = allocator
         self.block_size = size
         self.max_blocks_per_seq = maximum
-        self.table = self.memory
         self.c_blocks = <int32_t *>self.memory.base
         if label is not None:
             self.label = label

@@ -26,8 +26,7 @@ cdef class PagedTable(Holder):
     cdef int64_t call  # the last batch call that saw this sequence: finds one that is given twice
     cdef int64_t pending  # tokens that this call appends to it
     cdef PageBuffer memory
-    cdef int32_t *c_blocks  # == memory.base == &table[0]
-    cdef int32_t[::1] table
+    cdef int32_t *c_blocks  # == memory.base: the table
     cdef SavedTable *saved  # of the innermost open transaction, or NULL
 
     # All return PP_OK or have changed nothing. PP_INVALID_ARGUMENT: a number is below 0, a length above the present or
