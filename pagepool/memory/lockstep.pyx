@@ -1,6 +1,5 @@
 """Appending the same tokens to the block tables of one sequence, each of them with its own window: all or none."""
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_OK, PP_OVER_MAXIMUM
@@ -33,16 +32,22 @@ cdef bint can_move(PagedSeqState state, int32_t place) noexcept:
     )
 
 
-cdef int move(PagedSeqState state, int64_t position, set moved) except -1:
-    """Takes what lies before the position out of the table; its reference goes to whoever it is due to."""
+cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, int64_t count) noexcept:
+    """Takes what lies before the position out of the table; its reference goes to whoever it is due to.
+
+    `moved` are the next that new tokens will have, in the order of the tables; returns how many of them it met.
+    """
+    cdef int64_t met = 0
     cdef int32_t i, block, first = first_kept(state, position)
     for i in range(state.first_block, first):
         block = state.c_blocks[i]
-        if block not in moved and (state.saved == NULL or not saved_takes(state.saved, i, block)):
+        if met < count and moved[met] == block:
+            met += 1
+        elif state.saved == NULL or not saved_takes(state.saved, i, block):
             state.allocator.c_free(block)
         state.c_blocks[i] = -1
     state.first_block = first
-    return 0
+    return met
 
 
 def append_each(list states not None, n, list positions not None):
@@ -58,9 +63,11 @@ def append_each(list states not None, n, list positions not None):
     cdef Py_ssize_t i, k
     cdef int32_t place
     cdef PageBuffer blocks
-    cdef Py_buffer view
     cdef list counts = [], slots = [], allocators = [], plans, spare
-    cdef set moved
+    cdef int64_t met
+    cdef int64_t[::1] starts = np.array(positions, dtype=np.int64)
+    cdef list views = []
+    cdef int64_t[::1] row
     cdef bint moves = False
     for i in range(len(states)):
         state = <PagedSeqState?>states[i]
@@ -71,7 +78,9 @@ def append_each(list states not None, n, list positions not None):
             raise state.failed(PP_OVER_MAXIMUM, state.length + number, 0)
         counts.append(wanted)
         moves = moves or wanted > 0 or first_kept(state, positions[i]) > state.first_block
-        slots.append(empty(number, INT64))
+        row = empty(number, INT64)
+        slots.append(row.base)
+        views.append(row)
         if not any([state.allocator is known for known in allocators]):
             allocators.append(state.allocator)
     if moves:
@@ -89,19 +98,20 @@ def append_each(list states not None, n, list positions not None):
                             spare.append(state.c_blocks[place])
             blocks = PageBuffer(total, "i")
             own = min(len(spare), total)
-            plans[k] = (allocator, blocks, set(spare[:own]), own, total)
+            plans[k] = (allocator, blocks, own, total)
             for i in range(own):
                 (<int32_t *>blocks.base)[i] = spare[i]
         for k in range(len(plans)):  # only now is anything taken, and nothing else can fail
-            allocator, blocks, _, own, total = plans[k]
+            allocator, blocks, own, total = plans[k]
             if total > own and allocator.c_allocate_n(<int32_t>(total - own), <int32_t *>blocks.base + own) != PP_OK:
-                give_back(plans[:k])
+                give_back(plans, k)
                 raise exhausted(total - own, allocator.c_available(), allocator.max_capacity)
-        for allocator, blocks, moved, _, total in plans:
+        for allocator, blocks, own, total in plans:
+            met = 0
             for i in range(len(states)):
                 state = <PagedSeqState>states[i]
                 if state.allocator is allocator:
-                    move(state, positions[i], moved)
+                    met += move(state, starts[i], <int32_t *>blocks.base + met, own - met)
             used = 0
             for i in range(len(states)):
                 state = <PagedSeqState>states[i]
@@ -115,18 +125,19 @@ def append_each(list states not None, n, list positions not None):
             state.c_append_taken(number, NULL)
     for i in range(len(states)):
         state = <PagedSeqState>states[i]
-        PyObject_GetBuffer(slots[i], &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-        state.c_slots(state.length - number, number, <int64_t *>view.buf)
-        PyBuffer_Release(&view)
+        if number:
+            row = views[i]
+            state.c_slots(state.length - number, number, &row[0])
     return slots
 
 
-cdef int give_back(list plans) except -1:
+cdef int give_back(list plans, Py_ssize_t count) except -1:
     """What was taken for the allocators before one that had too little."""
     cdef BlockAllocator allocator
     cdef PageBuffer blocks
     cdef int64_t own, total
-    for allocator, blocks, _, own, total in reversed(plans):
+    for count in range(count - 1, -1, -1):
+        allocator, blocks, own, total = plans[count]
         while total > own:
             total -= 1
             allocator.c_free((<int32_t *>blocks.base)[total])

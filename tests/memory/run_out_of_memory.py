@@ -23,6 +23,7 @@ from pagepool import (
     decode,
 )
 from pagepool.memory.block_tables import append_batch, release_batch
+from pagepool.memory.lockstep import append_each
 
 PROMPT = list(range(400))
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
@@ -83,6 +84,7 @@ OPERATIONS = {
     "reserve": lambda world: world.child.ensure_capacity(900),
     "fork": lambda world: world.parent.fork(),
     "adopt": lambda world: PagedSeqState(world.allocator, 4).adopt(world.many, 400),
+    "append to groups": lambda world: append_each(world.states, 300, [4, 0]),
     "begin a transaction": lambda world: world.parent.begin(),
     "owners": lambda world: world.allocator.owners(),
     "truncate": lambda world: world.parent.truncate(2),
