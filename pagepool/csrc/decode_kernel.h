@@ -58,6 +58,30 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
             v_store(s + g * PP_TILE + (first + j) * PP_LANES, v_mul(v_add(even[g * NV + j], odd[g * NV + j]), scale));
 }
 
+/* Adds p V of one or both of two neighbouring tokens: FIRST, SECOND say which are seen. */
+PP_INLINE void PP_NAME(value_pair)(const int HEADS, const int NV, const int HALF, const int FIRST, const int SECOND,
+                                   const unsigned char *rows, const int width, int column, const float *weight,
+                                   pp_v *sum) {
+    pp_v a[8], b[8];
+    PP_UNROLL for (int j = 0; j < NV; j++) {
+#if PP_HALF_TAIL
+        if (HALF)
+            LOAD2_HALF(rows, width, column, &a[j], &b[j]);
+        else
+#endif
+            LOAD2(rows, width, column + j * PP_LANES, &a[j], &b[j]);
+    }
+    (void)HALF;
+    if (FIRST)
+        PP_UNROLL for (int g = 0; g < HEADS; g++)
+            PP_UNROLL for (int j = 0; j < NV; j++)
+                sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE]), a[j], sum[g * NV + j]);
+    if (SECOND)
+        PP_UNROLL for (int g = 0; g < HEADS; g++)
+            PP_UNROLL for (int j = 0; j < NV; j++)
+                sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + 1]), b[j], sum[g * NV + j]);
+}
+
 /* Adds p V of tokens [from, to) to NV vectors of dims, from `column` of V's dims on, which lies in a run that is
  * `width` dims wide. */
 PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, const pp_tile *tile, const int width,
@@ -71,38 +95,31 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
             if (rescale) sum[g * NV + j] = v_mul(sum[g * NV + j], v_set1(rescale[g]));
         }
     const int pair_bytes = 2 * width * PP_ITEM;
+    const int64_t v_bytes = (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
     for (int i = 0; i * PP_GROUP < to; i++) {
         const int left = to - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
         const int before = from - i * PP_GROUP, first = before > 0 ? before : 0;
-        const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run, *half = tile->next_k[i] + run;
-        const unsigned char *end = tile->v[i] + (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
-        const float *weight = p + i * PP_GROUP;
         if (first >= tokens) continue;
-        for (int t = 0; t < tokens; t += 2, rows += pair_bytes, ahead += pair_bytes, half += pair_bytes) {
-            pp_v a[8], b[8];
-            if (prefetch)
-                prefetch_walk(prefetch, pair_bytes, ahead, half, later(rows, PP_NEAR, end, tile->next_k[i]),
-                              later(rows, PP_NEARER, end, tile->next_k[i]));
-            if (t + 1 < first) continue;
-            PP_UNROLL for (int j = 0; j < NV; j++) {
-#if PP_HALF_TAIL
-                if (HALF)
-                    LOAD2_HALF(rows, width, column % PP_V_RUN, &a[j], &b[j]);
-                else
-#endif
-                    LOAD2(rows, width, column % PP_V_RUN + j * PP_LANES, &a[j], &b[j]);
-            }
-            if (t >= first) /* else the first row is not seen */
-                PP_UNROLL for (int g = 0; g < HEADS; g++)
-                    PP_UNROLL for (int j = 0; j < NV; j++)
-                        sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + t]), a[j], sum[g * NV + j]);
-            if (t + 1 == tokens) break; /* the second row is not the sequence's */
-            PP_UNROLL for (int g = 0; g < HEADS; g++)
-                PP_UNROLL for (int j = 0; j < NV; j++)
-                    sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + t + 1]), b[j], sum[g * NV + j]);
+        int t = first & ~1;
+        const int64_t at = run + t / 2 * pair_bytes, next_run = run + (int64_t)PP_GROUP * width * PP_ITEM;
+        const unsigned char *rows = tile->v[i] + at, *end = tile->v[i] + v_bytes;
+        const unsigned char *ahead = (prefetch ? tile->next_v[i] : tile->v[i]) + at, *half = tile->next_k[i] + at;
+        const unsigned char *near = next_run < v_bytes ? rows + (next_run - run) : tile->next_k[i] + (at - run);
+        const float *weight = p + i * PP_GROUP + t;
+        if (first & 1) { /* the second row alone is seen */
+            PP_NAME(value_pair)(HEADS, NV, HALF, 0, 1, rows, width, column % PP_V_RUN, weight, sum);
+            t += 2, weight += 2, rows += pair_bytes, ahead += pair_bytes, half += pair_bytes, near += pair_bytes;
         }
+        for (; t + 1 < tokens; t += 2, weight += 2, rows += pair_bytes) {
+            if (prefetch) {
+                prefetch_walk(prefetch, pair_bytes, ahead, half, near, rows + (rows + PP_NEARER < end ? PP_NEARER : 0));
+                ahead += pair_bytes, half += pair_bytes, near += pair_bytes;
+            }
+            PP_NAME(value_pair)(HEADS, NV, HALF, 1, 1, rows, width, column % PP_V_RUN, weight, sum);
+        }
+        if (t < tokens) /* the second row is not the sequence's */
+            PP_NAME(value_pair)(HEADS, NV, HALF, 1, 0, rows, width, column % PP_V_RUN, weight, sum);
     }
-    (void)HALF;
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++)
             v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
@@ -131,30 +148,30 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
 PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
                              int prefetch) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
-    float rescale[PP_MAX_HEADS];
+    float rescale[PP_RESCALES];
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
     const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
     int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
-    for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS))
-        PP_NAME(scores)(HEADS, score_vectors(HEADS), tile, vector, q, q_step, s, prefetch);
+    const int pass = score_heads(HEADS), last = HEADS - pass; /* two passes at most */
+    for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS)) {
+        PP_NAME(scores)(pass, score_vectors(HEADS), tile, vector, q, q_step, s, prefetch);
+        if (last)
+            PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + 2 * pass, q_step, s + pass * PP_TILE, 0);
+    }
     for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, q_step, s, prefetch);
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
-    int rescaled = 0;
+    int above = 0;
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        pp_v highest = v_load(s + g * PP_TILE);
+        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
+        above |= v_any_above(highest, m[g]);
+    }
+    if (above) raise_maxima(HEADS, s, m, rows, tile->row_stride, rescale);
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE, *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
-        pp_v x[VECTORS], highest = v_load(row);
-        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(row + j * PP_LANES));
-        rescale[g] = 1.0f;
-        if (__builtin_expect(v_any_above(highest, m[g]), 0)) {
-            const float higher = v_highest(highest);
-            rescale[g] = exp_one(m[g] - higher);
-            m[g] = higher;
-            for (int j = 0; j < SUMS; j++)
-                v_store(sums + j * PP_LANES, v_mul(v_load(sums + j * PP_LANES), v_set1(rescale[g])));
-            rescaled = 1;
-        }
         const pp_v shift = v_set1(shift_of(m[g]));
+        pp_v x[VECTORS];
         PP_UNROLL for (int j = 0; j < VECTORS; j++) {
             x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
             v_store(row + j * PP_LANES, x[j]);
@@ -162,7 +179,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
         PP_UNROLL for (int j = 0; j < SUMS; j++)
             v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
     }
-    const float *scales = rescaled ? rescale : NULL;
+    const float *scales = above ? rescale : NULL;
     if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
     const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     if (!tile->next_v[0]) prefetch = PP_PREFETCH_NONE;

@@ -28,19 +28,51 @@ static inline float exp_one(float x) {
 /* What scores are shifted by: the maximum, or 0 while every score is -inf: exp(-inf - shift) is 0 then and not NaN. */
 PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-/* tanh(x): a polynomial near 0 (Cephes), by exp elsewhere. */
-PP_INLINE pp_v v_tanh(pp_v x) {
-    const pp_v one = v_set1(1.0f), border = v_set1(0.625f);
-    const pp_v size = v_max(x, v_sub(v_set1(0.0f), x)); /* a NaN in x is kept */
-    const pp_v e = v_exp(v_mul(size, v_set1(-2.0f))), far = v_div(v_sub(one, e), v_add(one, e));
-    const pp_v small = v_sub(v_set1(0.0f), v_max(v_set1(-0.625f), v_sub(v_set1(0.0f), size)));
-    const pp_v z = v_mul(small, small);
+/* Raises the running maxima of `heads` heads to those of their scores s where these are higher: rescale becomes
+ * exp(old - new), or 1, of each head, and its running sums are scaled.  Rare but in a chunk's first tiles: all heads at
+ * once, so that neither the exps nor the branches are one head's. */
+enum { PP_RESCALES = (PP_MAX_HEADS + PP_LANES - 1) / PP_LANES * PP_LANES };
+static __attribute__((noinline)) void raise_maxima(int heads, const float *s, float *m, float *rows, int64_t row_stride,
+                                                   float *rescale) {
+    for (int g = 0; g < PP_RESCALES; g++) rescale[g] = 0.0f;
+    for (int g = 0; g < heads; g++) {
+        pp_v highest = v_load(s + g * PP_TILE);
+        for (int t = PP_LANES; t < PP_TILE; t += PP_LANES) highest = v_max(highest, v_load(s + g * PP_TILE + t));
+        if (!v_any_above(highest, m[g])) continue;
+        const float higher = v_highest(highest);
+        rescale[g] = m[g] - higher;
+        m[g] = higher;
+    }
+    for (int g = 0; g < heads; g += PP_LANES) v_store(rescale + g, v_exp(v_load(rescale + g)));
+    for (int g = 0; g < heads; g++) {
+        float *sums = rows + (g + 1) * row_stride - PP_GROUP;
+        const pp_v scale = v_set1(rescale[g]);
+        for (int i = 0; i < PP_GROUP; i += PP_LANES) v_store(sums + i, v_mul(v_load(sums + i), scale));
+    }
+}
+
+/* tanh(x) for 0 <= x < 0.625. */
+PP_INLINE pp_v tanh_near(pp_v x) {
+    const pp_v z = v_mul(x, x);
     pp_v p = v_set1(-5.70498872745e-3f);
     p = v_fma(p, z, v_set1(2.06390887954e-2f));
     p = v_fma(p, z, v_set1(-5.37397155531e-2f));
     p = v_fma(p, z, v_set1(1.33314422036e-1f));
     p = v_fma(p, z, v_set1(-3.33332819422e-1f));
-    const pp_v near = v_fma(v_mul(p, z), small, small);
+    return v_fma(v_mul(p, z), x, x);
+}
+
+/* tanh(x): a polynomial near 0 (Cephes), by exp elsewhere. */
+PP_INLINE pp_v v_tanh(pp_v x) {
+    const pp_v one = v_set1(1.0f), border = v_set1(0.625f);
+    const pp_v size = v_max(x, v_sub(v_set1(0.0f), x)); /* a NaN in x is kept */
+    if (!v_any_above(size, 0.62499994f)) { /* the float below 0.625: no lane is far, which is the rule */
+        const pp_v y = tanh_near(size);
+        return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
+    }
+    const pp_v e = v_exp(v_mul(size, v_set1(-2.0f))), far = v_div(v_sub(one, e), v_add(one, e));
+    const pp_v small = v_sub(v_set1(0.0f), v_max(v_set1(-0.625f), v_sub(v_set1(0.0f), size)));
+    const pp_v near = tanh_near(small);
     const pp_v y = v_add(v_zero_below(far, size, border), v_sub(near, v_zero_below(near, size, border)));
     return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
 }

@@ -43,9 +43,9 @@ PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-/* Prefetches `bytes` (whole lines) at each of the places that are read later: a head's visit later, half a visit later
- * and PP_NEAR or PP_NEARER bytes later.  The next head's or page's are found through the block table; hardware
- * prefetchers stop at the end of a 4 KB page and know nothing of the table. */
+/* Prefetches `bytes` (whole lines) at each of the places that are read later: a head's visit later, half a visit later,
+ * a run of V or PP_NEAR bytes later and PP_NEARER bytes later.  The next head's or page's are found through the block
+ * table; hardware prefetchers stop at the end of a 4 KB page and know nothing of the table. */
 enum { PP_NEAR = 2048, PP_NEARER = 512 };
 PP_INLINE void prefetch_walk(int mode, int bytes, const unsigned char *visit, const unsigned char *half,
                              const unsigned char *near, const unsigned char *nearer) {
@@ -59,12 +59,6 @@ PP_INLINE void prefetch_walk(int mode, int bytes, const unsigned char *visit, co
         prefetch_into_l2(near, bytes);
         prefetch_into_l1(nearer, bytes);
     }
-}
-
-/* The place `distance` bytes after `at` in bytes that end at `end` and go on at `next`. */
-PP_INLINE const unsigned char *later(const unsigned char *at, int64_t distance, const unsigned char *end,
-                                     const unsigned char *next) {
-    return distance < end - at ? at + distance : next + (distance - (end - at));
 }
 
 #endif

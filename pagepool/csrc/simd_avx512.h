@@ -79,6 +79,8 @@ static inline pp_v v_load_f16(const uint16_t *from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
-/* Accumulators that fit into 32 registers: score vectors (two chains each) and value vectors for a number of heads. */
+/* Accumulators that fit into 32 registers: heads of a pass over the scores and vectors of each (two
+ * chains each), value vectors, for a number of heads. */
+static inline int score_heads(int heads) { return heads; }
 static inline int score_vectors(int heads) { return heads <= 6 ? 2 : 1; }
 static inline int value_vectors(int heads) { return heads <= 6 ? 4 : 2; }

@@ -55,6 +55,8 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
 static inline void v_store_f16(uint16_t *to, pp_v a) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 static inline pp_v v_load_f16(const uint16_t *from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 
-/* Accumulators that fit into 32 registers: score vectors (two chains each) and value vectors for a number of heads. */
+/* Accumulators that fit into 32 registers: heads of a pass over the scores and vectors of each (two
+ * chains each), value vectors, for a number of heads. */
+static inline int score_heads(int heads) { return heads; }
 static inline int score_vectors(int heads) { return heads <= 2 ? 4 : heads <= 4 ? 2 : 1; }
 static inline int value_vectors(int heads) { return heads <= 3 ? 8 : heads <= 6 ? 4 : 2; }
