@@ -13,7 +13,6 @@ cdef class PrefixCache:
     cdef long long looked_up
     cdef long long hits
 
-    cdef int level_of(self, priority) except -1
     cdef EventLog log(self)
     cdef object match(self, tokens, cache_salt, extra_keys, bint in_part)
     cdef object __weakref__

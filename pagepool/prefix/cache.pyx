@@ -1,13 +1,14 @@
 """PrefixCache: blocks of finished and running prompts, found again by the tokens that they hold."""
 
 cimport cython
-from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
 from pagepool.prefix.cached_blocks cimport CachedBlocks
 from pagepool.prefix.event_log cimport EventLog
+from pagepool.prefix.terms cimport time_key
 
 import operator
 
@@ -172,13 +173,16 @@ cdef class PrefixCache:
         self.cached.c_reserve_path(n)
         return self.cached.c_walk(root, &row[0], n, True) * self.block_size
 
-    def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), priority=0):
+    def cache_blocks(
+        self, tokens, blocks, *, cache_salt=None, extra_keys=(), priority=0, ttl=None, double now=0.0
+    ):
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache.
 
         tokens  those of the sequence from its first on, whose keys and values the blocks hold: as in `match_prefix`
         blocks  ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
 
         priority  of the blocks that are new, from 0, the first to be evicted, to 255; for the policy "priority" alone
+        ttl       how long from `now` on they have it, until `expire` is told that time, then it is 0; None: for good
 
         The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
         that one stays, and the sequence's own remains the sequence's alone. Raises `InvalidBlock` for a block that is
@@ -190,7 +194,8 @@ cdef class PrefixCache:
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         cdef int32_t root
-        cdef int level = self.level_of(priority)
+        cdef int level = self.cached.order.level_of(priority, self.policy)
+        cdef uint64_t end = self.cached.order.end_of(ttl, now, self.policy)
         key = root_key(cache_salt, extra_keys)
         if n == 0:
             return 0
@@ -200,17 +205,36 @@ cdef class PrefixCache:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
             cached.c_reserve_path(2 * n)
             cached.table.reserve(n + 1)
+            cached.order.priority = level
+            cached.order.end = end
             cached.order.c_reserve(n)
             root = cached.table.root(key)
             cached.c_pin(root)
-            cached.order.priority = level
             try:
                 return cached.c_publish(root, &row[0], ids.ids, n)
             finally:
-                cached.order.priority = 0
                 cached.c_unpin(root)
         finally:
+            cached.order.priority = 0
+            cached.order.end = 0
             release_ids(&ids)
+
+    def expire(self, double now):
+        """Tells the time: blocks whose priority ends by `now` get priority 0, as used just now; returns how many.
+
+        As in `PrefixPins`, times are the caller's, here floats, and nothing ends unless it is told; one earlier than
+        the last changes nothing. O(1) amortised a block. Raises `ValueError` when `now` is no number.
+
+        >>> from pagepool import BlockAllocator
+        >>> cache = PrefixCache(BlockAllocator(4), 1, "priority")
+        >>> cache.cache_blocks([7, 8], cache.allocator.allocate_n(2), priority=9, ttl=60.0, now=100.0)
+        2
+        >>> cache.expire(159.9), cache.expire(160.0)
+        (0, 2)
+        """
+        if now != now:
+            raise ValueError("now must be a time, not nan")
+        return self.cached.order.c_expire(time_key(now))
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
         """One prompt of a pure cache pass; returns how many of its leading full blocks were cached.
@@ -292,14 +316,6 @@ cdef class PrefixCache:
     def snapshot(self):
         """All that is cached, as a `PrefixSnapshot` to begin a mirror with. O(nodes). Raises as `drain_events`."""
         return self.log().snapshot()
-
-    cdef int level_of(self, priority) except -1:
-        level = operator.index(priority)
-        if not 0 <= level <= 255:
-            raise ValueError(f"a priority must be from 0 to 255, not {level}")
-        if level and not self.cached.order.takes_priority:
-            raise ValueError(f"policy {self.policy} takes no priority but 0, not {level}")
-        return level
 
     cdef EventLog log(self):
         if self.cached.log is None:

@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagepool.prefix.node cimport NodeList
 from pagepool.prefix.node_table cimport NodeTable
@@ -12,8 +12,10 @@ cdef class EvictionPolicy:
     cdef int num_lists
     cdef bint takes_priority
     cdef int priority  # of the nodes that come next, from 0 to 255
+    cdef uint64_t end  # of their priority, a time_key of pagepool.prefix.terms; 0: never
 
-    # Room for n more calls of c_insert and c_touch, which then cannot fail. Pointers into the policy end here.
+    # Room for n more calls of c_insert and c_touch, which then cannot fail; after that of the table, and with `end` as
+    # it will be. Pointers into the policy end here.
     cdef int c_reserve(self, int64_t n) except -1
 
     # The interface: O(1) each, amortised. Nodes are given from the head of a prefix to its tail.
@@ -28,6 +30,8 @@ cdef class EvictionPolicy:
     cdef int32_t c_victim(self) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept
+    # The time is `now`, a time_key: how many priorities ended. Those that ended first go back first.
+    cdef int64_t c_expire(self, uint64_t now) noexcept
 
     # The same for all: out of the lists and back in at the recent end of the list it was in.
     cdef void c_unlink(self, int32_t node) noexcept
@@ -38,6 +42,10 @@ cdef class EvictionPolicy:
     cdef void c_move(self, int32_t node, int list) noexcept
     cdef void c_keep_ghost(self, int32_t node, int list) noexcept
     cdef void c_forget_oldest(self, int list) noexcept
+
+    # What `priority` and `end` are for arguments of `cache_blocks`, which are refused by all policies but one.
+    cdef int level_of(self, priority, str name) except -1
+    cdef uint64_t end_of(self, ttl, double now, str name) except? 0
 
     cdef void c_clear(self) noexcept
     cdef str audit(self, int32_t num_linked)

@@ -1,10 +1,13 @@
 """EvictionPolicy: what every policy has, and the four methods that make one."""
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
 from pagepool.prefix.node_table cimport NodeTable
+from pagepool.prefix.terms cimport time_key
+
+import operator
 
 __all__ = ["EvictionPolicy"]
 
@@ -40,6 +43,9 @@ cdef class EvictionPolicy:
     cdef void c_evicted(self, int32_t node) noexcept:
         self.c_unlink(node)
 
+    cdef int64_t c_expire(self, uint64_t now) noexcept:
+        return 0
+
     cdef void c_unlink(self, int32_t node) noexcept:
         list_remove(&self.lists[self.table.nodes[node].list], self.table.nodes, node)
 
@@ -66,6 +72,27 @@ cdef class EvictionPolicy:
         list_remove(&self.lists[list], self.table.nodes, node)
         self.table.nodes[node].ghost = 0
         self.table.c_collect(node)
+
+    cdef int level_of(self, priority, str name) except -1:
+        level = operator.index(priority)
+        if not 0 <= level <= 255:
+            raise ValueError(f"a priority must be from 0 to 255, not {level}")
+        if level and not self.takes_priority:
+            raise ValueError(f"policy {name} takes no priority but 0, not {level}")
+        return level
+
+    cdef uint64_t end_of(self, ttl, double now, str name) except? 0:
+        cdef double span
+        if ttl is None:
+            return 0
+        if not self.takes_priority:
+            raise ValueError(f"policy {name} takes no ttl but None, not {ttl}")
+        span = ttl
+        if not span >= 0:
+            raise ValueError(f"ttl must be 0 or more, not {ttl}")
+        if now + span != now + span:
+            raise ValueError(f"ttl and now must add up to a time, not {ttl} and {now}")
+        return time_key(now + span)
 
     cdef void c_clear(self) noexcept:
         cdef int list

@@ -130,6 +130,8 @@ class PrefixCache:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
         priority: int = 0,
+        ttl: float | None = None,
+        now: float = 0.0,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
         keys, ids = self._keys(tokens), [int(block) for block in blocks]
@@ -142,10 +144,15 @@ class PrefixCache:
             raise InvalidBlock("a block is cached already, for other tokens, or given twice")
         self.allocator.share(taken)
         self._order.priority = priority
+        self._order.end = None if ttl is None else now + ttl
         for node, block in fresh:
             self._put(node, block)
-        self._order.priority = 0
+        self._order.priority, self._order.end = 0, None
         return len(fresh)
+
+    def expire(self, now: float) -> int:
+        """Tells the time: blocks whose priority ends by `now` get priority 0; returns how many."""
+        return self._order.expire(now)
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""

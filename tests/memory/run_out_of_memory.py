@@ -52,6 +52,8 @@ class World:
         self.ssm = SsmStatePool.from_layout(STATES, 3)
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
+        self.terms = PrefixCache(self.allocator, 4, "priority")
+        self.terms.cache_blocks(PROMPT[:40], self.many, priority=7, ttl=5)
 
     def decode(self, **options):
         """The last two tokens of two sequences that share their blocks."""
@@ -64,6 +66,7 @@ class World:
         self.allocator.check()
         self.ssm.check()
         self.cache.check()
+        self.terms.check()
         states = [(state.len, state.blocks) for state in self.states]
         counts = [self.allocator.ref_count(b) for b in range(110)]
         return states, counts, self.allocator.free_count, self.ssm.free_count, bytes(memoryview(self.pool))
@@ -114,6 +117,8 @@ OPERATIONS = {
     "cache_blocks under a new salt": lambda world: world.cache.cache_blocks(
         PROMPT[:80], world.many[20:], cache_salt="s"
     ),
+    "cache_blocks for a time": lambda world: world.terms.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
+    "end of priorities": lambda world: world.terms.expire(5),
     "pass through the cache": lambda world: world.cache.touch(PROMPT[::-1]),
     "evict": lambda world: world.cache.evict(100),
     "reset of the cache": lambda world: world.cache.reset_prefix_cache(),

@@ -41,5 +41,5 @@ def test_every_allocation_may_fail(tmp_path):
     wrong = {name: what for name, what in results.items() if not isinstance(what, int)}
     assert not wrong
     spared = {name for name, failures in results.items() if failures == 0}
-    assert spared <= {"allocate", "reserve", "truncate", "lend"}
+    assert spared <= {"allocate", "reserve", "truncate", "lend", "end of priorities"}
     assert len(results) > 25 and sum(results.values()) > 100

@@ -28,6 +28,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.block_size = block_size
         self.ours = PrefixCache(BlockAllocator(capacity), block_size, policy, hash_bits=hash_bits)
         self.plain = PlainCache(PlainAllocator(capacity), block_size, policy)
+        self.clock = -3.0
         self.running = []  # the references of sequences: lists of blocks, the same on both sides
 
     def both(self, method, *arguments, **names):
@@ -35,8 +36,16 @@ class PrefixMachine(RuleBasedStateMachine):
         assert np.array_equal(got, getattr(self.plain, method)(*arguments, **names))
         return got
 
-    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS, publish=st.booleans(), priority=st.sampled_from([0, 7, 255]))
-    def prompt(self, tokens, salt, keys, publish, priority):
+    @rule(
+        tokens=TOKENS,
+        salt=SALTS,
+        keys=KEYS,
+        publish=st.booleans(),
+        priority=st.sampled_from([0, 7, 255]),
+        ttl=st.sampled_from([None, 0, 1, 1.5, 3, 40]),
+        late=st.sampled_from([0, 0, 2, -2]),
+    )
+    def prompt(self, tokens, salt, keys, publish, priority, ttl, late):
         """As an engine serves it: match, make room, take the other blocks, cache them; the blocks are held."""
         names = {"cache_salt": salt, "extra_keys": keys}
         blocks = self.both("match_prefix", tokens, **names).tolist()
@@ -50,8 +59,9 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.plain.allocator.allocate_n(missing).tolist() == fresh
         blocks += fresh
         if publish:
-            priority = priority if self.ours.policy == "priority" else 0
-            self.both("cache_blocks", tokens, blocks, priority=priority, **names)
+            if self.ours.policy == "priority":
+                names |= {"priority": priority, "ttl": ttl, "now": self.clock - late}
+            self.both("cache_blocks", tokens, blocks, **names)
         self.running.append(blocks)
 
     @rule(tokens=TOKENS, salt=SALTS, keys=KEYS)
@@ -74,6 +84,11 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 5))
     def evict(self, n):
         self.both("evict", n)
+
+    @rule(by=st.sampled_from([0, 0.5, 1, 2, 30, -1]))
+    def expire(self, by):
+        self.clock += by
+        self.both("expire", self.clock)
 
     @rule()
     def reset(self):
