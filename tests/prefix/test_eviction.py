@@ -190,6 +190,10 @@ def test_a_priority_ends_when_its_time_has_come_and_is_told():
     cache.allocator.free(held)
     assert cache.evict(1) == 1 and tokens_of(cache) == [4]
     cache.check()
+    keep(cache, 1, priority=255, ttl=1, now=2e9)
+    assert cache.evict(2) == 2  # before its time
+    cache.check()
+    assert cache.expire(1e10) == 0
 
 
 def test_priorities_end_in_the_order_of_their_times_whenever_that_is_told():
