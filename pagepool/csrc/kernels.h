@@ -6,8 +6,9 @@
 #include "view.h"
 
 /* Where to prefetch, as measured on shuffled pages.  Intel server cores (16 line fill buffers in L1) gain 5 to 20 %
- * with L2, AMD's Zen 5 with L1.  Zen 3 and 4 have 24 such buffers, too few, and drop a prefetch into L2 while its queue
- * of about 48 is full: each line is asked for again on the way, ever nearer, and the last time into L1. */
+ * with L2, AMD's Zen 5 with L1.  Zen 4 gains most when each line is asked for again on the way, ever nearer, and the
+ * last time into L1: presumably L1 has too few buffers, and a prefetch into L2 is dropped while their queue is full.
+ * Zen 3, of the same family, is taken to be alike. */
 enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT };
 int pp_prefetch_mode(void);
 
