@@ -91,11 +91,13 @@ san-c: $(VENV)/.build
 	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build_clib
 	for name in program variants stress; do $(CC) $(CAPI_FLAGS) -fsanitize=address,undefined tests/capi/$$name.c \
 		build/address-undefined/temp*/libpagepool.a -lm -o build/address-undefined/$$name || exit 1; done
-	$(CC) $(CAPI_FLAGS) -fsanitize=thread tests/capi/stress.c build/thread/temp*/libpagepool.a -lm -o build/thread/stress
+	for name in stress threads; do $(CC) $(CAPI_FLAGS) -fsanitize=thread tests/capi/$$name.c \
+		build/thread/temp*/libpagepool.a -lm -o build/thread/$$name || exit 1; done
 	for isa in $$(build/address-undefined/program | cut -d" " -f3-); do for name in program variants; do \
 		PAGEPOOL_ISA=$$isa UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/$$name || exit 1; done; done
 	UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/stress 3
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/stress 2
+	TSAN_OPTIONS=die_after_fork=0 $$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/threads 40
 
 STEPS ?= 1000000
 pressure-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS steps; SEED=N repeats a run

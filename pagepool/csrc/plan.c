@@ -26,9 +26,14 @@
 
 enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
 
+/* An element takes about as long to come from memory as so many products; a thread more pays from about 6 us of work
+ * on, which is what it may take to wake it. */
+enum { PRODUCTS_PER_FETCH = 4, PRODUCTS_PER_THREAD = 1 << 18 };
+
 typedef struct measures {
     int64_t num_chunks, num_blocks, num_queries; /* of all sequences */
     int64_t num_records;                         /* elements of all records */
+    double products;                             /* what computing takes, or fetching if that takes longer */
     int64_t row_stride, row_elements;            /* of a row in a record: its sums; all that a row has */
     int64_t blocks_per_chunk;                    /* 0 unless scores are asked for */
     int32_t most_queries;                        /* of a sequence */
@@ -73,6 +78,7 @@ static int64_t record_of(const measures *all, int32_t num_qo_heads, int32_t num_
 /* Adds a sequence to the totals; the place of its ids and records is what the totals were before. */
 static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int32_t num_queries, measures *all) {
     const int64_t rows = (int64_t)num_queries * args->num_qo_heads;
+    const int64_t fetching = (int64_t)PRODUCTS_PER_FETCH * args->pool->layout.num_kv_heads;
     int64_t records;
     if (seq_len < 0 || num_queries < 0 || rows > INT32_MAX) return PP_INVALID_ARGUMENT;
     const extent seen = extent_of(args, seq_len, num_queries);
@@ -82,6 +88,9 @@ static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int32
     all->num_chunks += seen.end_chunk - seen.first_chunk;
     all->num_blocks += seen.end_block - seen.first_block;
     if (num_queries > all->most_queries) all->most_queries = num_queries;
+    all->products += (double)(seen.end_block - seen.first_block) * args->pool->layout.block_size *
+                     (args->pool->layout.head_dim + args->pool->layout.v_head_dim) *
+                     (double)(rows > fetching ? rows : fetching);
     if (__builtin_mul_overflow(seen.end_chunk - seen.first_chunk, record_of(all, args->num_qo_heads, num_queries),
                                &records) ||
         __builtin_add_overflow(records, all->num_records, &all->num_records))
@@ -359,10 +368,15 @@ static void run_range(void *plan, int64_t begin, int64_t end) { pp_decode_run(pl
 pp_status pp_decode(const pp_decode_args *args, int num_threads) {
     pp_decode_args cut = *args;
     pp_decode_plan plan;
+    measures all;
     size_t bytes;
     void *workspace;
+    pp_status status = measure(&cut, &all);
+    if (status != PP_OK) return status;
+    if (num_threads > 1 + all.products / PRODUCTS_PER_THREAD)
+        num_threads = (int)(1 + all.products / PRODUCTS_PER_THREAD);
     cut.num_threads = num_threads;
-    pp_status status = pp_decode_workspace(&cut, &bytes);
+    status = pp_decode_workspace(&cut, &bytes);
     if (status != PP_OK) return status;
     if (posix_memalign(&workspace, ALIGN, bytes)) return PP_NO_MEMORY;
     status = pp_decode_plan_init(&plan, &cut, workspace, bytes);

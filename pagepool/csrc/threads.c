@@ -1,4 +1,4 @@
-/* threads.c: the worker threads behind pp_parallel_for.
+/* threads.c: the worker threads behind pp_parallel_for.  Linux: workers sleep on a futex.
  *
  * One job at a time.  `gate` says which, whether it still takes workers, and how many are in it:
  *
@@ -6,23 +6,29 @@
  *
  * A worker enters by adding 1 to an open gate and leaves by taking 1 away.  The caller works too; when no unit is left
  * it closes the gate and waits until nobody is inside.  A worker that has not come by then (its core is busy) is not
- * waited for: it finds the gate closed.  So a job's fields are only read between entering and leaving. */
+ * waited for: it finds the gate closed.  So a job's fields are only read between entering and leaving.
+ *
+ * A job of one layer may take 20 us, waking a thread 2 to 60 (most where a virtual CPU has halted).  So a worker that
+ * has left spins for 50 us, since the next layer's job may come by then, and sleeps afterwards.  It does not spin where
+ * that is in the caller's way, on the caller's own CPU: the scheduler puts it there when the other CPUs are busy. */
 #define _GNU_SOURCE
 #include "pagepool/threads.h"
 
-#include <errno.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #define OPEN ((uint64_t)1 << 31)
 #define INSIDE(gate) ((gate) & (OPEN - 1))
 #define NUMBER(gate) ((gate) >> 32)
 
-enum { SPIN_NS = 50000, PAUSES_PER_LOOK = 64, STACK_BYTES = 1 << 20 };
+enum { SPIN_NS = 50000, PAUSES_PER_LOOK = 64, PAUSES_AT_END = 256, STACK_BYTES = 1 << 20, LINE = 64 };
 
 typedef struct job {
     void (*body)(void *context, int64_t begin, int64_t end);
@@ -32,15 +38,16 @@ typedef struct job {
     _Atomic int64_t next;
 } job;
 
+/* What spinning workers read, what sleeping ones wait for and what all write while they work: a cache line each. */
 static struct {
     pthread_mutex_t caller;  /* held by the one thread whose job the workers do */
-    pthread_mutex_t sleep;
-    pthread_cond_t wake;
-    int num_workers;         /* started so far; only its holder of `caller` changes it */
+    int num_workers;         /* started so far; only the holder of `caller` changes it */
+    _Alignas(LINE) _Atomic uint64_t gate;
+    _Atomic int caller_cpu;  /* where the last job was given */
+    _Alignas(LINE) _Atomic uint32_t bell; /* rung at each job; the futex of sleeping workers */
     _Atomic int num_sleeping;
-    _Atomic uint64_t gate;
-    job job;
-} pool = {.caller = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    _Alignas(LINE) job job;
+} pool = {.caller = PTHREAD_MUTEX_INITIALIZER};
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -70,7 +77,16 @@ static void work(job *job) {
     }
 }
 
-/* Spins until the gate shows another job than `seen` (returns it) or 50 us have passed; sleeps then. */
+/* Waits until the bell no longer shows `seen`, or for less. */
+static void await_bell(uint32_t seen) {
+    syscall(SYS_futex, &pool.bell, FUTEX_WAIT | FUTEX_PRIVATE_FLAG, seen, NULL, NULL, 0);
+}
+
+static void ring_bell(int num_woken) {
+    syscall(SYS_futex, &pool.bell, FUTEX_WAKE | FUTEX_PRIVATE_FLAG, num_woken, NULL, NULL, 0);
+}
+
+/* Returns the gate when it shows another job than `seen`: spins at first, then sleeps. */
 static uint64_t await_job(uint64_t seen) {
     int64_t until = now_ns() + SPIN_NS;
     uint64_t gate;
@@ -80,12 +96,17 @@ static uint64_t await_job(uint64_t seen) {
             if (NUMBER(gate) != seen) return gate;
             relax();
         }
-    while (now_ns() < until);
-    pthread_mutex_lock(&pool.sleep);
+    while (sched_getcpu() != atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed) && now_ns() < until);
+    /* No job is slept through: the caller changes gate and bell and then looks for sleepers, we say that we sleep and
+     * then look at bell and gate. */
     atomic_fetch_add(&pool.num_sleeping, 1);
-    while (NUMBER(gate = atomic_load(&pool.gate)) == seen) pthread_cond_wait(&pool.wake, &pool.sleep);
+    for (;;) {
+        const uint32_t bell = atomic_load(&pool.bell);
+        gate = atomic_load(&pool.gate);
+        if (NUMBER(gate) != seen) break;
+        await_bell(bell);
+    }
     atomic_fetch_sub(&pool.num_sleeping, 1);
-    pthread_mutex_unlock(&pool.sleep);
     return gate;
 }
 
@@ -111,8 +132,6 @@ static void *worker(void *unused) {
 /* After fork only the calling thread exists: the child starts with no workers and nobody's job. */
 static void forget_workers(void) {
     pthread_mutex_init(&pool.caller, NULL);
-    pthread_mutex_init(&pool.sleep, NULL);
-    pthread_cond_init(&pool.wake, NULL);
     pool.num_workers = 0;
     atomic_store(&pool.num_sleeping, 0);
     atomic_store(&pool.gate, 0);
@@ -151,20 +170,19 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
     pool.job.num_units = num_units;
     pool.job.num_threads = num_threads;
     atomic_store_explicit(&pool.job.next, 0, memory_order_relaxed);
+    atomic_store_explicit(&pool.caller_cpu, sched_getcpu(), memory_order_relaxed);
     uint64_t number = NUMBER(atomic_load_explicit(&pool.gate, memory_order_relaxed)) + 1;
     atomic_store(&pool.gate, (number & 0xffffffffu) << 32 | OPEN);
-    if (atomic_load(&pool.num_sleeping)) {
-        pthread_mutex_lock(&pool.sleep);
-        pthread_cond_broadcast(&pool.wake);
-        pthread_mutex_unlock(&pool.sleep);
-    }
+    atomic_fetch_add(&pool.bell, 1);
+    const int sleeping = atomic_load(&pool.num_sleeping), missing = num_threads - 1 - (pool.num_workers - sleeping);
+    if (missing > 0) ring_bell(missing);
     work(&pool.job);
     atomic_fetch_and_explicit(&pool.gate, ~OPEN, memory_order_relaxed);
-    for (int spins = 0; INSIDE(atomic_load_explicit(&pool.gate, memory_order_acquire)); spins++)
-        if (spins < 4096)
+    for (int pauses = 0; INSIDE(atomic_load_explicit(&pool.gate, memory_order_acquire)); pauses++)
+        if (pauses < PAUSES_AT_END)
             relax();
         else
-            sched_yield();
+            sched_yield(); /* it may be waiting for this CPU */
     pthread_mutex_unlock(&pool.caller);
 }
 

@@ -1,0 +1,115 @@
+/* threads.c: pp_parallel_for runs every unit exactly once: with workers that spin, sleep or are on their way, with
+ * fewer CPUs than threads, from several callers at once, from within itself and in the child of a fork.
+ *
+ * Argument: rounds (default 200). */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "pagepool/threads.h"
+
+#define CHECK(condition)                                                         \
+    do {                                                                         \
+        if (!(condition)) {                                                      \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);      \
+            exit(1);                                                             \
+        }                                                                        \
+    } while (0)
+
+enum { MOST_UNITS = 100, CALLERS = 4 };
+
+typedef struct job {
+    int64_t num_units;
+    int ns_per_unit, nested;
+    atomic_int runs[MOST_UNITS];
+} job;
+
+static int rounds = 200;
+
+static void wait_ns(int64_t ns) {
+    struct timespec begin, now;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    do
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    while ((now.tv_sec - begin.tv_sec) * (int64_t)1000000000 + now.tv_nsec - begin.tv_nsec < ns);
+}
+
+static void check_job(int num_threads, int64_t num_units, int ns_per_unit, int nested);
+
+static void body(void *context, int64_t begin, int64_t end) {
+    job *job = context;
+    CHECK(0 <= begin && begin < end && end <= job->num_units);
+    for (int64_t unit = begin; unit < end; unit++) {
+        atomic_fetch_add(&job->runs[unit], 1);
+        if (job->ns_per_unit) wait_ns(job->ns_per_unit);
+    }
+    if (job->nested) check_job(3, 5, 0, 0);
+}
+
+static void check_job(int num_threads, int64_t num_units, int ns_per_unit, int nested) {
+    job job = {.num_units = num_units, .ns_per_unit = ns_per_unit, .nested = nested};
+    pp_parallel_for(num_threads, num_units, body, &job);
+    for (int64_t unit = 0; unit < MOST_UNITS; unit++) CHECK(atomic_load(&job.runs[unit]) == (unit < num_units));
+}
+
+static void check_all_kinds(void) {
+    static const int64_t counts[] = {0, 1, 2, 3, 7, MOST_UNITS};
+    static const int threads[] = {-1, 0, 1, 2, 3, 9};
+    for (int round = 0; round < rounds; round++) {
+        const int kind = round % 36;
+        check_job(threads[kind / 6], counts[kind % 6], round % 5 == 0 ? 2000 : 0, round % 7 == 0);
+        if (round % 3 == 1) wait_ns(30000);                                     /* they spin */
+        if (round % 11 == 2) nanosleep(&(struct timespec){0, 200000}, NULL);    /* they sleep */
+    }
+}
+
+static void *caller(void *unused) {
+    check_all_kinds();
+    return unused;
+}
+
+static void check_fork(void) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (!child) {
+        check_all_kinds();
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+/* More threads than CPUs: workers come on the caller's own. */
+static void check_one_cpu(void) {
+    cpu_set_t before, one;
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    int cpu = 0;
+    while (!CPU_ISSET(cpu, &before)) cpu++;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+    CHECK(getenv("PAGEPOOL_NUM_THREADS") || pp_default_num_threads() == 1);
+    check_all_kinds();
+    check_fork(); /* all workers of the child inherit the one CPU */
+    CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) rounds = atoi(argv[1]);
+    check_all_kinds();
+    check_one_cpu();
+    pthread_t threads[CALLERS];
+    for (int i = 0; i < CALLERS; i++) CHECK(pthread_create(&threads[i], NULL, caller, NULL) == 0);
+    for (int i = 0; i < CALLERS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+    check_fork();
+    pp_threads_quiesce();
+    check_all_kinds();
+    printf("ok %d rounds\n", rounds);
+    return 0;
+}
