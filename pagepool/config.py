@@ -18,6 +18,7 @@ CHOICES = {
     "schedule": ("chunked", "prefill-first"),
     "policy": ("priority", "fcfs", "lpm", "fair"),
     "admission": ("prompt", "whole"),
+    "cache_outputs": ("full", "end"),
 }
 RUNGS = ("partial", "swap")
 MAX_HEAD_DIM = 1024
@@ -192,6 +193,8 @@ class SchedulerConfig:
                           policy, and none is preempted for one; None: no such bound
     admission             "prompt": a request is admitted when its prompt fits; "whole": when all that it may ever need
                           fits beside what the others may, so that nothing is preempted
+    cache_outputs         with a prefix cache, when others may find the blocks of what a request generates: "full": as
+                          soon as they are; "end": when it has ended or given way. Those of prompts always at once
     lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
     tenants               what each tenant may have; one that is not named has no bounds and weight 1
     ladder                how a sequence may give way, besides being recomputed whole: "partial": it gives only the
@@ -213,6 +216,7 @@ class SchedulerConfig:
     policy: str = "priority"
     max_wait_steps: int | None = 10_000
     admission: str = "prompt"
+    cache_outputs: str = "full"
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
     ladder: tuple[str, ...] = ()

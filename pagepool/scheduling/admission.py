@@ -87,6 +87,7 @@ class Admission:
         elif found:
             self._account.cut(seq.kv, kept)
         seq._fed = kept
+        seq._kept = self._account.blocks_for(kept)
         return False
 
     def _fits(self, seq: Sequence, now: int) -> bool:

@@ -18,24 +18,28 @@ class Cohort:
     member may still get before the first one is at its limit. Prefills run beside a cohort and join it with their first
     token. Whatever breaks the step (a token by `append_token`, a finish from outside, a sequence without a token, a
     pool that is out, more sequences than places) settles it, and it is over; the next plain `commit` forms a new one.
+
+    With a `block_size` it tells who has filled a block: a member fills one whenever its `_fed`, which stays, and
+    `steps` add up to a multiple of that, so that it has its place in one of as many lists.
     """
 
     drafts = None  # there is no lookahead in a cohort
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    def __init__(self, sequences: list[Sequence], block_size: int = 0) -> None:
         self.steps = 0
+        self._block_size = block_size
         self._batch: ScheduledBatch | None = None
         self._tokens: list[int] | None = None
         self._clear()
         self.join(sequences)
 
     @classmethod
-    def form(cls, sequences: list[Sequence]) -> Cohort | None:
+    def form(cls, sequences: list[Sequence], block_size: int = 0) -> Cohort | None:
         """A cohort of `sequences`; None unless each decodes and has exactly one token to feed."""
         for seq in sequences:
             if seq.state is not SeqState.DECODING or seq.total_tokens - seq._fed != 1:
                 return None
-        return cls(sequences)
+        return cls(sequences, block_size)
 
     @property
     def ready(self) -> bool:
@@ -76,6 +80,8 @@ class Cohort:
         for seq in sequences:
             seq._fed -= self.steps
             seq._cohort = self
+            if self._block_size:
+                self._phases[-seq._fed % self._block_size].append(seq)
         self.sequences += sequences
         self.seq_ids += [seq.id for seq in sequences]
         self.states += [seq.kv for seq in sequences if seq.kv is not None]
@@ -83,6 +89,15 @@ class Cohort:
         self._limits += [seq._max_output for seq in sequences]
         self._tokens = (self._tokens or []) + [seq.output_tokens[-1] for seq in sequences]
         self._room = min(self._rooms(), default=0)
+
+    def filled(self) -> list[Sequence]:
+        """The members whose last step ended with a block."""
+        if not self._block_size:
+            return []
+        phase = self.steps % self._block_size
+        here = [seq for seq in self._phases[phase] if seq._cohort is self]
+        self._phases[phase] = here
+        return here
 
     def settle(self) -> None:
         """Write `_fed` of every member and end the cohort: it has no members from then on."""
@@ -116,4 +131,5 @@ class Cohort:
         self._outputs: list[list[int]] = []
         self._limits: list[int] = []
         self._tokens = []
+        self._phases: list[list[Sequence]] = [[] for _ in range(self._block_size)]
         self._room = 0

@@ -155,6 +155,7 @@ class PressureLadder:
             account.give_back([seq.kv])
             seq.kv = None
         seq._fed = keep
+        seq._kept = account.blocks_for(keep)
         if was_active:
             seq.state = SeqState.PREEMPTED
             seq.num_preemptions += 1

@@ -54,10 +54,12 @@ class Sequence:
         "_cohort",
         "_counted",
         "_fed",
+        "_kept",
         "_max_output",
         "_prefill_end",
         "_rank",
         "_row",
+        "_row_end",
         "_swapped",
         "cache_salt",
         "extra_keys",
@@ -104,8 +106,11 @@ class Sequence:
         # Set by the scheduler when it takes the request in: its place in every order, and the step that it came in.
         self._rank: Rank = (1, 0, seq_id)
         self._arrived = 0
-        # The prompt as the prefix cache reads it; None without a cache.
+        # Its first `_row_end` tokens as the prefix cache reads them, None without a cache, and how many of its leading
+        # blocks the cache was given or has given.
         self._row: Any = None
+        self._row_end = len(prompt_tokens)
+        self._kept = 0
         # Whether the quota of its tenant counts it, and its pages in the swap file.
         self._counted = False
         self._swapped: Any = None

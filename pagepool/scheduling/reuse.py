@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from pagepool.prefix.keys import root_key, token_row
+from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
+from pagepool.scheduling.cohort import Cohort
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["NoReuse", "PrefixReuse", "open_reuse"]
@@ -15,6 +17,8 @@ __all__ = ["NoReuse", "PrefixReuse", "open_reuse"]
 
 class NoReuse:
     """No cache: nothing is found and nothing is kept."""
+
+    block_size = 0
 
     def row(self, seq: Sequence) -> None:
         return None
@@ -28,21 +32,28 @@ class NoReuse:
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         return None
 
+    def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
+        return None
+
 
 class PrefixReuse:
     """Blocks of a prefix cache in the sequences of an account.
 
-    A block is published when its last token is stored for certain: prompt blocks when the step that filled them is
-    committed, those of outputs when the sequence ends or gives way. A block that a sequence holds is never evicted.
+    A block is published when its last token is stored for certain: when the step that filled it is committed, or, if it
+    holds outputs and `outputs` is "end", when the sequence ends or gives way. A block that a sequence holds is never
+    evicted.
     """
 
-    def __init__(self, cache: Any, account: BlockAccount) -> None:
+    def __init__(self, cache: Any, account: BlockAccount, outputs: str) -> None:
         if cache.allocator is not account.allocator:
             raise ValueError("the prefix cache and the pool must have one allocator")
         if cache.block_size != account.block_size:
             raise ValueError(f"the prefix cache has blocks of {cache.block_size} tokens, the pool {account.block_size}")
         self._cache = cache
         self._account = account
+        self._prompts_only = outputs == "end"
+        # Of the blocks that a cohort is to tell when they are full.
+        self.block_size = 0 if self._prompts_only else account.block_size
         account.cache = cache
 
     def row(self, seq: Sequence) -> Any:
@@ -53,7 +64,7 @@ class PrefixReuse:
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of the prompt of `seq` that are cached. Changes nothing."""
-        count: int = self._cache.cached_tokens(seq._row, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        count: int = self._cache.cached_tokens(self._prompt(seq), cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
         return count
 
     def adopt(self, seq: Sequence) -> bool:
@@ -77,6 +88,7 @@ class PrefixReuse:
             seq.kv = account.open(seq.max_tokens, seq.id)
             account.adopt(seq.kv, blocks)
             seq._fed = seq.kv.len
+            seq._kept = len(blocks)
         finally:
             self._cache.allocator.free(blocks)
         return True
@@ -88,19 +100,44 @@ class PrefixReuse:
             tokens = self._tokens(seq, full * self._account.block_size)
             blocks = seq.kv.block_table[:full]
             self._cache.cache_blocks(tokens, blocks, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        seq._kept = full
+
+    def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
+        """Keep the blocks that `batch`, which was run, has filled. Its decodes are the members of `cohort`, if there is
+        one: it knows who has filled a block."""
+        decodes = batch.num_decodes
+        if not self._prompts_only:
+            sequences = batch._sequences if cohort is None else cohort.filled() + batch._sequences[decodes:]
+            size = self._account.block_size
+            for seq in sequences:
+                if seq.kv is not None and (fed := seq.fed) // size > seq._kept:
+                    self.publish(seq, fed)
+            return
+        for seq in batch._sequences[decodes:]:
+            if seq.kv is not None:
+                self.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
+
+    def _prompt(self, seq: Sequence) -> Any:
+        return seq._row[: len(seq.prompt_tokens)]
 
     def _tokens(self, seq: Sequence, count: int) -> Any:
         """The first `count` tokens."""
-        prompt = len(seq.prompt_tokens)
-        if count <= prompt:
-            return seq._row[:count]
-        return np.concatenate([seq._row, np.array(seq.output_tokens[: count - prompt], np.int32)])
+        end = seq._row_end
+        if count > end:
+            if len(seq._row) < seq.max_tokens:
+                row = np.empty(seq.max_tokens, np.int32)
+                row[:end] = seq._row[:end]
+                seq._row = row
+            prompt = len(seq.prompt_tokens)
+            seq._row[end:count] = seq.output_tokens[end - prompt : count - prompt]
+            seq._row_end = count
+        return seq._row[:count]
 
 
-def open_reuse(cache: Any, account: BlockAccount | NoBlocks) -> PrefixReuse | NoReuse:
-    """For a `PrefixCache` over the pool of `account`, or None."""
+def open_reuse(cache: Any, account: BlockAccount | NoBlocks, outputs: str) -> PrefixReuse | NoReuse:
+    """For a `PrefixCache` over the pool of `account`, or None; `outputs` as in `SchedulerConfig.cache_outputs`."""
     if cache is None:
         return NoReuse()
     if not isinstance(account, BlockAccount):
         raise ValueError("a prefix cache needs a pool with blocks")
-    return PrefixReuse(cache, account)
+    return PrefixReuse(cache, account, outputs)

@@ -77,7 +77,7 @@ class Scheduler(Roster):
         self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
         self._active = ActiveSequences(account.blocks_for)
         self._tenants = Tenants(config, account.blocks_for)
-        self._reuse = open_reuse(prefix_cache, account)
+        self._reuse = open_reuse(prefix_cache, account, config.cache_outputs)
         shared = (self._waiting, self._active, account, self._reuse, self._tenants)
         self._ladder = PressureLadder(config, self._sequences, *shared, swap)
         self._admission = Admission(config, *shared, self._ladder)
@@ -210,7 +210,7 @@ class Scheduler(Roster):
             if got:
                 self._cohort.join(got)
         elif len(got) == self._active.size - self._active.num_prefills and self._active.size <= self._places:
-            self._cohort = None if self.config.lookahead else Cohort.form(got)
+            self._cohort = None if self.config.lookahead else Cohort.form(got, self._reuse.block_size)
 
     def _next_step(self) -> ScheduledBatch:
         """The batch of this step; empty when there is none."""
@@ -239,9 +239,7 @@ class Scheduler(Roster):
         self._out = None
         if self.config.lookahead:
             rewind(batch, self._account)
-        for seq in batch._sequences[batch.num_decodes :]:
-            if seq.kv is not None:
-                self._reuse.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
+        self._reuse.publish_filled(batch, self._cohort)
 
     def _step_of_cohort(self, cohort: Cohort) -> ScheduledBatch | None:
         """The step of all decodes in lockstep and all prefills; None when that is not the step to take, or when the

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from marked_engine import LAYOUT, Engine
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, reference
@@ -63,6 +65,52 @@ def test_outputs_are_kept_when_the_sequence_ends():
     run_to_end(scheduler)
     assert cache.cached_tokens([0, 1, 2, *[7] * 9]) == 8
     assert scheduler._account.allocator.in_use == cache.num_cached == 2
+
+
+@pytest.mark.parametrize(("outputs", "found"), [("full", 12), ("end", 4)])
+def test_a_branch_begins_with_what_its_trunk_has_generated_so_far(outputs, found):
+    scheduler, _ = make(cache_outputs=outputs)
+    trunk = scheduler.add_request(range(6), 40)
+    for _ in range(8):
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [7])
+    for end in (50, 51):
+        scheduler.add_request([*scheduler.get_sequence(trunk).all_tokens, end], 40)
+    batch = scheduler.schedule()
+    assert [scheduler.get_sequence(seq_id).num_cached for seq_id in (2, 3)] == [found, found]
+    assert [len(tokens) for tokens in batch.tokens] == [1, 15 - found, 15 - found]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([2, 8]), st.sampled_from([0, 2]), st.integers(8, 40))
+def test_every_full_block_that_was_committed_is_cached_at_once(data, places, lookahead, blocks):
+    """However the tokens came: in lockstep, by turns, with drafts, one by one, or not at all in this step."""
+    config = {"max_batch_sequences": places, "lookahead": lookahead, "max_prefill_tokens": 6, "watermark": 0}
+    scheduler, cache = make(blocks, **config)
+    for number in range(data.draw(st.integers(1, 5))):
+        prompt = [number] * data.draw(st.integers(1, 9))
+        scheduler.add_request(prompt, len(prompt) + data.draw(st.integers(1, 20)))
+    for _ in range(60):
+        batch = scheduler.schedule()
+        way = data.draw(st.sampled_from(["commit", "commit", "commit", "none", "append", "abort"]))
+        if way == "append":
+            for seq_id, wants in zip(batch.seq_ids, batch.wants_token, strict=True):
+                if wants:
+                    scheduler.append_token(seq_id, 7)
+            continue  # the next step says that this one was run
+        if way == "abort" and not batch.is_empty:
+            scheduler.remove_sequence(data.draw(st.sampled_from(batch.seq_ids)))
+        scheduler.commit(
+            batch,
+            [None if way == "none" else [7] * (1 + slots) for slots in batch.lookahead]
+            if lookahead and not any(batch.is_prefill)
+            else [7] * len(batch),
+        )
+        for seq in list(scheduler._sequences.values()):
+            if seq.kv is not None:
+                known = cache.cached_tokens([*seq.all_tokens[: seq.fed], 99])
+                assert known == seq.fed // BLOCK * BLOCK
+    cache.check()
 
 
 def test_an_abort_in_the_middle_of_a_step_keeps_nothing_of_that_step():
