@@ -1,5 +1,5 @@
 cimport cython
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
@@ -34,19 +34,42 @@ cdef extern from *:
     int32_t pp_get_count(int32_t *count) nogil
 
 
+# Of a keeper of blocks, see pagepool.memory.kept; `next` is another keeper's.
+cdef struct KeptCounts:
+    uint8_t *marks
+    int64_t idle[256]
+    KeptCounts *next
+
+
+# The count of a block fell to 1, or rose from it.
+cdef inline void count_idle(KeptCounts *kept, int32_t block, int change) noexcept nogil:
+    while kept != NULL:
+        if kept.marks[block]:
+            kept.idle[kept.marks[block]] += change
+        kept = kept.next
+
+
 @cython.final
 cdef class BlockAllocator(IdSpace):
     # The equations are those of IdSpace.
     cdef pp_regions *regions
+    cdef KeptCounts *kept  # of all keepers, with the lock held
 
-    # These two are inlined into whoever calls them, which saves a third of their time. Waiting is not, so that callers
-    # need not link the library; and pointers serve here, since the caller's directives decide on checks of memoryviews.
+    # These are inlined into whoever calls them, which saves a third of their time. Waiting is not, so that callers need
+    # not link the library; and pointers serve here, since the caller's directives decide on checks of memoryviews.
 
     # PP_EXHAUSTED when none is free.
     cdef inline pp_status c_allocate(self, int32_t *block) noexcept nogil:
-        cdef int32_t taken
+        cdef pp_status status
         if not pp_lock_try(&self.lock):
             self.c_wait_for_lock()
+        status = self.c_take(block)
+        pp_lock_release(&self.lock)
+        return status
+
+    # With the lock held.
+    cdef inline pp_status c_take(self, int32_t *block) noexcept nogil:
+        cdef int32_t taken
         if self.num_freed:
             self.num_freed -= 1
             taken = self.c_freed[self.num_freed]
@@ -54,10 +77,8 @@ cdef class BlockAllocator(IdSpace):
             taken = self.taken
             self.taken += 1
         else:
-            pp_lock_release(&self.lock)
             return PP_EXHAUSTED
         self.c_counts[taken] = 1
-        pp_lock_release(&self.lock)
         block[0] = taken
         return PP_OK
 
@@ -65,19 +86,26 @@ cdef class BlockAllocator(IdSpace):
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil
     # PP_INVALID_BLOCK for one that is out of range or free.
     cdef inline pp_status c_free(self, int32_t block) noexcept nogil:
-        cdef pp_status status = PP_INVALID_BLOCK
-        cdef int32_t count
+        cdef pp_status status
         if not pp_lock_try(&self.lock):
             self.c_wait_for_lock()
-        if <unsigned int>block < <unsigned int>self.taken and self.c_counts[block]:
-            count = self.c_counts[block] - 1
-            pp_set_count(&self.c_counts[block], count)
-            if count == 0:
-                self.c_freed[self.num_freed] = block
-                self.num_freed += 1
-            status = PP_OK
+        status = self.c_give_back(block)
         pp_lock_release(&self.lock)
         return status
+
+    # With the lock held.
+    cdef inline pp_status c_give_back(self, int32_t block) noexcept nogil:
+        cdef int32_t count
+        if <unsigned int>block >= <unsigned int>self.taken or self.c_counts[block] == 0:
+            return PP_INVALID_BLOCK
+        count = self.c_counts[block] - 1
+        pp_set_count(&self.c_counts[block], count)
+        if count == 0:
+            self.c_freed[self.num_freed] = block
+            self.num_freed += 1
+        elif count == 1 and self.kept != NULL:
+            count_idle(self.kept, block, 1)
+        return PP_OK
 
     cdef void c_wait_for_lock(self) noexcept nogil
 

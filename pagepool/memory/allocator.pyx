@@ -157,34 +157,45 @@ cdef class BlockAllocator(IdSpace):
             pp_set_count(&counts[block], count)
             freed[num_freed] = block
             num_freed += count == 0
+            if count == 1 and self.kept != NULL:
+                count_idle(self.kept, block, 1)
         if done < n:
             for i in range(done - 1, -1, -1):
                 count = counts[blocks[i]]
                 num_freed -= count == 0
                 pp_set_count(&counts[blocks[i]], count + 1)
+                if count == 1 and self.kept != NULL:
+                    count_idle(self.kept, blocks[i], -1)
         self.num_freed = num_freed
         pp_lock_release(&self.lock)
         return PP_OK if done == n else PP_INVALID_BLOCK
 
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
+        cdef int32_t *counts = self.c_counts
         cdef pp_status status = PP_OK
         cdef Py_ssize_t i = 0
-        cdef int32_t count
+        cdef int32_t block, count
         pp_lock_acquire(&self.lock)
         while i < n:
-            if <unsigned int>blocks[i] >= <unsigned int>self.taken or self.ref_counts[blocks[i]] == 0:
+            block = blocks[i]
+            if <unsigned int>block >= <unsigned int>self.taken or counts[block] == 0:
                 status = PP_INVALID_BLOCK
                 break
-            count = self.ref_counts[blocks[i]]
+            count = counts[block]
             if count == INT32_MAX:
                 status = PP_OVER_MAXIMUM
                 break
-            pp_set_count(&self.ref_counts[blocks[i]], count + 1)
+            pp_set_count(&counts[block], count + 1)
+            if count == 1 and self.kept != NULL:
+                count_idle(self.kept, block, -1)
             i += 1
         if status != PP_OK:
             while i > 0:
                 i -= 1
-                pp_set_count(&self.ref_counts[blocks[i]], self.ref_counts[blocks[i]] - 1)
+                count = counts[blocks[i]] - 1
+                pp_set_count(&counts[blocks[i]], count)
+                if count == 1 and self.kept != NULL:
+                    count_idle(self.kept, blocks[i], 1)
         pp_lock_release(&self.lock)
         return status
 

@@ -103,7 +103,7 @@ cdef class IdSpace(HolderRegistry):
     def stats(self):
         """Blocks as a dict: `used` + `evictable` + `free` = `capacity`; `available` as above, `peak` = `peak_in_use`.
 
-        `evictable` are those that only a cache holds, `sequences` how many there are. O(sequences + cached blocks).
+        `evictable` are those that only a cache holds, `sequences` how many there are. O(sequences).
 
         >>> from pagepool import BlockAllocator
         >>> BlockAllocator(4).stats()["free"]

@@ -6,7 +6,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
-from pagepool.prefix.cached_blocks cimport CachedBlocks
+from pagepool.prefix.cached_blocks cimport CACHED, CachedBlocks
 from pagepool.prefix.event_log cimport EventLog
 from pagepool.prefix.terms cimport time_key
 
@@ -89,8 +89,8 @@ cdef class PrefixCache:
 
     @property
     def evictable(self):
-        """Cached blocks that nobody else holds: what `evict` could free now. O(nodes)."""
-        return self.cached.c_evictable()
+        """Cached blocks that nobody else holds: what `evict` could free now. O(1)."""
+        return self.cached.kept.c_idle(CACHED)
 
     def match_prefix(self, tokens, *, cache_salt=None, extra_keys=()):
         """The cached blocks of the longest prefix of `tokens`, in order: int32 `(n,)`, for `n * block_size` tokens.
@@ -330,7 +330,7 @@ cdef class PrefixCache:
         self.cached.reset()
 
     def stats(self):
-        """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(nodes).
+        """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(1).
 
         `looked_up` and `hits` are full blocks asked for and found, `inserted` = `cached` + `evicted` + `cleared`;
         `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of unequal blocks.

@@ -1,6 +1,8 @@
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.kept cimport KeptBlocks
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.event_log cimport EventLog
 from pagepool.prefix.node cimport NodeList
@@ -8,12 +10,18 @@ from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.policy cimport EvictionPolicy
 
 
+cdef enum:
+    CACHED = 1  # the mark of every cached block
+
+
 cdef class CachedBlocks:
     # The cache holds one reference to each cached block:
     #   owners[block] = node + 1, and 0 for a block that is not cached; nodes[owners[block] - 1].block = block
+    #   kept has the cached blocks, all with the mark CACHED
     #   num_cached = nodes with a block = nodes with a block in the policy's lists + nodes in `held`
     #   inserted - evicted - cleared = num_cached
     cdef BlockAllocator allocator
+    cdef KeptBlocks kept
     cdef NodeTable table
     cdef EvictionPolicy order
     cdef PageBuffer owners_memory
@@ -30,8 +38,6 @@ cdef class CachedBlocks:
     cdef int reset(self) except -1
     # The ids of all cached blocks.
     cdef list list_blocks(self)
-    # Cached blocks that nobody else holds; O(nodes).
-    cdef int64_t c_evictable(self) noexcept
     cdef int c_reserve_path(self, int64_t n) except -1
     cdef void c_pin(self, int32_t node) noexcept
     cdef void c_unpin(self, int32_t node) noexcept
@@ -48,4 +54,4 @@ cdef class CachedBlocks:
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     cdef int64_t c_publish(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) except -1
     cdef str audit(self)
-    cdef object refused(self, int64_t i, int32_t block)
+    cdef object refused(self, int64_t i, int32_t block, pp_status status)

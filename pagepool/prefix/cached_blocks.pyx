@@ -2,10 +2,11 @@
 
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 
-from pagepool.csrc cimport PP_OK
+from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.kept cimport KeptBlocks
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.event_log cimport CLEARED, REMOVED, STORED
 from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
@@ -25,6 +26,7 @@ cdef class CachedBlocks:
     def __cinit__(self, BlockAllocator allocator not None, int32_t block_size, str policy not None, int hash_bits):
         list_clear(&self.held)
         self.allocator = allocator
+        self.kept = KeptBlocks(allocator)
         self.table = NodeTable(block_size, hash_bits)
         self.order = POLICIES[policy](self.table, allocator.max_capacity)
         self.owners_memory = PageBuffer(allocator.max_capacity, "i")
@@ -35,7 +37,7 @@ cdef class CachedBlocks:
         if self.owners != NULL:
             for node in range(self.table.num_made):
                 if self.table.nodes[node].block >= 0:
-                    self.allocator.c_free(self.table.nodes[node].block)
+                    self.kept.c_drop(self.table.nodes[node].block)
         PyMem_Free(self.path)
 
     cdef int reset(self) except -1:
@@ -45,7 +47,7 @@ cdef class CachedBlocks:
         blocks.sort(reverse=True)
         for block in blocks:
             self.owners[block] = 0
-            self.allocator.c_free(block)
+            self.kept.c_drop(block)
         if self.log is not None:
             self.log.c_add(CLEARED, -1, -1)
         self.cleared += self.num_cached
@@ -59,15 +61,6 @@ cdef class CachedBlocks:
         cdef Node *nodes = self.table.nodes
         cdef int32_t node
         return [nodes[node].block for node in range(self.table.num_made) if nodes[node].block >= 0]
-
-    cdef int64_t c_evictable(self) noexcept:
-        cdef Node *nodes = self.table.nodes
-        cdef int32_t node
-        cdef int64_t count = 0
-        for node in range(self.table.num_made):
-            if nodes[node].block >= 0:
-                count += not self.c_in_use(node)
-        return count
 
     cdef int c_reserve_path(self, int64_t n) except -1:
         cdef void *memory
@@ -126,7 +119,7 @@ cdef class CachedBlocks:
         self.c_pin(node)  # the policy may forget ghosts, this one among them
         self.order.c_evicted(node)
         self.c_unpin(node)
-        self.allocator.c_free(block)
+        self.kept.c_drop(block)
 
     cdef bint c_discard(self, int32_t block) noexcept:
         """For the policy it is an eviction like any other."""
@@ -195,12 +188,12 @@ cdef class CachedBlocks:
             if self.table.nodes[node].block >= 0:
                 self.c_touch(node)
                 leading += leading == i
-            elif self.allocator.c_allocate(&block) == PP_OK:
+            elif self.kept.c_allocate(CACHED, &block) == PP_OK:
                 self.c_put(node, block)
             elif self.order.c_refuses(node):
                 self.inserted += 1
                 self.evicted += 1
-            elif self.c_evict(1) == 1 and self.allocator.c_allocate(&block) == PP_OK:
+            elif self.c_evict(1) == 1 and self.kept.c_allocate(CACHED, &block) == PP_OK:
                 self.c_put(node, block)
             else:
                 break
@@ -208,45 +201,36 @@ cdef class CachedBlocks:
         return leading
 
     cdef int64_t c_publish(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) except -1:
-        """The second half of `path` takes the new blocks; marks of -1 in `owners` show one that is given twice."""
+        """The second half of `path` takes the new blocks."""
         cdef Node *nodes = self.table.nodes
-        cdef int64_t size = self.table.block_size, known, i, fresh = 0
-        cdef int32_t *shared = self.path + n
-        cdef int32_t node = root, last, refused = -1
-        cdef bint is_shared = False
+        cdef int64_t size = self.table.block_size, known, i, failed, fresh = 0
+        cdef int32_t *taken = self.path + n
+        cdef int32_t node = root, last
+        cdef pp_status status
         known = self.c_walk(root, tokens, n, False)
         for i in range(n):
-            if i < known and nodes[self.path[i]].block >= 0:
-                continue
-            if <unsigned int>blocks[i] >= <unsigned int>self.allocator.max_capacity or self.owners[blocks[i]] != 0:
-                refused = <int32_t>i
-                break
-            self.owners[blocks[i]] = -1
-            shared[fresh] = blocks[i]
-            fresh += 1
-        if refused < 0:
-            is_shared = self.allocator.c_share_n(shared, fresh) == PP_OK
-        for i in range(fresh):
-            self.owners[shared[i]] = 0
-        if refused >= 0:
-            raise self.refused(refused, blocks[refused])
-        if not is_shared:
-            for i in range(fresh):
-                if self.allocator.c_ref_count(shared[i]) == 0:
-                    raise InvalidBlock(f"block {shared[i]} cannot be cached: it is free")
-            raise PoolError("a block has all the references that a count can hold")
+            if i >= known or nodes[self.path[i]].block < 0:
+                taken[fresh] = blocks[i]
+                fresh += 1
+        status = self.kept.c_keep_n(taken, fresh, CACHED, &failed)
+        if status != PP_OK:
+            for i in range(n):
+                if i >= known or nodes[self.path[i]].block < 0:
+                    failed -= 1
+                    if failed < 0:
+                        raise self.refused(i, blocks[i], status)
         fresh = 0
         if known:
             node = self.path[known - 1]
         self.c_pin(node)  # the policy may forget ghosts: whatever is on the path stays
         for i in range(known):
             if nodes[self.path[i]].block < 0:
-                self.c_put(self.path[i], shared[fresh])
+                self.c_put(self.path[i], taken[fresh])
                 fresh += 1
         last = node
         for i in range(known, n):
             node = self.table.c_add(node, tokens + i * size, self.table.c_hash(node, tokens + i * size))
-            self.c_put(node, shared[fresh])
+            self.c_put(node, taken[fresh])
             fresh += 1
         self.c_unpin(last)
         return fresh
@@ -264,15 +248,23 @@ cdef class CachedBlocks:
                 held += nodes[node].held
                 if self.owners[nodes[node].block] != node + 1:
                     return f"node {node} has block {nodes[node].block}, whose owner is another"
+                if self.kept.counts.marks[nodes[node].block] != CACHED:
+                    return f"block {nodes[node].block} is cached, but not marked"
                 if self.allocator.c_ref_count(nodes[node].block) < 1:
                     return f"cached block {nodes[node].block} is free"
+        if self.kept.c_marked() != cached:
+            return f"{self.kept.c_marked()} blocks are marked, {cached} are cached"
         if cached != self.num_cached or held != self.held.size or not list_is_sound(&self.held, nodes):
             return f"{cached} blocks are cached and {held} held, not {self.num_cached} and {self.held.size}"
         if self.inserted - self.evicted - self.cleared != cached:
             return f"{self.inserted} inserted - {self.evicted} evicted - {self.cleared} cleared are not {cached}"
-        return self.order.audit(cached - held)
+        return self.kept.audit() or self.order.audit(cached - held)
 
-    cdef object refused(self, int64_t i, int32_t block):
+    cdef object refused(self, int64_t i, int32_t block, pp_status status):
         if block < 0 or block >= self.allocator.max_capacity:
             return InvalidBlock(f"block {block} is out of range: there are {self.allocator.max_capacity} blocks")
-        return InvalidBlock(f"block {block}, given at {i}, is cached already, for other tokens")
+        if status == PP_INVALID_BLOCK:
+            return InvalidBlock(f"block {block} cannot be cached: it is free")
+        if status == PP_INVALID_ARGUMENT:
+            return InvalidBlock(f"block {block}, given at {i}, is cached already, for other tokens")
+        return PoolError(f"block {block} has {INT32_MAX} references, all that a count can hold")
