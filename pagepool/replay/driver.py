@@ -145,7 +145,7 @@ class Replay:
     def _step(self) -> None:
         totals, scheduler = self.totals, self.scheduler
         start = perf_counter_ns()
-        batch = scheduler.schedule()
+        batch = scheduler.schedule(totals.time_us)
         totals.schedule_ns += perf_counter_ns() - start
         if batch.is_empty:
             raise ReplayFailed(

@@ -19,6 +19,8 @@ def read_request(
     tenant: Any,
     cache_salt: Any,
     extra_keys: Iterable[Any],
+    cache_priority: int,
+    cache_ttl: float | None,
 ) -> Sequence:
     """The sequence of a request. Raises ValueError for a prompt that is empty or longer than its limit, TypeError for
     what is no number, or a tenant that cannot be hashed."""
@@ -30,7 +32,7 @@ def read_request(
         raise ValueError("a prompt needs at least 1 token, got 0")
     if len(prompt) > limit:
         raise ValueError(f"a prompt of {len(prompt)} tokens is longer than max_tokens, {limit}")
-    return Sequence(seq_id, prompt, limit, level, tenant, cache_salt, tuple(extra_keys))
+    return Sequence(seq_id, prompt, limit, level, tenant, cache_salt, tuple(extra_keys), cache_priority, cache_ttl)
 
 
 def read_results(tokens: Iterable[Any]) -> list[Any]:

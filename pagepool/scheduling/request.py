@@ -40,6 +40,7 @@ class Sequence:
     stopped         True after `finish_sequence` or `remove_sequence`
     tenant          whose it is: anything hashable, None for nobody's
     cache_salt, extra_keys  apart from what prompts its blocks are cached
+    cache_priority, cache_ttl  with which, and for how long
     kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; one that was
                     preempted in part keeps the blocks that it was left
     num_cached      tokens that it did not have to read when it was last admitted: cached, kept or swapped
@@ -61,7 +62,9 @@ class Sequence:
         "_row",
         "_row_end",
         "_swapped",
+        "cache_priority",
         "cache_salt",
+        "cache_ttl",
         "extra_keys",
         "id",
         "kv",
@@ -85,6 +88,8 @@ class Sequence:
         tenant: Any = None,
         cache_salt: Any = None,
         extra_keys: tuple[Any, ...] = (),
+        cache_priority: int = 0,
+        cache_ttl: float | None = None,
     ) -> None:
         self.id = seq_id
         self.prompt_tokens = prompt_tokens
@@ -94,6 +99,8 @@ class Sequence:
         self.tenant = tenant
         self.cache_salt = cache_salt
         self.extra_keys = extra_keys
+        self.cache_priority = cache_priority
+        self.cache_ttl = cache_ttl
         self.state = SeqState.WAITING
         self.stopped = False
         self.kv: Any = None

@@ -29,6 +29,9 @@ class NoReuse:
     def adopt(self, seq: Sequence) -> bool:
         return False
 
+    def tell(self, now: float) -> None:
+        return None
+
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         return None
 
@@ -41,7 +44,7 @@ class PrefixReuse:
 
     A block is published when its last token is stored for certain: when the step that filled it is committed, or, if it
     holds outputs and `outputs` is "end", when the sequence ends or gives way. A block that a sequence holds is never
-    evicted.
+    evicted. The cache is told the time of each step, in which requests say how long their blocks have their priority.
     """
 
     def __init__(self, cache: Any, account: BlockAccount, outputs: str) -> None:
@@ -52,15 +55,26 @@ class PrefixReuse:
         self._cache = cache
         self._account = account
         self._prompts_only = outputs == "end"
+        self._now = 0.0
+        self._has_terms = False
         # Of the blocks that a cohort is to tell when they are full.
         self.block_size = 0 if self._prompts_only else account.block_size
         account.cache = cache
 
     def row(self, seq: Sequence) -> Any:
-        """The prompt of `seq` as the cache reads it. Raises TypeError or ValueError for tokens and keys that the cache
-        does not take."""
+        """The prompt of `seq` as the cache reads it. Raises TypeError or ValueError for tokens, keys, a priority and a
+        ttl that the cache does not take."""
         root_key(seq.cache_salt, seq.extra_keys)
-        return token_row(np.array(seq.prompt_tokens))
+        row = token_row(np.array(seq.prompt_tokens))
+        self._cache_blocks(seq, row[:0], ())
+        self._has_terms |= seq.cache_ttl is not None
+        return row
+
+    def tell(self, now: float) -> None:
+        """The time of the step that begins; what ends by then ends."""
+        self._now = now
+        if self._has_terms:
+            self._cache.expire(now)
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of the prompt of `seq` that are cached. Changes nothing."""
@@ -98,8 +112,7 @@ class PrefixReuse:
         full = num_tokens // self._account.block_size
         if full:
             tokens = self._tokens(seq, full * self._account.block_size)
-            blocks = seq.kv.block_table[:full]
-            self._cache.cache_blocks(tokens, blocks, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+            self._cache_blocks(seq, tokens, seq.kv.block_table[:full])
         seq._kept = full
 
     def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
@@ -116,6 +129,17 @@ class PrefixReuse:
         for seq in batch._sequences[decodes:]:
             if seq.kv is not None:
                 self.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
+
+    def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any) -> None:
+        self._cache.cache_blocks(
+            tokens,
+            blocks,
+            cache_salt=seq.cache_salt,
+            extra_keys=seq.extra_keys,
+            priority=seq.cache_priority,
+            ttl=seq.cache_ttl,
+            now=self._now,
+        )
 
     def _prompt(self, seq: Sequence) -> Any:
         return seq._row[: len(seq.prompt_tokens)]

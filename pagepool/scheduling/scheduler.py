@@ -6,20 +6,18 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from pagepool.config import SchedulerConfig
-from pagepool.scheduling import shares
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
-from pagepool.scheduling.cohort import Cohort
 from pagepool.scheduling.intake import read_request, read_results, usable
 from pagepool.scheduling.lookahead import accept_drafts, rewind
+from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.reuse import open_reuse
 from pagepool.scheduling.roster import Roster
-from pagepool.scheduling.step import LooseDecodes, Step
 from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.waiting import WaitingQueue
@@ -70,8 +68,6 @@ class Scheduler(Roster):
     ) -> None:
         self.config = config = SchedulerConfig() if config is None else config
         self._account = account = open_account(pool, config.block_size, config.watermark)
-        self._places = shares.places(config)
-        self._prefill_first = config.schedule == "prefill-first"
         self._policy = POLICIES[config.policy]
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
@@ -81,8 +77,8 @@ class Scheduler(Roster):
         shared = (self._waiting, self._active, account, self._reuse, self._tenants)
         self._ladder = PressureLadder(config, self._sequences, *shared, swap)
         self._admission = Admission(config, *shared, self._ladder)
+        self._planner = Planner(config, self._active, self._ladder, self._reuse.block_size)
         self._finished: dict[int, Sequence] = {}
-        self._cohort: Cohort | None = None
         self._out: ScheduledBatch | None = None  # the last batch, until it is committed
         self._next_id = 1
         self.num_steps = 0
@@ -96,6 +92,8 @@ class Scheduler(Roster):
         tenant: Hashable = None,
         cache_salt: str | bytes | int | None = None,
         extra_keys: Iterable[str | bytes | int | None] = (),
+        cache_priority: int = 0,
+        cache_ttl: float | None = None,
     ) -> int:
         """Queue a request and return its id: 1, 2, ...
 
@@ -104,12 +102,15 @@ class Scheduler(Roster):
         priority       lower goes first; None is 0; equals go in the order of arrival
         tenant         whose it is: counters, quotas and floors of the config are per tenant
         cache_salt, extra_keys  as for `PrefixCache.match_prefix`; no tenant is kept apart from another without a salt
+        cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for that policy: what its
+                       blocks are worth, for how long from the step that stored them, in the unit of `schedule(now)`
 
         Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, or when the pool
         or the tenant's quota could never hold `max_tokens`. A prompt of exactly `max_tokens` leaves nothing to
         generate: it is finished at once.
         """
-        seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, cache_salt, extra_keys)
+        cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
+        seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
         refusal = self._account.refusal(seq.max_tokens) or self._tenants.refusal(tenant, seq.max_tokens)
         if refusal is not None:
             raise ValueError(refusal)
@@ -131,7 +132,7 @@ class Scheduler(Roster):
         seq = self._sequences.get(seq_id)
         if seq is None or seq.state is FINISHED:
             return
-        self._settle()
+        self._planner.settle()
         seq.output_tokens.append(token)
         if seq.at_limit:
             self._finish([seq])
@@ -143,7 +144,7 @@ class Scheduler(Roster):
             return
         seq.stopped = True
         if seq.state is not FINISHED:
-            self._settle()
+            self._planner.settle()
             self._finish([seq])
 
     def remove_sequence(self, seq_id: int) -> None:
@@ -152,8 +153,11 @@ class Scheduler(Roster):
         self._finished.pop(seq_id, None)
         self._sequences.pop(seq_id, None)
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self, now: float | None = None) -> ScheduledBatch:
         """The next step, its blocks taken. All budgets of the config hold.
+
+        now  the time, in any unit, never earlier than the last; None: the number of the step, from 1. It is for
+             `cache_ttl` alone; no clock is read
 
         Admits waiting sequences, picks by turns, shares out the tokens, and lets others give way when the pool is out.
         The batch before counts as run. The new one is empty when there is no work, or when blocks that others hold
@@ -163,8 +167,9 @@ class Scheduler(Roster):
         self.num_steps += 1
         if self._out is not None:
             self._close(self._out)
+        self._reuse.tell(self.num_steps if now is None else now)
         self._admission.admit(self.num_steps)
-        batch = self._next_step()
+        batch = self._planner.next_step(self.num_steps)
         if not batch.is_empty:
             self._out = batch
             if self._tenants.charges:
@@ -187,7 +192,7 @@ class Scheduler(Roster):
             raise ValueError("the batch was committed before")
         if self.config.lookahead:
             results = accept_drafts(batch, results, self._account, batch is self._out)
-        cohort = self._cohort
+        cohort = self._planner.cohort
         finished: list[Sequence] = []
         first = 0 if cohort is None else len(cohort.sequences)
         tokens_given = usable(results[first:])
@@ -198,80 +203,20 @@ class Scheduler(Roster):
             else:
                 tokens_given = usable(results[:first]) + tokens_given
                 first = 0
-                self._settle()
+                self._planner.settle()
         got, missed = batch._append(results, first, tokens_given, finished)
         if batch is self._out:
             self._close(batch)
         if finished:
             self._finish(finished)
-        if missed:
-            self._settle()
-        elif self._cohort is not None:
-            if got:
-                self._cohort.join(got)
-        elif len(got) == self._active.size - self._active.num_prefills and self._active.size <= self._places:
-            self._cohort = None if self.config.lookahead else Cohort.form(got, self._reuse.block_size)
-
-    def _next_step(self) -> ScheduledBatch:
-        """The batch of this step; empty when there is none."""
-        if self._cohort is not None:
-            batch = self._step_of_cohort(self._cohort)
-            if batch is not None:
-                return batch
-            self._settle()
-        while self._active.size:
-            decodes, prefills, by_turns = self._pick()
-            step = Step(LooseDecodes(decodes, self.config.lookahead), prefills, self.config)
-            taken = self._ladder.take(step, self.num_steps)
-            if by_turns:
-                self._active.put_back(scheduled=taken)
-            if taken:
-                for seq, count, drafts in zip(decodes, step.grow, step.batch.lookahead):  # noqa: B905 -- decodes first
-                    seq._fed += count - drafts
-                self._read_prompts(step)
-                return step.batch
-            if not self._ladder.make_room(step, self.num_steps):
-                break
-        return ScheduledBatch.empty()
+        self._planner.regroup(got, missed)
 
     def _close(self, batch: ScheduledBatch) -> None:
         """`batch` was run: what it stored can be kept, and slots that were for drafts are taken back."""
         self._out = None
         if self.config.lookahead:
             rewind(batch, self._account)
-        self._reuse.publish_filled(batch, self._cohort)
-
-    def _step_of_cohort(self, cohort: Cohort) -> ScheduledBatch | None:
-        """The step of all decodes in lockstep and all prefills; None when that is not the step to take, or when the
-        pool is out."""
-        active = self._active
-        if not cohort.ready or active.size > self._places or len(cohort.sequences) != active.size - active.num_prefills:
-            return None
-        if self._prefill_first and active.num_prefills:
-            return None
-        step = Step(cohort, active.prefills(), self.config)
-        if not self._ladder.take(step, self.num_steps):
-            return None
-        cohort.scheduled(step.batch)
-        self._read_prompts(step)
-        return step.batch
-
-    def _read_prompts(self, step: Step) -> None:
-        """Count the prompt tokens of `step` as fed."""
-        decodes = step.batch.num_decodes
-        for seq, count in zip(step.batch._sequences[decodes:], step.grow[decodes:], strict=True):
-            self._active.read(seq, count)
-
-    def _pick(self) -> tuple[list[Sequence], list[Sequence], bool]:
-        """The decodes and the prefills (first admitted first) of the next step, and whether they take turns."""
-        active = self._active
-        if self._prefill_first and active.num_prefills:
-            return [], active.prefills(), False
-        by_turns = active.size > self._places
-        chosen = active.take(self._places) if by_turns else active.take_all()
-        decodes = [seq for seq in chosen if seq.state is DECODING]
-        prefills = [seq for seq in chosen if seq.state is PREFILLING] if by_turns else active.prefills()
-        return decodes, prefills, by_turns
+        self._reuse.publish_filled(batch, self._planner.cohort)
 
     def _finish(self, sequences: list[Sequence]) -> None:
         """Mark them FINISHED, wherever they stand, and free their blocks."""
@@ -290,9 +235,3 @@ class Scheduler(Roster):
             seq.kv = None
             self._finished[seq.id] = seq
         self._account.give_back(states)
-
-    def _settle(self) -> None:
-        """End the cohort, if there is one."""
-        if self._cohort is not None:
-            self._cohort.settle()
-            self._cohort = None

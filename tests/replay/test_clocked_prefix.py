@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from trace_bytes import lines_of
 
 from pagepool.cli import main
+from pagepool.prefix.policies import POLICIES
 from pagepool.replay.ptrace import read_trace
 from pagepool.replay.trace_tokens import TraceTokens
 
@@ -91,7 +92,7 @@ def whole_in(record, earlier, size):
 def test_under_pressure_everything_ends_and_is_given_back(make_trace, capsys):
     records = [[at, 40 + at % 7, 9, [0, 5, 5 + at, 5]] for at in range(40)]
     path = make_trace(records, block=4)
-    for policy in ("lru", "arc", "s3fifo"):
+    for policy in POLICIES:
         numbers = run(capsys, path, "--policy", policy, "--block-size", "4", "--blocks", "30")
         assert numbers["finished"] == 40 and numbers["block_allocs"] == numbers["block_frees"]
         assert numbers["prefix"]["hit_blocks"] > 0 and numbers["prefix"]["evictions"] > 0

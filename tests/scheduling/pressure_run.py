@@ -1,7 +1,7 @@
 """A pool that is always out of blocks, for as many steps as one likes: python tests/scheduling/pressure_run.py
 
     --steps N       of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
-    --mode NAME     recompute, partial or cache; default: all of them, one after the other
+    --mode NAME     recompute, partial, cache or terms; default: all of them, one after the other
 
 Requests come as soon as there is nobody waiting, so that the pool is full at every step. The same pool, fed only while
 less than 80 % of it is in use, is the measure: the tokens of finished requests per virtual second.
@@ -17,7 +17,9 @@ from pagepool.replay.clock import CostModel
 
 BLOCKS, BLOCK = 256, 16
 COST = CostModel()
-MODES = {"recompute": (False, ()), "partial": (False, ("partial",)), "cache": (True, ())}
+# The eviction policy of the prefix cache, if there is one, and the ladder. With terms, requests have priorities for a
+# while.
+MODES = {"recompute": (None, ()), "partial": (None, ("partial",)), "cache": ("lru", ()), "terms": ("priority", ())}
 RUNGS = ("partial", "swap", "recompute")
 
 
@@ -41,7 +43,7 @@ class Outcome:
 
 def run(steps, seed, mode, share):
     """`share`: of the pool, below which a request is added; 1.0 keeps requests waiting all the time."""
-    with_cache, ladder = MODES[mode]
+    policy, ladder = MODES[mode]
     rng = random.Random(seed)
     allocator = BlockAllocator(BLOCKS)
     config = SchedulerConfig(
@@ -54,7 +56,7 @@ def run(steps, seed, mode, share):
         ladder=ladder,
         max_records=10_000,
     )
-    cache = PrefixCache(allocator, BLOCK) if with_cache else None
+    cache = PrefixCache(allocator, BLOCK, policy) if policy else None
     scheduler = Scheduler(config, allocator, cache)
     came, tokens, time_us, finished, full, longest, idle = {}, 0, 0, 0, 0, 0, 0
     for step in range(steps):
@@ -67,7 +69,8 @@ def run(steps, seed, mode, share):
             prompt, output = rng.randint(8, 160), rng.randint(8, 400)
             head = [rng.randrange(4)] * min(prompt, 64)
             row = head + [rng.randrange(1000) for _ in range(prompt - len(head))]
-            came[scheduler.add_request(row, prompt + output)] = step
+            terms = {"cache_priority": rng.randrange(3), "cache_ttl": rng.randrange(500)} if mode == "terms" else {}
+            came[scheduler.add_request(row, prompt + output, **terms)] = step
         batch = scheduler.schedule()
         assert not batch.is_empty, "a pool of its own always has room for one"
         time_us += COST.of(batch.total_tokens - batch.num_decodes, batch.num_decodes)

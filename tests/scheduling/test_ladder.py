@@ -22,17 +22,19 @@ from pagepool import (
     SwapFile,
     calibrate,
 )
+from pagepool.prefix.policies import POLICIES as CACHE_POLICIES
 from pagepool.scheduling.costs import cheaper_to_swap
+from pagepool.scheduling.policies import POLICIES
 
 BLOCK = LAYOUT.block_size
 CHEAP_SWAP = PressureCosts(recompute_us_per_token=60, swap_us_per_block=1)
 CHEAP_READING = PressureCosts(recompute_us_per_token=1, swap_us_per_block=100)
 
 
-def make(num_blocks, swap_blocks=0, with_cache=False, **config):
+def make(num_blocks, swap_blocks=0, cache_policy=None, **config):
     engine = Engine(num_blocks)
     swap = SwapFile(engine.pool, num_blocks=swap_blocks) if swap_blocks else None
-    cache = PrefixCache(engine.pool.allocator, BLOCK) if with_cache else None
+    cache = PrefixCache(engine.pool.allocator, BLOCK, cache_policy) if cache_policy else None
     config = {"watermark": 0, "max_batch_tokens": 64, **config}
     return Scheduler(SchedulerConfig(**config), engine.pool, cache, swap), engine, swap
 
@@ -218,21 +220,21 @@ def test_records_are_bounded_and_totals_are_not():
     st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14), st.integers(0, 2)), min_size=1, max_size=12),
     st.sets(st.sampled_from(["partial", "swap"])),
     st.sampled_from([0, 2, 50]),
-    st.booleans(),
-    st.sampled_from(["priority", "fcfs", "lpm", "fair"]),
+    st.sampled_from([None, *CACHE_POLICIES]),
+    st.sampled_from(sorted(POLICIES)),
     st.integers(0, 2),
     st.sampled_from(["prompt", "whole"]),
     st.randoms(use_true_random=False),
 )
 def test_whoever_gives_way_sees_its_own_keys_again(
-    num_blocks, requests, ladder, swap_blocks, with_cache, policy, lookahead, admission, rng
+    num_blocks, requests, ladder, swap_blocks, cache_policy, policy, lookahead, admission, rng
 ):
     """Any mix of rungs, policies, failing files, aborts and foreign holders: the engine checks every key in each step,
     and the equations hold after it."""
     scheduler, engine, swap = make(
         num_blocks,
         swap_blocks,
-        with_cache,
+        cache_policy,
         ladder=tuple(ladder),
         costs=CHEAP_SWAP,
         policy=policy,
@@ -241,6 +243,7 @@ def test_whoever_gives_way_sees_its_own_keys_again(
         max_sequences=4,
         max_batch_tokens=12,
         hysteresis=rng.randrange(3),
+        cache_outputs=rng.choice(["full", "end"]),
     )
     allocator = engine.pool.allocator
     todo = [r for r in requests if -(-(r[0] + r[1]) // BLOCK) <= num_blocks]
@@ -248,7 +251,9 @@ def test_whoever_gives_way_sees_its_own_keys_again(
     for number in range(3000):
         if todo and rng.random() < 0.4:
             prompt, output, tenant = todo.pop()
-            scheduler.add_request([rng.randrange(2) for _ in range(prompt)], prompt + output, tenant, tenant=tenant)
+            terms = {"cache_priority": tenant, "cache_ttl": rng.choice([None, 5])} if cache_policy == "priority" else {}
+            tokens = [rng.randrange(2) for _ in range(prompt)]
+            scheduler.add_request(tokens, prompt + output, tenant, tenant=tenant, **terms)
         if number < 60 and rng.random() < 0.1 and allocator.available:
             outside.append(allocator.allocate())
         elif outside and (number >= 60 or rng.random() < 0.3):
@@ -267,7 +272,7 @@ def test_whoever_gives_way_sees_its_own_keys_again(
             break
     assert not scheduler.has_work and not todo
     scheduler.drain_finished()
-    if with_cache:
+    if cache_policy:
         scheduler._account.cache.check()
         scheduler._account.cache.reset_prefix_cache()
     assert allocator.in_use == 0 and scheduler.num_tokens == 0

@@ -113,6 +113,62 @@ def test_every_full_block_that_was_committed_is_cached_at_once(data, places, loo
     cache.check()
 
 
+def make_priority(num_blocks):
+    allocator = BlockAllocator(num_blocks)
+    cache = PrefixCache(allocator, BLOCK, "priority")
+    return Scheduler(SchedulerConfig(block_size=BLOCK, watermark=0), allocator, cache), cache
+
+
+def test_blocks_are_worth_to_the_cache_what_their_request_said():
+    scheduler, cache = make_priority(6)
+    scheduler.add_request([1] * 9, 10, cache_priority=5)
+    run_to_end(scheduler)
+    for number in range(2, 9):
+        scheduler.add_request([number] * 9, 10)
+        run_to_end(scheduler)
+    assert cache.cached_tokens([1] * 8) == 8 and cache.cached_tokens([8] * 8) == 8
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_priority_ends_by_the_callers_clock_or_by_the_steps(told):
+    scheduler, cache = make_priority(6)
+
+    def flood(time):
+        """Three requests that need all of the pool; three steps."""
+        for number in range(3):
+            scheduler.add_request([round(time * 10) + number] * 8, 9)
+            scheduler.commit(scheduler.schedule(time) if told else scheduler.schedule(), [7])
+            assert not scheduler.has_work
+
+    scheduler.add_request([1] * 8, 9, cache_priority=5, cache_ttl=60.5 if told else 7)
+    scheduler.commit(scheduler.schedule(10.0) if told else scheduler.schedule(), [7])
+    for time in (11.0, 70.0):
+        flood(time)  # steps 2 to 7
+        assert cache.cached_tokens([1] * 8) == 8
+    flood(70.5)  # at the first of these steps, the eighth, the priority ends: as used just then
+    flood(70.5)
+    assert cache.cached_tokens([1] * 8) == 0
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "terms", "message"),
+    [
+        ("lru", {"cache_priority": 3}, "policy lru takes no priority but 0, not 3"),
+        ("lru", {"cache_ttl": 3.0}, "policy lru takes no ttl but None, not 3.0"),
+        ("priority", {"cache_priority": 256}, "a priority must be from 0 to 255, not 256"),
+        ("priority", {"cache_ttl": -1.0}, "ttl must be 0 or more, not -1.0"),
+    ],
+)
+def test_terms_that_the_cache_does_not_take_are_refused_with_the_request(policy, terms, message):
+    allocator = BlockAllocator(8)
+    scheduler = Scheduler(pool=allocator, prefix_cache=PrefixCache(allocator, policy=policy))
+    with pytest.raises(ValueError, match=message):
+        scheduler.add_request([1] * 4, 8, **terms)
+    assert scheduler.total_count == 0
+    Scheduler().add_request([1] * 4, 8, **terms)  # there is nothing that it could be worth anything to
+
+
 def test_an_abort_in_the_middle_of_a_step_keeps_nothing_of_that_step():
     scheduler, cache = make(max_prefill_tokens=8)
     scheduler.add_request(range(20), 30)

@@ -18,6 +18,7 @@ from pagepool import (
     StateLayout,
     Transaction,
 )
+from pagepool.prefix.policies import POLICIES
 
 LAYOUT = StateLayout(layers=[{"h": ((3,), "float32")}])
 
@@ -311,7 +312,7 @@ def test_transactions_of_several_threads_do_not_meet():
     allocator.check(others=0)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_discarded_blocks_are_forgotten_wherever_they_are(policy):
     allocator = BlockAllocator(8)
     cache = PrefixCache(allocator, 1, policy)
