@@ -13,27 +13,27 @@ def test_no_divergence_in_fifty_thousand_operations(seed):
     assert done[-1] == 50_000
 
 
-def test_the_program_reaches_every_operation_with_and_without_a_transaction(monkeypatch):
-    seen = set()
-
-    def recorded(name):
-        method = getattr(model_run.World, name)
-
-        def call(self):
-            seen.add((name, bool(self.taking_part)))
-            method(self)
-
-        return call
-
-    for name in model_run.OPERATIONS:
-        monkeypatch.setattr(model_run.World, name, recorded(name))
-    model_run.run(3, 8000)
-    assert seen == {(name, within) for name in model_run.OPERATIONS for within in (False, True)}
+def test_the_program_does_every_operation_and_has_every_one_that_can_fail_refused():
+    counted = model_run.run(3, 40_000)
+    assert set(counted) == set(model_run.OPERATIONS)
+    assert {name for name, (_, _, done, _) in counted.items() if not done} == {"free_too_much"}
+    assert {name for name, (_, within, _, _) in counted.items() if within} == set(counted)
+    never = {"fork", "drop_before", "release", "close", "take_handle", "hit", "evict", "discard", "pass_time", "reset"}
+    never |= {"free", "pin", "advance", "copy", "give_back", "forget", "roll_to", "trim", "close_hybrid"}
+    assert {name for name, (*_, refused) in counted.items() if not refused} <= never
 
 
 @pytest.mark.parametrize(
     "name, method",
-    [("BlockAllocator", "free"), ("PagedSeqState", "abort"), ("SsmStatePool", "copy"), ("PrefixCache", "evict")],
+    [
+        ("BlockAllocator", "free"),
+        ("PagedSeqState", "abort"),
+        ("SsmStatePool", "copy"),
+        ("PrefixCache", "evict"),
+        ("HybridSequence", "trim"),
+        ("HybridSequence", "checkpoint"),
+        ("HybridSequence", "abort"),
+    ],
 )
 def test_a_fault_is_found(monkeypatch, name, method):
     """The program can fail: on one side, one call in a hundred does nothing."""
@@ -46,4 +46,4 @@ def test_a_fault_is_found(monkeypatch, name, method):
 
     monkeypatch.setattr(owner, method, faulty)
     with pytest.raises(AssertionError):
-        model_run.run(5, 20_000)
+        model_run.run(5, 40_000)

@@ -109,10 +109,10 @@ def append_batch(list states not None, list counts not None):
         raise exhausted(total, allocator.c_available(), allocator.max_capacity)
     taken = room_for(total)
     try:
-        if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
+        if total and total > allocator.c_free_count():  # before it takes or grows for what a last sharer keeps
             total -= kept_by_last(states)
-            if allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
-                raise exhausted(total, allocator.c_available(), allocator.max_capacity)
+        if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
+            raise exhausted(total, allocator.c_available(), allocator.max_capacity)
         for i in range(n):
             state = <PagedSeqState>states[i]
             used += state.c_append_taken(state.pending, taken + used)

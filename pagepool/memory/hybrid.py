@@ -8,8 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool.errors import PoolError, StaleHandle
-from pagepool.memory.hybrid_parts import Checkpoint, KvGroup, find, newest, release_unneeded
+from pagepool.errors import StaleHandle
+from pagepool.memory.hybrid_parts import (
+    Checkpoint,
+    KvGroup,
+    all_or_none,
+    audit,
+    begin_all,
+    find,
+    newest,
+    release_unneeded,
+    require_tokens,
+)
 from pagepool.memory.lockstep import append_each
 from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -95,6 +105,27 @@ class HybridSequence:
         slots = append_each(self.kv, n, self._starts())
         self._len += n
         return slots
+
+    def adopt(self, blocks: Iterable[Any], num_tokens: int) -> None:
+        """Begins with tokens that are in blocks already, as those that a prefix cache has found; `len` is their number.
+
+        blocks  for each group those that hold the tokens, as `PagedSeqState.adopt` takes them; the caller's references
+                stay the caller's
+
+        The recurrent state is the caller's to bring there: `StateCheckpoints.resume`. Raises `ValueError` when there
+        are tokens already, or rows of blocks for another number of groups, and as `PagedSeqState.adopt`; then nothing
+        has changed.
+        """
+        self._use()
+        rows = list(blocks)
+        if self._len or len(rows) != len(self.kv):
+            raise ValueError(
+                f"cannot adopt {len(rows)} rows of blocks: there are {len(self.kv)} groups, with {self._len} tokens"
+            )
+        with all_or_none(self.kv):
+            for state, row in zip(self.kv, rows, strict=True):
+                state.adopt(row, num_tokens)
+        self._len = num_tokens
 
     def trim(self) -> None:
         """Gives back now what the windows have left, instead of at the next `append`."""
@@ -182,15 +213,7 @@ class HybridSequence:
     def begin(self) -> None:
         """Begins a transaction on all parts. Raises `PoolExhausted`, `MemoryError`; then nothing has changed."""
         self._use()
-        begun: list[Any] = []
-        try:
-            for part in self._parts():
-                part.begin()
-                begun.append(part)
-        except BaseException:
-            for part in begun:
-                part.abort()
-            raise
+        begin_all(self._parts())
         self._saved.append((self._len, self._closed, list(self._checkpoints)))
 
     def commit(self) -> None:
@@ -213,17 +236,7 @@ class HybridSequence:
 
     def check(self) -> None:
         """Audits the parts against each other; raises `PoolError` naming what does not fit."""
-        for state in self.kv:
-            if state.len != self._len:
-                raise PoolError(f"broken invariant: a table has {state.len} tokens, the sequence {self._len}")
-        positions = [known.position for known in self._checkpoints]
-        for group, state in zip(self.groups, self.kv, strict=True):
-            start = max(0, min([self._len, *positions]) - (group.window or 0))
-            if state.first_block * state.block_size > start:
-                gone = state.first_block * state.block_size
-                raise PoolError(f"broken invariant: token {start} is needed, the first {gone} were given back")
-        if positions != sorted(set(positions)) or any(position > self._len for position in positions):
-            raise PoolError(f"broken invariant: checkpoints at {positions} of {self._len} tokens")
+        audit(self._len, self.groups, self.kv, [known.position for known in self._checkpoints])
 
     def stats(self) -> dict[str, int]:
         """Blocks of all groups, slots of states and checkpoints, as a dict."""
@@ -252,27 +265,13 @@ class HybridSequence:
     def _return_to(self, length: int) -> int:
         if length == self._len:
             return length
-        for group, state in zip(self.groups, self.kv, strict=True):
-            start, gone = length - (group.window or 0), state.first_block * state.block_size
-            if length and gone > max(0, start):
-                need = f"token {max(0, start)} is needed, the first {gone} were given back"
-                raise ValueError(f"cannot roll back to {length} tokens: {need}")
+        require_tokens(length, self.groups, self.kv)
         at = [known for known in self._checkpoints if known.position == length]
-        begun: list[PagedSeqState] = []
-        try:
-            for state in self.kv:
-                state.begin()
-                begun.append(state)
+        with all_or_none(self.kv):
             for state in self.kv:
                 state.truncate(length)
             if self.state is not None and at:
                 self.state.copy_from(at[0]._state)  # type: ignore[arg-type]
-        except BaseException:
-            for state in begun:
-                state.abort()
-            raise
-        for state in begun:
-            state.commit()
         if self.state is not None and not at:  # the beginning: zeros
             self.state.reset()
         self._len = length

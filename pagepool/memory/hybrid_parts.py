@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from pagepool.errors import StaleHandle
+from pagepool.errors import PoolError, StaleHandle
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.state_handle import StateHandle
 
-__all__ = ["Checkpoint", "KvGroup", "find", "newest", "release_unneeded"]
+__all__ = [
+    "Checkpoint",
+    "KvGroup",
+    "all_or_none",
+    "audit",
+    "begin_all",
+    "find",
+    "newest",
+    "release_unneeded",
+    "require_tokens",
+]
 
 
 @dataclass(frozen=True)
@@ -83,3 +96,56 @@ def release_unneeded(
     for known in gone:
         if id(known) not in needed:
             known._release()
+
+
+def require_tokens(length: int, groups: Iterable[KvGroup], tables: Iterable[PagedSeqState]) -> None:
+    """Raises `ValueError` when a window has given back what the next token would see after a cut to `length`."""
+    for group, state in zip(groups, tables, strict=True):
+        start, gone = length - (group.window or 0), state.first_block * state.block_size
+        if length and gone > max(0, start):
+            need = f"token {max(0, start)} is needed, the first {gone} were given back"
+            raise ValueError(f"cannot roll back to {length} tokens: {need}")
+
+
+def begin_all(parts: Iterable[Any]) -> None:
+    """Begins a transaction on every part; when one raises, on none."""
+    begun: list[Any] = []
+    try:
+        for part in parts:
+            part.begin()
+            begun.append(part)
+    except BaseException:
+        for part in begun:
+            part.abort()
+        raise
+
+
+@contextmanager
+def all_or_none(parts: Sequence[Any]) -> Iterator[None]:
+    """What is done to the parts within stays, unless it raises."""
+    begin_all(parts)
+    try:
+        yield
+    except BaseException:
+        for part in parts:
+            part.abort()
+        raise
+    for part in parts:
+        part.commit()
+
+
+def audit(length: int, groups: Iterable[KvGroup], tables: Iterable[PagedSeqState], positions: list[int]) -> None:
+    """Raises `PoolError` when tables and positions of checkpoints do not fit a sequence of this length.
+
+    len(table) == length; 0 <= positions, rising, <= length
+    first token of a table <= min(length, positions) - window
+    """
+    for group, state in zip(groups, tables, strict=True):
+        if state.len != length:
+            raise PoolError(f"broken invariant: a table has {state.len} tokens, the sequence {length}")
+        start = max(0, min([length, *positions]) - (group.window or 0))
+        gone = state.first_block * state.block_size
+        if gone > start:
+            raise PoolError(f"broken invariant: token {start} is needed, the first {gone} were given back")
+    if positions != sorted(set(positions)) or any(position > length for position in positions):
+        raise PoolError(f"broken invariant: checkpoints at {positions} of {length} tokens")

@@ -101,7 +101,10 @@ def append_each(list states not None, n, list positions not None):
             plans[k] = (allocator, blocks, own, total)
             for i in range(own):
                 (<int32_t *>blocks.base)[i] = spare[i]
-        for k in range(len(plans)):  # only now is anything taken, and nothing else can fail
+        for allocator, _, own, total in plans:  # before any grows
+            if total - own > allocator.c_available():
+                raise exhausted(total - own, allocator.c_available(), allocator.max_capacity)
+        for k in range(len(plans)):  # only now is anything taken, and nothing but another thread can make it fail
             allocator, blocks, own, total = plans[k]
             if total > own and allocator.c_allocate_n(<int32_t>(total - own), <int32_t *>blocks.base + own) != PP_OK:
                 give_back(plans, k)

@@ -242,7 +242,7 @@ cdef class PagedTable(Holder):
         if saved == NULL:
             return PP_INVALID_ARGUMENT
         self.saved = saved.outer
-        saved_commit(saved, self.allocator)
+        saved_commit(saved, self.allocator, self.c_blocks, self.num_blocks, self.length)
         return PP_OK
 
     cdef pp_status c_abort(self) noexcept nogil:

@@ -32,7 +32,9 @@ cdef pp_status saved_give_back(
     SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
 ) noexcept nogil
 # Both free self, and cannot fail. After the first the table is as it is, after the second as it was.
-cdef void saved_commit(SavedTable *self, BlockAllocator allocator) noexcept nogil
+cdef void saved_commit(
+    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
+) noexcept nogil
 cdef void saved_abort(
     SavedTable *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
 ) noexcept nogil

@@ -58,12 +58,23 @@ cdef pp_status saved_give_back(
     return PP_OK
 
 
-cdef void saved_commit(SavedTable *self, BlockAllocator allocator) noexcept nogil:
-    """What the transaction around it needs as well goes there."""
-    cdef int32_t i
+cdef void saved_commit(
+    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
+) noexcept nogil:
+    """What the transaction around it needs as well goes there.
+
+    A block that the table has still was shared with this one because it was cut within: the one around needs that too
+    only if the cut is within its tokens.
+    """
+    cdef SavedTable *outer = self.outer
+    cdef int32_t i, place
+    cdef bint uncut
     for i in range(self.end - self.first):
-        if self.kept[i] and (self.outer == NULL or not saved_takes(self.outer, self.first + i, self.blocks[i])):
-            allocator.c_free(self.blocks[i])
+        if self.kept[i]:
+            place = self.first + i
+            uncut = outer != NULL and length >= outer.length and place < end and table[place] == self.blocks[i]
+            if outer == NULL or uncut or not saved_takes(outer, place, self.blocks[i]):
+                allocator.c_free(self.blocks[i])
     free(self)
 
 

@@ -7,6 +7,7 @@ from pagepool.reference.allocator import BlockAllocator
 from pagepool.reference.attention import decode
 from pagepool.reference.batch import append_batch, release_batch
 from pagepool.reference.block_table import PagedSeqState
+from pagepool.reference.hybrid import HybridSequence
 from pagepool.reference.kv_pool import KvCachePool
 from pagepool.reference.lent import SequenceHandle
 from pagepool.reference.prefix import PrefixCache
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionSequenceState",
     "BlockAllocator",
     "BlockTables",
+    "HybridSequence",
     "KvCachePool",
     "Mamba2SequenceState",
     "PagedSeqState",

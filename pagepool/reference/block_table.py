@@ -10,7 +10,7 @@ Blocks that a sliding window left behind may be given back: the table has -1 in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class PagedSeqState:
         self.block_size = count_of("block_size", block_size, 1024)
         if not self.block_size:
             raise ValueError("block_size must be from 1 to 1024, not 0")
-        limit = allocator.capacity if max_blocks_per_seq is None else max_blocks_per_seq
+        limit = allocator.max_capacity if max_blocks_per_seq is None else max_blocks_per_seq
         self.max_blocks_per_seq = count_of("max_blocks_per_seq", limit)
         self.len = 0
         self.first_block = 0
@@ -91,7 +91,8 @@ class PagedSeqState:
 
         Raises `ValueError` past `max_blocks_per_seq`, `PoolExhausted` when the allocator has too few.
         """
-        self._extend(self._missing(count_of("target_len", target_len)))
+        missing = self._missing(count_of("target_len", target_len))
+        self._extend(missing, iter(self.allocator.allocate_n(missing).tolist()))
 
     def append(self, n: int = 1) -> np.ndarray:
         """Adds `n` tokens and returns their slots, int64 `(n,)`.
@@ -101,18 +102,24 @@ class PagedSeqState:
         new ids, those that replace shared blocks come first. Raises as `ensure_capacity`, and changes nothing then.
         """
         n = count_of("n", n)
-        missing = self._missing(self.len + n)
-        shared = self._shared(n)
-        self.allocator.demand(missing + len(shared))
-        for index in shared:
-            old, new = self._blocks[index], self.allocator.allocate()
+        wanted = self._missing(self.len + n) + len(self._shared(n))
+        self.append_taken(n, iter(self.allocator.allocate_n(wanted).tolist()))
+        return self.slots(n)
+
+    def append_taken(self, n: int, taken: Iterator[int]) -> None:
+        """Adds `n` tokens, with blocks that were taken for them."""
+        for index in self._shared(n):
+            old, new = self._blocks[index], next(taken)
             if index * self.block_size < self.len:
                 self.allocator.copy_page(new, old)
             self._blocks[index] = self._table[index] = new
             self._drop(index, old)
-        self._extend(missing)
-        first, self.len = self.len, self.len + n
-        return np.array([self.slot(token) for token in range(first, self.len)], dtype=np.int64)
+        self._extend(self._missing(self.len + n), taken)
+        self.len += n
+
+    def slots(self, n: int) -> np.ndarray:
+        """The slots of the last `n` tokens, int64 `(n,)`."""
+        return np.array([self.slot(token) for token in range(self.len - n, self.len)], dtype=np.int64)
 
     def truncate(self, len: int) -> None:
         """Shortens to `len` tokens and gives back every block behind them, reserved ones too.
@@ -193,11 +200,17 @@ class PagedSeqState:
         return len(self._saved)
 
     def commit(self) -> None:
-        """Ends the innermost transaction; what left the table is freed, unless the one around it needs it."""
+        """Ends the innermost transaction; what left the table is freed, unless the one around it needs it.
+
+        That needs no share in a block that is in the table still, if it was cut behind the tokens to be kept.
+        """
         saved = self._saved.pop()
+        outer = self._saved[-1] if self._saved else None
         for place in sorted(saved.kept):
-            if not (self._saved and self._saved[-1].takes(place, saved.blocks[place])):
-                self.allocator.free(saved.blocks[place])
+            block = saved.blocks[place]
+            uncut = outer is not None and self.len >= outer.len and self._blocks[place : place + 1] == [block]
+            if outer is None or uncut or not outer.takes(place, block):
+                self.allocator.free(block)
 
     def abort(self) -> None:
         """Ends the innermost transaction; everything is as it was when it began."""
@@ -256,8 +269,7 @@ class PagedSeqState:
         places = range(self.len // self.block_size, last)
         return [place for place in places if self.allocator.ref_count(self._blocks[place]) > 1]
 
-    def _extend(self, missing: int) -> None:
-        if missing:
-            held = len(self._blocks)
-            self._blocks += self.allocator.allocate_n(missing).tolist()
-            self._table[held : held + missing] = self._blocks[held:]
+    def _extend(self, missing: int, taken: Iterator[int]) -> None:
+        for _ in range(missing):
+            self._table[len(self._blocks)] = block = next(taken)
+            self._blocks.append(block)

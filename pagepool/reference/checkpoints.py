@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CheckpointIndex"]
+__all__ = ["CheckpointIndex", "StateCheckpoints"]
 
 TOKEN_BYTES = 4
 PRIOR = 8
@@ -49,6 +49,11 @@ class CheckpointIndex:
         self.saved = {"branch": 0, "end": 0, "grid": 0}
         self.used = {"branch": 0, "end": 0, "grid": 0}
         self.age = 0.0
+
+    @property
+    def num_states(self) -> int:
+        """States kept."""
+        return len(self.states)
 
     @property
     def used_bytes(self) -> int:
@@ -127,3 +132,35 @@ class CheckpointIndex:
 
     def _prefixes(self) -> set[tuple[Any, tuple[int, ...]]]:
         return {(salt, row[:end]) for salt, row in self.states for end in range(1, len(row) + 1)}
+
+
+class StateCheckpoints:
+    """Copies of the states of `pool` at the positions that the index keeps, by the same keys."""
+
+    def __init__(self, layout: Any, pool: Any, budget_bytes: int, **options: int) -> None:
+        self._pool = pool
+        self._views = [pool.view(layer, name) for layer, states in enumerate(layout.layers) for name in states]
+        self.index = CheckpointIndex(sum(view[:1].nbytes for view in self._views), budget_bytes, **options)
+        self._copies: dict[tuple[Any, tuple[int, ...]], list[Any]] = {}
+
+    def resume(self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None) -> int:
+        """Brings the slot to the longest kept prefix within `kv_tokens`; its length, 0 for none."""
+        length = self.index.find(tokens, kv_tokens, cache_salt=cache_salt) or 0
+        if length:
+            for view, copy in zip(self._views, self._copies[cache_salt, tuple(tokens)[:length]], strict=True):
+                view[slot] = copy
+            lent = self._pool.slot(slot)
+            lent.state.step_position = lent.position = length
+        return length
+
+    def stops(self, tokens: Any, kv_tokens: int, begin: int = 0, *, cache_salt: Any = None) -> list[tuple[int, str]]:
+        """Where a copy is worth it while this prompt is read."""
+        return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt)
+
+    def save(self, slot: int, tokens: Any, position: int, reason: str, *, cache_salt: Any = None) -> bool:
+        """Copies the state in `slot`, which has passed over `tokens[:position]`; False when it is not worth it."""
+        kept = self.index.admit(tokens, position, reason, cache_salt=cache_salt)
+        if kept:
+            self._copies[cache_salt, tuple(tokens)[:position]] = [view[slot].copy() for view in self._views]
+        self._copies = {key: copy for key, copy in self._copies.items() if key in self.index.states}
+        return kept

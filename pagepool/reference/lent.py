@@ -80,6 +80,27 @@ class StateHandle:
         """How many transactions have begun and not ended."""
         return len(self._saved)
 
+    def view(self, layer: int, name: str) -> Any:
+        """The state `name` of a layer, `(*shape)`; `StaleHandle` once it was released."""
+        return self.slot is not None and self.pool.view(layer, name)[self.index]
+
+    def fork(self) -> StateHandle:
+        """A copy of the state in a slot of its own. Raises `PoolExhausted` when none is free."""
+        copy = self.pool.alloc(self.slot.request_id)
+        self.pool.copy(copy, self.index)
+        return StateHandle(self.pool, copy)
+
+    def copy_from(self, other: StateHandle) -> None:
+        """Takes over state and position of another's slot."""
+        if self.slot is not None and other.slot is not None:
+            self.pool.copy(self.index, other.index)
+
+    def reset(self) -> None:
+        """The state is at its beginning; the request keeps the slot."""
+        slot, request = self.slot, self.slot.request_id
+        slot.reset()
+        slot.request_id = request
+
     def release(self) -> None:
         """Gives the slot back, zeroed."""
         if self.slot is not None:
@@ -92,9 +113,7 @@ class StateHandle:
 
     def begin(self) -> None:
         """Begins a transaction: a copy of the state in a free slot."""
-        copy = self.pool.alloc(self.slot.request_id)
-        self.pool.copy(copy, self.index)
-        self._saved.append(copy)
+        self._saved.append(self.fork().index)
 
     def commit(self) -> None:
         """Ends the innermost transaction."""

@@ -134,6 +134,8 @@ class PrefixCache:
         now: float = 0.0,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
+        if self.policy != "priority" and (priority or ttl is not None):
+            raise ValueError(f"policy {self.policy} takes no priority but 0, and no ttl")
         keys, ids = self._keys(tokens), [int(block) for block in blocks]
         if len(ids) < len(keys):
             raise ValueError(f"{len(keys)} blocks are full, here are {len(ids)}")

@@ -213,3 +213,13 @@ def test_release_batch_is_all_or_none(allocator):
         release_batch(states)
     assert [state.len for state in states] == [6, 4] and allocator.ref_count(0) == 1
     allocator.allocate()
+
+
+def test_a_batch_takes_or_grows_for_no_block_that_the_last_sharer_keeps():
+    allocator = BlockAllocator(3, 8)
+    parent = PagedSeqState(allocator, 4)
+    parent.append(6)
+    child = parent.fork()
+    append_batch([parent, child], [1, 1])  # the first takes a copy, then the block is the second's alone
+    assert (allocator.capacity, allocator.in_use) == (3, 3)
+    append_batch([], [])

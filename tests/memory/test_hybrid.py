@@ -287,3 +287,48 @@ def test_one_that_goes_leaves_nothing():
     written.feed([1, 2, 3])
     del written
     assert engine.idle()
+
+
+def test_a_request_begins_with_what_is_cached_of_all_its_groups():
+    engine = Engine(blocks=40, sizes=(4, 4), windows=(None, 5))
+    first = engine.start(range(11))
+    second = Written(engine, HybridSequence(engine.groups, engine.states), range(10))
+    rows = [kv.blocks for kv in first.sequence.kv]
+    with pytest.raises(ValueError, match="1 rows of blocks: there are 2 groups, with 0 tokens"):
+        second.sequence.adopt(rows[:1], 10)
+    with pytest.raises(ValueError, match="10 tokens are not what 2 blocks of 4 hold"):
+        second.sequence.adopt([rows[0], rows[1][:2]], 10)
+    assert second.sequence.kv[0].blocks == [] and second.sequence.len == 0
+    engine.allocators[0].check(others=0)
+    second.sequence.adopt(rows, 10)
+    second.sequence.state.view(0, "h")[...] = state_after(range(10))
+    second.check()
+    second.feed([90, 91])  # into blocks that are shared: copies
+    first.feed([80])
+    for each in (first, second):
+        each.check()
+    with pytest.raises(ValueError, match="2 rows of blocks: there are 2 groups, with 12 tokens"):
+        second.sequence.adopt(rows, 10)
+    for each in (first, second):
+        each.sequence.release()
+    assert engine.idle()
+
+
+def test_a_rollback_within_a_transaction_takes_no_block_that_an_abort_does_not_need():
+    engine = Engine(blocks=3, windows=(None,), sizes=(4,), states=False)
+    written = engine.start(range(9))
+    with Transaction(written.sequence) as transaction:
+        written.feed([9, 10])
+        written.roll(1)  # within the last block, behind the tokens that an abort brings back
+        written.feed([11])  # which is written in place: no block is free
+        written.check()
+        transaction.abort()
+    assert written.sequence.len == 9
+
+
+def test_a_refused_append_to_groups_grows_no_allocator():
+    allocators = [BlockAllocator(2, 8), BlockAllocator(2)]
+    sequence = HybridSequence([KvGroup(allocator, 4, None, 8) for allocator in allocators])
+    with pytest.raises(PoolExhausted, match="asked for 3 blocks, 2 of 2 are free"):
+        sequence.append(12)
+    assert [allocator.capacity for allocator in allocators] == [2, 2]

@@ -1,0 +1,266 @@
+"""HybridSequence in plain Python: the block tables of groups of layers, and a recurrent state, moved together.
+
+Of a sequence of `len` tokens, with checkpoints after some of them:
+
+    tables         every one has all `len` tokens; a window's from (anchor - window) on, by whole blocks
+    anchor         the least of len - keep and the position of the oldest checkpoint
+    state          what it is after `len` tokens; a checkpoint has what it was after `position` tokens, in its own slot
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from pagepool.errors import PoolError, StaleHandle
+from pagepool.reference.allocator import count_of
+from pagepool.reference.block_table import PagedSeqState
+
+__all__ = ["Checkpoint", "HybridSequence"]
+
+
+class Checkpoint:
+    """A place to roll back to: how many tokens there were, and a `StateHandle` to a copy of the state, or None."""
+
+    def __init__(self, position: int, state: Any) -> None:
+        self.position = position
+        self.state = state
+
+
+class HybridSequence:
+    """One sequence in all its `groups` (`KvGroup`, over a reference allocator) and in a slot of `states`.
+
+    >>> from pagepool import KvGroup
+    >>> from pagepool.reference import BlockAllocator
+    >>> sequence = HybridSequence([KvGroup(BlockAllocator(8), 2), KvGroup(BlockAllocator(4), 2, window=1)])
+    >>> for _ in range(5):
+    ...     slots = sequence.append(2)
+    >>> [state.blocks for state in sequence.kv]
+    [[0, 1, 2, 3, 4], [1, 0]]
+    """
+
+    def __init__(self, groups: Iterable[Any], states: Any = None, *, label: Any = None, keep: int = 0) -> None:
+        self.groups = tuple(groups)
+        self.keep = count_of("keep", keep)
+        self.label = label
+        self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
+        request = label if isinstance(label, int) and label else 1
+        self.state = None if states is None else states.handle(states.alloc(request))
+        self.len = 0
+        self.closed = False
+        self.checkpoints: list[Checkpoint] = []
+        self._saved: list[tuple[int, bool, list[Checkpoint]]] = []
+
+    @property
+    def open_transactions(self) -> int:
+        """How many transactions have begun and not ended."""
+        return len(self._saved)
+
+    def append(self, n: int = 1) -> list[np.ndarray]:
+        """Gives back what the windows have left, then adds n tokens; the slots in every group.
+
+        Blocks that only this sequence has go straight from a window's end to the new tokens, in the order of the
+        groups: of an allocator that is empty, nothing needs to be taken.
+        """
+        self._use()
+        n = count_of("n", n)
+        missing = [state._missing(self.len + n) for state in self.kv]
+        plans = []
+        for allocator in dict.fromkeys(state.allocator for state in self.kv):
+            wanted = sum(
+                new + len(state._shared(n))
+                for state, new in zip(self.kv, missing, strict=True)
+                if state.allocator is allocator
+            )
+            own = [state._blocks[place] for state, place in self._left(allocator) if self._alone(state, place)][:wanted]
+            allocator.demand(wanted - len(own))
+            plans.append((allocator, own, wanted - len(own)))
+        for allocator, own, new in plans:
+            taken = chain(own, allocator.allocate_n(new).tolist())
+            moving = set(own)
+            for state, place in list(self._left(allocator)):
+                if state._blocks[place] in moving:
+                    moving.remove(state._blocks[place])
+                else:
+                    state._drop(place, state._blocks[place])
+                state._blocks[place] = state._table[place] = -1
+                state.first_block = place + 1
+            for state in self.kv:
+                if state.allocator is allocator:
+                    state.append_taken(n, taken)
+            allocator.free(list(taken)[::-1])
+        self.len += n
+        return [state.slots(n) for state in self.kv]
+
+    def adopt(self, blocks: Iterable[Any], num_tokens: int) -> None:
+        """Begins with tokens that are in blocks of every group already."""
+        self._use()
+        rows = [[int(block) for block in row] for row in blocks]
+        if self.len or len(rows) != len(self.kv):
+            raise ValueError(f"{len(rows)} rows of blocks for {len(self.kv)} groups of a sequence of {self.len} tokens")
+        done: list[PagedSeqState] = []
+        try:
+            for state, row in zip(self.kv, rows, strict=True):
+                state.adopt(row, num_tokens)
+                done.append(state)
+        except (PoolError, ValueError):
+            for state in done:
+                state.truncate(0)
+            raise
+        self.len = num_tokens
+
+    def trim(self) -> None:
+        """Gives back what the windows have left."""
+        self._use()
+        for state, start in zip(self.kv, self._starts(), strict=True):
+            state.drop_before(start)
+
+    def fork(self, label: Any = None) -> HybridSequence:
+        """One with the same tokens and a copy of the state, without checkpoints."""
+        self._use()
+        child = HybridSequence((), label=self.label if label is None else label, keep=self.keep)
+        child.state = None if self.state is None else self.state.fork()
+        child.groups, child.len = self.groups, self.len
+        child.kv = [state.fork() for state in self.kv]
+        return child
+
+    def checkpoint(self) -> Checkpoint:
+        """A place to roll back to; one for each position."""
+        self._use()
+        if not any(known.position == self.len for known in self.checkpoints):
+            self.checkpoints.append(Checkpoint(self.len, None if self.state is None else self.state.fork()))
+        return self.checkpoints[-1]
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        """Gives a checkpoint up."""
+        self._known(checkpoint)
+        self._keep_checkpoints([known for known in self.checkpoints if known is not checkpoint])
+
+    def rollback(self, to: int | Checkpoint) -> int:
+        """Back to a checkpoint, or by a number of tokens and from there to where the state is known; the length."""
+        if isinstance(to, Checkpoint):
+            return self._return_to(self._known(to).position)
+        self._use()
+        return self._return_to(self._state_at(self.len - count_of("tokens", to, self.len)))
+
+    def truncate(self, len: int) -> None:
+        """Back to the first `len` tokens, where the state must be known."""
+        self._use()
+        if self._state_at(count_of("len", len, self.len)) != len:
+            raise ValueError(f"the state after {len} tokens is not known")
+        self._return_to(len)
+
+    def release(self) -> None:
+        """Gives everything back for good."""
+        if not self.closed:
+            self._keep_checkpoints([])
+            for state in self.kv:
+                state.close()
+            self.closed = True
+            self._end()
+
+    close = release
+
+    def begin(self) -> None:
+        """Begins a transaction on every part, or on none."""
+        self._use()
+        if self.state is not None:
+            self.state.begin()
+        for state in self.kv:
+            state.begin()
+        self._saved.append((self.len, self.closed, list(self.checkpoints)))
+
+    def commit(self) -> None:
+        """Ends the innermost transaction; what was done stays."""
+        *_, before = self._saved.pop()
+        for part in self._parts():
+            part.commit()
+        self._give_back(before)
+        self._end()
+
+    def abort(self) -> None:
+        """Ends the innermost transaction; everything is as it was."""
+        self.len, self.closed, before = self._saved.pop()
+        for part in self._parts():
+            part.abort()
+        made, self.checkpoints = self.checkpoints, before
+        self._give_back(made)
+
+    def check(self) -> None:
+        """Raises `PoolError` when a table has not the tokens that it must have."""
+        anchor = min([self.len, *[known.position for known in self.checkpoints]])
+        for group, state in zip(self.groups, self.kv, strict=True):
+            start = max(0, anchor - (group.window or 0))
+            if state.len != self.len or state.first_block * state.block_size > start:
+                raise PoolError(f"a table has {state.len} tokens from block {state.first_block} on, not {self.len}")
+
+    def _parts(self) -> list[Any]:
+        return [*self.kv, *([] if self.state is None else [self.state])]
+
+    def _starts(self) -> list[int]:
+        """The first token that each group needs."""
+        anchor = min([self.len - self.keep, *[known.position for known in self.checkpoints]])
+        return [0 if group.window is None else max(0, anchor - group.window) for group in self.groups]
+
+    def _left(self, allocator: Any) -> Iterable[tuple[PagedSeqState, int]]:
+        """The tables of an allocator, and the places in them that lie before what is needed."""
+        for state, start in zip(self.kv, self._starts(), strict=True):
+            if state.allocator is allocator:
+                for place in range(state.first_block, start // state.block_size):
+                    yield state, place
+
+    def _alone(self, state: PagedSeqState, place: int) -> bool:
+        """Whether nobody else needs the block at a place, an abort included."""
+        block = state._blocks[place]
+        return state.allocator.ref_count(block) == 1 and not (state._saved and state._saved[-1].needs(place, block))
+
+    def _state_at(self, length: int) -> int:
+        """The last length up to this one after which the state is known."""
+        if self.state is None or length == self.len:
+            return length
+        known = [0] * (length == 0) + [one.position for one in self.checkpoints if one.position <= length]
+        if not known:
+            raise ValueError(f"there is no state checkpoint at or before {length}")
+        return max(known)
+
+    def _return_to(self, length: int) -> int:
+        if length < self.len:
+            for group, state in zip(self.groups, self.kv, strict=True):
+                if length and state.first_block * state.block_size > max(0, length - (group.window or 0)):
+                    raise ValueError(f"{length} tokens need what block {state.first_block} and those before had")
+            for state in self.kv:
+                state.truncate(length)
+            if self.state is not None:
+                copies = [known.state for known in self.checkpoints if known.position == length]
+                self.state.copy_from(copies[0]) if copies else self.state.reset()
+            self.len = length
+            self._keep_checkpoints([known for known in self.checkpoints if known.position <= length])
+        return length
+
+    def _known(self, checkpoint: Checkpoint) -> Checkpoint:
+        self._use()
+        if not any(known is checkpoint for known in self.checkpoints):
+            raise StaleHandle(f"the checkpoint at {checkpoint.position} was given up")
+        return checkpoint
+
+    def _keep_checkpoints(self, kept: list[Checkpoint]) -> None:
+        gone, self.checkpoints = self.checkpoints, kept
+        self._give_back(gone)
+
+    def _give_back(self, checkpoints: list[Checkpoint]) -> None:
+        """The slots of those that neither the sequence has nor an abort needs."""
+        needed = {id(known) for known in chain(self.checkpoints, *[before for *_, before in self._saved])}
+        for known in checkpoints:
+            if id(known) not in needed and known.state is not None:
+                known.state.close()
+
+    def _end(self) -> None:
+        if self.closed and not self._saved and self.state is not None:
+            self.state.close()
+
+    def _use(self) -> None:
+        if self.closed:
+            raise StaleHandle(f"the sequence {self.label!r} was closed")

@@ -1,0 +1,198 @@
+"""Operations of the random program on allocators and sequences."""
+
+from collections import Counter
+
+from model_world import Core, Divergence, Sequence
+
+from pagepool import StaleHandle, reference
+from pagepool.memory import block_tables
+
+# Whatever a closed one is asked for, it says that it is closed.
+USES_OF_SEQUENCE = (
+    lambda state: state.append(1),
+    lambda state: state.ensure_capacity(3),
+    lambda state: state.truncate(0),
+    lambda state: state.drop_before(0),
+    lambda state: state.adopt([], 0),
+    lambda state: state.fork(),
+    lambda state: state.release(),
+    lambda state: state.begin(),
+    lambda state: state.handle(),
+)
+USES_OF_HYBRID = (
+    lambda hybrid: hybrid.append(1),
+    lambda hybrid: hybrid.adopt([[]] * len(hybrid.kv), 0),
+    lambda hybrid: hybrid.trim(),
+    lambda hybrid: hybrid.fork(),
+    lambda hybrid: hybrid.checkpoint(),
+    lambda hybrid: hybrid.rollback(0),
+    lambda hybrid: hybrid.truncate(0),
+    lambda hybrid: hybrid.begin(),
+    lambda hybrid: hybrid.kv[0].append(1),
+)
+USES_OF_STATE = (
+    lambda handle: handle.slot,
+    lambda handle: handle.view(0, "h"),
+    lambda handle: handle.fork(),
+    lambda handle: handle.copy_from(handle),
+    lambda handle: handle.reset(),
+    lambda handle: handle.release(),
+    lambda handle: handle.begin(),
+)
+
+
+OPERATIONS = {
+    "append": 10, "append_batch": 3, "add": 3, "fork": 4, "truncate": 5, "drop_before": 2, "reserve": 2,
+    "release": 2, "close": 5, "allocate": 2, "share": 2, "free": 3, "free_too_much": 1, "grow": 1, "shrink": 2,
+    "take_handle": 1, "use_stale": 3,
+}  # fmt: skip
+
+
+class Blocks(Core):
+    MOST = 7
+
+    def extend(self, sequence, n):
+        """Appends n tokens on both sides, and their keys on ours."""
+        slots = self.both(lambda side, i: sequence.pair[i].append(n))
+        if isinstance(slots, list):
+            self.store(sequence, slots)
+
+    def store(self, sequence, slots):
+        fresh = [self.below(2) for _ in slots]
+        sequence.tokens += fresh
+        self.write(self.pages, slots, fresh)
+
+    def add(self):
+        if len(self.sequences) < self.MOST:
+            pair = self.make(lambda side, i: side.api.PagedSeqState(side.allocator, self.block_size, label=1))
+            sequence = Sequence(pair)
+            self.join(sequence, self.sequences)
+            self.extend(sequence, self.count())
+
+    def fork(self):
+        sequence = self.pick(self.sequences)
+        if sequence and len(self.sequences) < self.MOST:
+            child = Sequence(self.make(lambda side, i: sequence.pair[i].fork()))
+            child.tokens = list(sequence.tokens)
+            self.join(child, self.sequences)
+
+    def append(self):
+        sequence = self.pick(self.sequences)
+        if sequence:
+            self.extend(sequence, self.count())
+
+    def append_batch(self):
+        chosen = self.some_of(self.mine(self.sequences))
+        counts = [self.count() for _ in chosen]
+        drive = (block_tables.append_batch, reference.append_batch)
+        if self.both(lambda side, i: drive[i]([sequence.pair[i] for sequence in chosen], counts)) is None:
+            size = self.block_size
+            for sequence, n in zip(chosen, counts, strict=True):
+                table, end = sequence.pair[0].block_table, len(sequence.tokens) + n
+                self.store(sequence, [table[t // size] * size + t % size for t in range(end - n, end)])
+
+    def reserve(self):
+        sequence = self.pick(self.sequences)
+        if sequence:
+            length = len(sequence.tokens) + self.count()
+            self.both(lambda side, i: sequence.pair[i].ensure_capacity(length))
+
+    def truncate(self):
+        sequence = self.pick(self.sequences)
+        if sequence:
+            length = self.below(len(sequence.tokens) + 2)
+            if self.both(lambda side, i: sequence.pair[i].truncate(length)) is None:
+                del sequence.tokens[length:]
+
+    def drop_before(self):
+        sequence = self.pick(self.sequences)
+        if sequence:
+            position = self.below(len(sequence.tokens) + 1)
+            self.both(lambda side, i: sequence.pair[i].drop_before(position))
+
+    def release(self):
+        sequence = self.pick(self.sequences)
+        if sequence:
+            self.both(lambda side, i: sequence.pair[i].release())
+            sequence.tokens.clear()
+
+    def close(self):
+        sequence = self.pick(self.sequences)
+        if sequence:
+            self.both(lambda side, i: sequence.pair[i].close())
+            self.sequences.remove(sequence)
+            self.retire("sequence", sequence.pair)
+
+    def allocate(self):
+        n = self.below(4)
+        blocks = self.both(lambda side, i: self.through(side, "allocate_n", side.allocator)(n))
+        if isinstance(blocks, list):
+            self.held += blocks
+
+    def share(self):
+        blocks = [self.below(self.most + 2) - 1 for _ in range(self.below(3))]
+        if self.both(lambda side, i: self.through(side, "share", side.allocator)(blocks)) is None:
+            self.held += blocks
+
+    def free(self):
+        blocks = self.some_of(self.held)
+        self.both(lambda side, i: self.through(side, "free", side.allocator)(blocks))
+        self.held = list((Counter(self.held) - Counter(blocks)).elements())
+        if self.taking_part:
+            self.pending += blocks
+
+    def free_too_much(self):
+        if not self.taking_part:
+            allocator = self.sides[1].allocator
+            block = self.below(self.most)
+            times = allocator.ref_count(block) + 1 if block < allocator.capacity else 1
+            if self.both(lambda side, i: side.allocator.free([*self.held, *[block] * times])) is None:
+                raise Divergence(f"block {block} was freed {times} times")
+
+    def grow(self):
+        which = self.below(2)
+        n = self.sides[1].allocators[which].capacity + self.below(6) - 1
+        self.both(lambda side, i: side.allocators[which].grow(n))
+
+    def shrink(self):
+        """Our side gives the memory of free pages back, too: what the others hold is compared as ever."""
+        which, with_pages = self.below(2), self.below(2)
+        n = self.below(self.sides[1].allocators[which].capacity + 2)
+        pool = self.pages if which == 0 else self.pools[1]
+
+        def call(side, i):
+            return pool.shrink(n) if with_pages and i == 0 else side.allocators[which].shrink(n)
+
+        self.both(call)
+
+    def take_handle(self):
+        sequence = self.pick(self.sequences)
+        if sequence:
+            self.retire("handle", self.make(lambda side, i: sequence.pair[i].handle()))
+
+    def use_stale(self):
+        """Whatever is stale says so; an abort may have brought it back."""
+        if not self.stale:
+            return
+        kind, pair = self.one_of(self.stale)
+        if kind == "handle":
+            if self.both(lambda side, i: pair[i].is_stale):
+                self.refused(lambda side, i: pair[i].state)
+            else:
+                self.both(lambda side, i: pair[i].state is None)
+        elif kind == "state":
+            if self.both(lambda side, i: pair[i].is_stale):
+                use = self.one_of(USES_OF_STATE)
+                self.refused(lambda side, i: use(pair[i]))
+        elif kind == "checkpoint":
+            hybrid, marks = pair
+            if self.both(lambda side, i: marks[i] not in hybrid[i].checkpoints):
+                method = self.one_of(("rollback", "discard"))
+                self.refused(lambda side, i: getattr(hybrid[i], method)(marks[i]))
+        elif self.both(lambda side, i: pair[i].closed):
+            use = self.one_of(USES_OF_SEQUENCE if kind == "sequence" else USES_OF_HYBRID)
+            self.refused(lambda side, i: use(pair[i]))
+
+    def refused(self, call):
+        if self.both(call) is not StaleHandle:
+            raise Divergence("a stale handle was used")

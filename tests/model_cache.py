@@ -1,0 +1,85 @@
+"""Operations of the random program on the prefix cache: hits, publications, priorities for a time, pins, evictions."""
+
+from model_world import Core, Sequence
+
+OPERATIONS = {
+    "hit": 4, "publish": 5, "evict": 3, "discard": 1, "pass_time": 1, "pin": 1, "unpin": 2, "reset": 0.1,
+}  # fmt: skip
+
+
+class Cached(Core):
+    def found(self, prompt):
+        """What is cached of a prompt: blocks, the caller's to free, and the tokens in them."""
+        if self.taking_part or self.below(2):
+            blocks = self.both(lambda side, i: self.through(side, "match_prefix", side.cache)(prompt))
+            return blocks, len(blocks) * self.block_size
+
+        def match(side, i):
+            blocks, tokens = side.cache.match_tokens(prompt)
+            return blocks.tolist(), tokens
+
+        return self.both(match)
+
+    def let_go(self, blocks):
+        self.both(lambda side, i: self.through(side, "free", side.allocator)(blocks))
+        if self.taking_part:
+            self.pending += blocks
+
+    def hit(self):
+        """A request begins with what is cached of its prompt."""
+        if len(self.sequences) >= self.MOST:
+            return
+        prompt = self.prompt()
+        blocks, tokens = self.found(prompt)
+        sequence = Sequence(self.make(lambda side, i: side.api.PagedSeqState(side.allocator, self.block_size)))
+        self.both(lambda side, i: sequence.pair[i].adopt(blocks, tokens))
+        sequence.tokens = prompt[:tokens]
+        self.let_go(blocks)
+        self.join(sequence, self.sequences)
+
+    def publish(self):
+        sequence = self.pick(self.sequences)
+        if sequence and sequence.pair[0].first_block == 0:
+            self.cache_tokens(sequence.tokens, sequence.pair[1].blocks)
+
+    def cache_tokens(self, tokens, blocks):
+        tokens = list(tokens)
+        names = {}
+        if self.policy == "priority" or self.below(20) == 0:  # the others refuse it
+            names = self.one_of(({}, {"priority": 2}, {"priority": 1, "ttl": self.below(9), "now": self.now}))
+        result = self.both(lambda side, i: self.through(side, "cache_blocks", side.cache)(tokens, blocks, **names))
+        if self.taking_part and result is None:
+            self.pending += blocks[: len(tokens) // self.block_size]
+
+    def pass_time(self):
+        self.now += self.below(4)
+        self.both(lambda side, i: side.cache.expire(self.now))
+        if not self.taking_part and self.pinned:
+            self.both(lambda side, i: side.pins.expire(self.now))
+
+    def evict(self):
+        if not self.taking_part:
+            n = self.below(4)
+            self.both(lambda side, i: side.cache.evict(n))
+
+    def discard(self):
+        if not self.taking_part:
+            blocks = [self.below(self.most) for _ in range(2)]
+            self.both(lambda side, i: side.cache.discard(blocks))
+
+    def pin(self):
+        if not self.taking_part:
+            prompt, ttl = self.prompt(), self.one_of((None, 0, 3, 9))
+            number = self.both(lambda side, i: side.pins.pin(prompt, ttl=ttl, now=self.now))
+            if isinstance(number, int):
+                self.pinned.append(number)
+
+    def unpin(self):
+        """Also one whose time was over."""
+        if not self.taking_part and self.pinned:
+            pin = self.pinned.pop(self.below(len(self.pinned)))
+            self.both(lambda side, i: side.pins.unpin(pin))
+
+    def reset(self):
+        if not self.taking_part:
+            self.both(lambda side, i: side.cache.reset_prefix_cache())
