@@ -99,6 +99,10 @@ cdef extern from "pagepool/attention.h" nogil:
         PP_CHUNK
         PP_TILE
 
+    ctypedef enum pp_arithmetic:
+        PP_EXACT
+        PP_ROUNDED_BF16
+
     ctypedef struct pp_decode_args:
         const pp_kv_pool *pool
         int32_t layer
@@ -124,6 +128,7 @@ cdef extern from "pagepool/attention.h" nogil:
         float *out
         float *lse
         float *block_scores
+        int32_t arithmetic
 
     ctypedef struct pp_decode_plan:
         pp_decode_args args

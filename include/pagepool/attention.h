@@ -40,6 +40,21 @@ extern "C" {
 #define PP_CHUNK 512 /* tokens of a chunk: where a sequence may be split, in absolute positions */
 #define PP_TILE 32   /* tokens between two updates of the running maximum */
 
+/* What decode computes in.
+ *
+ * PP_EXACT: f32 products and sums of the stored values.  A head's error is below 1e-5 of its largest output.
+ *
+ * PP_ROUNDED_BF16, for pages of bf16: queries are rounded to bf16, and so are the softmax's weights, and both are
+ * multiplied by the CPU's dot products of pairs of bf16 (AVX512_BF16), which do twice as much as fma.  All else stays
+ * f32, subnormals being zeros in the products and their sums.  Rounding to 2^-9 of a number puts a score off by at most
+ *
+ *     E = 2^-9 sm_scale max_t sum_d |q[d] K[t][d]|
+ *
+ * and with it a result by (exp(2 E) (1 + 2^-9) / (1 - 2^-9) - 1) sum_t weight[t] |V[t]| and the lse by E + 2^-8 at
+ * most; what is usual is a twentieth of that.  The bits are fixed as those of exact arithmetic are, and the same
+ * with and without the instruction; without it they take longer than exact ones. */
+typedef enum pp_arithmetic { PP_EXACT = 0, PP_ROUNDED_BF16 = 1 } pp_arithmetic;
+
 typedef struct pp_decode_args {
     const pp_kv_pool *pool;
     int32_t layer;
@@ -69,6 +84,7 @@ typedef struct pp_decode_args {
     float *block_scores;          /* NULL, or (num_queries, num_qo_heads, block_tables_width): the weights block by
                                      block, 0 for blocks outside of what a query may see.  No two of the three may
                                      overlap, nor anything that is read */
+    int32_t arithmetic;           /* pp_arithmetic */
 } pp_decode_args;
 
 typedef struct pp_decode_plan {
@@ -86,12 +102,13 @@ typedef struct pp_decode_plan {
  * query_start_loc.  PP_INVALID_ARGUMENT for a size below 0 or a num_qo_heads that num_kv_heads does not divide. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
-/* Checks everything (PP_INVALID_ARGUMENT: a size, a seq_len below 0 or past the table's width, a query_start_loc that
- * does not begin with 0 or falls, results that overlap each other or what is read; PP_INVALID_BLOCK: an id within what
- * is seen of a sequence that is out of range) and plans; nothing is written on failure but the workspace.  `workspace`
- * is 64-byte aligned and must live until the last unit is done; so must the pool, the mask with its two arrays, slopes,
- * sinks and the results.  q, block_tables, seq_lens and query_start_loc are copied.  Running a unit takes up to 10 KB
- * of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32 v_head_dim over a V within K. */
+/* Checks everything (PP_INVALID_ARGUMENT: a size, an arithmetic that the pages are not for, a seq_len below 0 or past
+ * the table's width, a query_start_loc that does not begin with 0 or falls, results that overlap each other or what is
+ * read; PP_INVALID_BLOCK: an id within what is seen of a sequence that is out of range) and plans; nothing is written
+ * on failure but the workspace.  `workspace` is 64-byte aligned and must live until the last unit is done; so must the
+ * pool, the mask with its two arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc
+ * are copied.  Running a unit takes up to 10 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain
+ * pages, 32 v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

@@ -31,6 +31,7 @@ cdef class Arguments:
     cdef int read_scale(self, object sm_scale) except -1
     cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,
                           object sinks) except -1
+    cdef int read_arithmetic(self, object arithmetic) except -1
     cdef float *read_heads(self, str name, object source) except NULL
     cdef int read_out(self, object out) except -1
     cdef int check_apart(self, str name, const char *data, const Py_ssize_t *shape, const Py_ssize_t *strides,

@@ -8,7 +8,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
-from pagepool.csrc cimport PP_BF16, PP_F32, PP_NO_MEMORY, pp_dtype, pp_status, pp_widen
+from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status, pp_widen
 from pagepool.memory.kv_pool cimport KvCachePool
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
 
@@ -165,6 +165,17 @@ cdef class Arguments:
         self.args.logits_soft_cap = <float>cap
         self.args.alibi_slopes = self.slopes
         self.args.sinks = self.sinks
+        return 0
+
+    cdef int read_arithmetic(self, object arithmetic) except -1:
+        if arithmetic == "exact":
+            self.args.arithmetic = PP_EXACT
+            return 0
+        if arithmetic != "bf16":
+            raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
+        if self.pool.c_pool.layout.dtype != PP_BF16:
+            raise ValueError(f"arithmetic 'bf16' is for pages of bfloat16, and the pool has {self.pool.layout.dtype}")
+        self.args.arithmetic = PP_ROUNDED_BF16
         return 0
 
     cdef float *read_heads(self, str name, object source) except NULL:

@@ -25,6 +25,7 @@ def decode(
     out: Any = None,
     return_lse: Literal[False] = False,
     return_block_scores: Literal[False] = False,
+    arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
 ) -> NDArray[np.float32]: ...
 @overload
@@ -45,6 +46,7 @@ def decode(
     out: Any = None,
     return_lse: Literal[True],
     return_block_scores: Literal[False] = False,
+    arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
 @overload
@@ -65,6 +67,7 @@ def decode(
     out: Any = None,
     return_lse: Literal[False] = False,
     return_block_scores: Literal[True],
+    arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
 @overload
@@ -85,5 +88,6 @@ def decode(
     out: Any = None,
     return_lse: Literal[True],
     return_block_scores: Literal[True],
+    arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]: ...

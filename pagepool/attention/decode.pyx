@@ -63,7 +63,7 @@ cdef int read_threads(object num_threads) except -1:
 
 def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query_start_loc=None, custom_mask=None,
            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
-           return_lse=False, return_block_scores=False, num_threads=None):
+           return_lse=False, return_block_scores=False, arithmetic="exact", num_threads=None):
     """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
 
     q              (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are
@@ -91,6 +91,9 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     return_lse     also return the natural log of the sum of exp(score) of each row, sinks included
     return_block_scores  also return, for each row, the sums of its weights over the tokens of each block: what a cache
                    may decide by what to keep
+    arithmetic     "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: q and the
+                   softmax's weights are rounded to bfloat16 and multiplied by the CPU's dot products of bfloat16
+                   (AVX512_BF16), which do twice as much; elsewhere the same bits take more time. All else stays float32
     num_threads    at most so many threads; by default the CPUs this process may use, or PAGEPOOL_NUM_THREADS
 
     Returns `out`, float32 (n_tokens, num_qo_heads, v_head_dim); with return_lse or return_block_scores a tuple of it,
@@ -98,6 +101,10 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     what is seen. A query token that sees nothing, as in an empty sequence, gives zeros and -inf. The bits depend on
     nothing but the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the
     order, the threads or the block size.
+
+    In exact arithmetic a head's error is below 1e-5 of its largest output. Rounding changes a score by at most
+    E = 2^-9 sm_scale sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-9) / (1 - 2^-9) - 1) sum(weight * abs(v))
+    and the lse by E + 2^-8: typically 1e-3 of the largest output.
 
     Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`
     for an id out of range; nothing is written then. The GIL is released. Block ids are checked for range, not for
@@ -130,6 +137,7 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     call.read(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask)
     call.read_variant(window_left, logits_soft_cap, alibi_slopes, sinks)
     call.read_scale(sm_scale)
+    call.read_arithmetic(arithmetic)
     if out is None:
         out = empty((call.q.shape[0], call.q.shape[1], pool.c_pool.layout.v_head_dim), FLOAT32)
     call.read_out(out)

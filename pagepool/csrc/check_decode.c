@@ -6,6 +6,7 @@ pp_status pp_check_decode(const pp_decode_args *args) {
     if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
         args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0 || args->window < 0 ||
         (args->query_start_loc && args->query_start_loc[0]) ||
+        (args->arithmetic != PP_EXACT && (args->arithmetic != PP_ROUNDED_BF16 || layout->dtype != PP_BF16)) ||
         (args->custom_mask && (!args->mask_indptr || !args->mask_widths)))
         return PP_INVALID_ARGUMENT;
     for (int32_t s = 0; args->custom_mask && s < args->num_seqs; s++)

@@ -30,6 +30,12 @@ static int runs_avx512(void) {
     int f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
     return f && dq && bw && vl;
 }
+
+static int runs_avx512_bf16(void) {
+    unsigned a, b, c, d;
+    if (!runs_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return 0; /* a: the last subleaf */
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
 #endif
 
 #if defined(__x86_64__)
@@ -71,6 +77,7 @@ static const struct {
     int (*runs)(void);
 } CANDIDATES[] = {
 #if defined(__x86_64__)
+    {&pp_kernels_avx512_bf16, runs_avx512_bf16},
     {&pp_kernels_avx512, runs_avx512},
     {&pp_kernels_avx2, runs_avx2},
 #elif defined(__aarch64__)

@@ -1,8 +1,9 @@
 /* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
  *
  * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element) and the words of
- * decode_arrange.h defined.  The walk, per tile
- * of 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
+ * decode_arrange.h defined, and once more for bf16 pages with PP_DOT, which takes the work on a tile from decode_dot.h.
+ * The walk, per tile of 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS
+ * query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
  *   softmax  running maximum, rescale, exp
@@ -14,6 +15,13 @@
  * it out.  Which heads share a load, and how many vectors are in flight, changes no bit. */
 
 #define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
+#define PP_OF_PAGES(name) PP_CAT(name, _, PP_PAGES)
+
+#ifdef PP_DOT
+#include "decode_dot.h"
+#else
+#define PP_PAGES PP_DTYPE
+#define PP_QUERY_PAIR 2 /* elements of packed queries that a pair of dims takes */
 #define LOAD2 PP_CAT(v_load2_, PP_DTYPE, )
 #define LOAD2_HALF PP_CAT(v_load2_half_, PP_DTYPE, )
 
@@ -223,12 +231,13 @@ static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile 
 }
 
 #include "decode_arrange.h"
+#endif
 
 /* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,
  * `row` of all. */
 static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int32_t to, int32_t row, int prefetch) {
-    const int32_t group_size = work->group_size, q_step = 2 * (to - from);
-    const float *q = work->q + (int64_t)row * tile->head_dim;
+    const int32_t group_size = work->group_size, q_step = PP_QUERY_PAIR * (to - from);
+    const float *q = work->q + (int64_t)row * (tile->head_dim / 2 * PP_QUERY_PAIR);
     for (int32_t r = from, end; r < to; r = end) {
         end = to;
         if (work->seen) {
@@ -242,8 +251,8 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
         const int32_t at = row + r - from;
         tile->row = r;
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)at * work->num_blocks;
-        PP_NAME(tile_of)(end - r, tile, q + 2 * (r - from), q_step, work->rows + at * work->row_stride, work->m + at,
-                         prefetch);
+        PP_NAME(tile_of)(end - r, tile, q + PP_QUERY_PAIR * (r - from), q_step, work->rows + at * work->row_stride,
+                         work->m + at, prefetch);
         prefetch = PP_PREFETCH_NONE;
     }
 }
@@ -289,7 +298,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             end = head_end < work->part_end ? head_end : work->part_end;
             const int more_heads = end < work->part_end;
             const int prefetch = layout->tiled && !(by_hardware && more_heads) ? work->prefetch : PP_PREFETCH_NONE;
-            if (!layout->tiled) PP_NAME(pack)(work, tiled, begin, head, scratch);
+            if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);
             for (int i = 0; i < 2; i++) {
                 unsigned char *group = scratch + (scratch ? i * tiled->head_bytes : 0);
                 tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : group;
@@ -299,7 +308,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                                  : work->next[i] ? work->next[i]
                                                  : tile.k[i];
                 tile.next_v[i] = scratch ? NULL : tile.next_k[i] + layout->k_bytes;
-                if (scratch && layout->tiled) PP_NAME(turn)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
+                if (scratch && layout->tiled) PP_OF_PAGES(turn)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
             }
             tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
             for (int32_t part = index; part < end; part++)
@@ -341,7 +350,11 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 }
 
 #undef PP_NAME
+#undef PP_OF_PAGES
+#undef PP_DTYPE
+#undef PP_PAGES
+#undef PP_QUERY_PAIR
+#undef PP_ITEM
+#undef PP_DOT
 #undef LOAD2
 #undef LOAD2_HALF
-#undef PP_DTYPE
-#undef PP_ITEM

@@ -151,19 +151,36 @@ PP_INLINE int32_t row_of_part(int32_t head_rows, int32_t part) {
     return part / num_parts(head_rows) * head_rows + part_border(head_rows, part % num_parts(head_rows));
 }
 
-static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
-                         int32_t group_size, int32_t num_queries, int32_t head_dim) {
+/* Packs queries part by part, pair by pair of dims, as kernels.h says; a pair takes `size` floats. */
+PP_INLINE void pack_pairs(const int size, float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
+                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim) {
     const int32_t head_rows = group_size * num_queries;
+    float rounded[PP_MAX_HEAD_DIM / 2];
     for (int32_t kv = 0; kv < num_kv_heads; kv++)
         for (int32_t part = 0; part < num_parts(head_rows); part++) {
             const int32_t from = part_border(head_rows, part), rows = part_border(head_rows, part + 1) - from;
             for (int32_t r = 0; r < rows; r++) {
                 const int64_t head = kv * group_size + (from + r) % group_size;
                 const float *row = q + (from + r) / group_size * q_stride_token + head * q_stride_head;
-                for (int32_t d = 0; d < head_dim; d += 2) memcpy(to + d * rows + 2 * r, row + d, 2 * sizeof(float));
+                if (size == 1) {
+                    round_to_pairs(rounded, row, head_dim);
+                    row = rounded;
+                }
+                for (int32_t p = 0; p < head_dim / 2; p++)
+                    memcpy(to + (p * rows + r) * size, row + p * size, (size_t)size * sizeof(float));
             }
-            to += rows * head_dim;
+            to += rows * (head_dim / 2) * size;
         }
+}
+
+static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
+                         int32_t group_size, int32_t num_queries, int32_t head_dim) {
+    pack_pairs(2, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim);
+}
+
+static void pack_rounded_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
+                                 int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim) {
+    pack_pairs(1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim);
 }
 
 /* A row's result while its chunks are merged; `m` and `total` are those of all chunks so far. */

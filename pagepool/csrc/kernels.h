@@ -76,12 +76,14 @@ typedef struct pp_merge {
 
 typedef struct pp_kernels {
     const char *name;
-    void (*chunk[3])(const pp_chunk *); /* by pp_dtype */
+    void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
+    void (*chunk_dot)(const pp_chunk *);  /* bf16 pages in arithmetic of bf16 */
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
-    /* Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2]. */
-    void (*pack_queries)(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
-                         int32_t group_size, int32_t num_queries, int32_t head_dim);
+    /* By pp_arithmetic.  Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each
+     * float being one element or, in arithmetic of bf16, the two of the last axis. */
+    void (*pack_queries[2])(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
+                            int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim);
     int32_t max_rows; /* of a part */
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
@@ -90,7 +92,7 @@ typedef struct pp_kernels {
 extern const pp_kernels pp_kernels_baseline;
 #if defined(__x86_64__)
 extern const pp_kernels pp_kernels_avx2;
-extern const pp_kernels pp_kernels_avx512;
+extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;
 #elif defined(__aarch64__)
 extern const pp_kernels pp_kernels_neon;
 #endif

@@ -1,4 +1,4 @@
-/* kernels_avx512.c: the kernels in AVX-512. */
+/* kernels_avx512.c: the kernels in AVX-512, and those that have AVX512_BF16 beside. */
 #include "decode_tile.h"
 #include "kernel_common.h"
 
@@ -16,13 +16,35 @@
 #endif
 
 #include "simd_avx512.h"
+#include "dot_by_fma.h"
 
 #define PP_ISA avx512
+#define PP_EMULATED by_fma
 #include "kernels_of_isa.h"
 
 #if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512bf16"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+#endif
+
+#include "dot_by_instruction.h"
+
+#define PP_DTYPE bf16_instruction
+#define PP_PAGES bf16
+#define PP_ITEM 2
+#define PP_QUERY_PAIR 1
+#define PP_DOT by_instruction
+#include "decode_kernel.h"
+
+const pp_kernels pp_kernels_avx512_bf16 = PP_KERNELS("avx512_bf16", chunk_bf16_instruction);
+
+#if defined(__clang__)
+#pragma clang attribute pop
 #pragma clang attribute pop
 #else
+#pragma GCC pop_options
 #pragma GCC pop_options
 #endif
 

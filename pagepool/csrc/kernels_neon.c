@@ -6,8 +6,10 @@
 #include <arm_neon.h>
 
 #include "simd_neon.h"
+#include "dot_by_double.h"
 
 #define PP_ISA neon
+#define PP_EMULATED by_double
 #include "kernels_of_isa.h"
 
 #else

@@ -25,16 +25,30 @@
 #define PP_TURN_WORD(word) PP_TURN_SQUARE(word)
 #include "decode_kernel.h"
 
+/* Once more for bf16 pages: after bf16, whose decode_arrange.h it shares.  PP_EMULATED is how this instruction set does
+ * without one for dot products. */
+#define PP_DTYPE bf16_dot
+#define PP_PAGES bf16
+#define PP_ITEM 2
+#define PP_QUERY_PAIR 1
+#define PP_DOT PP_EMULATED
+#include "decode_kernel.h"
+
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = {
-    .name = PP_TEXT(PP_ISA),
-    .chunk = {chunk_f32, chunk_f16, chunk_bf16},
-    .merge = merge_chunks,
-    .merge_rows = merge_rows,
-    .pack_queries = pack_queries,
-    .max_rows = PP_MAX_HEADS,
-    .narrow = {copy_f32, narrow_f16, narrow_bf16},
-    .widen = {copy_to_f32, widen_f16, widen_bf16},
-};
+/* All of them, with a way to do dot products. */
+#define PP_KERNELS(isa, dot)                                    \
+    {                                                           \
+        .name = isa,                                            \
+        .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
+        .chunk_dot = dot,                                       \
+        .merge = merge_chunks,                                  \
+        .merge_rows = merge_rows,                               \
+        .pack_queries = {pack_queries, pack_rounded_queries},   \
+        .max_rows = PP_MAX_HEADS,                               \
+        .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
+        .widen = {copy_to_f32, widen_f16, widen_bf16},          \
+    }
+
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS(PP_TEXT(PP_ISA), chunk_bf16_dot);

@@ -224,6 +224,7 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
     if (status != PP_OK) return status;
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t query_size = (int64_t)args->num_qo_heads * layout->head_dim;
+    __typeof__(pp_kernels_get()->pack_queries[0]) pack = pp_kernels_get()->pack_queries[args->arithmetic];
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t num_queries = queries_of(plan, s);
         const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
@@ -233,9 +234,9 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
         for (int32_t slice = 0; slice < all.slices; slice++)
             plan->remaining[(int64_t)s * all.slices + slice] = (int32_t)chunks;
         if (chunks)
-            pp_kernels_get()->pack_queries(plan->q + first * query_size, args->q + first * args->q_stride_seq,
-                                           args->q_stride_seq, args->q_stride_head, layout->num_kv_heads,
-                                           args->num_qo_heads / layout->num_kv_heads, num_queries, layout->head_dim);
+            pack(plan->q + first * query_size, args->q + first * args->q_stride_seq, args->q_stride_seq,
+                 args->q_stride_head, layout->num_kv_heads, args->num_qo_heads / layout->num_kv_heads, num_queries,
+                 layout->head_dim);
         else
             write_nothing(plan, s);
     }
@@ -338,7 +339,9 @@ static void set_next(pp_chunk *work, const pp_chunk *after) {
 }
 
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
-    void (*kernel)(const pp_chunk *) = pp_kernels_get()->chunk[plan->args.pool->layout.dtype];
+    const pp_kernels *kernels = pp_kernels_get();
+    void (*kernel)(const pp_chunk *) = plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype]
+                                                                         : kernels->chunk_dot;
     pp_chunk work, after;
     int32_t sequence, slice, sequence_after, slice_after;
     if (begin < end) chunk_of(plan, begin, &after, &sequence_after, &slice_after);

@@ -66,12 +66,14 @@ def decode(
     out: np.ndarray | None = None,
     return_lse: bool = False,
     return_block_scores: bool = False,
+    arithmetic: str = "exact",
     num_threads: int | None = None,
 ) -> Any:
     """Each sequence's query tokens attend over its pages: float64 `(n_tokens, num_qo_heads, v_head_dim)`, or `out`.
 
     The arguments are those of `pagepool.decode`; `pool` may be a reference pool or a compiled one. With `return_lse`
-    and `return_block_scores` these follow the result in a tuple. `num_threads` is ignored.
+    and `return_block_scores` these follow the result in a tuple. `num_threads` is ignored; so is `arithmetic`, since
+    this is what both approximate.
 
     >>> from pagepool import KvLayout
     >>> from pagepool.reference import KvCachePool
@@ -80,6 +82,8 @@ def decode(
     >>> decode([[[1.0] * 8]], pool, 0, [[1]], [2]).shape
     (1, 1, 8)
     """
+    if arithmetic not in ("exact", "bf16"):
+        raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
     slopes, sink_scores = (None if x is None else np.asarray(x).tolist() for x in (alibi_slopes, sinks))
     variant = Variant(logits_soft_cap, slopes, sink_scores)
     queries: list[Vectors] = np.asarray(q).tolist()

@@ -29,6 +29,18 @@ Scores of blocks, where they are asked for, go along:
               the running sums are when a chunk is done
    12 finish  score = (sum over the chunks, in order, of (the chunk's sum * exp(its m - the final m))) / l
 
+In arithmetic "bf16", which rounds q and the weights to bfloat16 and works on pairs of neighbouring dims or tokens by
+
+    dot(sum, a, b) = fma(a[0], b[0], fma(a[1], b[1], sum)), subnormals among a, b, sum and results being zeros
+
+three steps are others:
+
+    3 score   two chains of dot over the pairs of dims, pairs 0, 2, ... and pairs 1, 3, ..., each ascending from 0;
+              then (even + odd) * sm_scale
+    8 sum     the rounded p: 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)), and then as ever
+    9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two; of a token that is not
+              seen both are 0, and a pair of two such tokens is left out
+
 Tokens up to `position` are seen, or those that a mask says; with a window only from position - window_left on. Chunks
 and tiles without a seen token are left out, and pieces without one; the others keep their borders, and a token that is
 not seen is, like one past the end, not in its tile.
@@ -47,8 +59,8 @@ from itertools import groupby
 from math import inf, log, nan
 from typing import NamedTuple
 
-from pagepool.reference.canonical_math import EXP_MIN, Fma, exp, rounding_once_or_twice, tanh
-from pagepool.reference.rounding import f32
+from pagepool.reference.canonical_math import EXP_MIN, Fma, dot, exp, rounding_once_or_twice, tanh
+from pagepool.reference.rounding import f32, rounded_to_bf16
 
 __all__ = ["CHUNK", "EXP_MIN", "TILE", "attend", "attend_with_scores"]
 
@@ -72,6 +84,7 @@ class Head(NamedTuple):
     slope: float | None
     block_size: int
     fma: Fma
+    rounded: bool
 
 
 class Partial(NamedTuple):
@@ -95,6 +108,7 @@ def attend(
     sink: float | None = None,
     position: int | None = None,
     mask: list[bool] | None = None,
+    arithmetic: str = "exact",
     fused: bool = True,
 ) -> tuple[list[float], float]:
     """Output and lse of one query head over the tokens of its sequence; every number is a float32.
@@ -118,6 +132,7 @@ def attend(
         sink=sink,
         position=position,
         mask=mask,
+        arithmetic=arithmetic,
         fused=fused,
     )
     return out, lse
@@ -136,6 +151,7 @@ def attend_with_scores(
     sink: float | None = None,
     position: int | None = None,
     mask: list[bool] | None = None,
+    arithmetic: str = "exact",
     fused: bool = True,
 ) -> tuple[list[float], float, list[float]]:
     """The same, and for each block of `block_size` tokens the sum of its weights; 0 outside of what may be seen.
@@ -151,7 +167,9 @@ def attend_with_scores(
     if not seen:
         return [0.0] * len(v[0] if v else []), -inf, scores
     fma = rounding_once_or_twice(fused)
-    head = Head(q, k, v, f32(sm_scale), position, seen, f32(logits_soft_cap), alibi_slope, block_size, fma)
+    rounded = arithmetic == "bf16"
+    q = [rounded_to_bf16(x) for x in q] if rounded else q
+    head = Head(q, k, v, f32(sm_scale), position, seen, f32(logits_soft_cap), alibi_slope, block_size, fma, rounded)
     partials = [_chunk(head, tokens) for tokens in _split(seen, CHUNK)]
     merged, *rest = partials
     for partial in rest:
@@ -182,9 +200,13 @@ def _chunk(head: Head, tokens: list[int]) -> Partial:
 
 
 def _score(head: Head, t: int) -> float:
-    chains = [0.0, 0.0]
-    for d, (a, b) in enumerate(zip(head.q, head.k[t], strict=True)):
-        chains[d % 2] = head.fma(a, b, chains[d % 2])
+    chains, k = [0.0, 0.0], head.k[t]
+    if head.rounded:
+        for d in range(0, len(k), 2):
+            chains[d // 2 % 2] = dot(chains[d // 2 % 2], head.q[d : d + 2], k[d : d + 2])
+    else:
+        for d, (a, b) in enumerate(zip(head.q, k, strict=True)):
+            chains[d % 2] = head.fma(a, b, chains[d % 2])
     score = f32(f32(chains[0] + chains[1]) * head.sm_scale)
     if head.cap:
         score = f32(head.cap * tanh(f32(score * f32(1.0 / head.cap)), head.fma))
@@ -203,15 +225,34 @@ def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple
         blocks = {block: f32(x * c) for block, x in blocks.items()}
     lanes = [0.0] * TILE
     for t, score in zip(seen, scores, strict=True):
-        lanes[t % TILE] = p = _weight(score, m, head.fma)
-        o = [head.fma(p, y, x) for x, y in zip(o, head.v[t], strict=True)]
-    sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
+        p = _weight(score, m, head.fma)
+        lanes[t % TILE] = rounded_to_bf16(p) if head.rounded else p
+    if head.rounded:
+        sums = [dot(sums[i], lanes[2 * i : 2 * i + 2], [1.0, 1.0]) for i in range(LANES)]
+    else:
+        sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
+    o = (_add_pairs if head.rounded else _add_tokens)(head, seen, lanes, o)
     for (block, _), piece in groupby(seen, lambda t: (t // head.block_size, t // LANES)):
         weights = [0.0] * LANES
         for t in piece:
             weights[t % LANES] = lanes[t % TILE]
         blocks[block] = f32(blocks.get(block, 0.0) + _tree_sum(weights))
     return Partial(m, old.l, o, blocks), sums
+
+
+def _add_tokens(head: Head, seen: list[int], lanes: list[float], o: list[float]) -> list[float]:
+    for t in seen:
+        o = [head.fma(lanes[t % TILE], y, x) for x, y in zip(o, head.v[t], strict=True)]
+    return o
+
+
+def _add_pairs(head: Head, seen: list[int], lanes: list[float], o: list[float]) -> list[float]:
+    nothing = [0.0] * len(o)
+    for first in dict.fromkeys(t - t % 2 for t in seen):
+        a, b = (head.v[t] if t in seen else nothing for t in (first, first + 1))
+        p = lanes[first % TILE : first % TILE + 2]
+        o = [dot(x, p, y) for x, *y in zip(o, a, b, strict=True)]
+    return o
 
 
 def _tree_sum(lanes: list[float]) -> float:

@@ -1,14 +1,16 @@
-"""exp and tanh as the kernels compute them: every step one float32 operation, each `fma` one or, without fma, two."""
+"""exp, tanh and dot as the kernels compute them: every step is a float32 operation, `fma` one or, without it, two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import copysign
 
 from pagepool.reference.rounding import f32, fma
 
-__all__ = ["EXP_MIN", "TANH_BORDER", "Fma", "exp", "rounding_once_or_twice", "tanh"]
+__all__ = ["EXP_MIN", "TANH_BORDER", "Fma", "dot", "exp", "rounding_once_or_twice", "tanh"]
 
 EXP_MIN = f32(-87.33654)  # exp of anything smaller is not a normal float32
+SMALLEST = 2.0**-126  # of the normal float32
 EXP_COEFFICIENTS = [
     1.9875691500e-4,
     1.3981999507e-3,
@@ -36,6 +38,29 @@ def rounding_once_or_twice(fused: bool) -> Fma:
 
 def _twice(a: float, b: float, c: float) -> float:
     return f32(f32(a * b) + c)
+
+
+def dot(total: float, a: Sequence[float], b: Sequence[float]) -> float:
+    """total + a[1] * b[1] + a[0] * b[0], rounded after each step, as AVX512_BF16's vdpbf16ps does.
+
+    Whatever is subnormal becomes a zero of its sign: operands, and results that are so even after rounding, for which
+    an exponent below the smallest is thought of.
+
+    >>> dot(1.0, [2.0**-24, 2.0**-24], [1.0, 1.0]), dot(0.0, [2.0**-100, 0.0], [2.0**-30, 1.0])
+    (1.0, 0.0)
+    """
+    total, a0, a1, b0, b1 = map(_flushed, (total, *a, *b))
+    return _fma_flushed(a0, b0, _fma_flushed(a1, b1, total))
+
+
+def _fma_flushed(a: float, b: float, c: float) -> float:
+    if abs(a * b + c) < SMALLEST - 2.0**-151:  # half a step below it; the sum is exact there
+        return copysign(0.0, a * b + c)
+    return fma(a, b, c)
+
+
+def _flushed(x: float) -> float:
+    return copysign(0.0, x) if abs(x) < SMALLEST else x
 
 
 def exp(x: float, fma: Fma) -> float:

@@ -6,7 +6,7 @@ import ctypes
 import struct
 from math import inf, isfinite, nextafter
 
-__all__ = ["bf16_bits", "f16_bits", "f32", "f32_bits", "float_of", "fma"]
+__all__ = ["bf16_bits", "f16_bits", "f32", "f32_bits", "float_of", "fma", "rounded_to_bf16"]
 
 
 def f32(value: float) -> float:
@@ -59,3 +59,8 @@ def float_of(bits: int, dtype: str) -> float:
     if dtype == "bfloat16":
         return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
     return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+
+
+def rounded_to_bf16(value: float) -> float:
+    """A float32 rounded to bfloat16."""
+    return float_of(bf16_bits(value), "bfloat16")

@@ -113,21 +113,40 @@ def attention_f64(
     ]
 
 
-def block_scores_f64(case, *, query_start_loc=None, custom_mask=None, **options):
+def block_scores_f64(case, **options):
     """The scores of blocks in float64."""
-    names = ("sm_scale", "window_left", "logits_soft_cap", "alibi_slopes", "sinks")
-    defaults = (None, -1, 0.0, None, None)
-    given = [options.get(name, default) for name, default in zip(names, defaults, strict=True)]
-    return weigh_f64(case, given[0], query_start_loc, custom_mask, *given[1:])[2]
+    return weigh_f64(case, **options)[2]
 
 
-def weigh_f64(case, sm_scale, query_start_loc, custom_mask, window_left, cap, slopes, sinks):
+def rounding_bounds(case, **options):
+    """By how much arithmetic of bf16 may change each output and each lse, as `decode` documents it."""
+    *_, sizes, score_sizes = weigh_f64(case, **options)
+    unit = 2.0**-9
+    off = unit * score_sizes
+    relative = np.exp(2 * off) * (1 + unit) / (1 - unit) - 1
+    return relative[:, :, None] * sizes, off + 2 * unit
+
+
+def weigh_f64(
+    case,
+    sm_scale=None,
+    query_start_loc=None,
+    custom_mask=None,
+    window_left=-1,
+    logits_soft_cap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+):
+    """out, lse and scores of blocks, and what bounds of errors are made of: sum_t weight[t] |V[t]| and, of the tokens
+    that are seen, the largest sm_scale sum_d |q[d] K[t][d]|."""
+    cap, slopes = logits_soft_cap, alibi_slopes
     layout = case.pool.layout
     num_tokens, heads, dim = case.q.shape
     group, size = heads // layout.num_kv_heads, layout.block_size
     scale = 1 / np.sqrt(dim) if sm_scale is None else sm_scale
     out, lse = np.zeros((num_tokens, heads, layout.v_head_dim)), np.full((num_tokens, heads), -np.inf)
     blocks = np.zeros((num_tokens, heads, case.block_tables.shape[1]))
+    sizes, score_sizes = np.zeros_like(out), np.zeros_like(lse)
     sink = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
     stored = [
         [x.astype(np.float64).repeat(group, axis=1) for x in case.pool.gather(case.layer, table, int(length))]
@@ -137,7 +156,9 @@ def weigh_f64(case, sm_scale, query_start_loc, custom_mask, window_left, cap, sl
         if not view.seen:
             continue
         k, v = (x[view.seen] for x in stored[view.sequence])
-        scores = np.einsum("hd,thd->ht", case.q[row].astype(np.float64), k) * scale
+        q = case.q[row].astype(np.float64)
+        scores = np.einsum("hd,thd->ht", q, k) * scale
+        score_sizes[row] = np.einsum("hd,thd->ht", np.abs(q), np.abs(k)).max(axis=1) * abs(scale)
         if cap:
             scores = cap * np.tanh(scores / cap)
         seen = np.array(view.seen)
@@ -148,9 +169,10 @@ def weigh_f64(case, sm_scale, query_start_loc, custom_mask, window_left, cap, sl
         total = weights.sum(axis=1) + np.exp(sink - top)
         weights /= total[:, None]
         out[row] = np.einsum("ht,thd->hd", weights, v)
+        sizes[row] = np.einsum("ht,thd->hd", weights, np.abs(v))
         lse[row] = np.log(total) + top
         np.add.at(blocks[row].T, seen // size, weights.T)
-    return out, lse, blocks
+    return out, lse, blocks, sizes, score_sizes
 
 
 def assert_close(got, expected, limit=LIMIT):

@@ -59,13 +59,14 @@ static void set_variant(const scenario *s, int variant, pp_decode_args *args) {
 }
 
 /* One variant with one thread, and with four: right, and the same bits. */
-static void check_variant(const scenario *s, int variant) {
+static void check_variant(const scenario *s, int variant, pp_arithmetic arithmetic) {
     pp_decode_args args;
     const size_t rows = (size_t)scenario_row_count(s), out_bytes = (size_t)scenario_out_count(s) * sizeof(float);
     const size_t score_bytes = rows * (size_t)s->width * sizeof(float);
     scenario_args(s, 0, at_the_end(NULL, out_bytes), at_the_end(NULL, rows * sizeof(float)), &args);
     args.block_scores = at_the_end(NULL, score_bytes);
     set_variant(s, variant, &args);
+    args.arithmetic = arithmetic;
     CHECK(pp_decode(&args, 1) == PP_OK);
     scenario_check(s, &args);
     pp_decode_args again = args;
@@ -100,6 +101,12 @@ static void check_overlaps(const scenario *s) {
         CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
     }
     bad = args;
+    bad.arithmetic = s->pool.layout.dtype == PP_BF16 ? PP_ROUNDED_BF16 + 1 : PP_ROUNDED_BF16;
+    CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
+    bad.arithmetic = -1;
+    CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
+    CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
+    bad = args;
     s->starts[0] = 1;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
     s->starts[0] = 0;
@@ -133,7 +140,8 @@ static void check_layout(const pp_kv_layout *layout, int32_t group) {
         guarded.q = at_the_end(s.q, (size_t)scenario_row_count(&s) * (size_t)layout->head_dim * sizeof(float));
         for (int32_t seq = 0; seq < s.num_seqs; seq++) scenario_append(&guarded, seq, 0, s.seq_lens[seq]);
         for (int variant = several ? 5 : 0; variant < (several ? NUM_VARIANTS : 5); variant++)
-            check_variant(&guarded, variant);
+            for (int way = PP_EXACT; way <= (layout->dtype == PP_BF16 ? PP_ROUNDED_BF16 : PP_EXACT); way++)
+                check_variant(&guarded, variant, (pp_arithmetic)way);
     }
     check_overlaps(&s);
     scenario_free(&s);

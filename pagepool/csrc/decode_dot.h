@@ -1,0 +1,251 @@
+/* decode_dot.h: the work on one tile in arithmetic of bf16, in place of that of decode_kernel.h.
+ *
+ * Included from decode_kernel.h with PP_DOT (by_instruction, by_fma, by_double) defined, for bf16 pages.  Nothing is
+ * widened: pages hold pairs of dims of K and pairs of tokens of V, which is what a dot product of pairs takes.
+ *
+ *   scores   32 tokens side by side, pairs of dims one after another, in two chains: pairs 0, 2, ... and 1, 3, ...
+ *   softmax  as ever, in f32; then the weights are rounded, pairs of tokens side by side
+ *   sums     of the rounded weights: 16 side by side, each a chain over its pair of every tile
+ *   values   64 dims side by side, pairs of tokens one after another
+ *
+ * Queries come rounded and packed as pairs: a float of `q` holds two dims. */
+
+#define V_DOT PP_CAT(v_dot_, PP_DOT, )
+#define FLUSH_BEGIN PP_CAT(flush_begin_, PP_DOT, )
+#define FLUSH_END PP_CAT(flush_end_, PP_DOT, )
+#define ROUND_WEIGHTS PP_CAT(round_weights_, PP_DOT, )
+
+enum { PP_NAME(PAIR_BYTES) = 4, PP_NAME(PAIRS) = PP_TILE / 2 };
+
+/* Sums of products of NV vectors of tokens, from vector `first` of the tile, for HEADS heads.  From one pair of dims to
+ * the next, queries are q_step elements apart. */
+PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
+                               const int q_step, float *even_sums, float *odd_sums, int prefetch) {
+    enum { ROW = PP_GROUP * PP_NAME(PAIR_BYTES) }; /* a pair of dims of a group of tokens */
+    const int per_group = PP_GROUP / PP_LANES;
+    const unsigned char *rows[4], *ahead[4], *half[4];
+    int column[4];
+    PP_UNROLL for (int j = 0; j < NV; j++) {
+        column[j] = (first + j) % per_group * PP_LANES * PP_NAME(PAIR_BYTES);
+        rows[j] = tile->k[(first + j) / per_group] + column[j];
+        ahead[j] = tile->next_k[(first + j) / per_group];
+        half[j] = tile->v[(first + j) / per_group];
+    }
+    pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
+    PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
+    for (int64_t at = 0, end = tile->head_dim / 2 * ROW; at < end; at += 2 * ROW, q += 2 * q_step) {
+        pp_v a[4], b[4];
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            a[j] = v_load((const float *)(rows[j] + at));
+            b[j] = v_load((const float *)(rows[j] + at + ROW));
+            if (prefetch && column[j] == 0)
+                prefetch_walk(prefetch, 2 * ROW, ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
+                              rows[j] + at + PP_NEARER);
+        }
+        PP_UNROLL for (int g = 0; g < HEADS; g++) {
+            const pp_v qa = v_set1(q[g]), qb = v_set1(q[q_step + g]);
+            PP_UNROLL for (int j = 0; j < NV; j++) {
+                even[g * NV + j] = V_DOT(even[g * NV + j], a[j], qa);
+                odd[g * NV + j] = V_DOT(odd[g * NV + j], b[j], qb);
+            }
+        }
+    }
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            v_store(even_sums + g * PP_TILE + (first + j) * PP_LANES, even[g * NV + j]);
+            v_store(odd_sums + g * PP_TILE + (first + j) * PP_LANES, odd[g * NV + j]);
+        }
+}
+
+/* The sums of products of a tile, as far as it has tokens that are seen. */
+PP_INLINE void PP_NAME(tile_scores)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *even,
+                                    float *odd, int prefetch) {
+    enum { VECTORS = PP_TILE / PP_LANES };
+    const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
+    const int pass = score_heads(HEADS), last = HEADS - pass; /* two passes at most */
+    int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
+    for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS)) {
+        PP_NAME(scores)(pass, score_vectors(HEADS), tile, vector, q, q_step, even, odd, prefetch);
+        if (last)
+            PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + pass, q_step, even + pass * PP_TILE,
+                            odd + pass * PP_TILE, 0);
+    }
+    for (; vector < full; vector++)
+        for (int g = 0; g < HEADS; g++)
+            PP_NAME(scores)(1, 1, tile, vector, q + g, q_step, even + g * PP_TILE, odd + g * PP_TILE, g ? 0 : prefetch);
+}
+
+/* Adds p V of one or both of two neighbouring tokens: `mask` keeps the halves of those that are seen, since what is not
+ * seen may be NaN. */
+PP_INLINE void PP_NAME(value_pair)(const int HEADS, const int NV, const int HALF, const uint32_t mask,
+                                   const unsigned char *row, const float *pairs, pp_v *sum) {
+    pp_v x[8];
+    PP_UNROLL for (int j = 0; j < NV; j++) {
+        if (HALF) {
+            float lanes[PP_LANES] = {0};
+            memcpy(lanes, row, sizeof lanes / 2);
+            x[j] = v_load(lanes);
+        } else {
+            x[j] = v_load((const float *)row + j * PP_LANES);
+        }
+        if (mask != ALL_SEEN) x[j] = keep_bits(x[j], mask);
+    }
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        const pp_v p = v_set1(pairs[g * PP_NAME(PAIRS)]);
+        PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = V_DOT(sum[g * NV + j], x[j], p);
+    }
+}
+
+/* Adds p V of tokens [from, to) to NV vectors of dims, from `column` of V's dims on, which lies in a run that is
+ * `width` dims wide. */
+PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, const pp_tile *tile, const int width,
+                               int column, int from, int to, const float *pairs, const float *rescale, float *o,
+                               int prefetch) {
+    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM;
+    pp_v sum[PP_MAX_HEADS * 8];
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
+            if (rescale) sum[g * NV + j] = v_mul(sum[g * NV + j], v_set1(rescale[g]));
+        }
+    const int row_bytes = width * PP_NAME(PAIR_BYTES), offset = column % PP_V_RUN * PP_NAME(PAIR_BYTES);
+    const int64_t v_bytes = (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
+    for (int i = 0; i * PP_GROUP < to; i++) {
+        const int left = to - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
+        const int before = from - i * PP_GROUP, first = before > 0 ? before : 0;
+        if (first >= tokens) continue;
+        int t = first & ~1;
+        const int64_t at = run + t / 2 * row_bytes, next_run = run + (int64_t)PP_GROUP * width * PP_ITEM;
+        const unsigned char *row = tile->v[i] + at + offset, *end = tile->v[i] + v_bytes;
+        const unsigned char *ahead = (prefetch ? tile->next_v[i] : tile->v[i]) + at, *half = tile->next_k[i] + at;
+        const unsigned char *near = next_run < v_bytes ? tile->v[i] + at + (next_run - run) : half - run;
+        const float *weights = pairs + (i * PP_GROUP + t) / 2;
+        if (first & 1) { /* the second token alone is seen */
+            PP_NAME(value_pair)(HEADS, NV, HALF, 0xffff0000u, row, weights, sum);
+            t += 2, weights++, row += row_bytes, ahead += row_bytes, half += row_bytes, near += row_bytes;
+        }
+        for (; t + 1 < tokens; t += 2, weights++, row += row_bytes) {
+            if (prefetch) {
+                prefetch_walk(prefetch, row_bytes, ahead, half, near, row + (row + PP_NEARER < end ? PP_NEARER : 0));
+                ahead += row_bytes, half += row_bytes, near += row_bytes;
+            }
+            PP_NAME(value_pair)(HEADS, NV, HALF, ALL_SEEN, row, weights, sum);
+        }
+        if (t < tokens) /* the second token is not seen */
+            PP_NAME(value_pair)(HEADS, NV, HALF, 0x0000ffffu, row, weights, sum);
+    }
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
+}
+
+/* The values of a tile, run by run of tokens that are seen. */
+PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const float *pairs, const float *scales,
+                                    float *rows, int prefetch) {
+    const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
+    uint32_t seen = tile->seen;
+    do {
+        const int from = __builtin_ctz(seen);
+        const uint32_t behind = ~(seen >> from);
+        const int to = from + (behind ? __builtin_ctz(behind) : PP_TILE);
+        int d = 0;
+        for (; d < whole; d += columns)
+            PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, from, to, pairs, scales, rows,
+                            d % PP_V_RUN ? 0 : prefetch);
+        for (; d + PP_LANES <= dims; d += PP_LANES)
+            PP_NAME(values)(HEADS, 1, 0, tile, dims - whole, d, from, to, pairs, scales, rows,
+                            d == whole ? prefetch : 0);
+#if PP_HALF_TAIL
+        for (int g = 0; d < dims && g < HEADS; g++)
+            PP_NAME(values)(1, 1, 1, tile, dims - whole, d, from, to, pairs + g * PP_NAME(PAIRS),
+                            scales ? scales + g : NULL, rows + g * tile->row_stride, d == whole && !g ? prefetch : 0);
+#endif
+        seen = to < PP_TILE ? seen >> to << to : 0;
+        scales = NULL;
+        prefetch = PP_PREFETCH_NONE;
+    } while (seen);
+}
+
+/* Both are not inlined: see dot_by_fma.h. */
+static __attribute__((noinline)) void PP_NAME(scores_of)(int heads, const pp_tile *tile, const float *q, int q_step,
+                                                         float *even, float *odd, int prefetch) {
+    switch (heads) {
+    case 1: PP_NAME(tile_scores)(1, tile, q, q_step, even, odd, prefetch); break;
+    case 2: PP_NAME(tile_scores)(2, tile, q, q_step, even, odd, prefetch); break;
+    case 3: PP_NAME(tile_scores)(3, tile, q, q_step, even, odd, prefetch); break;
+    case 4: PP_NAME(tile_scores)(4, tile, q, q_step, even, odd, prefetch); break;
+#if PP_MAX_HEADS > 4
+    case 5: PP_NAME(tile_scores)(5, tile, q, q_step, even, odd, prefetch); break;
+    case 6: PP_NAME(tile_scores)(6, tile, q, q_step, even, odd, prefetch); break;
+#endif
+#if PP_MAX_HEADS > 6
+    case 7: PP_NAME(tile_scores)(7, tile, q, q_step, even, odd, prefetch); break;
+    case 8: PP_NAME(tile_scores)(8, tile, q, q_step, even, odd, prefetch); break;
+#endif
+    }
+}
+
+static __attribute__((noinline)) void PP_NAME(values_of)(int heads, const pp_tile *tile, const float *pairs,
+                                                         const float *scales, float *rows, int prefetch) {
+    const pp_v ones = (pp_v)((pp_bits)v_set1(0.0f) | 0x3f803f80u);
+    for (int g = 0; g < heads; g++) {
+        float *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
+        for (int i = 0; i < PP_NAME(PAIRS); i += PP_LANES)
+            v_store(sums + i, V_DOT(v_load(sums + i), v_load(pairs + g * PP_NAME(PAIRS) + i), ones));
+    }
+    switch (heads) {
+    case 1: PP_NAME(tile_values)(1, tile, pairs, scales, rows, prefetch); break;
+    case 2: PP_NAME(tile_values)(2, tile, pairs, scales, rows, prefetch); break;
+    case 3: PP_NAME(tile_values)(3, tile, pairs, scales, rows, prefetch); break;
+    case 4: PP_NAME(tile_values)(4, tile, pairs, scales, rows, prefetch); break;
+#if PP_MAX_HEADS > 4
+    case 5: PP_NAME(tile_values)(5, tile, pairs, scales, rows, prefetch); break;
+    case 6: PP_NAME(tile_values)(6, tile, pairs, scales, rows, prefetch); break;
+#endif
+#if PP_MAX_HEADS > 6
+    case 7: PP_NAME(tile_values)(7, tile, pairs, scales, rows, prefetch); break;
+    case 8: PP_NAME(tile_values)(8, tile, pairs, scales, rows, prefetch); break;
+#endif
+    }
+}
+
+/* One tile of one kv head for `heads` of its rows that see the same of it; arguments as in decode_kernel.h. */
+static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
+                                                       float *rows, float *m, int prefetch) {
+    float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64))), odd[PP_MAX_HEADS * PP_TILE];
+    float pairs[PP_MAX_HEADS * PP_NAME(PAIRS)], rescale[PP_RESCALES];
+    const int used = heads * PP_TILE;
+    unsigned flush = FLUSH_BEGIN();
+    PP_NAME(scores_of)(heads, tile, q, q_step, s, odd, prefetch);
+    FLUSH_END(flush);
+    const pp_v scale = v_set1(tile->sm_scale);
+    for (int t = 0; t < used; t += PP_LANES) v_store(s + t, v_mul(v_add(v_load(s + t), v_load(odd + t)), scale));
+    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, heads, s);
+    if (tile->seen != ALL_SEEN) hide_scores(tile, heads, s);
+    int above = 0;
+    for (int g = 0; g < heads; g++) {
+        pp_v highest = v_load(s + g * PP_TILE);
+        for (int t = PP_LANES; t < PP_TILE; t += PP_LANES) highest = v_max(highest, v_load(s + g * PP_TILE + t));
+        above |= v_any_above(highest, m[g]);
+    }
+    if (above) raise_maxima(heads, s, m, rows, tile->row_stride, rescale);
+    const float *scales = above ? rescale : NULL;
+    for (int g = 0; g < heads; g++) {
+        float *row = s + g * PP_TILE;
+        const pp_v shift = v_set1(shift_of(m[g]));
+        for (int t = 0; t < PP_TILE; t += PP_LANES) v_store(row + t, v_exp(v_sub(v_load(row + t), shift)));
+        ROUND_WEIGHTS(pairs + g * PP_NAME(PAIRS), row);
+    }
+    if (tile->block_sums) {
+        widen_pairs(s, pairs, used);
+        add_to_blocks(tile, heads, s, scales);
+    }
+    flush = FLUSH_BEGIN();
+    PP_NAME(values_of)(heads, tile, pairs, scales, rows, tile->next_v[0] ? prefetch : PP_PREFETCH_NONE);
+    FLUSH_END(flush);
+}
+
+#undef V_DOT
+#undef FLUSH_BEGIN
+#undef FLUSH_END
+#undef ROUND_WEIGHTS

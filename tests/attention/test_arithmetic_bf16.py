@@ -1,0 +1,243 @@
+"""decode(arithmetic="bf16"): within the documented bound of float64, and the bits of the canonical order, always.
+
+On every instruction set: on some the CPU has dot products of bf16, on the others they are made of something else.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from paged_cases import LIMIT, TINY, assert_same_bits, attention_f64, make_case, random_kv, rounding_bounds
+from test_decode_accuracy import GROUPS, HEAD_DIMS
+from test_decode_bits import VARIANTS, assert_canonical, per_head
+from test_several_queries import COUNTS, lone, random_masks, trees
+
+from pagepool import KvLayout, cpu_info, decode, merge_state, reference
+from pagepool.reference import canonical
+from pagepool.reference.views import views
+
+ROUNDED = {"arithmetic": "bf16"}
+LENGTHS = [1, 16, 512, 0, 513, 33, 1300]
+MLA = {"v_head_dim": 64, "v_in_k": True}
+
+
+def layout_of(kv_heads=2, head_dim=64, block_size=16, **dims):
+    return KvLayout(1, kv_heads, head_dim, block_size, "bfloat16", **dims)
+
+
+def check_bounds(case, **options):
+    """Both bounds; returns the largest error of the outputs, of the largest output and as a part of its bound."""
+    out, lse = case.decode(return_lse=True, **ROUNDED, **options)
+    right, right_lse = attention_f64(case, **options)
+    bound, lse_bound = rounding_bounds(case, **options)
+    error, size = np.abs(out - right), np.abs(right).max(axis=2, keepdims=True)
+    assert (error <= bound + LIMIT * size + TINY).all()
+    empty = np.isneginf(right_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    off = np.abs(lse[~empty] - right_lse[~empty])
+    assert (off <= lse_bound[~empty] + LIMIT * np.maximum(1, np.abs(right_lse[~empty]))).all()
+    return np.max(error / np.maximum(size, TINY), initial=0.0), np.max(error / np.maximum(bound, TINY), initial=0.0)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_head_shape_is_within_the_bound(group, head_dim):
+    check_bounds(make_case(layout_of(1 if group == 16 else 2, head_dim), group, [1, 37, 600], seed=group))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 17, 32, 48, 128])
+def test_every_block_size_at_ragged_lengths(block_size):
+    around = {0, 1, 2, 31, 32, 33, 511, 512, 513, block_size - 1, block_size, block_size + 1}
+    check_bounds(make_case(layout_of(block_size=block_size), 3, sorted(around), seed=block_size))
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_every_variant_is_within_the_bound(options):
+    case = make_case(layout_of(), 3, LENGTHS)
+    check_bounds(case, **per_head(options, 6))
+
+
+def test_it_rounds_and_no_more():
+    """Far from the exact bits, and far below the bound: errors of many tokens cancel."""
+    case = make_case(layout_of(8, 128), 4, [4096])
+    error, part = check_bounds(case)
+    assert 1e-4 < error < 2e-2 and part < 0.25
+
+
+def test_exactly_representable_queries_and_equal_scores_are_exact():
+    """Nothing is rounded then: q holds in bf16, and so do the weights, which are 1."""
+    layout = layout_of(1, 8)
+    k, v = np.zeros((512, 1, 8), np.float32), random_kv(layout, [512])[0][1]
+    case = make_case(layout, 2, [512], kv=[(k, v)])
+    out, lse = case.decode(return_lse=True, **ROUNDED)
+    right = attention_f64(case)
+    np.testing.assert_allclose(out, right[0], atol=LIMIT * np.abs(right[0]).max())
+    np.testing.assert_allclose(lse, right[1], rtol=LIMIT)
+
+
+@pytest.mark.parametrize("options", [{}, *VARIANTS], ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "kv_heads", "group", "head_dim", "dims", "lengths"),
+    [
+        (16, 1, 5, 24, {}, [561, 0, 1]),
+        (5, 2, 2, 8, {}, [47, 530]),
+        (32, 1, 9, 40, {"v_head_dim": 24}, [31, 32, 70]),
+        (16, 1, 3, 72, MLA, [61]),
+    ],
+)
+def test_the_bits_are_those_of_the_canonical_order(block_size, kv_heads, group, head_dim, dims, lengths, options):
+    case = make_case(layout_of(kv_heads, head_dim, block_size, **dims), group, lengths)
+    assert_canonical(case, {**per_head(options, kv_heads * group), **ROUNDED})
+
+
+@pytest.mark.parametrize("window_left", [-1, 21])
+@pytest.mark.parametrize("group", [1, 3])
+def test_masks_that_see_one_token_of_a_pair_follow_the_canonical_order(group, window_left):
+    counts, lengths = [5, 3, 1], [75, 40, 600]
+    case, starts = make_case(layout_of(1, 16), group, lengths).with_queries(counts)
+    masks = random_masks(counts, lengths, share=0.5)
+    out, scores = case.decode(
+        query_start_loc=starts, custom_mask=masks, window_left=window_left, return_block_scores=True, **ROUNDED
+    )
+    options = {"window_left": window_left, "fused": cpu_info()["isa"] != "baseline", **ROUNDED}
+    rows = [row for mask in masks for row in mask]
+    for row, (view, mask) in enumerate(zip(views(starts, lengths, window_left, masks), rows, strict=True)):
+        kv = case.pool.gather(0, case.block_tables[view.sequence], lengths[view.sequence])
+        k, v = (x[:, 0].tolist() for x in kv)
+        for head in range(group):
+            right, _, blocks = canonical.attend_with_scores(
+                case.q[row, head].tolist(), k, v, 0.25, 16, position=view.position, mask=mask.tolist(), **options
+            )
+            assert_same_bits([out[row, head]], [np.array(right, np.float32)])
+            assert_same_bits([scores[row, head, : len(blocks)]], [np.array(blocks, np.float32)])
+
+
+@pytest.mark.parametrize("dims", [{}, MLA], ids=str)
+@pytest.mark.parametrize("kind", ["causal", "trees", "random"])
+def test_several_queries_are_within_the_bound(kind, dims):
+    lengths = [0, 1, 15, 33, 512, 530, 1100]
+    case, starts = make_case(layout_of(1, 72, **dims), 3, lengths).with_queries(COUNTS)
+    masks = {"causal": None, "trees": trees(COUNTS), "random": random_masks(COUNTS, lengths)}[kind]
+    if kind == "trees":
+        masks = [mask if length else None for mask, length in zip(masks, lengths, strict=True)]
+    check_bounds(case, query_start_loc=starts, custom_mask=masks)
+    if kind == "causal":
+        out, lse = case.decode(query_start_loc=starts, return_lse=True, **ROUNDED)
+        for row, view in enumerate(views(starts, lengths, -1, None)):
+            alone = lone(case, row, view).decode(return_lse=True, **ROUNDED)
+            assert_same_bits(alone, (out[[row]], lse[[row]]))
+
+
+def test_neither_threads_nor_batch_nor_heads_change_the_bits():
+    case = make_case(layout_of(), 9, LENGTHS)
+    options = {"return_lse": True, "return_block_scores": True, **ROUNDED}
+    expected = case.decode(num_threads=1, **options)
+    for num_threads in range(2, 9):
+        assert_same_bits(case.decode(num_threads=num_threads, **options), expected)
+    for order in ([6, 2, 2, 0], [4], range(len(LENGTHS))[::-1]):
+        assert_same_bits(case.rows(list(order)).decode(**options), [part[list(order)] for part in expected])
+    for count in range(1, 9):
+        chosen = [*range(9 - count, 9), *range(18 - count, 18)]
+        assert_same_bits(case.heads(chosen).decode(**options), [part[:, chosen] for part in expected])
+
+
+def test_the_block_size_does_not_change_the_bits():
+    lengths, expected = [1, 47, 512, 1300], None
+    kv = random_kv(layout_of(2, 72), lengths)
+    for block_size in (16, 1, 3, 17, 48, 500, 1024):
+        case = make_case(layout_of(2, 72, block_size), 3, lengths, kv=kv)
+        case.q[:] = np.random.default_rng(4).standard_normal(case.q.shape, np.float32)
+        got = case.decode(return_lse=True, **ROUNDED)
+        expected = expected or got
+        assert_same_bits(got, expected)
+
+
+def test_scores_of_blocks_are_the_weights_that_were_used():
+    case = make_case(layout_of(2, 24), 3, [700, 33])
+    out, scores = case.decode(return_block_scores=True, **ROUNDED)
+    np.testing.assert_allclose(scores.sum(axis=2, dtype=np.float64), 1.0, atol=LIMIT)
+    assert_same_bits([out], [case.decode(**ROUNDED)])
+
+
+def tiny(random, shape, highest):
+    """Numbers around the smallest normal float32 and up to 2**highest."""
+    exponents = random.integers(-140, highest, shape)
+    return (random.choice([-1.0, 1.0], shape) * random.uniform(1, 2, shape) * 2.0**exponents).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_subnormals_count_as_zeros(seed):
+    """Of q, K and V and of every sum, as the instruction has it. A scale makes scores of what is left."""
+    random = np.random.default_rng(seed)
+    k, v = tiny(random, (70, 1, 16), -50), tiny(random, (70, 1, 16), -110)
+    v[..., 5] = 2.0**-127
+    case = make_case(layout_of(1, 16), 3, [70], kv=[(k, v)])
+    case.q[:] = tiny(random, case.q.shape, -50)
+    out, lse = case.decode(sm_scale=2.0**110, return_lse=True, **ROUNDED)
+    fused = cpu_info()["isa"] != "baseline"
+    stored = [x[:, 0].astype(ml_dtypes.bfloat16).astype(np.float32).tolist() for x in (k, v)]
+    for head in range(3):
+        right, right_lse = canonical.attend(case.q[0, head].tolist(), *stored, 2.0**110, fused=fused, **ROUNDED)
+        assert_same_bits([out[0, head]], [np.array(right, np.float32)])
+        np.testing.assert_allclose(lse[0, head], right_lse, rtol=3e-7)
+    assert (out[..., 5] == 0).all() and np.delete(out, 5, axis=2).any()
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 31, 33, 513])
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_nan_and_infinities_beside_the_tokens_do_not_matter(block_size, length):
+    """`make_case` has filled every other slot with them; an odd length leaves one in the last pair."""
+    case = make_case(layout_of(1, 40, block_size), 2, [length])
+    out, lse = case.decode(return_lse=True, **ROUNDED)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("place", [0, 1, 30, 511, 598])
+def test_a_nan_that_is_seen_poisons_the_head(place):
+    layout, length = layout_of(1, 8), 599
+    [(k, v)] = random_kv(layout, [length])
+    poisoned = k.copy()
+    poisoned[place, 0, 3] = np.nan
+    out, lse = make_case(layout, 2, [length], kv=[(poisoned, v)]).decode(return_lse=True, **ROUNDED)
+    assert np.isnan(out).all() and np.isnan(lse).all()
+    poisoned = v.copy()
+    poisoned[place, 0, 3] = np.nan
+    out, lse = make_case(layout, 2, [length], kv=[(k, poisoned)]).decode(return_lse=True, **ROUNDED)
+    assert np.isnan(out[..., 3]).all() and np.isfinite(np.delete(out, 3, axis=2)).all() and np.isfinite(lse).all()
+
+
+def test_parts_merge_with_exact_ones():
+    case = make_case(layout_of(), 2, [1100])
+    first = case.decode(window_left=499, return_lse=True, **ROUNDED)
+    case.seq_lens[:] = 600
+    second = case.decode(return_lse=True)
+    case.seq_lens[:] = 1100
+    merged = merge_state(*second, *first)
+    bound, lse_bound = rounding_bounds(case)
+    right, right_lse = attention_f64(case)
+    assert (np.abs(merged[0] - right) <= bound + LIMIT * np.abs(right).max()).all()
+    assert (np.abs(merged[1] - right_lse) <= lse_bound + LIMIT * np.abs(right_lse)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_other_pages_are_refused(dtype):
+    case = make_case(KvLayout(1, 1, 8, dtype=dtype), 2, [20])
+    out = np.full(case.q.shape, 12345.0, np.float32)
+    with pytest.raises(ValueError, match=rf"arithmetic 'bf16' is for pages of bfloat16, and the pool has {dtype}"):
+        case.decode(out=out, **ROUNDED)
+    assert (out == 12345.0).all()
+
+
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "", None, 1, b"bf16"])
+def test_an_unknown_arithmetic_is_refused(arithmetic):
+    case = make_case(layout_of(1, 8), 1, [3])
+    out = np.full(case.q.shape, 12345.0, np.float32)
+    with pytest.raises(ValueError, match="arithmetic must be 'exact' or 'bf16', not "):
+        case.decode(out=out, arithmetic=arithmetic)
+    assert (out == 12345.0).all()
+    with pytest.raises(ValueError, match="arithmetic must be 'exact' or 'bf16', not "):
+        reference.decode(*case.args, arithmetic=arithmetic)
+
+
+def test_exact_is_the_default():
+    case = make_case(layout_of(), 2, [100])
+    assert_same_bits([case.decode(arithmetic="exact")], [decode(*case.args)])
