@@ -1,29 +1,11 @@
 /* decode_arrange.h: brings the tokens of a tile into the order in which the walk reads them, where they lie in another.
  *
  * Included once per dtype from decode_kernel.h.  Two cases: plain pages, whose K and V are rows; and V within K, which
- * lies token-minor.  The latter is a transposition of words, 8 by 8; a word is an element or, in bf16, a square of two
- * dims and two tokens, whose middle halves change places. */
+ * lies token-minor.  The latter is a transposition of words (turn_block.h); a word is an element or, in bf16, a square
+ * of two dims and two tokens, whose middle halves change places.  PP_SQUARE_BITS says how large it is. */
 
-#define PP_BLOCK PP_NAME(words)
-typedef PP_WORD PP_BLOCK __attribute__((vector_size(8 * sizeof(PP_WORD)), aligned(PP_ITEM)));
-enum { PP_NAME(WORD_DIMS) = sizeof(PP_WORD) == 8 ? 2 : 1 };
-
-/* 8 rows of 8 words: row r of `to` becomes column r of `from`.  Three rounds of interleaving rows i and i + 4. */
-PP_INLINE void PP_NAME(turn_block)(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
-    PP_BLOCK a[8], b[8];
-    PP_UNROLL for (int i = 0; i < 8; i++) {
-        memcpy(&a[i], from + i * from_step, sizeof a[i]);
-        a[i] = PP_TURN_WORD(a[i]);
-    }
-    PP_UNROLL for (int round = 0; round < 3; round++) {
-        PP_UNROLL for (int i = 0; i < 4; i++) {
-            b[2 * i] = PP_INTERLEAVE_LOW(a[i], a[i + 4]);
-            b[2 * i + 1] = PP_INTERLEAVE_HIGH(a[i], a[i + 4]);
-        }
-        PP_UNROLL for (int i = 0; i < 8; i++) a[i] = b[i];
-    }
-    PP_UNROLL for (int i = 0; i < 8; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
-}
+#define PP_WORD PP_CAT(uint, PP_SQUARE_BITS, _t)
+enum { PP_NAME(WORD_DIMS) = PP_SQUARE_BITS == 64 ? 2 : 1 };
 
 /* V of a group of 16 tokens out of its K: once for all heads that share it. */
 static __attribute__((noinline)) void PP_NAME(turn)(int v_head_dim, const unsigned char *k, unsigned char *v) {
@@ -33,12 +15,13 @@ static __attribute__((noinline)) void PP_NAME(turn)(int v_head_dim, const unsign
         int c = 0;
         for (; c + 8 <= words; c += 8)
             for (int t = 0; t < COUNT; t += 8)
-                PP_NAME(turn_block)(v + (t * words + c) * W, words * W, k + (c * COUNT + t) * W, COUNT * W);
+                PP_CAT(turn_block_, PP_SQUARE_BITS, )(v + (t * words + c) * W, words * W, k + (c * COUNT + t) * W,
+                                                      COUNT * W);
         for (; c < words; c++)
             for (int t = 0; t < COUNT; t++) {
                 PP_WORD word;
                 memcpy(&word, k + (c * COUNT + t) * W, W);
-                word = PP_TURN_WORD(word);
+                if (PP_NAME(WORD_DIMS) == 2) word = (PP_WORD)PP_TURN_SQUARE((uint64_t)word);
                 memcpy(v + (t * words + c) * W, &word, W);
             }
         k += words * COUNT * W;
@@ -65,6 +48,5 @@ static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const 
     }
 }
 
-#undef PP_BLOCK
 #undef PP_WORD
-#undef PP_TURN_WORD
+#undef PP_SQUARE_BITS

@@ -74,6 +74,20 @@ typedef struct pp_merge {
     const float *sinks;      /* NULL or (num_qo_heads,) */
 } pp_merge;
 
+/* K or V of one kv head for neighbouring tokens, all of one group of a tiled page. */
+typedef struct pp_rows {
+    unsigned char *to;          /* the head's K or V in the group */
+    const unsigned char *ahead; /* that which is written next, to be prefetched */
+    int32_t is_v, dtype;
+    int32_t dims;
+    int32_t token, count;       /* the first token's place in the group; token + count <= PP_GROUP */
+    const unsigned char *from;  /* the first token's elements; the next one's are `step` bytes behind */
+    int64_t step;
+    const unsigned char *next;  /* what is read next: so many rows of as many elements, to be prefetched */
+    int32_t next_count;
+    int32_t narrow;             /* the elements are f32, to be rounded to nearest even */
+} pp_rows;
+
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
@@ -85,6 +99,7 @@ typedef struct pp_kernels {
     void (*pack_queries[2])(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
                             int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim);
     int32_t max_rows; /* of a part */
+    void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
 } pp_kernels;

@@ -3,26 +3,36 @@
 #include "decode_math.h"
 #include "narrow.h"
 
+#define PP_WORD_BITS 16
+#define PP_TURN_WORD(word) (word)
+#include "turn_block.h"
+
+#define PP_WORD_BITS 32
+#define PP_TURN_WORD(word) (word)
+#include "turn_block.h"
+
 /* The middle halves of 64 bits change places: decode_arrange.h. */
 #define PP_TURN_SQUARE(word) \
     (((word) & 0xffff00000000ffffu) | (((word) & 0xffff0000u) << 16) | (((word) >> 16) & 0xffff0000u))
+#define PP_WORD_BITS 64
+#define PP_TURN_WORD(word) PP_TURN_SQUARE(word)
+#include "turn_block.h"
+
+#include "append_kernel.h"
 
 #define PP_DTYPE f32
 #define PP_ITEM 4
-#define PP_WORD uint32_t
-#define PP_TURN_WORD(word) (word)
+#define PP_SQUARE_BITS 32
 #include "decode_kernel.h"
 
 #define PP_DTYPE f16
 #define PP_ITEM 2
-#define PP_WORD uint16_t
-#define PP_TURN_WORD(word) (word)
+#define PP_SQUARE_BITS 16
 #include "decode_kernel.h"
 
 #define PP_DTYPE bf16
 #define PP_ITEM 2
-#define PP_WORD uint64_t
-#define PP_TURN_WORD(word) PP_TURN_SQUARE(word)
+#define PP_SQUARE_BITS 64
 #include "decode_kernel.h"
 
 /* Once more for bf16 pages: after bf16, whose decode_arrange.h it shares.  PP_EMULATED is how this instruction set does
@@ -48,6 +58,7 @@
         .pack_queries = {pack_queries, pack_rounded_queries},   \
         .max_rows = PP_MAX_HEADS,                               \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
+        .write_rows = write_rows,                               \
         .widen = {copy_to_f32, widen_f16, widen_bf16},          \
     }
 

@@ -6,17 +6,8 @@
 #include "kernels.h"
 #include "page.h"
 
-/* A head's K or V row of one token, in the page's dtype, to and from its places in the page.  In tiled pages the dims
- * of K (bf16: pairs of dims) are 16 words apart, those of V side by side (bf16: every other element). */
-
-/* `from` may be the caller's and lie anywhere. */
-static void scatter32(uint32_t *to, const void *from, int32_t n) {
-    for (int32_t i = 0; i < n; i++) memcpy(to + (int64_t)i * PP_GROUP, (const char *)from + i * 4, 4);
-}
-
-static void scatter16(uint16_t *to, const void *from, int32_t n, int32_t step) {
-    for (int32_t i = 0; i < n; i++) memcpy(to + (int64_t)i * step, (const char *)from + i * 2, 2);
-}
+/* A head's K or V row of one token, in the page's dtype, out of its places in the page.  In tiled pages the dims of K
+ * (bf16: pairs of dims) are 16 words apart, those of V side by side (bf16: every other element). */
 
 static void collect32(uint32_t *to, const uint32_t *from, int32_t n) {
     for (int32_t i = 0; i < n; i++) to[i] = from[(int64_t)i * PP_GROUP];
@@ -30,29 +21,6 @@ static void collect16(uint16_t *to, const uint16_t *from, int32_t n, int32_t ste
 static int32_t run_of(const pp_kv_layout *layout, int32_t dim) {
     int32_t left = layout->v_head_dim - dim;
     return layout->tiled && left > PP_V_RUN ? PP_V_RUN : left;
-}
-
-static void write_k(const pp_kv_layout *layout, unsigned char *head, int32_t token, const void *k) {
-    unsigned char *to = head + pp_k_index(layout, token, 0) * layout->item_bytes;
-    const int bf16 = layout->dtype == PP_BF16;
-    if (!layout->tiled)
-        memcpy(to, k, (size_t)(layout->head_dim * layout->item_bytes));
-    else if (layout->dtype == PP_F16)
-        scatter16((uint16_t *)to, k, layout->head_dim, PP_GROUP);
-    else
-        scatter32((uint32_t *)to, k, bf16 ? layout->head_dim / 2 : layout->head_dim);
-}
-
-static void write_v(const pp_kv_layout *layout, unsigned char *head, int32_t token, const void *v) {
-    for (int32_t d = 0, n; d < layout->v_head_dim; d += n) {
-        unsigned char *to = head + layout->k_bytes + pp_v_index(layout, token, d) * layout->item_bytes;
-        const unsigned char *from = (const unsigned char *)v + d * layout->item_bytes;
-        n = run_of(layout, d);
-        if (layout->tiled && layout->dtype == PP_BF16)
-            scatter16((uint16_t *)to, from, n, 2);
-        else
-            memcpy(to, from, (size_t)(n * layout->item_bytes));
-    }
 }
 
 static void read_k(const pp_kv_layout *layout, const unsigned char *head, int32_t token, void *k) {
@@ -87,13 +55,63 @@ static int64_t run_length(const pp_kv_layout *layout, const int64_t *slots, int6
     return n;
 }
 
-/* One row of K or V: where it lies or, where the page has another dtype, rounded into `row`. */
-static const void *stored_row(const pp_kv_rows *rows, int64_t token, int64_t head, int64_t src_bytes,
-                              void (*narrow)(void *, const float *, int64_t), int32_t dims, uint32_t *row) {
-    const void *from = (const char *)rows->data + (token * rows->token_stride + head * rows->head_stride) * src_bytes;
-    if (!narrow) return from;
-    narrow(row, from, dims);
-    return row;
+static unsigned char *group_of(const pp_kv_pool *pool, int32_t layer, int64_t slot, int32_t *token) {
+    const int64_t size = pool->layout.block_size;
+    return pp_group_at(pool, layer, slot / size, slot % size, token);
+}
+
+/* Rows of K or V on their way: `bytes` of an element, rounded by `narrow` unless the page has the same dtype. */
+typedef struct source {
+    pp_kv_rows rows;
+    int64_t bytes;
+    void (*narrow)(void *, const float *, int64_t);
+    int32_t dims;
+} source;
+
+static const void *row_at(const source *source, int64_t token, int32_t head) {
+    const int64_t index = token * source->rows.token_stride + head * source->rows.head_stride;
+    return (const char *)source->rows.data + index * source->bytes;
+}
+
+/* `count` neighbours of a tiled page, from token `t` of the source on; `ahead` is the group that is written next, with
+ * `more` tokens. */
+static void write_tiled(const pp_kv_layout *layout, unsigned char *group, const unsigned char *ahead, int32_t token,
+                        int64_t count, int64_t more, const source sources[2], int64_t t) {
+    void (*write)(const pp_rows *) = pp_kernels_get()->write_rows;
+    const int64_t k_bytes = layout->k_bytes;
+    for (int32_t h = 0; h < layout->num_kv_heads; h++, group += layout->head_bytes) {
+        const int last = h + 1 == layout->num_kv_heads;
+        const unsigned char *next = last ? ahead : group + layout->head_bytes;
+        for (int is_v = 0; is_v < (layout->v_in_k ? 1 : 2); is_v++)
+            write(&(pp_rows){.to = group + (is_v ? k_bytes : 0),
+                             .ahead = next + (is_v ? k_bytes : 0),
+                             .is_v = is_v,
+                             .dtype = layout->dtype,
+                             .dims = sources[is_v].dims,
+                             .token = token,
+                             .count = (int32_t)count,
+                             .from = row_at(&sources[is_v], t, h),
+                             .step = sources[is_v].rows.token_stride * sources[is_v].bytes,
+                             .next = row_at(&sources[is_v], last ? t + count : t, last ? 0 : h + 1),
+                             .next_count = (int32_t)(last ? more : count),
+                             .narrow = sources[is_v].narrow != NULL});
+    }
+}
+
+/* The same in a plain page, whose rows are the tokens'. */
+static void write_plain(const pp_kv_layout *layout, unsigned char *block, int32_t token, int64_t count,
+                        const source sources[2], int64_t t) {
+    for (int32_t h = 0; h < layout->num_kv_heads; h++, block += layout->head_bytes)
+        for (int is_v = 0; is_v < (layout->v_in_k ? 1 : 2); is_v++)
+            for (int64_t i = 0; i < count; i++) {
+                const source *from = &sources[is_v];
+                const int64_t row_bytes = from->dims * layout->item_bytes;
+                unsigned char *to = block + (is_v ? layout->k_bytes : 0) + (token + i) * row_bytes;
+                if (from->narrow)
+                    from->narrow(to, (const float *)row_at(from, t + i, h), from->dims);
+                else
+                    memcpy(to, row_at(from, t + i, h), (size_t)row_bytes);
+            }
 }
 
 pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
@@ -106,21 +124,21 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
         if (slot_mapping[t] < -1 || slot_mapping[t] >= num_slots) return PP_INVALID_SLOT;
     const int same = (int32_t)src_dtype == layout->dtype;
     void (*narrow)(void *, const float *, int64_t) = same ? NULL : pp_kernels_get()->narrow[layout->dtype];
-    uint32_t row[PP_MAX_HEAD_DIM];
+    const source sources[2] = {{k, bytes, narrow, layout->head_dim}, {v, bytes, narrow, layout->v_head_dim}};
     for (int64_t t = 0, n; t < num_tokens; t += n) {
         const int64_t slot = slot_mapping[t];
         n = 1;
         if (slot < 0) continue;
         n = run_length(layout, slot_mapping, t, num_tokens);
-        int32_t first;
-        unsigned char *head = pp_group_at(pool, layer, slot / layout->block_size, slot % layout->block_size, &first);
-        for (int32_t h = 0; h < layout->num_kv_heads; h++, head += layout->head_bytes)
-            for (int64_t i = 0; i < n; i++) {
-                const int32_t token = first + (int32_t)i;
-                write_k(layout, head, token, stored_row(&k, t + i, h, bytes, narrow, layout->head_dim, row));
-                if (!layout->v_in_k)
-                    write_v(layout, head, token, stored_row(&v, t + i, h, bytes, narrow, layout->v_head_dim, row));
-            }
+        int32_t first, unused;
+        unsigned char *to = group_of(pool, layer, slot, &first), *ahead = to;
+        if (layout->tiled) {
+            const int64_t left = num_tokens - t - n;
+            if (left && slot_mapping[t + n] >= 0) ahead = group_of(pool, layer, slot_mapping[t + n], &unused);
+            write_tiled(layout, to, ahead, first, n, left < n ? left : n, sources, t);
+        } else {
+            write_plain(layout, to, first, n, sources, t);
+        }
     }
     return PP_OK;
 }
