@@ -40,6 +40,9 @@ cdef class ArcPolicy(EvictionPolicy):
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, FREQUENT)
 
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        self.c_move_run(first, n, FREQUENT)
+
     cdef int32_t c_victim(self) noexcept:
         if self.lists[RECENT].size and (self.lists[RECENT].size > self.target or self.lists[FREQUENT].size == 0):
             return self.lists[RECENT].head

@@ -154,8 +154,7 @@ cdef class PrefixCache:
                 found[i] = cached.table.nodes[cached.path[i]].block
             if self.allocator.c_share_n(&found[0], num_found) != PP_OK:
                 raise PoolError("a cached block was freed by someone else, or has all the references a count can hold")
-            for i in range(num_found):
-                cached.c_touch(cached.path[i])
+            cached.c_touch_path(num_found)
         self.looked_up += n
         self.hits += num_full
         return blocks, num_full * self.block_size + common

@@ -43,6 +43,7 @@ cdef class CachedBlocks:
     cdef void c_unpin(self, int32_t node) noexcept
     cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept
     cdef void c_touch(self, int32_t node) noexcept
+    cdef void c_touch_path(self, int64_t n) noexcept
     cdef void c_put(self, int32_t node, int32_t block) noexcept
     cdef void c_drop(self, int32_t node) noexcept
     # Drops the cache's reference to a block wherever it is; false when it is not cached.

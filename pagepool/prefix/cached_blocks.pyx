@@ -81,15 +81,39 @@ cdef class CachedBlocks:
 
     cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept:
         """Writes the nodes of the leading blocks to `path`, as far as there are any, or any with a block."""
+        cdef Node *nodes = self.table.nodes
+        cdef int64_t size = self.table.block_size, i = 0, end
         cdef int32_t node = root
-        cdef int64_t i
         cdef uint64_t hash
-        for i in range(n):
-            node = self.table.c_find(node, tokens + i * self.table.block_size, &hash)
-            if node < 0 or (cached_only and self.table.nodes[node].block < 0):
-                return i
-            self.path[i] = node
+        while i < n:
+            end = i + self.table.c_follow(node, tokens + i * size, n - i)
+            if end == i:
+                node = self.table.c_find(node, tokens + i * size, &hash) - 1
+                if node < -1:
+                    return i
+                end = i + 1
+            while i < end:
+                node += 1
+                if cached_only and nodes[node].block < 0:
+                    return i
+                self.path[i] = node
+                i += 1
         return n
+
+    cdef void c_touch_path(self, int64_t n) noexcept:
+        """All nodes in `path`, from the first to the last; those with ids in a row together."""
+        cdef Node *nodes = self.table.nodes
+        cdef int64_t i = 0, end
+        while i < n:
+            end = i
+            while end < n and self.path[end] == self.path[i] + end - i and not nodes[self.path[end]].held:
+                end += 1
+            if end > i:
+                self.order.c_touch_run(self.path[i], <int32_t>(end - i))
+                i = end
+            else:
+                self.c_touch(self.path[i])
+                i += 1
 
     cdef void c_touch(self, int32_t node) noexcept:
         if self.table.nodes[node].held:

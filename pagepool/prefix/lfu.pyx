@@ -22,6 +22,13 @@ cdef class LfuPolicy(EvictionPolicy):
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, min(MOST, self.table.nodes[node].list + 1))
 
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t end = first + n, linked
+        while first < end:
+            linked = self.c_linked(first, end - first)
+            self.c_move_linked(first, linked, min(MOST, self.table.nodes[first].list + 1))
+            first += linked
+
     cdef void c_link(self, int32_t node) noexcept:
         EvictionPolicy.c_link(self, node)
         self.lowest = min(self.lowest, <int>self.table.nodes[node].list)

@@ -61,6 +61,33 @@ cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept
     self.size -= 1
 
 
+# The n nodes from `first` to `last` of it, which stay linked with each other.
+cdef inline void list_cut(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
+    cdef int32_t before = nodes[first].previous
+    cdef int32_t after = nodes[last].next
+    if before < 0:
+        self.head = after
+    else:
+        nodes[before].next = after
+    if after < 0:
+        self.tail = before
+    else:
+        nodes[after].previous = before
+    self.size -= n
+
+
+# n nodes that are linked with each other, from `first` to `last`.
+cdef inline void list_append(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
+    nodes[first].previous = self.tail
+    nodes[last].next = -1
+    if self.tail < 0:
+        self.head = first
+    else:
+        nodes[self.tail].next = first
+    self.tail = last
+    self.size += n
+
+
 # Whether links and size agree; every node of it must be alive.
 cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept nogil:
     cdef int32_t node = self.head, before = -1, size = 0

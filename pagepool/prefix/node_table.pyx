@@ -114,6 +114,26 @@ cdef class NodeTable:
         self.nodes[node] = Node(0, -1, -1, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
         return node
 
+    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept:
+        """Tokens of a run lie in one piece: they are compared in steps of 4 KiB, and no hash is taken."""
+        cdef Node *nodes = self.nodes + node + 1
+        cdef size_t row = self.block_size
+        cdef const int32_t *known = self.tokens + (node + 1) * row
+        cdef int64_t most = min(n, <int64_t>self.num_made - node - 1), step = max(1, 1024 // self.block_size)
+        cdef int64_t done = 0, end
+        while done < most:
+            end = done
+            while end < min(most, done + step) and nodes[end].parent == node + end and nodes[end].alive:
+                end += 1
+            if memcmp(known + done * row, tokens + done * row, (end - done) * row * sizeof(int32_t)) != 0:
+                while memcmp(known + done * row, tokens + done * row, row * sizeof(int32_t)) == 0:
+                    done += 1
+                return done
+            if end < done + step:
+                return end
+            done = end
+        return most
+
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept:
         return pp_hash_block(self.nodes[parent].hash, tokens, self.block_size) & self.hash_mask
 

@@ -18,12 +18,14 @@ cdef class EvictionPolicy:
     # it will be. Pointers into the policy end here.
     cdef int c_reserve(self, int64_t n) except -1
 
-    # The interface: O(1) each, amortised. Nodes are given from the head of a prefix to its tail.
+    # The interface: O(1) each, amortised, a run O(its nodes). Nodes are given from the head of a prefix to its tail.
 
     # The node has a block from now on; it was none of the policy's, or a ghost.
     cdef void c_insert(self, int32_t node) noexcept
     # The node was found by a look-up.
     cdef void c_touch(self, int32_t node) noexcept
+    # The same for nodes first, first + 1, ..., each the parent of the next.
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept
     # Room must be made for this node: whether it had better stay out, as if it came and went at once.
     cdef bint c_refuses(self, int32_t node) noexcept
     # Who goes next, or -1 when no list has a node with a block; it stays where it is.
@@ -40,6 +42,11 @@ cdef class EvictionPolicy:
     # For policies.
     cdef void c_push(self, int list, int32_t node) noexcept
     cdef void c_move(self, int32_t node, int list) noexcept
+    # How many of n nodes with ids in a row are one after the other in one list, too; and then all of them, at once.
+    cdef int32_t c_linked(self, int32_t first, int32_t n) noexcept
+    cdef void c_move_linked(self, int32_t first, int32_t n, int list) noexcept
+    # Every one of n nodes with ids in a row.
+    cdef void c_move_run(self, int32_t first, int32_t n, int list) noexcept
     cdef void c_keep_ghost(self, int32_t node, int list) noexcept
     cdef void c_forget_oldest(self, int list) noexcept
 

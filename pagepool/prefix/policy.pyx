@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
+from pagepool.prefix.node cimport Node, list_append, list_clear, list_cut, list_is_sound, list_push, list_remove
 from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.terms cimport time_key
 
@@ -34,6 +34,11 @@ cdef class EvictionPolicy:
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, 0)
 
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t node
+        for node in range(first, first + n):
+            self.c_touch(node)
+
     cdef bint c_refuses(self, int32_t node) noexcept:
         return False
 
@@ -61,6 +66,29 @@ cdef class EvictionPolicy:
         list_remove(&self.lists[nodes[node].list], nodes, node)
         nodes[node].list = list
         list_push(&self.lists[list], nodes, node)
+
+    cdef int32_t c_linked(self, int32_t first, int32_t n) noexcept:
+        cdef Node *nodes = self.table.nodes + first
+        cdef int32_t i = 1
+        while i < n and nodes[i - 1].next == first + i and nodes[i].list == nodes[0].list:
+            i += 1
+        return i
+
+    cdef void c_move_linked(self, int32_t first, int32_t n, int list) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t last = first + n - 1, node
+        list_cut(&self.lists[nodes[first].list], nodes, first, last, n)
+        if nodes[first].list != list:
+            for node in range(first, first + n):
+                nodes[node].list = list
+        list_append(&self.lists[list], nodes, first, last, n)
+
+    cdef void c_move_run(self, int32_t first, int32_t n, int list) noexcept:
+        cdef int32_t end = first + n, linked
+        while first < end:
+            linked = self.c_linked(first, end - first)
+            self.c_move_linked(first, linked, list)
+            first += linked
 
     cdef void c_keep_ghost(self, int32_t node, int list) noexcept:
         self.c_move(node, list)

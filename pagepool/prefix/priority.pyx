@@ -38,6 +38,13 @@ cdef class PriorityPolicy(EvictionPolicy):
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, self.table.nodes[node].list)
 
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t end = first + n, linked
+        while first < end:
+            linked = self.c_linked(first, end - first)
+            self.c_move_linked(first, linked, self.table.nodes[first].list)
+            first += linked
+
     cdef void c_link(self, int32_t node) noexcept:
         EvictionPolicy.c_link(self, node)
         self.lowest = min(self.lowest, <int>self.table.nodes[node].list)

@@ -36,6 +36,11 @@ cdef class S3FifoPolicy(EvictionPolicy):
     cdef void c_touch(self, int32_t node) noexcept:
         self.table.nodes[node].uses = min(MOST_USES, self.table.nodes[node].uses + 1)
 
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t node
+        for node in range(first, first + n):
+            self.table.nodes[node].uses = min(MOST_USES, self.table.nodes[node].uses + 1)
+
     cdef int32_t c_victim(self) noexcept:
         """Each turn of the loop takes uses from a node or returns one: no more turns than uses were counted."""
         cdef Node *nodes = self.table.nodes

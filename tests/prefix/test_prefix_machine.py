@@ -141,3 +141,40 @@ def test_a_long_pass_agrees_with_the_reference(policy):
     ours.check()
     assert ours.stats()["evicted"] == plain.evicted > 1000
     assert ours.stats()["collisions"] > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
+@pytest.mark.parametrize("hash_bits", [3, 64])
+def test_long_runs_that_part_agree_with_the_reference(policy, hash_bits):
+    """Prompts that follow, leave and cut off others anywhere, some held while blocks are evicted and forgotten."""
+    random = np.random.default_rng(11)
+    ours = PrefixCache(BlockAllocator(90), 2, policy, hash_bits=hash_bits)
+    plain = PlainCache(PlainAllocator(90), 2, policy)
+    prompts, running = [[1, 2, 3]], []
+    longest = 0
+    for _ in range(700):
+        prompt = prompts[random.integers(len(prompts))]
+        prompt = prompt[: random.integers(len(prompt) + 1)] + random.integers(0, 2, random.integers(40)).tolist()
+        prompts = [*prompts[-30:], prompt]
+        blocks = ours.match_prefix(prompt).tolist()
+        assert plain.match_prefix(prompt).tolist() == blocks
+        longest = max(longest, len(blocks))
+        missing = len(prompt) // 2 - len(blocks)
+        for side in (ours, plain):
+            side.evict(max(0, missing - side.allocator.free_count))
+        if missing <= ours.allocator.free_count:
+            blocks += ours.allocator.allocate_n(missing).tolist()
+            plain.allocator.allocate_n(missing)
+            names = {"priority": int(random.integers(3))} if policy == "priority" else {}
+            assert ours.cache_blocks(prompt, blocks, **names) == plain.cache_blocks(prompt, blocks, **names)
+        running.append(blocks)
+        forgotten = random.integers(0, 90, random.integers(3)).tolist() if random.integers(9) == 0 else []
+        ended = running.pop(random.integers(len(running))) if len(running) > 3 else []
+        for side in (ours, plain):
+            side.discard(forgotten)
+            side.allocator.free(ended)
+        assert (ours.num_cached, ours.evictable) == (plain.num_cached, plain.evictable)
+    assert [ours.holds(block) for block in range(90)] == [plain.holds(block) for block in range(90)]
+    ours.check()
+    assert ours.stats()["evicted"] == plain.evicted > 500
+    assert longest > 20
