@@ -1,7 +1,7 @@
 """PrefixCache: blocks of finished and running prompts, found again by the tokens that they hold."""
 
 cimport cython
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
@@ -89,8 +89,13 @@ cdef class PrefixCache:
 
     @property
     def evictable(self):
-        """Cached blocks that nobody else holds: what `evict` could free now. O(1)."""
-        return self.cached.kept.c_idle(CACHED)
+        """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
+        return self.cached.floors.c_idle()
+
+    @property
+    def floors(self):
+        """The `CacheFloors`: how many blocks of each group are kept when others need room."""
+        return self.cached.floors
 
     def match_prefix(self, tokens, *, cache_salt=None, extra_keys=()):
         """The cached blocks of the longest prefix of `tokens`, in order: int32 `(n,)`, for `n * block_size` tokens.
@@ -173,15 +178,15 @@ cdef class PrefixCache:
         return self.cached.c_walk(root, &row[0], n, True) * self.block_size
 
     def cache_blocks(
-        self, tokens, blocks, *, cache_salt=None, extra_keys=(), priority=0, ttl=None, double now=0.0
+        self, tokens, blocks, *, cache_salt=None, extra_keys=(), priority=0, ttl=None, double now=0.0, group=0
     ):
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache.
 
         tokens  those of the sequence from its first on, whose keys and values the blocks hold: as in `match_prefix`
         blocks  ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
-
         priority  of the blocks that are new, from 0, the first to be evicted, to 255; for the policy "priority" alone
         ttl       how long from `now` on they have it, until `expire` is told that time, then it is 0; None: for good
+        group     whose the new blocks are, from 0, nobody's, to 254; see `floors`
 
         The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
         that one stays, and the sequence's own remains the sequence's alone. Raises `InvalidBlock` for a block that is
@@ -193,8 +198,8 @@ cdef class PrefixCache:
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         cdef int32_t root
-        cdef int level = self.cached.order.level_of(priority, self.policy)
-        cdef uint64_t end = self.cached.order.end_of(ttl, now, self.policy)
+        cdef int level = cached.order.level_of(priority, self.policy), mark = cached.floors.mark_of(group)
+        cdef uint64_t end = cached.order.end_of(ttl, now, self.policy)
         key = root_key(cache_salt, extra_keys)
         if n == 0:
             return 0
@@ -204,6 +209,7 @@ cdef class PrefixCache:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
             cached.c_reserve_path(2 * n)
             cached.table.reserve(n + 1)
+            cached.mark = <uint8_t>mark
             cached.order.priority = level
             cached.order.end = end
             cached.order.c_reserve(n)
@@ -214,6 +220,7 @@ cdef class PrefixCache:
             finally:
                 cached.c_unpin(root)
         finally:
+            cached.mark = CACHED
             cached.order.priority = 0
             cached.order.end = 0
             release_ids(&ids)
@@ -253,11 +260,11 @@ cdef class PrefixCache:
         self.hits += leading
         return leading
 
-    def evict(self, n):
+    def evict(self, n, *, group=0):
         """Gives up to n blocks that nobody else holds back to the allocator; returns how many, fewer when it has fewer.
 
-        O(1) a block, in the order of the policy. A block found in use waits aside until a later call finds it free: it
-        then counts as used just now. Raises `ValueError` when n is below 0.
+        O(1) a block, in the order of the policy, but for those that `floors` keep from a request of `group`. A block in
+        use waits aside until a later call finds it free, as if used just then. Raises `ValueError` when n is below 0.
 
         >>> from pagepool import BlockAllocator
         >>> PrefixCache(BlockAllocator(4)).evict(1)
@@ -266,7 +273,7 @@ cdef class PrefixCache:
         number = operator.index(n)
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
-        return self.cached.c_evict(min(number, INT32_MAX))
+        return self.cached.c_evict(min(number, INT32_MAX), <uint8_t>self.cached.floors.mark_of(group))
 
     def holds(self, block):
         """Whether the block is cached. False for what is no block of the allocator."""

@@ -1,27 +1,30 @@
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.kept cimport KeptBlocks
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.event_log cimport EventLog
+from pagepool.prefix.floors cimport CacheFloors
 from pagepool.prefix.node cimport NodeList
 from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.policy cimport EvictionPolicy
 
 
 cdef enum:
-    CACHED = 1  # the mark of every cached block
+    CACHED = 1  # the mark of a cached block of group 0; that of group g is g + 1
 
 
 cdef class CachedBlocks:
     # The cache holds one reference to each cached block:
     #   owners[block] = node + 1, and 0 for a block that is not cached; nodes[owners[block] - 1].block = block
-    #   kept has the cached blocks, all with the mark CACHED
-    #   num_cached = nodes with a block = nodes with a block in the policy's lists + nodes in `held`
+    #   kept has the cached blocks, each with the mark of its group
+    #   num_cached = nodes with a block = nodes with a block in the policy's lists + nodes in `held` + those in `floors`
     #   inserted - evicted - cleared = num_cached
     cdef BlockAllocator allocator
     cdef KeptBlocks kept
+    cdef CacheFloors floors
+    cdef uint8_t mark  # of the blocks that come next
     cdef NodeTable table
     cdef EvictionPolicy order
     cdef PageBuffer owners_memory
@@ -50,7 +53,11 @@ cdef class CachedBlocks:
     cdef bint c_discard(self, int32_t block) noexcept
     cdef bint c_in_use(self, int32_t node) noexcept
     cdef void c_return_held(self, int32_t most) noexcept
-    cdef int64_t c_evict(self, int64_t n) noexcept
+    cdef int32_t c_victim(self, uint8_t own) noexcept
+    # Out of the list beside the policy's that it is in, and back to the policy.
+    cdef void c_relink(self, int32_t node) noexcept
+    # `own` is the mark of the group that needs room.
+    cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept
     # Room for n + 1 nodes must be reserved before the next two.
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     cdef int64_t c_publish(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) except -1

@@ -2,13 +2,14 @@
 
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.kept cimport KeptBlocks
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.event_log cimport CLEARED, REMOVED, STORED
+from pagepool.prefix.floors cimport HELD, LINKED, CacheFloors
 from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
 from pagepool.prefix.node_table cimport NodeTable
 
@@ -27,7 +28,9 @@ cdef class CachedBlocks:
         list_clear(&self.held)
         self.allocator = allocator
         self.kept = KeptBlocks(allocator)
+        self.mark = CACHED
         self.table = NodeTable(block_size, hash_bits)
+        self.floors = CacheFloors(self.table, self.kept)
         self.order = POLICIES[policy](self.table, allocator.max_capacity)
         self.owners_memory = PageBuffer(allocator.max_capacity, "i")
         self.owners = <int32_t *>self.owners_memory.base
@@ -53,6 +56,7 @@ cdef class CachedBlocks:
         self.cleared += self.num_cached
         self.num_cached = 0
         list_clear(&self.held)
+        self.floors.c_clear()
         self.order.c_clear()
         self.table.c_clear()
         return 0
@@ -115,11 +119,17 @@ cdef class CachedBlocks:
                 self.c_touch(self.path[i])
                 i += 1
 
+    cdef void c_relink(self, int32_t node) noexcept:
+        if self.table.nodes[node].held == HELD:
+            self.table.nodes[node].held = LINKED
+            list_remove(&self.held, self.table.nodes, node)
+        else:
+            self.floors.c_take_back(node)
+        self.order.c_link(node)
+
     cdef void c_touch(self, int32_t node) noexcept:
         if self.table.nodes[node].held:
-            self.table.nodes[node].held = 0
-            list_remove(&self.held, self.table.nodes, node)
-            self.order.c_link(node)
+            self.c_relink(node)
         self.order.c_touch(node)
 
     cdef void c_put(self, int32_t node, int32_t block) noexcept:
@@ -128,6 +138,7 @@ cdef class CachedBlocks:
         self.owners[block] = node + 1
         self.num_cached += 1
         self.inserted += 1
+        self.floors.c_added(self.kept.counts.marks[block])
         if self.log is not None:
             self.log.c_add(STORED, node, block)
         self.order.c_insert(node)
@@ -139,6 +150,7 @@ cdef class CachedBlocks:
         if self.log is not None:
             self.log.c_add(REMOVED, node, block)
         self.num_cached -= 1
+        self.floors.c_removed(self.kept.counts.marks[block])
         self.evicted += 1
         self.c_pin(node)  # the policy may forget ghosts, this one among them
         self.order.c_evicted(node)
@@ -151,9 +163,7 @@ cdef class CachedBlocks:
         if node < 0:
             return False
         if self.table.nodes[node].held:
-            self.table.nodes[node].held = 0
-            list_remove(&self.held, self.table.nodes, node)
-            self.order.c_link(node)
+            self.c_relink(node)
         self.c_drop(node)
         self.evicted -= 1
         self.cleared += 1
@@ -172,25 +182,40 @@ cdef class CachedBlocks:
             if self.c_in_use(node):
                 list_push(&self.held, nodes, node)
             else:
-                nodes[node].held = 0
+                nodes[node].held = LINKED
                 self.order.c_link(node)
 
-    cdef int64_t c_evict(self, int64_t n) noexcept:
-        """A node in use moves to `held`, at most once until it is free: with two looked at a turn, O(1) amortised."""
-        cdef int64_t done = 0
-        cdef int32_t node
-        while done < n:
+    cdef int32_t c_victim(self, uint8_t own) noexcept:
+        """Who goes next, or -1; for the moment in a list of the policy, in use or not."""
+        cdef int32_t node = self.floors.c_next_due()
+        if node < 0:
             self.c_return_held(2)
             node = self.order.c_victim()
             if node < 0:
                 self.c_return_held(self.held.size)
                 node = self.order.c_victim()
-                if node < 0:
-                    break
+            if node < 0:
+                node = self.floors.c_last_resort(own)
+        if node >= 0 and self.table.nodes[node].held:
+            self.c_relink(node)
+        return node
+
+    cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept:
+        """A node in use moves to `held`, at most once until it is free: with two looked at a turn, O(1) amortised. One
+        of a group at its floor is spared, at most once until the group has more."""
+        cdef int64_t done = 0
+        cdef int32_t node
+        while done < n:
+            node = self.c_victim(own)
+            if node < 0:
+                break
             if self.c_in_use(node):
                 self.order.c_unlink(node)
-                self.table.nodes[node].held = 1
+                self.table.nodes[node].held = HELD
                 list_push(&self.held, self.table.nodes, node)
+            elif self.floors.c_protects(node, own):
+                self.order.c_unlink(node)
+                self.floors.c_spare(node)
             else:
                 self.c_drop(node)
                 done += 1
@@ -217,7 +242,7 @@ cdef class CachedBlocks:
             elif self.order.c_refuses(node):
                 self.inserted += 1
                 self.evicted += 1
-            elif self.c_evict(1) == 1 and self.kept.c_allocate(CACHED, &block) == PP_OK:
+            elif self.c_evict(1, CACHED) == 1 and self.kept.c_allocate(CACHED, &block) == PP_OK:
                 self.c_put(node, block)
             else:
                 break
@@ -236,7 +261,7 @@ cdef class CachedBlocks:
             if i >= known or nodes[self.path[i]].block < 0:
                 taken[fresh] = blocks[i]
                 fresh += 1
-        status = self.kept.c_keep_n(taken, fresh, CACHED, &failed)
+        status = self.kept.c_keep_n(taken, fresh, self.mark, &failed)
         if status != PP_OK:
             for i in range(n):
                 if i >= known or nodes[self.path[i]].block < 0:
@@ -262,17 +287,17 @@ cdef class CachedBlocks:
     cdef str audit(self):
         """The first equation that does not hold, as a sentence, or None. O(nodes + tokens)."""
         cdef Node *nodes = self.table.nodes
-        cdef int32_t node, cached = 0, held = 0
+        cdef int32_t node, cached = 0, held = 0, linked
         broken = self.table.audit()
         if broken is not None:
             return broken
         for node in range(self.table.num_made):
             if nodes[node].block >= 0:
                 cached += 1
-                held += nodes[node].held
+                held += nodes[node].held == HELD
                 if self.owners[nodes[node].block] != node + 1:
                     return f"node {node} has block {nodes[node].block}, whose owner is another"
-                if self.kept.counts.marks[nodes[node].block] != CACHED:
+                if self.kept.counts.marks[nodes[node].block] == 0:
                     return f"block {nodes[node].block} is cached, but not marked"
                 if self.allocator.c_ref_count(nodes[node].block) < 1:
                     return f"cached block {nodes[node].block} is free"
@@ -282,7 +307,8 @@ cdef class CachedBlocks:
             return f"{cached} blocks are cached and {held} held, not {self.num_cached} and {self.held.size}"
         if self.inserted - self.evicted - self.cleared != cached:
             return f"{self.inserted} inserted - {self.evicted} evicted - {self.cleared} cleared are not {cached}"
-        return self.kept.audit() or self.order.audit(cached - held)
+        linked = cached - held - <int32_t>self.floors.c_num_aside()
+        return self.kept.audit() or self.floors.audit() or self.order.audit(linked)
 
     cdef object refused(self, int64_t i, int32_t block, pp_status status):
         if block < 0 or block >= self.allocator.max_capacity:

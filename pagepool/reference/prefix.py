@@ -14,18 +14,11 @@ from typing import Any
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
+from pagepool.reference.floors import CacheFloors
 from pagepool.reference.policies import POLICIES
+from pagepool.reference.prefix_tree import Node, keys_of, path_of
 
 __all__ = ["PrefixCache"]
-
-
-class Node:
-    """A prefix: that of its parent and one block of tokens more. `block` is None when it is not cached."""
-
-    def __init__(self, parent: Node | None = None) -> None:
-        self.parent = parent
-        self.block: int | None = None
-        self.children: dict[tuple[int, ...], Node] = {}
 
 
 class PrefixCache:
@@ -51,6 +44,7 @@ class PrefixCache:
         self.block_size = block_size
         self.policy = policy
         self.evicted = self.looked_up = self.hits = 0
+        self.floors = CacheFloors(self)
         self._forget()
         allocator.add_holder(self)
 
@@ -74,7 +68,7 @@ class PrefixCache:
     def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> np.ndarray:
         """The cached blocks of the longest prefix of `tokens`, each with one reference more, the caller's to free."""
         node, found = self._root(cache_salt, extra_keys), []
-        keys = self._keys(tokens)
+        keys = keys_of(tokens, self.block_size)
         for key in keys:
             child = node.children.get(key)
             if child is None or child.block is None:
@@ -95,7 +89,7 @@ class PrefixCache:
         """As `match_prefix`, and a last block that is the same only in its first part; blocks and number of tokens."""
         node, row = self._root(cache_salt, extra_keys), np.asarray(tokens).tolist()
         blocks = self.match_prefix(tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
-        for key in self._keys(tokens)[: len(blocks)]:
+        for key in keys_of(tokens, self.block_size)[: len(blocks)]:
             node = node.children[key]
         rest = row[len(blocks) * self.block_size :]
         best, longest, lowest = None, 0, 0
@@ -115,7 +109,7 @@ class PrefixCache:
     def cached_tokens(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """How many of the first of `tokens` `match_prefix` would find."""
         node, count = self._root(cache_salt, extra_keys), 0
-        for key in self._keys(tokens):
+        for key in keys_of(tokens, self.block_size):
             child = node.children.get(key)
             if child is None or child.block is None:
                 break
@@ -132,14 +126,15 @@ class PrefixCache:
         priority: int = 0,
         ttl: float | None = None,
         now: float = 0.0,
+        group: int = 0,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
         if self.policy != "priority" and (priority or ttl is not None):
             raise ValueError(f"policy {self.policy} takes no priority but 0, and no ttl")
-        keys, ids = self._keys(tokens), [int(block) for block in blocks]
+        keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
         if len(ids) < len(keys):
             raise ValueError(f"{len(keys)} blocks are full, here are {len(ids)}")
-        path = self._path(self._root(cache_salt, extra_keys), keys)
+        path = path_of(self._root(cache_salt, extra_keys), keys)
         fresh = [(node, block) for node, block in zip(path, ids, strict=False) if node.block is None]
         taken = [block for _, block in fresh]
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
@@ -148,7 +143,7 @@ class PrefixCache:
         self._order.priority = priority
         self._order.end = None if ttl is None else now + ttl
         for node, block in fresh:
-            self._put(node, block)
+            self._put(node, block, group)
         self._order.priority, self._order.end = 0, None
         return len(fresh)
 
@@ -158,9 +153,9 @@ class PrefixCache:
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""
-        keys = self._keys(tokens)
+        keys = keys_of(tokens, self.block_size)
         leading = 0
-        for index, node in enumerate(self._path(self._root(cache_salt, extra_keys), keys)):
+        for index, node in enumerate(path_of(self._root(cache_salt, extra_keys), keys)):
             if node.block is not None:
                 self._touch(node)
                 leading += leading == index
@@ -176,24 +171,26 @@ class PrefixCache:
         self.hits += leading
         return leading
 
-    def evict(self, n: int) -> int:
-        """Gives up to n blocks that nobody else holds back to the allocator; returns how many."""
+    def evict(self, n: int, *, group: int = 0) -> int:
+        """Gives up to n blocks that nobody else holds back to the allocator; returns how many. Not those that others
+        than `group` keep below their floors; those of its own go last."""
         if operator.index(n) < 0:
             raise ValueError(f"cannot evict {n} blocks")
         done = 0
         while done < n:
-            self._return_held(2)
-            node = self._order.victim()
+            node: Any = self._victim(group)
             if node is None:
-                self._return_held(len(self._held))
-                node = self._order.victim()
-                if node is None:
-                    break
+                break
+            self._relink(node)
             if self._in_use(node):
                 self._order.unlink(node)
                 self._held[node] = None
+            elif self.floors.protects(node, group):
+                self._order.unlink(node)
+                self.floors.spare(node)
             else:
                 block, node.block = node.block, None
+                self.floors.remove(block)
                 del self._cached[block]
                 self._order.evicted(node)
                 self.allocator.free(block)
@@ -210,9 +207,8 @@ class PrefixCache:
         found = [block for block in dict.fromkeys(blocks) if block in self._cached]
         for block in found:
             node = self._cached.pop(block)
-            if node in self._held:
-                del self._held[node]
-                self._order.link(node)
+            self._relink(node)
+            self.floors.remove(block)
             node.block = None
             self._order.evicted(node)
             self.allocator.free(block)
@@ -240,45 +236,50 @@ class PrefixCache:
             if node.block != block or self.allocator.ref_count(block) < 1:
                 raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
         linked = [node for nodes in self._order.linked() for node in nodes if node.block is not None]
-        if sorted(map(id, [*linked, *self._held])) != sorted(map(id, self._cached.values())):
+        if sorted(map(id, [*linked, *self._held, *self.floors.aside()])) != sorted(map(id, self._cached.values())):
             raise PoolError(f"{len(linked)} nodes are in the policy, {len(self._held)} held, not {self.num_cached}")
 
     def _forget(self) -> None:
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._cached: dict[int, Node] = {}
         self._held: dict[Node, None] = {}  # in use when their turn came, the longest first
+        self.floors.clear()
         self._order = POLICIES[self.policy](self.allocator.max_capacity)
-
-    def _keys(self, tokens: Any) -> list[tuple[int, ...]]:
-        row, size = np.asarray(tokens).tolist(), self.block_size
-        return [tuple(row[at : at + size]) for at in range(0, len(row) - size + 1, size)]
 
     def _root(self, cache_salt: Any, extra_keys: Iterable[Any]) -> Node:
         return self._roots.setdefault(tuple((type(key), key) for key in (cache_salt, *extra_keys)), Node())
-
-    def _path(self, node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
-        path = []
-        for key in keys:
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = Node(node)
-            path.append(child)
-            node = child
-        return path
 
     def _in_use(self, node: Node) -> bool:
         return bool(self.allocator.ref_count(node.block) > 1)
 
     def _touch(self, node: Node) -> None:
-        if node in self._held:
-            del self._held[node]
-            self._order.link(node)
+        self._relink(node)
         self._order.touch(node)
 
-    def _put(self, node: Node, block: int) -> None:
+    def _relink(self, node: Node) -> None:
+        """Back to the policy, if it is beside its lists."""
+        if self.floors.take_back(node) or node in self._held:
+            self._held.pop(node, None)
+            self._order.link(node)
+
+    def _put(self, node: Node, block: int, group: int = 0) -> None:
         node.block = block
         self._cached[block] = node
+        self.floors.add(block, group)
         self._order.insert(node)
+
+    def _victim(self, group: int) -> Any:
+        """Who goes next, in use or not."""
+        node = self.floors.next_due()
+        if node is None:
+            self._return_held(2)
+            node = self._order.victim()
+            if node is None:
+                self._return_held(len(self._held))
+                node = self._order.victim()
+            if node is None:
+                node = self.floors.last_resort(group)
+        return node
 
     def _return_held(self, most: int) -> None:
         """Looks at some of the held nodes, and gives the policy those that are free again."""

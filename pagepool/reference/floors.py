@@ -1,0 +1,119 @@
+"""What each group of cached blocks keeps when others need room, in plain Python.
+
+`spared[g]` and `due` are nodes beside the lists of the policy, in the order in which they came. A node is spared when
+it is the policy's victim while no more blocks of its group are cached than its floor; it is due, and goes before all
+others, when its group has more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+__all__ = ["CacheFloors"]
+
+
+class CacheFloors:
+    """`PrefixCache.floors`. `cache` is the `PrefixCache`; `groups` has the group of each cached block."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._floors: Counter[int] = Counter()
+        self.clear()
+
+    def set(self, group: int, blocks: int) -> None:
+        """The floor of `group` is `blocks` from now on."""
+        if blocks < 0:
+            raise ValueError(f"a floor must be 0 blocks or more, not {blocks}")
+        self._floors[_checked(group)] = blocks
+        over = self.cached(group) - blocks
+        for node in list(self.spared_nodes.get(group, ()))[: max(0, over)]:
+            self.make_due(group, node)
+
+    def get(self, group: int) -> int:
+        """The floor of `group`."""
+        return self._floors[_checked(group)]
+
+    def cached(self, group: int) -> int:
+        """How many blocks of `group` are cached, in use or not."""
+        return self._counts[_checked(group)]
+
+    def evictable(self, group: int = 0) -> int:
+        """What `evict` could free now, for `group`."""
+        return int(self._cache.evictable) - sum(
+            self.spared(other) for other, floor in self._floors.items() if floor and other != group
+        )
+
+    def spared(self, group: int) -> int:
+        """How many of them are of `group` and spared when others need room."""
+        idle: int = sum(
+            other == group and self._cache.allocator.ref_count(block) == 1 for block, other in self.groups.items()
+        )
+        return max(0, min(idle, self.get(group) - (self.cached(group) - idle)))
+
+    def clear(self) -> None:
+        """Forget all blocks; floors stay."""
+        self.groups: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()
+        self.spared_nodes: dict[int, dict[Any, None]] = {}
+        self.due: dict[Any, None] = {}
+
+    def add(self, block: int, group: int) -> None:
+        """A block is cached."""
+        self.groups[block] = group
+        self._counts[group] += 1
+        waiting = self.spared_nodes.get(group)
+        if waiting and self.cached(group) > self._floors[group]:
+            self.make_due(group, next(iter(waiting)))
+
+    def remove(self, block: int) -> None:
+        """A block is cached no more."""
+        self._counts[self.groups.pop(block)] -= 1
+
+    def make_due(self, group: int, node: Any) -> None:
+        """`node`, which is spared, goes before all others."""
+        del self.spared_nodes[group][node]
+        self.due[node] = None
+
+    def protects(self, node: Any, group: int) -> bool:
+        """Whether the block of `node` is not for a request of `group`."""
+        own = self.groups[node.block]
+        return self.cached(own) <= self._floors[own] and own != group
+
+    def next_due(self) -> Any:
+        """The next node that is due, or None; those whose group has fallen to its floor again are spared again."""
+        for node in list(self.due):
+            if not self.protects(node, -1):
+                return node
+            del self.due[node]
+            self.spare(node)
+        return None
+
+    def last_resort(self, group: int) -> Any:
+        """When the policy has none: the first node that was spared and need not be, or None."""
+        for other in sorted(self.spared_nodes):
+            if self.spared_nodes[other] and self.cached(other) > self._floors[other]:
+                return next(iter(self.spared_nodes[other]))
+        return next(iter(self.spared_nodes.get(group, ())), None)
+
+    def spare(self, node: Any) -> None:
+        """Put aside `node`, which is in no list."""
+        self.spared_nodes.setdefault(self.groups[node.block], {})[node] = None
+
+    def take_back(self, node: Any) -> bool:
+        """Whether `node` was put aside; it is no longer."""
+        for nodes in (self.due, *self.spared_nodes.values()):
+            if node in nodes:
+                del nodes[node]
+                return True
+        return False
+
+    def aside(self) -> list[Any]:
+        """All nodes that are spared or due."""
+        return [*self.due, *(node for nodes in self.spared_nodes.values() for node in nodes)]
+
+
+def _checked(group: int) -> int:
+    if not 0 <= group < 255:
+        raise ValueError(f"a group must be from 0 to 254, not {group}")
+    return group
