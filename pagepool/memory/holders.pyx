@@ -43,13 +43,20 @@ cdef class Holder:
 
     @property
     def label(self):
-        """Whose it is, for `owners` and `leaks`: a request id, a name or None. May be set at any time."""
+        """Whose it is, for `owners` and `leaks`: a request id, a name or None. May be set at any time.
+
+        Of a subclass of int or str only the number or the text is kept.
+        """
         return self._label
 
     @label.setter
     def label(self, value):
         if value is not None and not isinstance(value, (int, str)):
             raise TypeError(f"a label must be an int, a str or None, not {type(value).__name__}")
+        if isinstance(value, str):  # exactly: what a subclass refers to could make a cycle that nobody collects
+            value = str.__str__(value)
+        elif value is not None:
+            value = int.__int__(value)
         self._label = value
 
 

@@ -52,7 +52,7 @@ class Transaction:
         self._parent: Transaction | None = None
         self._child: weakref.ref[Transaction] | None = None  # of the one within that is open
         self._participants: dict[int, Any] = {}
-        self._undo: list[tuple[int, Callable[[], object], bool]] = []  # when; what; whether it ends a participant's
+        self._undo: list[tuple[int, Any, bool]] = []  # when; what; whether it ends a participant's
         self._made: set[int] = set()  # the ids of what an abort closes
         self._done: list[Callable[[], object]] = []
         self._frees: list[tuple[Any, list[int]]] = []
@@ -218,7 +218,10 @@ class Transaction:
             self.abort()
 
     def __del__(self) -> None:
-        self.abort()
+        """In a cycle with a participant, that may have gone before it, and ended its transaction."""
+        if self._open:
+            self._undo[:] = [step for step in self._undo if not step[2] or step[1].__self__.open_transactions]
+            self.abort()
 
     def _use(self) -> None:
         if not self._open:
