@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 
 from pagepool.errors import PoolError
+from pagepool.memory.leak_report import warn_of
 from pagepool.memory.owners import Leak, Owner
 
 __all__ = ["Holder", "HolderRegistry"]
@@ -163,6 +164,14 @@ cdef class HolderRegistry:
             alone = [number for number in loose if len(mapped[number]) == 1]
             found.append(Leak("other", None, loose, alone, None))
         return found
+
+    def warn_of_leaks(self):
+        """A `ResourceWarning` for each of `leaks`, at most 20 of them and one for the rest: for an engine that is idle.
+
+        It says whose they are by label, how many blocks, and where the holder was made if Python was started with
+        `-X tracemalloc`. Python shows such warnings under `-X dev` or `-W default`. Changes nothing.
+        """
+        warn_of(self.leaks(), "blocks are in use")
 
     cdef int check_references(self, object others) except -1:
         """Audits the equation for every block; raises PoolError naming one that breaks it.

@@ -1,11 +1,10 @@
-from typing_extensions import disjoint_base, final
+from typing import final
 
 from pagepool.memory.allocator import BlockAllocator
 
 __all__ = ["KeptBlocks"]
 
 @final
-@disjoint_base
 class KeptBlocks:
     def __new__(cls, allocator: BlockAllocator) -> KeptBlocks: ...
     @property

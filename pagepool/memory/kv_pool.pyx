@@ -23,6 +23,7 @@ import numpy as np
 
 from pagepool.config import KV_DTYPES, KvLayout
 from pagepool.errors import InvalidBlock
+from pagepool.memory.leak_report import warn_of
 from pagepool.memory.explain import invalid_slot
 
 __all__ = ["KvCachePool"]
@@ -280,12 +281,24 @@ cdef class KvCachePool(PagePool):
     def close(self):
         """Gives the memory back now; pages and elements are gone then. Raises `BufferError` while views look into it.
 
-        Closing twice does nothing.
+        Sequences that have blocks then have lost the pages: a `ResourceWarning` for each holder says so, as
+        `BlockAllocator.warn_of_leaks` does; pages that were only taken go silently. Closing twice does nothing. A pool
+        that is dropped warns of nothing.
         """
+        cdef bint was_open = self.c_pool.base != NULL
         self.buffer.close()
         self.allocator.c_detach(&self.c_pool)
         self.c_pool.base = NULL
         self.c_pool.num_blocks = 0
+        if was_open:
+            warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
+
+    def __enter__(self):
+        """The pool itself; the end of the block closes it."""
+        return self
+
+    def __exit__(self, *error):
+        self.close()
 
     @property
     def num_layers(self):

@@ -30,6 +30,7 @@ class SequencePool:
                 raise TypeError(f"{name} must be a {kind.__name__}, not {type(pool).__name__}")
         self._kv = kv
         self._ssm = ssm
+        self._closed = False
 
     @property
     def kv(self) -> KvCachePool | None:
@@ -55,6 +56,22 @@ class SequencePool:
         """The `stats` of the pools that it has, under "kv" and "ssm"."""
         pools = {"kv": self._kv, "ssm": self._ssm}
         return {name: pool.stats() for name, pool in pools.items() if pool is not None}
+
+    def close(self) -> None:
+        """Closes the pages and warns of blocks in use, see `KvCachePool.close`, and of states that are lent. Once."""
+        was_closed, self._closed = self._closed, True
+        try:
+            if self._kv is not None:
+                self._kv.close()
+        finally:
+            if self._ssm is not None and not was_closed:
+                self._ssm.warn_of_leaks()
+
+    def __enter__(self) -> SequencePool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def alloc_kv(self) -> int:
         """Takes a page; returns its number. Raises `PoolExhausted` when none is free."""

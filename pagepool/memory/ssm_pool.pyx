@@ -13,6 +13,7 @@ import numpy as np
 
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolExhausted
+from pagepool.memory.leak_report import warn_of
 from pagepool.memory.owners import Leak
 from pagepool.memory.sequence_state import SequenceSlot
 from pagepool.memory.state_handle import StateHandle
@@ -163,6 +164,10 @@ cdef class SsmStatePool:
             if self.ids.c_ref_count(i) > 0:
                 found.append(Leak("state", self.slots[i].request_id, [i], [i], self.slots[i]))
         return found
+
+    def warn_of_leaks(self):
+        """A `ResourceWarning` for each of `leaks`: see `BlockAllocator.warn_of_leaks`. Changes nothing."""
+        warn_of(self.leaks(), "states are lent")
 
     def stats(self):
         """Slots and bytes, as a dict; `peak` is the most slots that were lent at any one time.
