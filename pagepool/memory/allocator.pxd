@@ -120,5 +120,7 @@ cdef class BlockAllocator(IdSpace):
     # `pool` stays where it is until it is detached. PP_NO_MEMORY, PP_INVALID_ARGUMENT: it has fewer pages than ids.
     cdef pp_status c_attach(self, const pp_kv_pool *pool) noexcept nogil
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil
+    # Pools that are attached, for who holds the GIL.
+    cdef int32_t c_num_pools(self) noexcept nogil
     cdef Audit c_audit(self) noexcept nogil
     cdef object invalid(self, IdArray *array, verb)

@@ -39,6 +39,7 @@ __all__ = ["BlockAllocator"]
 cdef extern from "regions.h" nogil:
     ctypedef struct pp_regions_complete "pp_regions":
         void **pools
+        int32_t count
 
     pp_status pp_regions_attach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_detach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
@@ -223,6 +224,9 @@ cdef class BlockAllocator(IdSpace):
 
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil:
         pp_regions_detach(self.regions, &self.lock, pool)
+
+    cdef int32_t c_num_pools(self) noexcept nogil:
+        return (<pp_regions_complete *>self.regions).count
 
     def allocate(self):
         """Takes one block; returns its id, whose reference count is then 1. Raises `PoolExhausted` when none is free.

@@ -281,16 +281,16 @@ cdef class KvCachePool(PagePool):
     def close(self):
         """Gives the memory back now; pages and elements are gone then. Raises `BufferError` while views look into it.
 
-        Sequences that have blocks then have lost the pages: a `ResourceWarning` for each holder says so, as
-        `BlockAllocator.warn_of_leaks` does; pages that were only taken go silently. Closing twice does nothing. A pool
-        that is dropped warns of nothing.
+        Sequences that have blocks when the last pool of their allocator is closed have lost them: a `ResourceWarning`
+        for each holder says so, as `BlockAllocator.warn_of_leaks` does; pages that were only taken go silently. Closing
+        twice does nothing. A pool that is dropped warns of nothing.
         """
         cdef bint was_open = self.c_pool.base != NULL
         self.buffer.close()
         self.allocator.c_detach(&self.c_pool)
         self.c_pool.base = NULL
         self.c_pool.num_blocks = 0
-        if was_open:
+        if was_open and not self.allocator.c_num_pools():
             warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
 
     def __enter__(self):

@@ -39,6 +39,7 @@ def messages(found):
 
 def test_closing_a_pool_names_whoever_holds_blocks():
     pool = KvCachePool.from_layout(LAYOUT, 16)
+    KvCachePool.from_layout(LAYOUT, 16, pool.allocator).close()  # one of two: the sequences go on in the other
     parent = sequence(pool.allocator, 9, "request 7")
     child = parent.fork()
     child.label = 8

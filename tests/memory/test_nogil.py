@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import pagepool
 from pagepool import (
     AttentionSequenceState,
     BlockAllocator,
@@ -133,7 +134,9 @@ def test_c_methods_answer_nonsense_with_a_status(foreign):
 def test_the_table_of_c_functions(foreign):
     allocator = BlockAllocator(5)
     answers, blocks = foreign.through_the_api(allocator)
-    assert answers == [1, OK, OK, EXHAUSTED, OK, 2, 2, OK, INVALID_BLOCK, INVALID_ARGUMENT]
+    version = Path(pagepool.get_include(), "pagepool", "version.h").read_text()
+    assert f"#define PP_ABI_VERSION {answers.pop(0)}\n" in version
+    assert answers == [OK, OK, EXHAUSTED, OK, 2, 2, OK, INVALID_BLOCK, INVALID_ARGUMENT]
     assert blocks == [0, 1, 2]
     assert [allocator.ref_count(b) for b in range(5)] == [1, 1, 0, 0, 0]
     allocator.check()
