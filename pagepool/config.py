@@ -140,8 +140,10 @@ class Tenant:
     """What one tenant may have.
 
     weight       its share under the policy "fair": twice the weight is served twice the tokens
-    max_blocks   its quota: the blocks that all its running requests may ever need together; None: no bound
-    min_blocks   its floor: while it holds no more than these, other tenants' sequences are preempted before its own
+    max_blocks   its quota: the blocks that all its running requests may ever need together; None: no bound. Cached
+                 blocks that nobody uses do not count: they go when others need room
+    min_blocks   its floor: while it holds no more than these, running and cached together, none of its cached blocks is
+                 evicted and none of its sequences gives way for others. A cached block is whose request stored it first
     """
 
     weight: float = 1.0
@@ -154,6 +156,8 @@ class Tenant:
         if self.max_blocks is not None:
             object.__setattr__(self, "max_blocks", _integer("max_blocks", self.max_blocks, 0))
         object.__setattr__(self, "min_blocks", _integer("min_blocks", self.min_blocks, 0))
+        if self.max_blocks is not None and self.min_blocks > self.max_blocks:
+            raise ValueError(f"a floor of {self.min_blocks} blocks is above the quota of {self.max_blocks}")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
+from pagepool.scheduling.floors import TenantFloors
 from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.reuse import NoReuse, PrefixReuse
@@ -30,6 +31,7 @@ class Admission:
         account: BlockAccount | NoBlocks,
         reuse: PrefixReuse | NoReuse,
         tenants: Tenants,
+        floors: TenantFloors,
         ladder: PressureLadder,
     ) -> None:
         self._config = config
@@ -38,6 +40,7 @@ class Admission:
         self._account = account
         self._reuse = reuse
         self._tenants = tenants
+        self._floors = floors
         self._ladder = ladder
         self._short: tuple[int, int] | None = None  # the version of the line and the room when its turn did not fit
 
@@ -54,7 +57,7 @@ class Admission:
         config, active, waiting = self._config, self._active, self._waiting
         backlog = config.max_prefill_backlog
         while len(waiting) and active.size < config.max_sequences and (backlog is None or active.unread < backlog):
-            room = self._account.available() - active.promised
+            room = self._account.room() - active.promised
             if self._short is not None and active.size and self._short[0] == waiting.version and room <= self._short[1]:
                 return
             seq = waiting.peek(self, now, self._tenants.may_start)
@@ -66,6 +69,7 @@ class Admission:
             if waiting.is_aged(seq, now):
                 seq._rank = (0, 0, seq.id)
             self._tenants.start(seq)
+            self._floors.enter(seq)
             seq.num_cached = seq._fed
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING
@@ -99,10 +103,10 @@ class Admission:
                 end = max(end, seq._swapped[2])
             # Enough when nothing else runs: a request as large as the pool must start, and no watermark is left then.
             wanted = account.blocks_for(end) - held
-            return account.available() >= wanted or self._ladder.make_room_for(seq, wanted, now)
+            return account.available({seq._group: wanted}) >= wanted or self._ladder.make_room_for(seq, wanted, now)
         if config.admission == "whole" and (active.reserved + account.blocks_for(seq.max_tokens) > account.capacity):
             return False
         wanted = account.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
             wanted += config.hysteresis * active.size
-        return account.admits(wanted, active.promised)
+        return account.admits(wanted, active.promised, seq._group)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from pagepool.errors import PoolExhausted
@@ -10,7 +12,7 @@ from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import append_batch, release_batch
 from pagepool.memory.paged_seq import PagedSeqState
 
-__all__ = ["BlockAccount", "NoBlocks", "open_account"]
+__all__ = ["BlockAccount", "NoBlocks", "by_group", "open_account"]
 
 
 class NoBlocks:
@@ -19,14 +21,18 @@ class NoBlocks:
     num_tokens = 0
     evicted = 0
     capacity = 0
+    cache = None
 
     def refusal(self, max_tokens: int) -> str | None:
         return None
 
-    def available(self) -> int:
+    def room(self) -> int:
         return 0
 
-    def admits(self, wanted: int, promised: int) -> bool:
+    def available(self, needs: Mapping[int, int] | None = None) -> int:
+        return 0
+
+    def admits(self, wanted: int, promised: int, group: int) -> bool:
         return True
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -38,7 +44,7 @@ class NoBlocks:
     def needs(self, states: list[Any], counts: list[int]) -> list[int]:
         return [0] * len(states)
 
-    def take(self, states: list[Any], counts: list[int]) -> bool:
+    def take(self, states: list[Any], counts: list[int], groups: list[int] | None = None) -> bool:
         return True
 
     def cut(self, state: Any, num_tokens: int) -> None:
@@ -53,7 +59,8 @@ class BlockAccount:
 
     `take` is all or nothing. `num_tokens` is the number of tokens in the states that this account opened.
     `watermark` is the share of all blocks that an admission must leave free while others run. Blocks that only a
-    prefix cache holds (`cache`, None without one) count as free: they are evicted when they are needed.
+    prefix cache holds (`cache`, None without one) count as free: they are evicted when they are needed, but for what
+    `floors` leave to others (None without any). Who needs blocks is told by groups, as in `TenantFloors.group`.
     """
 
     def __init__(self, allocator: Any, block_size: int, watermark: float = 0.0) -> None:
@@ -61,6 +68,7 @@ class BlockAccount:
         self.block_size = block_size
         self.capacity = allocator.max_capacity
         self.cache: Any = None
+        self.floors: Any = None
         self.num_tokens = 0
         self.evicted = 0
         self._reserve = int(self.capacity * watermark)
@@ -81,18 +89,22 @@ class BlockAccount:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def available(self) -> int:
-        """Blocks that can be taken now: free ones, those that the pool may still grow by, and evictable ones."""
+    def room(self) -> int:
+        """Blocks that nobody uses: free ones, those that the pool may still grow by, and evictable ones."""
         available: int = self.allocator.available
         return available if self.cache is None else available + self.cache.evictable
 
-    def admits(self, wanted: int, promised: int) -> bool:
+    def available(self, needs: Mapping[int, int] | None = None) -> int:
+        """Those of them that can be taken now by who needs `needs[group]` for each group; None: by nobody's."""
+        return self.room() if self.floors is None else self.room() - self.floors.protected(needs or {})
+
+    def admits(self, wanted: int, promised: int, group: int) -> bool:
         """True when a prompt finds all of the `wanted` blocks beside others that run: `promised` blocks, which prompts
         already admitted have yet to take, are set aside, and the watermark must be left over.
 
         Asking for the first chunk alone would admit more prompts than the pool can hold, only to preempt them.
         """
-        return self.available() - promised - wanted >= self._reserve
+        return self.available({group: wanted}) - promised - wanted >= self._reserve
 
     def open(self, max_tokens: int, label: int) -> Any:
         """A new, empty state for at most `max_tokens` tokens."""
@@ -106,14 +118,14 @@ class BlockAccount:
         lengths = [state.len for state in states]
         return [blocks_for(length + count) - blocks_for(length) for length, count in zip(lengths, counts, strict=True)]
 
-    def take(self, states: list[Any], counts: list[int]) -> bool:
-        """Append `counts[i]` tokens to `states[i]` for all; False when the pool is out: only cached blocks that nobody
-        uses have been evicted then."""
+    def take(self, states: list[Any], counts: list[int], groups: list[int] | None = None) -> bool:
+        """Append `counts[i]` tokens to `states[i]`, of `groups[i]`, for all; False when the pool is out: only cached
+        blocks that nobody uses have been evicted then."""
         while True:
             try:
                 self._append_batch(states, counts)
             except PoolExhausted:
-                if not self._evict(sum(self.needs(states, counts))):
+                if not self._evict(self.needs(states, counts), groups):
                     return False
             else:
                 self.num_tokens += sum(counts)
@@ -135,13 +147,30 @@ class BlockAccount:
         self._release_batch(states, True)
         self.num_tokens -= tokens
 
-    def _evict(self, wanted: int) -> bool:
-        """Evict what is missing for `wanted` blocks: at least one, since copies of shared blocks are not in it."""
+    def _evict(self, needs: list[int], groups: list[int] | None) -> bool:
+        """Evict what is missing for `needs`: at least one, since copies of shared blocks are not in it."""
         if self.cache is None:
             return False
-        evicted: int = self.cache.evict(max(wanted - self.allocator.available, 1))
+        missing = max(sum(needs) - self.allocator.available, 1)
+        evicted: int
+        if self.floors is None:
+            evicted = self.cache.evict(missing)
+        else:
+            evicted = self.floors.evict(missing, by_group(needs, groups or []))
         self.evicted += evicted
         return evicted > 0
+
+
+def by_group(needs: list[int], groups: list[int]) -> Counter[int]:
+    """The blocks that are needed for each group.
+
+    >>> by_group([1, 2, 3], [0, 4, 4])
+    Counter({4: 5, 0: 1})
+    """
+    total: Counter[int] = Counter()
+    for count, group in zip(needs, groups, strict=True):
+        total[group] += count
+    return total
 
 
 def open_account(pool: Any, block_size: int, watermark: float) -> BlockAccount | NoBlocks:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pagepool.config import SchedulerConfig
 from pagepool.errors import SwapError
 from pagepool.scheduling.active import ActiveSequences
-from pagepool.scheduling.blocks import BlockAccount, NoBlocks
+from pagepool.scheduling.blocks import BlockAccount, NoBlocks, by_group
 from pagepool.scheduling.costs import cheaper_to_swap
+from pagepool.scheduling.floors import TenantFloors
 from pagepool.scheduling.records import PressureLog, PressureRecord
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.reuse import NoReuse, PrefixReuse
@@ -22,8 +23,8 @@ __all__ = ["PressureLadder"]
 
 class PressureLadder:
     """The rungs, from the first: cached prefixes that nobody uses; what preempted sequences were left with; then active
-    sequences, the greatest rank first, those of tenants at their floor last. Each gives its last blocks, no more than
-    are needed ("partial"), or all; they are written to the swap file when the cost table says that this is cheaper than
+    sequences, the greatest rank first. Tenants at their floor are spared. Each gives its last blocks, no more than are
+    needed ("partial"), or all; they are written to the swap file when the cost table says that this is cheaper than
     reading their tokens again. The oldest active sequence never gives way: with the pool to itself it always finds
     room, since no request larger than the pool is accepted, so every call of the scheduler makes progress.
 
@@ -40,6 +41,7 @@ class PressureLadder:
         account: BlockAccount | NoBlocks,
         reuse: PrefixReuse | NoReuse,
         tenants: Tenants,
+        floors: TenantFloors,
         swap: SwapFile | None,
     ) -> None:
         self._costs = config.costs
@@ -51,7 +53,7 @@ class PressureLadder:
         self._waiting = waiting
         self._account = account
         self._reuse = reuse
-        self._tenants = tenants
+        self._floors = floors
         self._evicted = 0
         self._now = 0
         self._wanted = 0
@@ -61,7 +63,8 @@ class PressureLadder:
 
     def take(self, step: Step, now: int) -> bool:
         """Take the blocks of `step`, cached prefixes evicted as needed; False when the pool is out."""
-        taken = self._account.take(step.batch.states, step.grow)
+        groups = [seq._group for seq in step.batch._sequences] if self._floors else None
+        taken = self._account.take(step.batch.states, step.grow, groups)
         if self._account.evicted != self._evicted:
             self._now, self._wanted = now, sum(step.grow)
             evicted, self._evicted = self._account.evicted - self._evicted, self._account.evicted
@@ -71,27 +74,32 @@ class PressureLadder:
     def make_room(self, step: Step, now: int) -> bool:
         """Let others give way until `step` without them would fit. False when nobody is left who can."""
         needs = dict(zip(step.batch.seq_ids, self._account.needs(step.batch.states, step.grow), strict=True))
+        groups = by_group(list(needs.values()), [seq._group for seq in step.batch._sequences])
         self._now = now
         self._wanted = sum(needs.values())
         gave = False
-        for seq in self._victims():
-            self._wanted -= needs.pop(seq.id, 0)
-            missing = self._wanted - self._account.available()
+        for seq, most in self._victims():
+            need = needs.pop(seq.id, 0)
+            self._wanted -= need
+            groups[seq._group] -= need
+            missing = self._wanted - self._account.available(groups)
             if gave and missing <= 0:
                 break
-            self._give_way(seq, max(missing, 1))
+            self._give_way(seq, min(max(missing, 1), most))
             gave = True
         return gave
 
     def make_room_for(self, seq: Sequence, wanted: int, now: int) -> bool:
         """Take from preempted sequences other than `seq`, while nothing runs, until `wanted` blocks are there."""
         self._now, self._wanted = now, wanted
-        for other in [self.parked[number] for number in sorted(self.parked, reverse=True) if number != seq.id]:
-            missing = wanted - self._account.available()
+        needs = {seq._group: wanted}
+        for other, most in self._victims():
+            missing = wanted - self._account.available(needs)
             if missing <= 0:
                 break
-            self._give_way(other, missing)
-        return self._account.available() >= wanted
+            if other is not seq:
+                self._give_way(other, min(missing, most))
+        return self._account.available(needs) >= wanted
 
     def restore(self, seq: Sequence, now: int) -> None:
         """Bring back what `seq`, whose blocks fit, has in the swap file; what cannot be read will be recomputed."""
@@ -101,7 +109,7 @@ class PressureLadder:
         if swapped is None or self._swap is None:
             return
         first, ticket, end = swapped
-        if first != seq._fed or not self._account.take([seq.kv], [end - first]):
+        if first != seq._fed or not self._account.take([seq.kv], [end - first], [seq._group]):
             self._swap.drop(ticket)  # more of it was found in the prefix cache
             return
         try:
@@ -121,17 +129,27 @@ class PressureLadder:
             self._swap.drop(seq._swapped[1])
             seq._swapped = None
 
-    def _victims(self) -> Iterator[Sequence]:
-        """Who gives way, in order. Preempted ones first: they stand still anyhow."""
-        for seq in sorted(self.parked.values(), key=lambda seq: seq._rank, reverse=True):
-            if seq.kv is not None:
-                yield seq
+    def _victims(self) -> Iterator[tuple[Sequence, int]]:
+        """Who gives way, in order, and how many blocks at most. Preempted ones first: they stand still anyhow. Tenants
+        go no lower than to their floor; only when nobody else is left, and blocks that the scheduler has not given
+        away make the pool too small for what it promised, are they asked for all."""
+        parked = sorted(self.parked.values(), key=lambda seq: seq._rank, reverse=True)
         running = [self._sequences[number] for number in self._active.by_rank()[:0:-1]]
-        if self._tenants.has_floors and running:
-            everyone = [*running, self._sequences[self._active.by_rank()[0]]]
-            above = self._tenants.above_floor(everyone)
-            running.sort(key=lambda seq: seq.tenant not in above)
-        yield from running
+        spared = []
+        for seq in (*parked, *running):
+            if seq.kv is None:
+                continue
+            above = self._floors.above(seq.tenant)
+            held = self._account.blocks_for(seq.fed)
+            if above is None or above >= held:
+                yield seq, held
+                continue
+            if above > 0 and self._partial:
+                yield seq, above
+            spared.append(seq)
+        for seq in spared:
+            if seq.kv is not None:
+                yield seq, self._account.blocks_for(seq.fed)
 
     def _give_way(self, seq: Sequence, blocks: int) -> None:
         """Take `blocks` blocks, or all that it has, from the end of `seq`; it waits then, if it was active."""

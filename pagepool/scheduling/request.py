@@ -55,6 +55,7 @@ class Sequence:
         "_cohort",
         "_counted",
         "_fed",
+        "_group",
         "_kept",
         "_max_output",
         "_prefill_end",
@@ -118,8 +119,9 @@ class Sequence:
         self._row: Any = None
         self._row_end = len(prompt_tokens)
         self._kept = 0
-        # Whether the quota of its tenant counts it, and its pages in the swap file.
+        # Whether the quota of its tenant counts it, the tenant's number in the cache, and its pages in the swap file.
         self._counted = False
+        self._group = 0
         self._swapped: Any = None
         # The cohort that it is a member of: it counts the steps that `_fed` lags behind (see cohort.py).
         self._cohort: Any = None

@@ -139,6 +139,7 @@ class PrefixReuse:
             priority=seq.cache_priority,
             ttl=seq.cache_ttl,
             now=self._now,
+            group=seq._group,
         )
 
     def _prompt(self, seq: Sequence) -> Any:

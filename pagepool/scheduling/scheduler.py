@@ -10,6 +10,7 @@ from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
+from pagepool.scheduling.floors import TenantFloors
 from pagepool.scheduling.intake import read_request, read_results, usable
 from pagepool.scheduling.lookahead import accept_drafts, rewind
 from pagepool.scheduling.planner import Planner
@@ -74,7 +75,8 @@ class Scheduler(Roster):
         self._active = ActiveSequences(account.blocks_for)
         self._tenants = Tenants(config, account.blocks_for)
         self._reuse = open_reuse(prefix_cache, account, config.cache_outputs)
-        shared = (self._waiting, self._active, account, self._reuse, self._tenants)
+        self._floors = TenantFloors(config.tenants, account)
+        shared = (self._waiting, self._active, account, self._reuse, self._tenants, self._floors)
         self._ladder = PressureLadder(config, self._sequences, *shared, swap)
         self._admission = Admission(config, *shared, self._ladder)
         self._planner = Planner(config, self._active, self._ladder, self._reuse.block_size)
@@ -105,16 +107,21 @@ class Scheduler(Roster):
         cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for that policy: what its
                        blocks are worth, for how long from the step that stored them, in the unit of `schedule(now)`
 
-        Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, or when the pool
-        or the tenant's quota could never hold `max_tokens`. A prompt of exactly `max_tokens` leaves nothing to
-        generate: it is finished at once.
+        Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, or when the pool,
+        the tenant's quota or what the floors of other tenants leave could never hold `max_tokens`. A prompt of exactly
+        `max_tokens` leaves nothing to generate: it is finished at once.
         """
         cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
         seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
-        refusal = self._account.refusal(seq.max_tokens) or self._tenants.refusal(tenant, seq.max_tokens)
+        refusal = (
+            self._account.refusal(seq.max_tokens)
+            or self._tenants.refusal(tenant, seq.max_tokens)
+            or self._floors.refusal(tenant, seq.max_tokens)
+        )
         if refusal is not None:
             raise ValueError(refusal)
         seq._row = self._reuse.row(seq)
+        seq._group = self._floors.group(tenant)
         seq._rank = self._policy.rank(seq)
         seq._arrived = self.num_steps
         self._next_id += 1
@@ -231,6 +238,7 @@ class Scheduler(Roster):
                 self._waiting.remove(seq)
                 self._ladder.forget(seq)
             self._tenants.leave(seq)
+            self._floors.leave(seq)
             seq.state = FINISHED
             seq.kv = None
             self._finished[seq.id] = seq

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from pagepool.config import SchedulerConfig, Tenant
@@ -35,7 +35,6 @@ class Tenants:
         self._served: dict[Any, float] = {}
         self._idle_at = 0.0
         self.charges = config.policy == "fair"
-        self.has_floors = any(limit.min_blocks for limit in config.tenants.values())
 
     def refusal(self, tenant: Any, max_tokens: int) -> str | None:
         """Why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
@@ -89,13 +88,6 @@ class Tenants:
     def served(self, tenant: Any) -> float:
         """The counter of a tenant."""
         return self._served.get(tenant, 0.0)
-
-    def above_floor(self, holders: Iterable[Sequence]) -> set[Any]:
-        """The tenants that hold more blocks, over all of `holders`, than the floor below which others spare them."""
-        held: Counter[Any] = Counter()
-        for seq in holders:
-            held[seq.tenant] += self._blocks_for(seq.fed)
-        return {tenant for tenant, blocks in held.items() if blocks > self._limits.get(tenant, ANYONE).min_blocks}
 
     def _sweep(self) -> None:
         """Forget absent tenants whose counters say no more than what they would begin with."""

@@ -1,7 +1,7 @@
 """A pool that is always out of blocks, for as many steps as one likes: python tests/scheduling/pressure_run.py
 
     --steps N       of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
-    --mode NAME     recompute, partial, cache or terms; default: all of them, one after the other
+    --mode NAME     recompute, partial, cache, terms or tenants; default: all of them, one after the other
 
 Requests come as soon as there is nobody waiting, so that the pool is full at every step. The same pool, fed only while
 less than 80 % of it is in use, is the measure: the tokens of finished requests per virtual second.
@@ -12,14 +12,21 @@ import random
 import time
 from dataclasses import dataclass
 
-from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
 from pagepool.replay.clock import CostModel
 
 BLOCKS, BLOCK = 256, 16
 COST = CostModel()
-# The eviction policy of the prefix cache, if there is one, and the ladder. With terms, requests have priorities for a
-# while.
-MODES = {"recompute": (None, ()), "partial": (None, ("partial",)), "cache": ("lru", ()), "terms": ("priority", ())}
+# The eviction policy of the prefix cache, if there is one, the ladder, and who the tenants are. With the policy
+# "priority" requests say what their blocks are worth for a while.
+TENANTS = {0: Tenant(min_blocks=64), 1: Tenant(min_blocks=40, max_blocks=180), 2: Tenant(max_blocks=160, weight=2.0)}
+MODES = {
+    "recompute": (None, (), {}),
+    "partial": (None, ("partial",), {}),
+    "cache": ("lru", (), {}),
+    "terms": ("priority", (), {}),
+    "tenants": ("lru", (), TENANTS),
+}
 RUNGS = ("partial", "swap", "recompute")
 
 
@@ -43,7 +50,7 @@ class Outcome:
 
 def run(steps, seed, mode, share):
     """`share`: of the pool, below which a request is added; 1.0 keeps requests waiting all the time."""
-    policy, ladder = MODES[mode]
+    policy, ladder, tenants = MODES[mode]
     rng = random.Random(seed)
     allocator = BlockAllocator(BLOCKS)
     config = SchedulerConfig(
@@ -54,6 +61,8 @@ def run(steps, seed, mode, share):
         max_prefill_backlog=512,
         block_size=BLOCK,
         ladder=ladder,
+        tenants=tenants,
+        policy="fair" if tenants else "priority",
         max_records=10_000,
     )
     cache = PrefixCache(allocator, BLOCK, policy) if policy else None
@@ -61,7 +70,7 @@ def run(steps, seed, mode, share):
     came, tokens, time_us, finished, full, longest, idle = {}, 0, 0, 0, 0, 0, 0
     for step in range(steps):
         while (
-            scheduler.waiting_count < 8
+            scheduler.waiting_count < (64 if tenants else 8)  # those at their quota fill the line
             if share >= 1.0
             else not scheduler.waiting_count and BLOCKS - scheduler.stats()["available"] < share * BLOCKS
         ):
@@ -69,8 +78,10 @@ def run(steps, seed, mode, share):
             prompt, output = rng.randint(8, 160), rng.randint(8, 400)
             head = [rng.randrange(4)] * min(prompt, 64)
             row = head + [rng.randrange(1000) for _ in range(prompt - len(head))]
-            terms = {"cache_priority": rng.randrange(3), "cache_ttl": rng.randrange(500)} if mode == "terms" else {}
-            came[scheduler.add_request(row, prompt + output, **terms)] = step
+            about = {"tenant": rng.randrange(4)} if tenants else {}
+            if policy == "priority":
+                about |= {"cache_priority": rng.randrange(3), "cache_ttl": rng.randrange(500)}
+            came[scheduler.add_request(row, prompt + output, **about)] = step
         batch = scheduler.schedule()
         assert not batch.is_empty, "a pool of its own always has room for one"
         time_us += COST.of(batch.total_tokens - batch.num_decodes, batch.num_decodes)

@@ -20,6 +20,7 @@ from pagepool import (
     SeqState,
     SwapError,
     SwapFile,
+    Tenant,
     calibrate,
 )
 from pagepool.prefix.policies import POLICIES as CACHE_POLICIES
@@ -224,10 +225,11 @@ def test_records_are_bounded_and_totals_are_not():
     st.sampled_from(sorted(POLICIES)),
     st.integers(0, 2),
     st.sampled_from(["prompt", "whole"]),
+    st.integers(0, 3),
     st.randoms(use_true_random=False),
 )
 def test_whoever_gives_way_sees_its_own_keys_again(
-    num_blocks, requests, ladder, swap_blocks, cache_policy, policy, lookahead, admission, rng
+    num_blocks, requests, ladder, swap_blocks, cache_policy, policy, lookahead, admission, floor, rng
 ):
     """Any mix of rungs, policies, failing files, aborts and foreign holders: the engine checks every key in each step,
     and the equations hold after it."""
@@ -244,9 +246,11 @@ def test_whoever_gives_way_sees_its_own_keys_again(
         max_batch_tokens=12,
         hysteresis=rng.randrange(3),
         cache_outputs=rng.choice(["full", "end"]),
+        tenants={0: Tenant(min_blocks=floor), 1: Tenant(max_blocks=max(2, num_blocks // 2))},
     )
     allocator = engine.pool.allocator
-    todo = [r for r in requests if -(-(r[0] + r[1]) // BLOCK) <= num_blocks]
+    most = {0: num_blocks, 1: min(max(2, num_blocks // 2), num_blocks - floor), 2: num_blocks - floor}
+    todo = [r for r in requests if -(-(r[0] + r[1]) // BLOCK) <= most[r[2]]]
     outside = []
     for number in range(3000):
         if todo and rng.random() < 0.4:

@@ -116,21 +116,6 @@ def test_quotas_bound_a_tenant_and_stop_nobody_else():
     assert 3 in scheduler.schedule().seq_ids
 
 
-def test_a_floor_spares_a_tenant_while_others_have_more():
-    def victims(**tenants):
-        scheduler = make(12, watermark=0, tenants=tenants)
-        scheduler.add_request([1] * 15, 48, tenant="old")
-        scheduler.add_request([1] * 15, 32, tenant="big")
-        scheduler.add_request([1] * 15, 32, tenant="small")
-        while not scheduler.num_preemptions:
-            step(scheduler)
-        return [scheduler.get_sequence(seq_id).num_preemptions for seq_id in (1, 2, 3)]
-
-    assert victims() == [0, 0, 1]
-    assert victims(small=Tenant(min_blocks=8)) == [0, 1, 0]
-    assert victims(small=Tenant(min_blocks=8), big=Tenant(min_blocks=8)) == [0, 0, 1]  # somebody has to
-
-
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_nobody_waits_longer_than_the_bound(policy):
     """Against a stream of requests that the policy prefers, one is admitted `max_wait_steps` steps after it came, once

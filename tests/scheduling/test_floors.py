@@ -1,0 +1,125 @@
+"""Floors of tenants: what running sequences and cached prefixes keep together, whoever else asks."""
+
+import pytest
+
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
+from pagepool.prefix.policies import POLICIES as CACHE_POLICIES
+
+BLOCK = 4
+
+
+def make(num_blocks, policy="lru", **config):
+    allocator = BlockAllocator(num_blocks)
+    cache = PrefixCache(allocator, BLOCK, policy) if policy else None
+    config = {"watermark": 0, **config}
+    return Scheduler(SchedulerConfig(block_size=BLOCK, **config), allocator, cache), cache
+
+
+def step(scheduler):
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [7] * len(batch))
+    return batch
+
+
+def run_to_end(scheduler, limit=5000):
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return
+        assert not step(scheduler).is_empty
+    raise AssertionError(f"no end after {limit} steps")
+
+
+@pytest.mark.parametrize("policy", sorted(CACHE_POLICIES))
+def test_a_flood_of_one_tenant_never_takes_the_cached_floor_of_another(policy):
+    scheduler, cache = make(24, policy, tenants={"quiet": Tenant(min_blocks=8)})
+    for head in (1, 2):
+        scheduler.add_request([head] * 16, 17, tenant="quiet")
+        run_to_end(scheduler)
+    for number in range(60):
+        scheduler.add_request([100 + number] * (10 + number % 23), 50, tenant="loud")
+        while scheduler.waiting_count > 4 or (number == 59 and scheduler.has_work):
+            assert not step(scheduler).is_empty
+            assert cache.floors.cached(1) >= 8
+    assert scheduler.num_preemptions > 0 and cache.stats()["evicted"] > 50
+    for head in (1, 2):
+        assert cache.cached_tokens([head] * 16) == 16
+    seq_id = scheduler.add_request([*[2] * 16, 3], 20, tenant="quiet")
+    step(scheduler)
+    assert scheduler.get_sequence(seq_id).num_cached == 16
+    cache.check()
+
+
+def test_without_a_floor_the_flood_takes_all():
+    scheduler, cache = make(24)
+    scheduler.add_request([1] * 16, 17, tenant="quiet")
+    run_to_end(scheduler)
+    for number in range(20):
+        scheduler.add_request([100 + number] * 20, 50, tenant="loud")
+    run_to_end(scheduler)
+    assert cache.cached_tokens([1] * 16) == 0
+
+
+def test_a_tenants_own_requests_take_its_floor():
+    scheduler, cache = make(8, tenants={"a": Tenant(min_blocks=8)})
+    for head in range(6):
+        scheduler.add_request([head] * 24, 32, tenant="a")
+        run_to_end(scheduler)
+    assert scheduler.num_preemptions == 0 and cache.floors.cached(1) >= 6
+    with pytest.raises(ValueError, match="4 tokens need 1 blocks, the floors of other tenants leave 0"):
+        scheduler.add_request([1], 4, tenant="b")
+
+
+def test_running_and_cached_blocks_count_together():
+    """With 6 cached blocks and a floor of 8, a running sequence of 4 leaves 2 to others, and no more."""
+    scheduler, cache = make(16, tenants={"a": Tenant(min_blocks=8)}, max_batch_tokens=64)
+    scheduler.add_request([1] * 24, 25, tenant="a")
+    run_to_end(scheduler)
+    scheduler.add_request([2] * 14, 16, tenant="a")
+    scheduler.add_request([3] * 20, 32, tenant="b")
+    step(scheduler)
+    # 9 are cached, 3 of them in use, and 1 is not full; of 6 idle ones 4 are for the floor, and 1 is free.
+    assert (cache.floors.cached(1), scheduler._floors.above("a"), scheduler._account.available()) == (9, 2, 3)
+    assert cache.floors.get(1) == 7 and cache.evict(9) == 2
+    cache.check()
+
+
+def test_a_floor_spares_the_sequences_of_a_tenant():
+    def victims(ladder=(), **tenants):
+        scheduler, _ = make(12, None, tenants=tenants, ladder=ladder)
+        for tenant in ("old", "big", "small"):
+            scheduler.add_request([1] * 15, 32, tenant=tenant)
+        while not scheduler.num_preemptions:
+            step(scheduler)
+        return [scheduler.get_sequence(seq_id).num_preemptions for seq_id in (1, 2, 3)]
+
+    assert victims() == [0, 0, 1]
+    assert victims(small=Tenant(min_blocks=4)) == [0, 1, 0]
+    assert victims(small=Tenant(min_blocks=3)) == [0, 1, 0]  # it could not give one block
+    assert victims(("partial",), small=Tenant(min_blocks=3)) == [0, 1, 1]  # it gives one, and one more was needed
+
+
+def test_a_tenant_gives_no_more_than_what_is_above_its_floor():
+    scheduler, _ = make(12, None, tenants={"c": Tenant(min_blocks=3)}, ladder=("partial",))
+    for tenant in ("a", "b", "c"):
+        scheduler.add_request([1] * 15, 32, tenant=tenant)
+    for _ in range(200):
+        step(scheduler)
+        assert scheduler.get_sequence(3).fed >= 12
+    assert not scheduler.has_work and scheduler.get_sequence(3).num_preemptions
+
+
+def test_what_can_never_be_kept_is_refused():
+    tenants = {name: Tenant(min_blocks=8) for name in "abc"}
+    with pytest.raises(ValueError, match="the floors of the tenants add up to 24 blocks, the pool has 20"):
+        make(20, tenants=tenants)
+    with pytest.raises(ValueError, match="a floor of 9 blocks is above the quota of 8"):
+        Tenant(max_blocks=8, min_blocks=9)
+    with pytest.raises(ValueError, match="255 tenants have floors, at most 254 can"):
+        make(300, tenants={number: Tenant(min_blocks=1) for number in range(255)})
+    scheduler, _ = make(26, tenants=tenants)
+    with pytest.raises(ValueError, match="44 tokens need 11 blocks, the floors of other tenants leave 10"):
+        scheduler.add_request([1], 44, tenant="a")
+    with pytest.raises(ValueError, match="12 tokens need 3 blocks, the floors of other tenants leave 2"):
+        scheduler.add_request([1], 12)
+    assert scheduler.total_count == 0 and scheduler.add_request([1], 40, tenant="a") == 1
+    assert Scheduler(SchedulerConfig(tenants=tenants)).add_request([1], 10**6) == 1  # without a pool there are none
