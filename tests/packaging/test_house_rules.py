@@ -35,11 +35,10 @@ FLOORS = {
     "recorder": 4,
     "scheduling": 4,
     "integrations": 5,
-    "engine": 6,
-    "front": 7,
-    "replay": 8,
-    "cli": 9,
-    "__main__": 10,
+    "front": 6,
+    "replay": 7,
+    "cli": 8,
+    "__main__": 9,
     "reference": 1,
 }
 MAY_USE_REFERENCE = {"reference", "replay"}
