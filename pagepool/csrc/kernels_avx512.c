@@ -23,7 +23,9 @@
 #include "kernels_of_isa.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512bf16"))), apply_to = function)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
@@ -41,7 +43,6 @@
 const pp_kernels pp_kernels_avx512_bf16 = PP_KERNELS("avx512_bf16", chunk_bf16_instruction);
 
 #if defined(__clang__)
-#pragma clang attribute pop
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
