@@ -102,13 +102,14 @@ typedef struct pp_decode_plan {
  * query_start_loc.  PP_INVALID_ARGUMENT for a size below 0 or a num_qo_heads that num_kv_heads does not divide. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
-/* Checks everything (PP_INVALID_ARGUMENT: a size, an arithmetic that the pages are not for, a seq_len below 0 or past
- * the table's width, a query_start_loc that does not begin with 0 or falls, results that overlap each other or what is
- * read; PP_INVALID_BLOCK: an id within what is seen of a sequence that is out of range) and plans; nothing is written
- * on failure but the workspace.  `workspace` is 64-byte aligned and must live until the last unit is done; so must the
- * pool, the mask with its two arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc
- * are copied.  Running a unit takes up to 10 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain
- * pages, 32 v_head_dim over a V within K. */
+/* Checks everything (PP_INVALID_ARGUMENT: a size, an arithmetic that the pages are not for, a soft cap below 0, a
+ * seq_len below 0 or past the table's width, a query_start_loc that does not begin with 0 or falls, an array that is
+ * missing, results that overlap each other or anything that is read, whatever the strides; PP_INVALID_BLOCK: an id
+ * within what is seen of a sequence that is out of range) and plans; nothing is written on failure but the workspace.
+ * `workspace` is 64-byte aligned and must live until the last unit is done; so must the pool, the mask with its two
+ * arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc are copied.  Running a unit
+ * takes up to 10 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32 v_head_dim over a V
+ * within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

@@ -200,7 +200,7 @@ cdef class Arguments:
 
     cdef int read_out(self, object out) except -1:
         """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
-        cdef Py_ssize_t axis, step = sizeof(float)
+        cdef Py_ssize_t axis, step = sizeof(float), one = 1
         PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES | PyBUF_WRITABLE)
         self.has_out = True
         if not is_float32(&self.out):
@@ -225,7 +225,9 @@ cdef class Arguments:
         if self.starts.has_view:
             self.check_apart("query_start_loc", <const char *>self.starts.data, self.starts.view.shape,
                              self.starts.view.strides, 1, sizeof(int32_t))
-        cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes, one = 1
+        if self.mask is not None:
+            self.check_apart("custom_mask", <const char *>self.mask.bits, &self.mask.num_bytes, &one, 1, 1)
+        cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes
         self.check_apart("the pool's pages", <const char *>self.pool.c_pool.base, &pool_bytes, &one, 1, 1)
         self.args.out = <float *>self.out.buf
         return 0

@@ -116,6 +116,7 @@ cdef class MaskBits:
         self.packed = <uint8_t *>PyMem_Calloc(<size_t>at + 1, 1)
         if self.packed == NULL:
             raise MemoryError(f"no memory for masks of {at} bytes")
+        self.bits, self.num_bytes = self.packed, at
         for first, array in arrays:
             if not array.size:
                 continue
@@ -123,7 +124,6 @@ cdef class MaskBits:
             rows, width, at = view.shape[0], view.shape[1], first
             for row in range(rows):
                 pack_row(self.packed + at, row * width, &view[row, 0], view.strides[1], width)
-        self.bits = self.packed
         return 0
 
     cdef int take_packed(self, object array) except -1:
@@ -140,5 +140,5 @@ cdef class MaskBits:
         if at == 0:
             return self.pack([None] * self.num_seqs)
         self.owner = view = np.ascontiguousarray(array)
-        self.bits = &view[0]
+        self.bits, self.num_bytes = &view[0], at
         return 0

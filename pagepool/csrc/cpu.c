@@ -39,33 +39,41 @@ static int runs_avx512_bf16(void) {
 #endif
 
 #if defined(__x86_64__)
-/* The family of an AMD CPU (Zen 1 and 2: 0x17, Zen 3 and 4: 0x19, Zen 5: 0x1a); 0 for other makers. */
-static unsigned amd_family(void) {
-    unsigned a, b = 0, c = 0, d = 0;
-    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx || c != signature_AMD_ecx || d != signature_AMD_edx)
-        return 0;
-    __get_cpuid(1, &a, &b, &c, &d);
-    return (a >> 8 & 0xf) + (a >> 20 & 0xff);
-}
-
-static int is_intel(void) {
-    unsigned a, b = 0, c = 0, d = 0;
-    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
-           d == signature_INTEL_edx;
+/* The maker's name as CPUID spells it; "" where there is no CPUID. */
+static void read_maker(char maker[13], unsigned *signature) {
+    unsigned a, b = 0, c = 0, d = 0, words[3] = {0};
+    *signature = 0;
+    if (__get_cpuid(0, &a, &b, &c, &d)) {
+        words[0] = b;
+        words[1] = d;
+        words[2] = c;
+        if (__get_cpuid(1, &a, &b, &c, &d)) *signature = a;
+    }
+    memcpy(maker, words, sizeof words);
+    maker[12] = 0;
 }
 #endif
+
+int pp_prefetch_mode_of(const char *maker, unsigned signature) {
+    const unsigned family = (signature >> 8 & 0xf) + (signature >> 20 & 0xff); /* of AMD's: their base family is 0xf */
+    if (!strcmp(maker, "GenuineIntel")) return PP_PREFETCH_L2;
+    return !strcmp(maker, "AuthenticAMD") && family == 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
+}
 
 int pp_prefetch_mode(void) {
 #if defined(__x86_64__)
     static _Atomic int mode;
     int known = atomic_load_explicit(&mode, memory_order_relaxed);
     if (known == PP_PREFETCH_NONE) {
-        known = is_intel() ? PP_PREFETCH_L2 : amd_family() == 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
+        char maker[13];
+        unsigned signature;
+        read_maker(maker, &signature);
+        known = pp_prefetch_mode_of(maker, signature);
         atomic_store_explicit(&mode, known, memory_order_relaxed);
     }
     return known;
 #else
-    return PP_PREFETCH_L1;
+    return pp_prefetch_mode_of("", 0);
 #endif
 }
 

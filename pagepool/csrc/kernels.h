@@ -12,6 +12,10 @@
 enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT };
 int pp_prefetch_mode(void);
 
+/* The mode for a CPU by what CPUID says of it: leaf 0's name of the maker, leaf 1's eax (Zen 1 and 2: family 0x17,
+ * Zen 3 and 4: 0x19, Zen 5: 0x1a). */
+int pp_prefetch_mode_of(const char *maker, unsigned signature);
+
 /* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered kv head
  * by kv head, in it query token by query token, in it query head by query head.  The rows of a kv head are cut into
  * parts of up to `max_rows` that share loads (num_parts of decode_math.h), numbered through all kv heads.

@@ -164,6 +164,68 @@ def test_an_out_that_overlaps_the_pages():
     np.testing.assert_array_equal(page, before)
 
 
+def test_an_out_that_overlaps_a_packed_mask():
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    out = np.full(case.q.shape, SENTINEL, np.float32)
+    mask = out.view(np.uint8).reshape(-1)[: 5 + 0 + 3]  # a query token each: a bit for each token of a sequence
+    before = out.copy()
+    with pytest.raises(ValueError, match="out overlaps custom_mask"):
+        case.decode(out=out, custom_mask=mask)
+    np.testing.assert_array_equal(out, before)
+    case.decode(out=out, custom_mask=mask.copy())
+
+
+def test_an_out_that_overlaps_tables_read_backwards():
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    width = case.block_tables.shape[1]
+    memory = np.zeros(3 * 4 * 16 + 3 * width, np.int32)
+    tables = memory[-3 * width :].reshape(3, width)
+    tables[:] = case.block_tables[::-1]
+    right = case.decode()
+    q, pool, layer, _, lens = case.args
+    for first, overlaps in ((0, False), (1, True), (3 * width, True)):
+        out = memory[first : first + right.size].view(np.float32).reshape(right.shape)
+        before = memory.copy()
+        if overlaps:
+            with pytest.raises(ValueError, match="out overlaps block_tables"):
+                decode(q, pool, layer, tables[::-1], lens, out=out)
+            np.testing.assert_array_equal(memory, before)
+        else:
+            np.testing.assert_array_equal(decode(q, pool, layer, tables[::-1], lens, out=out), right)
+
+
+def test_strides_below_zero_are_walked_where_elements_lie_whole():
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    q, pool, layer, tables, lens = case.args
+    right = case.decode()
+    turned = np.ascontiguousarray(q[::-1, ::-1])
+    got = decode(turned[::-1, ::-1], pool, layer, np.ascontiguousarray(tables[::-1])[::-1], lens)
+    np.testing.assert_array_equal(got, right)
+    tables_of_one = np.lib.stride_tricks.as_strided(tables[:1], (3, tables.shape[1]), (0, 4))
+    same = decode(np.repeat(q[:1], 3, axis=0), pool, layer, tables_of_one, np.repeat(lens[:1], 3))
+    for row in same:
+        np.testing.assert_array_equal(row, right[0])
+
+
+def test_results_step_forwards_only(call):
+    out = np.zeros((3, 4, 16), np.float32)
+    for turned in (out[::-1], out[:, ::-1], out[:, :, ::-1], np.broadcast_to(out[:1], out.shape)):
+        refused(call, ValueError, r"out must be C-contiguous|read-only|not writ", out=turned)
+    refused(call, ValueError, "seq_lens", seq_lens=lambda lens: lens[::-1])
+    refused(call, ValueError, "block_tables", block_tables=lambda tables: tables[:, ::-1])
+
+
+def test_nothing_to_do_takes_arrays_without_elements(call):
+    empty, lens = np.zeros((0, 5), np.int32), np.zeros(0, np.int32)
+    q, out = np.zeros((0, 4, 16), np.float32), np.zeros((0, 4, 16), np.float32)[::-1]
+    for options in ({}, {"return_lse": True, "return_block_scores": True}, {"custom_mask": np.zeros(0, np.uint8)}):
+        got = call(q=q, block_tables=empty, seq_lens=lens, out=out, **options)
+        assert (got[0] if options.get("return_lse") else got) is out
+    no_width = np.zeros((3, 0), np.int32)
+    assert not call(block_tables=no_width, seq_lens=np.zeros(3, np.int32), out=None).any()
+    refused(call, ValueError, "block_tables has 0 columns", block_tables=no_width)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [

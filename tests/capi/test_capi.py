@@ -68,6 +68,11 @@ def test_threads_that_share_a_pool_get_the_bits_of_one_thread(tmp_path):
     assert run([str(program), "5"]).startswith("ok 5 rounds")
 
 
+def test_where_to_prefetch_follows_from_what_cpuid_says(tmp_path):
+    program = build(HERE / "prefetch.c", tmp_path / "prefetch")
+    assert run([str(program)]).split() == ["ok"]
+
+
 def test_every_unit_runs_once_whether_workers_spin_sleep_or_share_a_cpu(tmp_path):
     program = build(HERE / "threads.c", tmp_path / "threads")
     assert run([str(program)]).startswith("ok 200 rounds")

@@ -1,9 +1,13 @@
 /* variants.c: every variant of decode, for every dtype, against a plain double loop, and every byte that is read at the
  * end of a mapping: the page behind the pool, the queries, the tables, the mask, ... may not be touched.
  *
- * A read of one byte too many ends the program by a signal, whatever the instruction set and without a sanitizer. */
+ * A read of one byte too many ends the program by a signal, whatever the instruction set and without a sanitizer; that
+ * it does is checked first, for each array, in processes of their own. */
 #define _DEFAULT_SOURCE
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "scenario.h"
@@ -78,7 +82,12 @@ static void check_variant(const scenario *s, int variant, pp_arithmetic arithmet
     CHECK(memcmp(args.block_scores, again.block_scores, score_bytes) == 0);
 }
 
-/* Results that overlap each other or what is read are refused before anything is written. */
+static const int32_t *zeros_within(float *memory, int32_t count) {
+    memset(memory, 0, (size_t)count * sizeof(int32_t));
+    return (const int32_t *)(uintptr_t)memory;
+}
+
+/* Results that overlap each other or what is read, and arrays that are missing: refused before anything is written. */
 static void check_overlaps(const scenario *s) {
     pp_decode_args args, bad;
     const size_t rows = (size_t)scenario_row_count(s);
@@ -86,8 +95,9 @@ static void check_overlaps(const scenario *s) {
                   scenario_memory(rows * sizeof(float)), &args);
     args.block_scores = scenario_memory(rows * (size_t)s->width * sizeof(float));
     args.query_start_loc = s->starts;
-    const float first = args.out[0];
-    for (int way = 0; way < 8; way++) {
+    make_masks(s, &args);
+    float first = args.out[0];
+    for (int way = 0; way < 15; way++) {
         bad = args;
         if (way == 0) bad.out = (float *)(uintptr_t)s->q;
         if (way == 1) bad.lse = args.out + scenario_out_count(s) - 1;
@@ -97,6 +107,14 @@ static void check_overlaps(const scenario *s) {
         if (way == 5) bad.block_scores = (float *)(uintptr_t)s->seq_lens;
         if (way == 6) bad.lse = (float *)(uintptr_t)s->starts;
         if (way == 7) bad.sinks = bad.lse;
+        if (way == 8) bad.alibi_slopes = bad.out;
+        if (way == 9) bad.custom_mask = (const uint8_t *)bad.block_scores;
+        if (way == 10) bad.mask_widths = zeros_within(bad.out, s->num_seqs);
+        if (way == 11) bad.out = NULL;
+        if (way == 12) bad.seq_lens = NULL;
+        if (way == 13) bad.block_tables = NULL;
+        if (way == 14) bad.logits_soft_cap = -1.0f;
+        first = args.out[0];
         CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
         CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
     }
@@ -114,8 +132,8 @@ static void check_overlaps(const scenario *s) {
     s->starts[3] = 1;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
     bad.query_start_loc = NULL;
-    bad.custom_mask = (const uint8_t *)s->q;
-    CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT); /* no indptr, no widths */
+    bad.mask_indptr = NULL;
+    CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT); /* a mask without indptr */
     free(args.out);
     free(args.lse);
     free(args.block_scores);
@@ -147,7 +165,77 @@ static void check_layout(const pp_kv_layout *layout, int32_t group) {
     scenario_free(&s);
 }
 
+/* Runs one call in a child, which must die by reading or writing what is behind the end of a mapping. */
+static void check_fault(const pp_decode_args *args, const volatile char *behind) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (!child) {
+        setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
+        signal(SIGSEGV, SIG_DFL); /* a sanitizer has a handler of its own */
+        if (behind)
+            (void)*behind;
+        else
+            pp_decode(args, 1);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+}
+
+/* Each array but query_start_loc, which begins with 0, moved by an element (pages by 4 bytes), so that the last one
+ * read or written lies behind the end of its mapping: the guards catch it. */
+static void check_guards(pp_dtype dtype) {
+    static const int32_t lens[2] = {16, 16};
+    scenario s;
+    pp_kv_layout layout;
+    float numbers[6] = {1, 1, 1, 1, 1, 1};
+    const int64_t indptr[2] = {0, 2};
+    const int32_t widths[2] = {16, 16};
+    CHECK(pp_kv_layout_init(&layout, 1, 2, 64, 16, dtype) == PP_OK);
+    scenario_make_of(&s, &layout, 3, 2, lens);
+    pp_kv_pool pool = s.pool;
+    const size_t out_bytes = (size_t)scenario_out_count(&s) * sizeof(float), rows = (size_t)scenario_row_count(&s);
+    pool.base = at_the_end(s.pool.base, (size_t)(pool.num_blocks * layout.block_bytes));
+    pp_decode_args good;
+    scenario_args(&s, 0, at_the_end(NULL, out_bytes), at_the_end(NULL, rows * sizeof(float)), &good);
+    good.pool = &pool;
+    const int32_t ids[2] = {s.tables[0], s.tables[s.width]};
+    good.block_tables_stride = good.block_tables_width = 1;
+    good.block_tables = at_the_end(ids, sizeof ids);
+    good.block_scores = at_the_end(NULL, rows * sizeof(float));
+    good.q = at_the_end(s.q, rows * 64 * sizeof(float));
+    good.seq_lens = at_the_end(s.seq_lens, sizeof lens);
+    good.query_start_loc = at_the_end(s.starts, 3 * sizeof(int32_t));
+    good.custom_mask = at_the_end("\377\377\377\377", 4);
+    good.mask_indptr = at_the_end(indptr, sizeof indptr);
+    good.mask_widths = at_the_end(widths, sizeof widths);
+    good.alibi_slopes = at_the_end(numbers, sizeof numbers);
+    good.sinks = at_the_end(numbers, sizeof numbers);
+    CHECK(pp_decode(&good, 1) == PP_OK);
+    check_fault(NULL, (const char *)good.sinks + sizeof numbers);
+    for (int which = 0; which < 12; which++) {
+        pp_decode_args moved = good;
+        pp_kv_pool moved_pool = pool;
+        if (which == 0) moved_pool.base += 4;
+        if (which == 1) moved.q++;
+        if (which == 2) moved.block_tables++;
+        if (which == 3) moved.seq_lens++;
+        if (which == 4) moved.custom_mask++;
+        if (which == 5) moved.mask_indptr++;
+        if (which == 6) moved.mask_widths++;
+        if (which == 7) moved.alibi_slopes++;
+        if (which == 8) moved.sinks++;
+        if (which == 9) moved.out++;
+        if (which == 10) moved.lse++;
+        if (which == 11) moved.block_scores++;
+        moved.pool = &moved_pool;
+        check_fault(&moved, NULL);
+    }
+    scenario_free(&s);
+}
+
 int main(void) {
+    for (int dtype = PP_F32; dtype <= PP_BF16; dtype++) check_guards((pp_dtype)dtype);
     static const struct {
         int32_t num_kv_heads, group, head_dim, v_head_dim, v_in_k, block_size;
     } shapes[] = {{2, 3, 64, 64, 0, 16},  {1, 7, 8, 24, 0, 32}, {1, 16, 72, 64, 1, 16},
