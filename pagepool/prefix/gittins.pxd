@@ -1,18 +1,9 @@
-from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t
 
-from pagepool.prefix.node cimport NodeList
+from pagepool.prefix.group cimport Group
+from pagepool.prefix.lru_rival cimport LruRival
 from pagepool.prefix.policy cimport EvictionPolicy
 from pagepool.prefix.reuse_ages cimport ReuseAges
-
-
-cdef struct Group:
-    int64_t time  # when its nodes were used
-    NodeList nodes  # from the head of the prefix to its tail
-    int32_t members  # nodes that were used then and not since: in `nodes`, waiting, held and ghosts
-    int32_t previous  # in its cell
-    int32_t next  # in its cell, or of those without members
-    int16_t cell
-    uint8_t kind
 
 
 cdef class GittinsPolicy(EvictionPolicy):
@@ -22,6 +13,7 @@ cdef class GittinsPolicy(EvictionPolicy):
     #   a cached node that is not held is in its group's nodes, or in the list WAITING with its flag set
     #   cached_children = the children of a node that have a block
     cdef ReuseAges ages
+    cdef LruRival rival
     cdef Group *groups
     cdef int64_t room
     cdef int32_t num_made
@@ -43,7 +35,7 @@ cdef class GittinsPolicy(EvictionPolicy):
     cdef void c_tick(self, int32_t node) noexcept
     cdef void c_learn(self) noexcept
     cdef void c_place(self, int32_t node) noexcept
-    cdef void c_used(self, int32_t node) noexcept
+    cdef void c_used(self, int32_t node, bint here) noexcept
     cdef void c_leave(self, int32_t node) noexcept
     cdef void c_join(self, int32_t node) noexcept
     cdef void c_part(self, int32_t node) noexcept

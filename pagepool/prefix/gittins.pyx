@@ -7,7 +7,9 @@ each kind `ReuseAges` learns from look-ups and ghosts at what ages blocks come b
 age: an old block may be worth more than a new one (in a loop that is longer than the cache) or less. The group whose
 kind and age are worth least gives its blocks, from the tail, and no block goes before its cached children.
 
-Where nothing of a kind and age ever came back, the youngest goes: what stays shows whether blocks come back later.
+Where nothing of a kind and age ever came back, the youngest goes: what stays shows whether blocks come back later, up
+to an age of 64 times the capacity. What was learnt is followed only where it is clear: the longest unused group goes
+unless it is worth 1.25 times the least; and only while that is no loss against LRU, which lru_rival.pxd watches.
 Its own are the groups and the tree; the value is known (see reuse_ages.pyx), and so are ghosts (ARC).
 """
 
@@ -15,28 +17,32 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
+from pagepool.prefix.group cimport Group, row_put, row_take
+from pagepool.prefix.lru_rival cimport (
+    rival_add, rival_clear, rival_close, rival_count, rival_follow, rival_learn, rival_open
+)
 from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
 from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.policy cimport EvictionPolicy
-from pagepool.prefix.reuse_ages cimport AGES, KINDS, ReuseAges, age_class
+from pagepool.prefix.reuse_ages cimport AGES, FADE, KINDS, ReuseAges, age_class
 
 __all__ = ["GittinsPolicy"]
 
 cdef enum:
     GHOSTS
     WAITING  # cached nodes found with cached children when their turn came
-    FIRST
-    LAST
     COUNT = 7  # bits of node.uses: uses, of which 4 is the most that is counted
     CONTINUED = 8  # the node was made behind a cached prefix
     WAITS = 16  # it is in WAITING
     MOST_USES = 4
     BUDGET = 16
     LESSON = 2000  # uses between two lessons, at least
+    DOUBLINGS = 6  # of the capacity, up to which an age is waited for of which nothing is known
 
 cdef extern from *:
     int lowest_bit "__builtin_ctzll"(unsigned long long bits) noexcept nogil
 
+cdef double CLEAR = 1.25  # times what another group is worth, or more: worth keeping for longer than by LRU
 cdef double WORTHLESS = 1e-4  # less than so many hits, where a block stays for as many uses as there are blocks
 
 
@@ -77,6 +83,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.clock = 0
         self.next_lesson = LESSON
         self.ages.c_clear()
+        rival_clear(&self.rival, self.capacity)
         for kind in range(KINDS):
             self.open[kind] = -1
             self.in_cells[kind] = 0
@@ -102,7 +109,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.c_tick(node)
         self.continued = True
         self.c_unlink(node)
-        self.c_used(node)
+        self.c_used(node, True)
         self.c_place(node)
         self.c_join(node)
 
@@ -143,7 +150,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         if nodes[node].ghost:
             nodes[node].ghost = 0
             list_remove(&self.lists[GHOSTS], nodes, node)
-            self.c_used(node)
+            self.c_used(node, False)
         else:
             nodes[node].uses = CONTINUED if self.continued else 0
         self.c_place(node)
@@ -158,6 +165,7 @@ cdef class GittinsPolicy(EvictionPolicy):
             ghost = self.lists[GHOSTS].head
             group = &self.groups[nodes[ghost].list]
             self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
+            self.rival.forgotten += 1.0
             self.c_leave(ghost)
             self.c_forget_oldest(GHOSTS)
 
@@ -175,12 +183,16 @@ cdef class GittinsPolicy(EvictionPolicy):
     cdef void c_tick(self, int32_t node) noexcept:
         """Time passes by a node used; one whose parent was not used just before begins a request."""
         cdef int kind
+        cdef bint followed = self.rival.followed
         self.clock += 1
         if self.clock >= self.next_lesson:
             self.c_learn()
         if self.table.nodes[node].parent != self.last:
             for kind in range(KINDS):
                 self.open[kind] = -1
+            self.rival.followed = rival_follow(&self.rival, self.clock)
+            if self.rival.followed != followed:
+                self.victims = -1
         self.last = node
 
     cdef void c_learn(self) noexcept:
@@ -195,7 +207,8 @@ cdef class GittinsPolicy(EvictionPolicy):
             group = &self.groups[i]
             if group.members:
                 self.ages.alive[group.kind][age_class(self.clock - group.time)] += group.members
-        self.ages.c_learn()
+        self.ages.c_learn(self.clock)
+        rival_learn(&self.rival, FADE)
         self.next_lesson = self.clock + max(<int64_t>LESSON, self.capacity // 8, <int64_t>self.num_made // 4)
 
     cdef void c_place(self, int32_t node) noexcept:
@@ -219,14 +232,17 @@ cdef class GittinsPolicy(EvictionPolicy):
             group.kind = <uint8_t>kind
             group.members = 0
             list_clear(&group.nodes)
+            rival_open(&self.rival, self.groups, number)
         self.groups[number].members += 1
+        rival_add(&self.rival, self.groups, number)
         self.table.nodes[node].list = number
 
-    cdef void c_used(self, int32_t node) noexcept:
+    cdef void c_used(self, int32_t node, bint here) noexcept:
         """The node was used again: what its group tells of its age, and one use more."""
         cdef Node *own = &self.table.nodes[node]
         cdef Group *group = &self.groups[own.list]
         self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
+        rival_count(&self.rival, group, here)
         own.uses += (own.uses & COUNT) < MOST_USES
         self.c_leave(node)
 
@@ -235,7 +251,9 @@ cdef class GittinsPolicy(EvictionPolicy):
         cdef int32_t number = self.table.nodes[node].list
         cdef Group *group = &self.groups[number]
         group.members -= 1
+        self.rival.size -= group.in_lru
         if group.members == 0:
+            rival_close(&self.rival, self.groups, number)
             if self.open[group.kind] == number:
                 self.open[group.kind] = -1
             group.next = self.unused
@@ -263,40 +281,23 @@ cdef class GittinsPolicy(EvictionPolicy):
         list_push(&self.lists[WAITING], self.table.nodes, node)
 
     cdef void c_into_cell(self, int32_t number, int cell) noexcept:
-        cdef Group *group = &self.groups[number]
-        cdef int kind = cell // AGES, age = cell % AGES
-        cdef int32_t *ends = &self.cells[kind][age][0]
-        group.cell = <short>cell
-        group.previous = ends[1]
-        group.next = -1
-        if ends[1] < 0:
-            ends[0] = number
-            self.in_cells[kind] |= 1ull << age
-        else:
-            self.groups[ends[1]].next = number
-        ends[1] = number
+        self.groups[number].cell = <short>cell
+        row_put(&self.cells[cell // AGES][cell % AGES][0], self.groups, number)
+        self.in_cells[cell // AGES] |= 1ull << cell % AGES
 
     cdef void c_out_of_cell(self, int32_t number) noexcept:
-        cdef Group *group = &self.groups[number]
-        cdef int kind = group.cell // AGES, age = group.cell % AGES
-        cdef int32_t *ends = &self.cells[kind][age][0]
-        if group.previous < 0:
-            ends[0] = group.next
-        else:
-            self.groups[group.previous].next = group.next
-        if group.next < 0:
-            ends[1] = group.previous
-        else:
-            self.groups[group.next].previous = group.previous
+        cdef int cell = self.groups[number].cell
+        cdef int32_t *ends = &self.cells[cell // AGES][cell % AGES][0]
+        row_take(ends, self.groups, number)
         if ends[0] < 0:
-            self.in_cells[kind] &= ~(1ull << age)
+            self.in_cells[cell // AGES] &= ~(1ull << cell % AGES)
 
     cdef int32_t c_choose(self) noexcept:
-        """The longest unused group of the cell that is worth least, or -1; each group moves to its age on the way."""
-        cdef double least = 0.0, value, worthless = WORTHLESS / max(<int64_t>1, self.capacity)
+        """The longest unused group of the cell that is worth least, or of all, or -1; all groups are aged first."""
+        cdef double least = 0.0, oldest_value = 0.0, value, worthless = WORTHLESS / max(<int64_t>1, self.capacity)
         cdef unsigned long long ages
-        cdef int kind, age, now
-        cdef int32_t first, best = -1
+        cdef int kind, age, now, last = age_class(self.capacity) + 2 * DOUBLINGS
+        cdef int32_t first, best = -1, oldest = -1
         for kind in range(KINDS):
             ages = self.in_cells[kind]
             while ages:
@@ -315,16 +316,19 @@ cdef class GittinsPolicy(EvictionPolicy):
                     continue
                 value = self.ages.value[kind][age]
                 if value < worthless:
-                    value = age - AGES
+                    value = age - AGES if age <= last else -AGES - 1
+                if oldest < 0 or self.groups[first].time < self.groups[oldest].time:
+                    oldest = first
+                    oldest_value = value
                 if best < 0 or value < least or (value == least and self.groups[first].time < self.groups[best].time):
                     best = first
                     least = value
-        return best
+        return oldest if self.rival.followed or oldest_value <= CLEAR * least else best
 
     cdef str audit(self, int32_t num_linked):
         cdef Node *nodes = self.table.nodes
         cdef Group *group
-        cdef int32_t node, number, linked = 0, in_cells = 0
+        cdef int32_t node, number, linked = 0, in_cells = 0, in_lru = 0, in_order = 0
         cdef int kind, age
         members, children = {}, {}
         for node in range(self.table.num_made):
@@ -345,11 +349,21 @@ cdef class GittinsPolicy(EvictionPolicy):
                     linked += group.nodes.size
                     if group.kind != kind or not list_is_sound(&group.nodes, nodes) or group.nodes.size == 0:
                         return f"group {number} does not belong into the cell of kind {kind} and age class {age}"
-                    if group.members != members.get(number, 0):
-                        return f"group {number} counts {group.members} members, not {members.get(number, 0)}"
                     number = group.next
         if not list_is_sound(&self.lists[WAITING], nodes) or not list_is_sound(&self.lists[GHOSTS], nodes):
             return "a list of the policy is broken"
+        number = self.rival.newest
+        while number >= 0:
+            group = &self.groups[number]
+            if group.members != members.get(number, 0):
+                return f"group {number} counts {group.members} members, not {members.get(number, 0)}"
+            if group.in_lru != (self.rival.oldest >= 0 and group.time >= self.groups[self.rival.oldest].time):
+                return f"group {number} of time {group.time} is on the wrong side of what LRU would have"
+            in_lru += group.in_lru * group.members
+            in_order += 1
+            number = group.older
+        if in_lru != self.rival.size or in_lru > self.capacity or in_order != self.num_live:
+            return f"LRU would have {in_lru} nodes, not {self.rival.size}, of {in_order} groups, not {self.num_live}"
         if len(members) != self.num_live or in_cells > self.num_live:
             return f"{len(members)} groups have members, {in_cells} are in cells, not {self.num_live}"
         linked += self.lists[WAITING].size

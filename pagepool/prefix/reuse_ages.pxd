@@ -5,6 +5,13 @@ cdef enum:
     KINDS = 8
     AGES = 64
 
+cdef extern from *:
+    """
+    /* Of what was counted, each time that values are learnt. */
+    #define PP_FADE 0.97
+    """
+    double FADE "PP_FADE"
+
 
 # The class of an age, two to each doubling: 0 for 1, then 2, 3, 4-5, 6-7, 8-11, 12-15, ...
 cdef int age_class(int64_t age) noexcept nogil
@@ -18,6 +25,6 @@ cdef class ReuseAges:
     cdef double value[8][64]  # hits to be had, for each unit of time that a block of that kind and age is kept
 
     cdef void c_clear(self) noexcept
-    # From the counts to the values.
-    cdef void c_learn(self) noexcept
-    cdef void c_learn_kind(self, int kind, const double *used, const double *ended, double weight) noexcept
+    # From the counts to the values; nothing is older than `clock`.
+    cdef void c_learn(self, int64_t clock) noexcept
+    cdef void c_learn_kind(self, int kind, int last, const double *used, const double *ended, double weight) noexcept

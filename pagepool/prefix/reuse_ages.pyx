@@ -5,6 +5,9 @@ that it is looked up within T to the time that it is expected to stay until it i
 Bandit processes and dynamic allocation indices, 1979; hit density as a rule of eviction is in LHD, Beckmann, Chen and
 Cidon, NSDI'18). With hits H and time C added up over the ages it is the steepest line from a point (C, H) to a later
 one: one pass over their upper convex hull.
+
+Counts are few where it matters, and blocks of one request come back together. So the rate of reuse, which in most
+loads falls about as 1 / age, is taken times the age as a mean over a class and its two neighbours.
 """
 
 cimport cython
@@ -12,8 +15,7 @@ from libc.stdint cimport int64_t
 
 __all__ = ["ReuseAges"]
 
-cdef double FADE = 0.98  # of the counts, each time that values are learnt
-cdef double SHARED = 500.0  # blocks of all kinds together that each kind is taken to have beside its own
+cdef double SHARED = 100.0  # blocks of all kinds together that each kind is taken to have beside its own
 
 
 cdef extern from *:
@@ -58,11 +60,12 @@ cdef class ReuseAges:
                 self.used[kind][age] = self.gone[kind][age] = self.alive[kind][age] = 0.0
                 self.value[kind][age] = 1.0 / pp_first_age(age)
 
-    cdef void c_learn(self) noexcept:
+    cdef void c_learn(self, int64_t clock) noexcept:
+        """What happened at no age yet, and not before, has nothing to say: O(kinds * classes up to the age of all)."""
         cdef double used[64]
         cdef double ended[64]
         cdef double total = 0.0
-        cdef int kind, age
+        cdef int kind, age, last = min(AGES - 1, age_class(clock) + 1)
         for age in range(AGES):
             used[age] = ended[age] = 0.0
             for kind in range(KINDS):
@@ -70,28 +73,38 @@ cdef class ReuseAges:
                 ended[age] += self.gone[kind][age] + self.alive[kind][age]
             total += used[age] + ended[age]
         for kind in range(KINDS):
-            self.c_learn_kind(kind, used, ended, SHARED / max(total, 1.0))
+            self.c_learn_kind(kind, last, used, ended, SHARED / max(total, 1.0))
             for age in range(AGES):
                 self.used[kind][age] *= FADE
                 self.gone[kind][age] *= FADE
 
-    cdef void c_learn_kind(self, int kind, const double *used, const double *ended, double weight) noexcept:
-        """The points from the last age to the first; `hull` has those later ones that a steepest line may end at."""
+    cdef void c_learn_kind(self, int kind, int last, const double *used, const double *ended, double weight) noexcept:
+        """`hull` has those later points that a steepest line may end at; after age `last` all are one."""
+        cdef double reused[66]
+        cdef double waited[66]
         cdef double hits[65]
         cdef double time[65]
         cdef int hull[65]
-        cdef double left = 0.0, own_used, own_ended, width, best
+        cdef double left = 0.0, own_used, own_ended, width, rate, best
         cdef int age, top = 0
-        hits[64] = time[64] = 0.0
-        hull[0] = 64
-        for age in range(AGES - 1, -1, -1):
+        reused[0] = waited[0] = reused[last + 2] = waited[last + 2] = 0.0
+        for age in range(last, -1, -1):
             own_used = self.used[kind][age] + weight * used[age]
             own_ended = self.gone[kind][age] + self.alive[kind][age] + weight * ended[age]
             width = pp_first_age(age + 1) - pp_first_age(age)
-            # Counted backwards, both fall below 0: only differences matter.
-            hits[age] = hits[age + 1] - own_used
-            time[age] = time[age + 1] - (left * width + (own_used + own_ended) * width * 0.5)
+            reused[age + 1] = own_used * pp_first_age(age + 1)
+            waited[age + 1] = left * width + (own_used + own_ended) * width * 0.5
             left += own_used + own_ended
+        hits[64] = time[64] = 0.0
+        hits[last + 1] = time[last + 1] = 0.0
+        hull[0] = 64
+        for age in range(last, -1, -1):
+            rate = waited[age] + 2.0 * waited[age + 1] + waited[age + 2]
+            if rate > 0.0:
+                rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / rate / pp_first_age(age + 1)
+            # Counted backwards, both fall below 0: only differences matter.
+            hits[age] = hits[age + 1] - rate * waited[age + 1]
+            time[age] = time[age + 1] - waited[age + 1]
             best = slope(hits, time, age, hull[top])
             while top > 0 and best <= slope(hits, time, hull[top], hull[top - 1]):
                 top -= 1
@@ -99,6 +112,8 @@ cdef class ReuseAges:
             top += 1
             hull[top] = age
             self.value[kind][age] = best
+        for age in range(last + 1, AGES):
+            self.value[kind][age] = 0.0
 
 
 cdef inline double slope(const double *hits, const double *time, int first, int last) noexcept:

@@ -10,68 +10,63 @@ from collections.abc import Iterable
 from typing import Any
 
 from pagepool.reference.eviction import Lru, oldest
+from pagepool.reference.reuse_ages import AGES, KINDS, ReuseAges, age_class
 
-__all__ = ["Gittins", "ReuseAges"]
-
-KINDS, AGES = 8, 64
+__all__ = ["Gittins"]
 
 
-def age_class(age: int) -> int:
-    """Two classes to each doubling: 0 for 1, then 2, 3, 4-5, 6-7, 8-11, ...
+class LruRival:
+    """What LRU would have found, and whether to do as it does: `pagepool/prefix/lru_rival.pxd` says when, and why.
 
-    >>> [age_class(age) for age in (1, 2, 3, 4, 5, 6, 8, 12)]
-    [0, 1, 2, 3, 3, 4, 5, 6]
+    It has the newest groups whose members fit: `inside`, oldest first, `size` members in all.
     """
-    octave = max(age, 1).bit_length() - 1
-    return min(AGES - 1, 2 * octave - (age < 3 * 2**octave // 2)) if octave else 0
 
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.inside: dict[Group, None] = {}
+        self.size = self.lead = self.base = self.most = self.pause = self.resume = 0
+        self.hits = self.misses = self.forgotten = 0.0
+        self.losing = self.idle = False
+        self.followed = True
 
-def first_age(number: int) -> float:
-    """The first age of a class."""
-    octave = (number + 1) // 2
-    return 2.0**octave if number % 2 or not octave else 1.5 * 2.0**octave
+    def add(self, group: Group) -> None:
+        """A member more."""
+        self.size += group in self.inside
+        while self.size > self.capacity:
+            out: Group = oldest(self.inside)
+            del self.inside[out]
+            self.size -= len(out.members)
 
+    def count(self, group: Group, here: bool) -> None:
+        """A node of the group was used, which was here or not."""
+        self.lead += here - (group in self.inside)
+        self.hits += group in self.inside
+        self.misses += group not in self.inside
 
-class ReuseAges:
-    """Counts of the ages at which nodes of each kind were used again or forgotten, and the values learnt from them."""
+    def learn(self, fade: float) -> None:
+        """Whether there is too little to be won; of what is forgotten, a tenth is taken to come back unseen."""
+        self.idle = self.misses + 0.1 * self.forgotten < 0.03 * self.hits
+        self.hits *= fade
+        self.misses *= fade
+        self.forgotten *= fade
 
-    FADE, SHARED = 0.98, 500.0
-
-    def __init__(self) -> None:
-        self.used = [[0.0] * AGES for _ in range(KINDS)]
-        self.gone = [[0.0] * AGES for _ in range(KINDS)]
-        self.value = [[1.0 / first_age(age) for age in range(AGES)] for _ in range(KINDS)]
-
-    def learn(self, alive: list[list[float]]) -> None:
-        """The value of an age: the best ratio of hits to time over every later age that one could wait for."""
-        used, ended, total = [0.0] * AGES, [0.0] * AGES, 0.0
-        for age in range(AGES):
-            for kind in range(KINDS):
-                used[age] += self.used[kind][age]
-                ended[age] += self.gone[kind][age] + alive[kind][age]
-            total += used[age] + ended[age]
-        weight = self.SHARED / max(total, 1.0)
-        for kind in range(KINDS):
-            hits, time, left, hull = [0.0] * (AGES + 1), [0.0] * (AGES + 1), 0.0, [AGES]
-
-            def slope(first: int, last: int, hits: list[float] = hits, time: list[float] = time) -> float:
-                waited = time[last] - time[first]
-                return (hits[last] - hits[first]) / waited if waited > 0.0 else 0.0
-
-            for age in reversed(range(AGES)):
-                own_used = self.used[kind][age] + weight * used[age]
-                own_ended = self.gone[kind][age] + alive[kind][age] + weight * ended[age]
-                width = first_age(age + 1) - first_age(age)
-                hits[age] = hits[age + 1] - own_used
-                time[age] = time[age + 1] - (left * width + (own_used + own_ended) * width * 0.5)
-                left += own_used + own_ended
-                while len(hull) > 1 and slope(age, hull[-1]) <= slope(hull[-1], hull[-2]):
-                    hull.pop()
-                self.value[kind][age] = slope(age, hull[-1])
-                hull.append(age)
-            for age in range(AGES):
-                self.used[kind][age] *= self.FADE
-                self.gone[kind][age] *= self.FADE
+    def follow(self, clock: int) -> bool:
+        """Once a request: whether LRU is followed in it."""
+        if clock < 2 * self.capacity:
+            self.base = self.most = self.lead
+            return True
+        if self.losing:
+            if clock >= self.resume:
+                self.losing = False
+                self.base = self.most = self.lead
+        elif not self.idle:
+            self.most = max(self.most, self.lead)
+            allowed = self.capacity // 10 + (self.most - self.base) // 4
+            if self.most - self.lead > allowed:
+                again = self.pause and self.most - self.base <= allowed
+                self.pause = 2 * self.pause if again else 4 * self.capacity
+                self.losing, self.resume = True, clock + self.pause
+        return self.losing or self.idle
 
 
 class Group:
@@ -88,11 +83,11 @@ class Gittins(Lru):
     """Evicts the group whose kind and age are worth least, from its tail, 16 blocks before it looks again."""
 
     GHOSTS, WAITING = range(2)
-    BUDGET, LESSON, WORTHLESS = 16, 2000, 1e-4
+    BUDGET, LESSON, DOUBLINGS, CLEAR, WORTHLESS = 16, 2000, 6, 1.25, 1e-4
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, 2)
-        self.ages = ReuseAges()
+        self.ages, self.rival = ReuseAges(), LruRival(capacity)
         self.groups: dict[Group, None] = {}
         self.cells: dict[tuple[int, int], dict[Group, None]] = {}
         self.group: dict[Any, Group] = {}
@@ -122,7 +117,7 @@ class Gittins(Lru):
         self.tick(node)
         self.continued = True
         self.unlink(node)
-        self.used(node)
+        self.used(node, True)
         self.place_node(node)
         self.link(node)
 
@@ -157,7 +152,7 @@ class Gittins(Lru):
         self.tick(node)
         if node in self.lists[self.GHOSTS]:
             del self.lists[self.GHOSTS][node]
-            self.used(node)
+            self.used(node, False)
         else:
             self.uses[node] = 0, self.continued
         self.place_node(node)
@@ -171,6 +166,7 @@ class Gittins(Lru):
             del ghosts[ghost]
             group = self.group[ghost]
             self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
+            self.rival.forgotten += 1.0
             self.leave(ghost)
 
     def unlink(self, node: Any) -> None:
@@ -201,9 +197,13 @@ class Gittins(Lru):
             for group in self.groups:
                 alive[group.kind][age_class(self.clock - group.time)] += len(group.members)
             self.ages.learn(alive)
+            self.rival.learn(self.ages.FADE)
             self.next_lesson = self.clock + max(self.LESSON, self.capacity // 8, self.most_groups // 4)
         if node.parent is not self.last:
             self.open.clear()
+            followed, self.rival.followed = self.rival.followed, self.rival.follow(self.clock)
+            if self.rival.followed != followed:
+                self.victims = None
         self.last = node
 
     def place_node(self, node: Any) -> None:
@@ -213,15 +213,17 @@ class Gittins(Lru):
         group = self.open.get(kind)
         if group is None:
             group = self.open[kind] = Group(kind, self.clock)
-            self.groups[group] = None
+            self.groups[group] = self.rival.inside[group] = None
             self.most_groups = max(self.most_groups, len(self.groups))
         group.members.add(node)
+        self.rival.add(group)
         self.group[node] = group
 
-    def used(self, node: Any) -> None:
+    def used(self, node: Any, here: bool) -> None:
         """The node was used again: what its group tells of its age, and one use more."""
         group = self.group[node]
         self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
+        self.rival.count(group, here)
         count, continued = self.uses[node]
         self.uses[node] = min(4, count + 1), continued
         self.leave(node)
@@ -230,23 +232,31 @@ class Gittins(Lru):
         """No member of its group any more."""
         group = self.group.pop(node)
         group.members.remove(node)
+        self.rival.size -= group in self.rival.inside
         if not group.members:
+            self.rival.inside.pop(group, None)
             del self.groups[group]
             if self.open.get(group.kind) is group:
                 del self.open[group.kind]
 
     def into_cell(self, group: Group, cell: tuple[int, int] | None) -> None:
-        """To the end of a cell, or out of all cells."""
+        """To the end of a cell, or its beginning if it is older than all that are there, or out of all cells."""
         if group.cell is not None:
             del self.cells[group.cell][group]
         group.cell = cell
         if cell is not None:
-            self.cells.setdefault(cell, {})[group] = None
+            groups = self.cells.setdefault(cell, {})
+            if groups and group.time < oldest(groups).time:
+                self.cells[cell] = {group: None} | groups
+            else:
+                groups[group] = None
 
     def choose(self) -> Group | None:
-        """The longest unused group of the cell that is worth least; each group moves to its age on the way."""
+        """The longest unused group of the cell that is worth least, or of all; all groups are aged first."""
         best: Group | None = None
-        least = 0.0
+        longest: Group | None = None
+        least = longest_value = 0.0
+        last = age_class(self.capacity) + 2 * self.DOUBLINGS
         for kind in range(KINDS):
             for age in range(AGES):
                 while cell := self.cells.get((kind, age)):
@@ -259,7 +269,9 @@ class Gittins(Lru):
                     continue
                 value = self.ages.value[kind][age]
                 if value < self.WORTHLESS / max(1, self.capacity):
-                    value = age - AGES
+                    value = age - AGES if age <= last else -AGES - 1
+                if longest is None or first.time < longest.time:
+                    longest, longest_value = first, value
                 if best is None or value < least or (value == least and first.time < best.time):
                     best, least = first, value
-        return best
+        return longest if self.rival.followed or longest_value <= self.CLEAR * least else best

@@ -6,7 +6,7 @@ import pytest
 from pagepool import BlockAllocator, PrefixCache
 from pagepool.prefix.belady import belady_pass
 from pagepool.reference.belady import belady_pass as plain_belady_pass
-from pagepool.reference.gittins import AGES, age_class, first_age
+from pagepool.reference.reuse_ages import AGES, age_class, first_age
 
 
 def hits(policy, prompts, capacity):

@@ -1,0 +1,74 @@
+"""What eviction policies keep of traces, made-up or recorded, beside LRU and beside what is possible.
+
+    python bench/eviction.py [--seeds 1,2] [--size BLOCKS] [--capacity 1000,3000,...] [--only NAME,...] [--markdown]
+
+For each trace of `traces.py` and each capacity: the hits that a policy has more than LRU, as a share of those that
+Belady's bound has more (0: no more than LRU; 1: as if all requests were known in advance; ! below LRU, with the
+hits that are missing), then the same in sum over all capacities. Hits are blocks in the leading run of those that are
+cached. Where the bound is LRU itself there is nothing to keep, and a dash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parent.parent))  # the checkout, where no pagepool is installed
+from traces import TRACES, make_trace
+
+from pagepool import BlockAllocator, PrefixCache
+from pagepool.prefix.belady import belady_pass
+
+OTHERS = ("arc", "s3fifo", "lfu")
+CAPACITIES = [1000, 3000, 5859, 10_000, 20_000, 30_000]
+
+
+def hits_of(policy: str, rows: list[np.ndarray], capacity: int) -> int:
+    """Blocks found in one pass."""
+    cache = PrefixCache(BlockAllocator(capacity), 1, policy)
+    return sum(cache.touch(row) for row in rows)
+
+
+def measure(rows: list[np.ndarray], capacities: list[int]) -> dict[str, list[int]]:
+    """The hits of every policy and of the bound, a number for each capacity."""
+    ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
+    found = {policy: [hits_of(policy, rows, room) for room in capacities] for policy in ("lru", "gittins", *OTHERS)}
+    return found | {"belady": [belady_pass(ids, ends, room)[0] for room in capacities]}
+
+
+def share(own: int, lru: int, best: int) -> str:
+    """Of the way from LRU to the bound."""
+    text = "-" if best == lru else f"{(own - lru) / (best - lru):.2f}".replace("0.", ".")
+    return text + (f"!{own - lru}" if own < lru else "")
+
+
+def main() -> None:
+    """Print a row for each trace and seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="1")
+    parser.add_argument("--size", type=int, default=250_000)
+    parser.add_argument("--capacity", default=",".join(map(str, CAPACITIES)))
+    parser.add_argument("--only", default=",".join(TRACES))
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    capacities = [int(text) for text in options.capacity.split(",")]
+    bar = " | " if options.markdown else "  "
+    heads = ["gittins / ARC at " + f"{room:,}" for room in capacities]
+    print(bar.join(["trace         ", "seed", "LRU  ", "bound", *heads, "gittins in sum", *OTHERS]))
+    for name in options.only.split(","):
+        for seed in map(int, options.seeds.split(",")):
+            rows = make_trace(name, seed, options.size)
+            found = measure(rows, capacities)
+            blocks = len(capacities) * sum(map(len, rows))
+            lru, best = sum(found["lru"]), sum(found["belady"])
+            each = zip(found["gittins"], found["arc"], found["lru"], found["belady"], strict=True)
+            cells = [f"{share(own, low, high)} / {share(arc, low, high)}" for own, arc, low, high in each]
+            sums = [share(sum(found[policy]), lru, best).split("!")[0] for policy in ("gittins", *OTHERS)]
+            print(bar.join([f"{name:<14}", f"{seed:>4}", f"{lru / blocks:.1%}", f"{best / blocks:.1%}", *cells, *sums]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Our own policy on made-up traffic of many shapes: no less than LRU, more than ARC, and as its reference decides."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagepool import BlockAllocator, PrefixCache
+from pagepool.prefix.belady import belady_pass
+from pagepool.reference import BlockAllocator as PlainAllocator
+from pagepool.reference import PrefixCache as PlainCache
+
+BENCH = Path(__file__).parents[2] / "bench"
+if not BENCH.is_dir():
+    pytest.skip("bench/ is not beside these tests", allow_module_level=True)
+sys.path.append(str(BENCH))
+traces = importlib.import_module("traces")
+
+CAPACITIES = [1000, 3000, 10_000]
+
+
+def hits(policy, rows, capacity):
+    cache = PrefixCache(BlockAllocator(capacity), 1, policy)
+    found = sum(cache.touch(row) for row in rows)
+    cache.check()
+    return found
+
+
+@pytest.mark.parametrize("name", traces.TRACES)
+def test_it_finds_what_lru_finds_and_in_sum_more_than_arc(name):
+    """Where LRU is the best that can be, or what was learnt is soon wrong, it finds up to a fourth of a cache less."""
+    rows = traces.make_trace(name, 21, 150_000)
+    ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
+    own = [hits("gittins", rows, capacity) for capacity in CAPACITIES]
+    lru = [hits("lru", rows, capacity) for capacity in CAPACITIES]
+    for capacity, mine, theirs in zip(CAPACITIES, own, lru, strict=True):
+        less = capacity // 4 if name in ("recency", "regimes") else theirs // 1000
+        assert theirs - less <= mine <= belady_pass(ids, ends, capacity)[0]
+    assert sum(own) >= sum(hits("arc", rows, capacity) for capacity in CAPACITIES)
+
+
+@pytest.mark.parametrize("name", traces.TRACES)
+def test_before_it_has_learnt_and_where_all_has_room_it_is_lru_to_a_few_blocks(name):
+    rows = traces.make_trace(name, 12, 5_000)
+    for capacity in (2_500, 4_000):
+        assert hits("gittins", rows, capacity) >= hits("lru", rows, capacity) - 3
+    assert hits("gittins", rows, 6_000) == hits("lru", rows, 6_000)
+
+
+def test_what_learning_may_cost_is_bounded_when_the_traffic_turns_against_it():
+    """By a tenth of the capacity at a time, ever more seldom, and what goes until LRU's blocks are back."""
+    looped = [np.arange(40 * i, 40 * (i + 1), dtype=np.int32) for i in range(60)]
+    rows, made = looped * 20, 2400
+    for _ in range(3000):
+        rows.append(np.arange(made, made + 30, dtype=np.int32))
+        made += 30
+        rows += rows[-1:-40:-9]
+    lru, own = hits("lru", rows, 1500), hits("gittins", rows, 1500)
+    assert own >= lru > 0
+    turned = rows[len(looped) * 20 :]
+    assert hits("gittins", turned, 1500) >= hits("lru", turned, 1500) - 300
+
+
+@pytest.mark.parametrize(("name", "capacity"), [("regimes", 40), ("conversations", 300), ("chats", 100), ("loop", 500)])
+def test_a_long_pass_of_learning_agrees_with_the_reference(name, capacity):
+    rows = traces.make_trace(name, 5, 15_000)
+    ours = PrefixCache(BlockAllocator(capacity), 1, "gittins")
+    plain = PlainCache(PlainAllocator(capacity), 1, "gittins")
+    assert [ours.touch(row) for row in rows] == [plain.touch(row.tolist()) for row in rows]
+    assert ours.stats()["evicted"] == plain.evicted
+
+
+@pytest.mark.parametrize("capacity", [150, 400, 1000])
+@pytest.mark.parametrize("name", ["conversations", "recency", "documents"])
+def test_what_it_knows_of_lru_is_what_lru_does(name, capacity):
+    """The lead of the reference, which decides the same: its own hits less those of LRU, for prompts that fit."""
+    rows = [row.tolist()[:capacity] for row in traces.make_trace(name, 6, 12_000)]
+    own = PlainCache(PlainAllocator(capacity), 1, "gittins")
+    found = sum(own.touch(row) for row in rows)
+    assert found - own._order.rival.lead == hits("lru", rows, capacity)
+
+
+def test_the_same_seed_makes_the_same_traces_and_equal_ids_have_equal_beginnings():
+    for name in traces.TRACES:
+        rows = traces.make_trace(name, 3, 4_000)
+        again = traces.make_trace(name, 3, 4_000)
+        assert len(rows) == len(again) and all(map(np.array_equal, rows, again))
+        before = {}
+        for row in rows:
+            for parent, block in zip([-1, *row[:-1].tolist()], row.tolist(), strict=True):
+                assert before.setdefault(block, parent) == parent
