@@ -5,9 +5,10 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
+from pagepool.memory.ids cimport IdArray, read_ids, release_ids
 from pagepool.prefix.cached_blocks cimport CACHED, CachedBlocks
 from pagepool.prefix.event_log cimport EventLog
+from pagepool.prefix.summary cimport CacheSummary
 from pagepool.prefix.terms cimport time_key
 
 import operator
@@ -26,7 +27,7 @@ cdef int MAX_BLOCK_SIZE = 1024
 
 
 @cython.final
-cdef class PrefixCache:
+cdef class PrefixCache(CacheSummary):
     """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     allocator   whose blocks these are; the cache holds one reference to each block that it keeps
@@ -70,32 +71,6 @@ cdef class PrefixCache:
         if events:
             self.cached.log = EventLog(self.cached.table, events)
         allocator.add_holder(self)
-
-    kind = "cache"
-
-    @property
-    def label(self):
-        """What `BlockAllocator.owners` calls it: its policy."""
-        return self.policy
-
-    def references(self):
-        """The ids of the blocks that it holds, as a list; one reference each."""
-        return self.cached.list_blocks()
-
-    @property
-    def num_cached(self):
-        """Blocks that the cache holds a reference to."""
-        return self.cached.num_cached
-
-    @property
-    def evictable(self):
-        """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
-        return self.cached.floors.c_idle()
-
-    @property
-    def floors(self):
-        """The `CacheFloors`: how many blocks of each group are kept when others need room."""
-        return self.cached.floors
 
     def match_prefix(self, tokens, *, cache_salt=None, extra_keys=()):
         """The cached blocks of the longest prefix of `tokens`, in order: int32 `(n,)`, for `n * block_size` tokens.
@@ -178,29 +153,36 @@ cdef class PrefixCache:
         return self.cached.c_walk(root, &row[0], n, True) * self.block_size
 
     def cache_blocks(
-        self, tokens, blocks, *, cache_salt=None, extra_keys=(), priority=0, ttl=None, double now=0.0, group=0
+        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0
     ):
         """Keeps the full blocks of a sequence; returns how many of them are new to the cache.
 
         tokens  those of the sequence from its first on, whose keys and values the blocks hold: as in `match_prefix`
         blocks  ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
+
+        start     how many of the first blocks are cached already, found by `match_prefix` or kept by an earlier call:
+                  where the last of them still is the one that is cached, with its tokens and under this salt and
+                  these keys, those before it are not looked at, whatever their number
         priority  of the blocks that are new, from 0, the first to be evicted, to 255; for the policy "priority" alone
         ttl       how long from `now` on they have it, until `expire` is told that time, then it is 0; None: for good
         group     whose the new blocks are, from 0, nobody's, to 254; see `floors`
 
         The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
         that one stays, and the sequence's own remains the sequence's alone. Raises `InvalidBlock` for a block that is
-        free, out of range, or cached for other tokens, `ValueError` for too few blocks, `TypeError`, `MemoryError`;
-        then nothing has changed.
+        free, out of range, or cached for other tokens, `ValueError` for too few blocks or a `start` behind the last
+        full one, `TypeError`, `MemoryError`; then nothing has changed.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         cdef int32_t root
+        cdef int64_t known = operator.index(start)
         cdef int level = cached.order.level_of(priority, self.policy), mark = cached.floors.mark_of(group)
         cdef uint64_t end = cached.order.end_of(ttl, now, self.policy)
         key = root_key(cache_salt, extra_keys)
+        if not 0 <= known <= n:
+            raise ValueError(f"start must be from 0 to {n}, the number of full blocks, not {known}")
         if n == 0:
             return 0
         read_ids(blocks, &ids)
@@ -216,7 +198,7 @@ cdef class PrefixCache:
             root = cached.table.root(key)
             cached.c_pin(root)
             try:
-                return cached.c_publish(root, &row[0], ids.ids, n)
+                return cached.c_publish(root, &row[0], ids.ids, n, known)
             finally:
                 cached.c_unpin(root)
         finally:
@@ -275,12 +257,6 @@ cdef class PrefixCache:
             raise ValueError(f"cannot evict {number} blocks")
         return self.cached.c_evict(min(number, INT32_MAX), <uint8_t>self.cached.floors.mark_of(group))
 
-    def holds(self, block):
-        """Whether the block is cached. False for what is no block of the allocator."""
-        cdef int32_t number
-        read_id(block, &number)
-        return 0 <= number < self.allocator.max_capacity and self.cached.owners[number] > 0
-
     def discard(self, blocks):
         """Forgets these blocks, in use or not; returns how many of them were cached. Other ids change nothing.
 
@@ -334,36 +310,3 @@ cdef class PrefixCache:
         The lowest id that is free then is the next to be handed out. O(n log n).
         """
         self.cached.reset()
-
-    def stats(self):
-        """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(1).
-
-        `looked_up` and `hits` are full blocks asked for and found, `inserted` = `cached` + `evicted` + `cleared`;
-        `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of unequal blocks.
-        """
-        free = self.allocator.c_free_count()
-        evictable = self.evictable
-        return {
-            "policy": self.policy,
-            "capacity": self.allocator.capacity,
-            "cached": self.cached.num_cached,
-            "used": self.allocator.capacity - free - evictable,
-            "evictable": evictable,
-            "free": free,
-            "looked_up": self.looked_up,
-            "hits": self.hits,
-            "inserted": self.cached.inserted,
-            "evicted": self.cached.evicted,
-            "cleared": self.cached.cleared,
-            "nodes": self.cached.table.num_alive,
-            "collisions": self.cached.table.collisions,
-        }
-
-    def check(self):
-        """Audits every equation between tree, policy, allocator and counters; raises `PoolError` naming a broken one.
-
-        O(nodes + tokens cached). Changes nothing.
-        """
-        broken = self.cached.audit()
-        if broken is not None:
-            raise PoolError(f"broken invariant: {broken}")

@@ -58,8 +58,13 @@ cdef class CachedBlocks:
     cdef void c_relink(self, int32_t node) noexcept
     # `own` is the mark of the group that needs room.
     cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept
+    # The node of the last of n blocks, the first of which has the first of `tokens`, if it is cached under that root
+    # and has these tokens; else -1.
+    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
     # Room for n + 1 nodes must be reserved before the next two.
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
-    cdef int64_t c_publish(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) except -1
+    cdef int64_t c_publish(
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
+    ) except -1
     cdef str audit(self)
     cdef object refused(self, int64_t i, int32_t block, pp_status status)

@@ -3,6 +3,7 @@
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
+from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
@@ -249,14 +250,35 @@ cdef class CachedBlocks:
         self.c_unpin(node)
         return leading
 
-    cdef int64_t c_publish(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) except -1:
-        """The second half of `path` takes the new blocks."""
+    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept:
+        cdef size_t row = self.table.block_size
+        cdef int32_t node
+        if n == 0 or <unsigned int>blocks[n - 1] >= <unsigned int>self.allocator.max_capacity:
+            return -1
+        node = self.owners[blocks[n - 1]] - 1
+        if node < 0 or self.table.nodes[node].root != root:
+            return -1
+        if memcmp(self.table.tokens + node * row, tokens + (n - 1) * row, row * sizeof(int32_t)) != 0:
+            return -1
+        return node
+
+    cdef int64_t c_publish(
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
+    ) except -1:
+        """The second half of `path` takes the new blocks. What is known goes on behind the first `start` blocks."""
         cdef Node *nodes = self.table.nodes
         cdef int64_t size = self.table.block_size, known, i, failed, fresh = 0
         cdef int32_t *taken = self.path + n
-        cdef int32_t node = root, last
+        cdef int32_t node = self.c_last_of(root, tokens, blocks, start), last
         cdef pp_status status
-        known = self.c_walk(root, tokens, n, False)
+        if node >= 0:
+            tokens += start * size
+            blocks += start
+            n -= start
+        else:
+            start = 0
+            node = root
+        known = self.c_walk(node, tokens, n, False)
         for i in range(n):
             if i >= known or nodes[self.path[i]].block < 0:
                 taken[fresh] = blocks[i]
@@ -267,7 +289,7 @@ cdef class CachedBlocks:
                 if i >= known or nodes[self.path[i]].block < 0:
                     failed -= 1
                     if failed < 0:
-                        raise self.refused(i, blocks[i], status)
+                        raise self.refused(start + i, blocks[i], status)
         fresh = 0
         if known:
             node = self.path[known - 1]

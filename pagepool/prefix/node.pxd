@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t, uint8_t, uint64_t
 cdef struct Node:
     uint64_t hash
     int32_t parent  # -1 for a root
+    int32_t root  # of its tree; its own for a root
     int32_t next_in_bucket
     int32_t block  # -1 when it has none, or is not alive
     int32_t num_children

@@ -96,7 +96,7 @@ cdef class NodeTable:
         node = self.c_make()
         if name is not None:
             memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
-        self.nodes[node].parent = -1
+        self.nodes[node].root = node
         self.root_hash = pp_hash_block(self.root_hash, NULL, 0)
         self.nodes[node].hash = self.root_hash
         self.roots[key] = node
@@ -111,7 +111,7 @@ cdef class NodeTable:
             node = self.num_made
             self.num_made += 1
         self.num_alive += 1
-        self.nodes[node] = Node(0, -1, -1, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
+        self.nodes[node] = Node(0, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
         return node
 
     cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept:
@@ -164,6 +164,7 @@ cdef class NodeTable:
             pp_name_block(self.names + 2 * parent, tokens, self.block_size, self.names + 2 * node)
         self.nodes[node].hash = hash
         self.nodes[node].parent = parent
+        self.nodes[node].root = self.nodes[parent].root
         self.nodes[node].next_in_bucket = bucket[0]
         bucket[0] = node
         self.nodes[parent].num_children += 1
@@ -248,6 +249,8 @@ cdef class NodeTable:
             if not nodes[node].alive:
                 continue
             alive += 1
+            if nodes[node].root != (node if nodes[node].parent < 0 else nodes[nodes[node].parent].root):
+                return f"the root of node {node} is not {nodes[node].root}"
             if nodes[node].parent < 0:
                 if self.roots.get(self.root_keys.get(node)) != node:
                     return f"node {node} has no parent and is the root of no key"

@@ -16,7 +16,7 @@ import numpy as np
 from pagepool.errors import InvalidBlock, PoolError
 from pagepool.reference.floors import CacheFloors
 from pagepool.reference.policies import POLICIES
-from pagepool.reference.prefix_tree import Node, keys_of, path_of
+from pagepool.reference.prefix_tree import Node, keys_of, path_of, root_of
 
 __all__ = ["PrefixCache"]
 
@@ -123,6 +123,7 @@ class PrefixCache:
         *,
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
+        start: int = 0,
         priority: int = 0,
         ttl: float | None = None,
         now: float = 0.0,
@@ -134,7 +135,13 @@ class PrefixCache:
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
         if len(ids) < len(keys):
             raise ValueError(f"{len(keys)} blocks are full, here are {len(ids)}")
-        path = path_of(self._root(cache_salt, extra_keys), keys)
+        if not 0 <= start <= len(keys):
+            raise ValueError(f"start must be from 0 to {len(keys)}, not {start}")
+        root = node = self._root(cache_salt, extra_keys)
+        last = self._cached.get(ids[start - 1]) if start else None
+        if last is not None and last.key == keys[start - 1] and root_of(last) is root:
+            node, keys, ids = last, keys[start:], ids[start:]
+        path = path_of(node, keys)
         fresh = [(node, block) for node, block in zip(path, ids, strict=False) if node.block is None]
         taken = [block for _, block in fresh]
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):

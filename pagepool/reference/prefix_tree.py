@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Node", "keys_of", "path_of"]
+__all__ = ["Node", "keys_of", "path_of", "root_of"]
 
 
 class Node:
     """A prefix: that of its parent and one block of tokens more. `block` is None when it is not cached."""
 
-    def __init__(self, parent: Node | None = None) -> None:
+    def __init__(self, parent: Node | None = None, key: tuple[int, ...] = ()) -> None:
         self.parent = parent
+        self.key = key  # its own tokens
         self.block: int | None = None
         self.children: dict[tuple[int, ...], Node] = {}
 
@@ -34,7 +35,14 @@ def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
     for key in keys:
         child = node.children.get(key)
         if child is None:
-            child = node.children[key] = Node(node)
+            child = node.children[key] = Node(node, key)
         path.append(child)
         node = child
     return path
+
+
+def root_of(node: Node) -> Node:
+    """The node without a parent that `node` is below."""
+    while node.parent is not None:
+        node = node.parent
+    return node

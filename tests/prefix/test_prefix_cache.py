@@ -316,3 +316,47 @@ def test_of_several_blocks_the_one_that_is_the_same_for_longest_is_found(cache):
         cache.allocator.free(blocks)
     assert cache.match_tokens([1, 2, 3], cache_salt="other")[1] == 0
     cache.check()
+
+
+def test_blocks_known_to_be_cached_are_passed_over():
+    allocator = BlockAllocator(8)
+    cache = PrefixCache(allocator, 2)
+    blocks = allocator.allocate_n(4)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert cache.cache_blocks(prompt[:4], blocks) == 2
+    wrong = [9, 9, *prompt[2:]]  # only the last known block is looked at
+    assert cache.cache_blocks(wrong[:6], blocks, start=2) == 1
+    assert cache.cache_blocks(prompt, blocks, start=3) == 1
+    assert cache.match_prefix(prompt).tolist() == blocks.tolist()
+    cache.check()
+
+
+def test_what_is_not_cached_as_told_is_looked_up():
+    allocator = BlockAllocator(12)
+    cache = PrefixCache(allocator, 2)
+    first, second, third = (allocator.allocate_n(3) for _ in range(3))
+    prompt = [1, 2, 3, 4, 5, 6]
+    cache.cache_blocks(prompt[:4], first)
+    assert cache.cache_blocks(prompt, second, start=2) == 1  # its own two are not the cached ones
+    assert cache.match_prefix(prompt).tolist() == [*first[:2], second[2]]
+    assert cache.cache_blocks(prompt, third, cache_salt="other", start=3) == 3
+    with pytest.raises(InvalidBlock, match="block 0, given at 0, is cached already, for other tokens"):
+        cache.cache_blocks(prompt, first, start=2, extra_keys=("a",))
+    cache.discard([second[2]])
+    cache.cache_blocks([5, 5], first[2:])
+    with pytest.raises(InvalidBlock, match="block 2, given at 2, is cached already, for other tokens"):
+        cache.cache_blocks(prompt, first, start=2)
+    for start in (-1, 4):
+        with pytest.raises(ValueError, match=f"start must be from 0 to 3, the number of full blocks, not {start}"):
+            cache.cache_blocks(prompt, first, start=start)
+    cache.check()
+
+
+def test_a_start_far_beyond_or_free_blocks_change_nothing():
+    allocator = BlockAllocator(4)
+    cache = PrefixCache(allocator, 1)
+    for wrong in ([0, 1], [-7, 2**31 - 1]):
+        with pytest.raises(InvalidBlock, match=r"given at|out of range|is free"):
+            cache.cache_blocks([1, 2], wrong, start=2)
+    assert cache.num_cached == 0
+    cache.check()

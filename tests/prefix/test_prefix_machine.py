@@ -44,8 +44,9 @@ class PrefixMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 7, 255]),
         ttl=st.sampled_from([None, 0, 1, 1.5, 3, 40]),
         late=st.sampled_from([0, 0, 2, -2]),
+        start=st.sampled_from([0, 1, -1]),
     )
-    def prompt(self, tokens, salt, keys, publish, priority, ttl, late):
+    def prompt(self, tokens, salt, keys, publish, priority, ttl, late, start):
         """As an engine serves it: match, make room, take the other blocks, cache them; the blocks are held."""
         names = {"cache_salt": salt, "extra_keys": keys}
         blocks = self.both("match_prefix", tokens, **names).tolist()
@@ -61,6 +62,10 @@ class PrefixMachine(RuleBasedStateMachine):
         if publish:
             if self.ours.policy == "priority":
                 names |= {"priority": priority, "ttl": ttl, "now": self.clock - late}
+            full = len(tokens) // self.block_size
+            names["start"] = min(full, len(blocks) - missing) if start >= 0 else full
+            if start == 0:
+                del names["start"]
             self.both("cache_blocks", tokens, blocks, **names)
         self.running.append(blocks)
 
@@ -166,6 +171,7 @@ def test_long_runs_that_part_agree_with_the_reference(policy, hash_bits):
             blocks += ours.allocator.allocate_n(missing).tolist()
             plain.allocator.allocate_n(missing)
             names = {"priority": int(random.integers(3))} if policy == "priority" else {}
+            names["start"] = len(prompt) // 2 - missing if random.integers(2) else 0
             assert ours.cache_blocks(prompt, blocks, **names) == plain.cache_blocks(prompt, blocks, **names)
         running.append(blocks)
         forgotten = random.integers(0, 90, random.integers(3)).tolist() if random.integers(9) == 0 else []

@@ -1,0 +1,80 @@
+"""CacheSummary: what a prefix cache holds and has done."""
+
+cimport cython
+from libc.stdint cimport int32_t
+
+from pagepool.memory.ids cimport read_id
+
+from pagepool.errors import PoolError
+
+__all__ = ["CacheSummary"]
+
+
+@cython.auto_pickle(False)
+cdef class CacheSummary:
+    """What can be asked of a prefix cache, and changes nothing. Internal: the base of `PrefixCache`."""
+
+    kind = "cache"
+
+    @property
+    def label(self):
+        """What `BlockAllocator.owners` calls it: its policy."""
+        return self.policy
+
+    def references(self):
+        """The ids of the blocks that it holds, as a list; one reference each."""
+        return self.cached.list_blocks()
+
+    @property
+    def num_cached(self):
+        """Blocks that the cache holds a reference to."""
+        return self.cached.num_cached
+
+    @property
+    def evictable(self):
+        """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
+        return self.cached.floors.c_idle()
+
+    @property
+    def floors(self):
+        """The `CacheFloors`: how many blocks of each group are kept when others need room."""
+        return self.cached.floors
+
+    def holds(self, block):
+        """Whether the block is cached. False for what is no block of the allocator."""
+        cdef int32_t number
+        read_id(block, &number)
+        return 0 <= number < self.allocator.max_capacity and self.cached.owners[number] > 0
+
+    def stats(self):
+        """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(1).
+
+        `looked_up` and `hits` are full blocks asked for and found, `inserted` = `cached` + `evicted` + `cleared`;
+        `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of unequal blocks.
+        """
+        free = self.allocator.c_free_count()
+        evictable = self.evictable
+        return {
+            "policy": self.policy,
+            "capacity": self.allocator.capacity,
+            "cached": self.cached.num_cached,
+            "used": self.allocator.capacity - free - evictable,
+            "evictable": evictable,
+            "free": free,
+            "looked_up": self.looked_up,
+            "hits": self.hits,
+            "inserted": self.cached.inserted,
+            "evicted": self.cached.evicted,
+            "cleared": self.cached.cleared,
+            "nodes": self.cached.table.num_alive,
+            "collisions": self.cached.table.collisions,
+        }
+
+    def check(self):
+        """Audits every equation between tree, policy, allocator and counters; raises `PoolError` naming a broken one.
+
+        O(nodes + tokens cached). Changes nothing.
+        """
+        broken = self.cached.audit()
+        if broken is not None:
+            raise PoolError(f"broken invariant: {broken}")
