@@ -85,6 +85,18 @@ def figures():
             per="call",
         ),
         Figure(
+            "decode, 1 x 512 tokens, 32/4 heads, no GIL, from Cython",
+            {"ours": lambda: workloads.small_decode(python=False)},
+            unit="us",
+            per="call",
+        ),
+        Figure(
+            "decode, 1 x 512 tokens, 32/4 heads, from Python",
+            {"ours": lambda: workloads.small_decode(python=True)},
+            unit="us",
+            per="call",
+        ),
+        Figure(
             "scheduler step, 256 running, 1,000 waiting",
             all_sides(lambda side: workloads.scheduler_step(side, 1_000), two),
             unit="us",
@@ -101,7 +113,7 @@ def figures():
 
 def line(figure):
     ours = figure.values["ours"]
-    cells = [f"{figure.name:<54}", f"{figure.unit} / {figure.per:<9}", f"{ours:>9.2f}"]
+    cells = [f"{figure.name:<55}", f"{figure.unit} / {figure.per:<9}", f"{ours:>9.2f}"]
     for side in ("reference", "numpy"):
         value = figure.values.get(side)
         cells.append(f"{'':>19}" if value is None else f"{value:>10.2f} ({value / ours:>5.1f}x)")
@@ -115,7 +127,7 @@ def main():
     print(
         f"{platform.machine()}, CPython {platform.python_version()}, {time.strftime('%Y-%m-%d')}; medians of one run\n"
     )
-    print(f"{'':<54}  {'':<14}  {'ours':>9}  {'reference':>19}  {'numpy':>19}")
+    print(f"{'':<55}  {'':<14}  {'ours':>9}  {'reference':>19}  {'numpy':>19}")
     results = figures()
     for figure in results:
         figure.measure()

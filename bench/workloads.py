@@ -201,6 +201,30 @@ def decode_step(side, dtype="bfloat16", num_seqs=8, length=512):
     return Work(lambda: pagepool.decode(q, pool, 0, tables, seq_lens, out=out, num_threads=1), ops)
 
 
+def small_decode(python, layers=64, calls=64):
+    """decode of 1 x 512 tokens, 32/4 heads of 64, one thread, a layer after the other; an operation is a call.
+
+    Once from Python and once from a foreign Cython module without the GIL: the difference is what Python costs a call.
+    """
+    rng = np.random.default_rng(0)
+    pool = pagepool.KvCachePool.from_layout(KvLayout(layers, 4, 64), 32)
+    k, v = rng.standard_normal((2, 512, 4, 64), np.float32)
+    for layer in range(layers):
+        pool.append(layer, np.arange(512), k, v)
+    tables, lens = rng.permutation(32).astype(np.int32)[None], np.array([512], np.int32)
+    q = rng.standard_normal((1, 32, 64), np.float32)
+    out = np.empty_like(q)
+
+    def run():
+        for layer in range(calls):
+            pagepool.decode(q, pool, layer % layers, tables, lens, out=out, num_threads=1)
+
+    if python:
+        return Work(run, calls)
+    loop = foreign.nogil().decode
+    return Work(lambda: loop(pool, q, tables, lens, out, calls), calls)
+
+
 # ---------------------------------------------------------------------------------------------------- scheduler
 
 
