@@ -8,7 +8,8 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
-from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status, pp_widen
+from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status
+from pagepool.memory.kernels cimport c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
 
@@ -135,7 +136,7 @@ cdef class Arguments:
             raise MemoryError(f"no memory to widen q of {self.q.shape[0]} query tokens")
         for seq in range(self.q.shape[0]):
             for head in range(self.q.shape[1]):
-                pp_widen(to, self.q.data + seq * self.q.strides[0] + head * self.q.strides[1], dim, dtype)
+                c_widen(to, self.q.data + seq * self.q.strides[0] + head * self.q.strides[1], dim, dtype)
                 to += dim
         self.args.q = self.widened
         self.args.q_stride_seq = self.q.shape[1] * dim
@@ -192,7 +193,7 @@ cdef class Arguments:
             if numbers == NULL:
                 raise MemoryError(f"no memory for {heads} {name}")
             for i in range(heads):
-                pp_widen(numbers + i, tensor.data + i * tensor.strides[0], 1, kind_of(&tensor))
+                c_widen(numbers + i, tensor.data + i * tensor.strides[0], 1, kind_of(&tensor))
         finally:
             release_tensor(&tensor)
             del held

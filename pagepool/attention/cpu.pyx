@@ -1,6 +1,6 @@
 """cpu_info: the instruction set in use and what the CPU has."""
 
-from pagepool.csrc cimport pp_default_num_threads, pp_isa, pp_isa_available, pp_isa_forced_unavailable
+from pagepool.memory.kernels cimport c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable
 
 import os
 import platform
@@ -21,20 +21,20 @@ def cpu_info():
     True
     """
     available = []
-    while pp_isa_available(<int>len(available)) != NULL:
-        available.append(pp_isa_available(<int>len(available)).decode())
+    while c_isa_available(<int>len(available)) != NULL:
+        available.append(c_isa_available(<int>len(available)).decode())
     return {
-        "isa": pp_isa().decode(),
+        "isa": c_isa().decode(),
         "available": available,
-        "num_threads": pp_default_num_threads(),
+        "num_threads": c_default_num_threads(),
         "machine": platform.machine(),
     }
 
 
-if pp_isa_forced_unavailable():
+if c_isa_forced_unavailable():
     warnings.warn(
         f"PAGEPOOL_ISA={os.environ.get('PAGEPOOL_ISA')} is not one of {', '.join(cpu_info()['available'])}: "
-        f"{pp_isa().decode()} is used",
+        f"{c_isa().decode()} is used",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -11,11 +11,10 @@ from pagepool.attention.arguments cimport Arguments
 from pagepool.csrc cimport (
     PP_MAX_THREADS,
     PP_OK,
-    pp_decode,
     pp_decode_args,
-    pp_default_num_threads,
     pp_status,
 )
+from pagepool.memory.kernels cimport c_decode_args, c_default_num_threads
 from pagepool.memory.kv_pool cimport KvCachePool
 
 import operator
@@ -49,12 +48,12 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
     args.num_threads = num_threads
     args.out = out
     args.lse = lse
-    return pp_decode(&args, num_threads)
+    return c_decode_args(&args, num_threads)
 
 
 cdef int read_threads(object num_threads) except -1:
     if num_threads is None:
-        return pp_default_num_threads()
+        return c_default_num_threads()
     threads = operator.index(num_threads)
     if not 1 <= threads <= PP_MAX_THREADS:
         raise ValueError(f"num_threads must be from 1 to {PP_MAX_THREADS}, not {threads}")
@@ -155,7 +154,7 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     pool.c_pin()
     try:
         with nogil:
-            status = pp_decode(&call.args, threads)
+            status = c_decode_args(&call.args, threads)
     finally:
         pool.c_unpin()
     if status != PP_OK:

@@ -2,7 +2,8 @@
 
 from libc.stdint cimport int64_t
 
-from pagepool.csrc cimport pp_merge_args, pp_merge_states
+from pagepool.csrc cimport pp_merge_args
+from pagepool.memory.kernels cimport c_merge_states
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def merge_states(v, s):
             args.s = &s_view[0] + row * parts * num_heads
             args.out = &out_view[0] + row * num_heads * head_dim
             args.lse = &lse_view[0] + row * num_heads
-            pp_merge_states(&args)
+            c_merge_states(&args)
     return out, lse
 
 

@@ -6,12 +6,13 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.csrc cimport (
-    PP_BF16, PP_F16, PP_F32, PP_INVALID_BLOCK, PP_INVALID_SLOT, PP_OK, pp_dtype, pp_kv_append, pp_kv_append_rows,
-    pp_kv_gather, pp_kv_layout, pp_kv_layout_init_v, pp_status,
+    PP_BF16, PP_F16, PP_F32, PP_INVALID_BLOCK, PP_INVALID_SLOT, PP_OK, pp_dtype, pp_kv_layout,
+    pp_kv_layout_init_v, pp_kv_rows, pp_status,
 )
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
 from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_id, read_ids, release_ids
+from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.memory.page_pool cimport PagePool
 from pagepool.memory.token_rows cimport TokenRows
@@ -139,11 +140,13 @@ cdef class KvCachePool(PagePool):
 
     cdef pp_status c_append(self, int32_t layer, const int64_t *slots, int64_t num_tokens, const float *k,
                             const float *v, int64_t token_stride, int64_t head_stride) noexcept nogil:
-        return pp_kv_append(&self.c_pool, layer, slots, num_tokens, k, v, PP_F32, token_stride, head_stride)
+        cdef pp_kv_rows k_rows = pp_kv_rows(k, token_stride, head_stride)
+        cdef pp_kv_rows v_rows = pp_kv_rows(v, token_stride, head_stride)
+        return c_kv_append_rows(&self.c_pool, layer, slots, num_tokens, k_rows, v_rows, PP_F32)
 
     cdef pp_status c_gather(self, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,
                             float *v) noexcept nogil:
-        return pp_kv_gather(&self.c_pool, layer, blocks, num_blocks, seq_len, k, v)
+        return c_kv_gather(&self.c_pool, layer, blocks, num_blocks, seq_len, k, v)
 
     cdef int32_t read_layer(self, object layer) except -1:
         self.check_open()
@@ -181,7 +184,7 @@ cdef class KvCachePool(PagePool):
         rows.read(slot_mapping, k, v, &self.c_pool.layout)
         self.c_pin()
         with nogil:
-            status = pp_kv_append_rows(
+            status = c_kv_append_rows(
                 &self.c_pool, number, rows.slots, rows.num_tokens, rows.k_rows, rows.v_rows, rows.dtype
             )
         self.c_unpin()

@@ -1,0 +1,51 @@
+"""The kernels and worker threads of the C library, for all other modules: they cimport them from here.
+
+So the package carries them once, and there is one choice of the instruction set and one set of threads.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+
+from pagepool.csrc cimport (
+    pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_isa, pp_isa_available, pp_isa_forced_unavailable,
+    pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states, pp_status, pp_widen,
+)
+
+__all__ = []
+
+
+cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
+                                pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil:
+    return pp_kv_append_rows(pool, layer, slot_mapping, num_tokens, k, v, src_dtype)
+
+
+cdef pp_status c_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
+                           int64_t seq_len, float *k, float *v) noexcept nogil:
+    return pp_kv_gather(pool, layer, blocks, num_blocks, seq_len, k, v)
+
+
+cdef void c_widen(float *to, const void *source, int64_t n, pp_dtype dtype) noexcept nogil:
+    pp_widen(to, source, n, dtype)
+
+
+cdef pp_status c_decode_args(const pp_decode_args *args, int num_threads) noexcept nogil:
+    return pp_decode(args, num_threads)
+
+
+cdef pp_status c_merge_states(const pp_merge_args *args) noexcept nogil:
+    return pp_merge_states(args)
+
+
+cdef int c_default_num_threads() noexcept nogil:
+    return pp_default_num_threads()
+
+
+cdef const char *c_isa() noexcept nogil:
+    return pp_isa()
+
+
+cdef const char *c_isa_available(int i) noexcept nogil:
+    return pp_isa_available(i)
+
+
+cdef int c_isa_forced_unavailable() noexcept nogil:
+    return pp_isa_forced_unavailable()
