@@ -52,13 +52,11 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
                 prefetch_walk(prefetch, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
                               rows[j] + at + PP_NEARER);
         }
-        PP_UNROLL for (int g = 0; g < HEADS; g++) {
-            const pp_v qa = v_set1(q[2 * g]), qb = v_set1(q[2 * g + 1]);
+        PP_UNROLL for (int g = 0; g < HEADS; g++)
             PP_UNROLL for (int j = 0; j < NV; j++) {
-                even[g * NV + j] = v_fma(a[j], qa, even[g * NV + j]);
-                odd[g * NV + j] = v_fma(b[j], qb, odd[g * NV + j]);
+                even[g * NV + j] = v_fma_all(a[j], q + 2 * g, even[g * NV + j]);
+                odd[g * NV + j] = v_fma_all(b[j], q + 2 * g + 1, odd[g * NV + j]);
             }
-        }
     }
     const pp_v scale = v_set1(tile->sm_scale);
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -83,11 +81,11 @@ PP_INLINE void PP_NAME(value_pair)(const int HEADS, const int NV, const int HALF
     if (FIRST)
         PP_UNROLL for (int g = 0; g < HEADS; g++)
             PP_UNROLL for (int j = 0; j < NV; j++)
-                sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE]), a[j], sum[g * NV + j]);
+                sum[g * NV + j] = v_fma_all(a[j], weight + g * PP_TILE, sum[g * NV + j]);
     if (SECOND)
         PP_UNROLL for (int g = 0; g < HEADS; g++)
             PP_UNROLL for (int j = 0; j < NV; j++)
-                sum[g * NV + j] = v_fma(v_set1(weight[g * PP_TILE + 1]), b[j], sum[g * NV + j]);
+                sum[g * NV + j] = v_fma_all(b[j], weight + g * PP_TILE + 1, sum[g * NV + j]);
 }
 
 /* Adds p V of tokens [from, to) to NV vectors of dims, from `column` of V's dims on, which lies in a run that is

@@ -20,6 +20,7 @@ static inline pp_v v_mul(pp_v a, pp_v b) { return a * b; }
 static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
 /* Rounds twice: the one place where the bits differ from those of the instruction sets with fma. */
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
+static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
 static inline pp_v v_pick(pp_vi mask, pp_v yes, pp_v no) { return (pp_v)((mask & (pp_vi)yes) | (~mask & (pp_vi)no)); }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return v_pick(a > b, a, b); }

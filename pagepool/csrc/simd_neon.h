@@ -13,6 +13,7 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return vsubq_f32(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return vmulq_f32(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return vdivq_f32(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
+static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
 /* A NaN is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
 /* 2^n for a float that holds 1.5 * 2^23 + n. */
