@@ -1,21 +1,18 @@
 /* decode_math.h: exp and merging of partial results, in an instruction set's vocabulary.  Included once per ISA. */
 
-/* exp(x) for x <= 0, to 1 ulp: x = n ln 2 + r, a polynomial of degree 7 in r (Cephes), times 2^n.  0 below the smallest
- * normal number; NaN stays NaN. */
+/* exp(x) for x <= 0, to 5 ulp (to 2 from -1 on): x = n ln 2 + r, a polynomial of degree 5 in r (minimax: 9e-8 of the
+ * value), times 2^n.  0 below about -87.68, where n is -127; NaN stays NaN.  8 operations of the units that multiply. */
 PP_INLINE pp_v v_exp(pp_v x) {
-    const pp_v lowest = v_set1(-87.33654f), magic = v_set1(12582912.0f);
-    pp_v bounded = v_max(lowest, x);
-    pp_v biased = v_fma(bounded, v_set1(1.44269504f), magic), n = v_sub(biased, magic);
-    pp_v r = v_fma(n, v_set1(-0.693359375f), bounded);
-    r = v_fma(n, v_set1(2.12194440e-4f), r);
-    pp_v p = v_set1(1.9875691500e-4f);
-    p = v_fma(p, r, v_set1(1.3981999507e-3f));
-    p = v_fma(p, r, v_set1(8.3334519073e-3f));
-    p = v_fma(p, r, v_set1(4.1665795894e-2f));
-    p = v_fma(p, r, v_set1(1.6666665459e-1f));
-    p = v_fma(p, r, v_set1(5.0000001201e-1f));
-    p = v_add(v_fma(p, v_mul(r, r), r), v_set1(1.0f));
-    return v_zero_below(v_mul(p, v_pow2(biased)), x, lowest);
+    const pp_v magic = v_set1(12583039.0f); /* 1.5 * 2^23 + 127 */
+    const pp_v bounded = v_max(v_set1(-88.0f), x);
+    const pp_v biased = v_fma(bounded, v_set1(1.44269504f), magic), n = v_sub(biased, magic);
+    const pp_v r = v_fma(n, v_set1(-0.69314718f), bounded);
+    pp_v p = v_set1(8.290272206e-3f);
+    p = v_fma(p, r, v_set1(4.189816117e-2f));
+    p = v_fma(p, r, v_set1(1.666763872e-1f));
+    p = v_fma(p, r, v_set1(4.999914765e-1f));
+    p = v_fma(p, r, v_set1(9.999997019e-1f));
+    return v_mul(v_fma(p, r, v_set1(1.0f)), v_pow2(biased));
 }
 
 /* exp of one number by the very same operations. */

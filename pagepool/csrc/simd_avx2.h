@@ -16,10 +16,9 @@ static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, 
 static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm256_max_ps(a, b); }
-/* 2^n for a float that holds 1.5 * 2^23 + n. */
+/* 2^n for a float that holds 1.5 * 2^23 + 127 + n; 0 where n is -127. */
 static inline pp_v v_pow2(pp_v biased) {
-    __m256i bits = _mm256_slli_epi32(_mm256_castps_si256(biased), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3f800000)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(biased), 23));
 }
 /* a where x >= limit or x is NaN, else 0. */
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {

@@ -16,9 +16,9 @@ static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
 static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
 /* A NaN is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
-/* 2^n for a float that holds 1.5 * 2^23 + n. */
+/* 2^n for a float that holds 1.5 * 2^23 + 127 + n; 0 where n is -127. */
 static inline pp_v v_pow2(pp_v biased) {
-    return vreinterpretq_f32_u32(vaddq_u32(vshlq_n_u32(vreinterpretq_u32_f32(biased), 23), vdupq_n_u32(0x3f800000u)));
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(biased), 23));
 }
 /* a where x >= limit or x is NaN, else 0. */
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {

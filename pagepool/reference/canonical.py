@@ -12,7 +12,7 @@ sequence's last token, or before it where there are several query tokens.
     5 slope   with an ALiBi slope: score = fma(slope, distance, score), distance = t - position, a whole number rounded
               to float32
     6 shift   new = max(m, scores of the tile); if new != m: c = exp(m - new), l = l * c, o = o * c
-    7 weight  p[t] = exp(score[t] - new), 0 when that difference is below EXP_MIN
+    7 weight  p[t] = exp(score[t] - new)
     8 sum     16 running sums: l[i] = l[i] + (p[i] + p[i+16]), p being 0 where the tile has no token; when the chunk is
               done l[i] += l[i+8], then l[i+4], l[i+2], l[i+1], and l is l[0]
     9 values  o[d] = fma(p[t], V[t][d], o[d]) for t ascending
@@ -59,10 +59,10 @@ from itertools import groupby
 from math import inf, log, nan
 from typing import NamedTuple
 
-from pagepool.reference.canonical_math import EXP_MIN, Fma, dot, exp, rounding_once_or_twice, tanh
+from pagepool.reference.canonical_math import Fma, dot, exp, rounding_once_or_twice, tanh
 from pagepool.reference.rounding import f32, rounded_to_bf16
 
-__all__ = ["CHUNK", "EXP_MIN", "TILE", "attend", "attend_with_scores"]
+__all__ = ["CHUNK", "TILE", "attend", "attend_with_scores"]
 
 CHUNK = 512
 TILE = 32

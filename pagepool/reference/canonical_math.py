@@ -7,18 +7,10 @@ from math import copysign
 
 from pagepool.reference.rounding import f32, fma
 
-__all__ = ["EXP_MIN", "TANH_BORDER", "Fma", "dot", "exp", "rounding_once_or_twice", "tanh"]
+__all__ = ["TANH_BORDER", "Fma", "dot", "exp", "rounding_once_or_twice", "tanh"]
 
-EXP_MIN = f32(-87.33654)  # exp of anything smaller is not a normal float32
 SMALLEST = 2.0**-126  # of the normal float32
-EXP_COEFFICIENTS = [
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-]
+EXP_COEFFICIENTS = [8.290272206e-3, 4.189816117e-2, 1.666763872e-1, 4.999914765e-1, 9.999997019e-1, 1.0]
 TANH_BORDER = 0.625
 TANH_COEFFICIENTS = [
     -5.70498872745e-3,
@@ -64,18 +56,16 @@ def _flushed(x: float) -> float:
 
 
 def exp(x: float, fma: Fma) -> float:
-    """exp(x) for x <= 0, 0 below EXP_MIN: x = n ln 2 + r with n whole, a polynomial in r (Cephes), times 2**n.
+    """exp(x) for x <= 0: x = n ln 2 + r with n whole, a polynomial in r, times 2**n; 0 where n is -127 or below.
 
-    >>> exp(-1.0, fma)
-    0.3678794503211975
+    >>> exp(-1.0, fma), exp(-87.7, fma)
+    (0.3678794801235199, 0.0)
     """
-    if x < EXP_MIN:
-        return 0.0
-    magic = 12582912.0  # 1.5 * 2**23: adding it leaves no room for a fraction
+    magic = 12583039.0  # 1.5 * 2**23 + 127: adding it leaves no room for a fraction, and its last bits are an exponent
+    x = max(x, -88.0) if x == x else x
     n = f32(fma(x, f32(1.44269504), magic) - magic)
-    r = fma(n, f32(2.12194440e-4), fma(n, -0.693359375, x))
-    p = _horner(EXP_COEFFICIENTS, r, fma)
-    return f32(f32(fma(p, f32(r * r), r) + 1.0) * 2.0**n)
+    p = _horner(EXP_COEFFICIENTS, fma(n, f32(-0.69314718), x), fma)
+    return 0.0 if n <= -127.0 else f32(p * 2.0**n)
 
 
 def tanh(x: float, fma: Fma) -> float:
