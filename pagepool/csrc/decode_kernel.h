@@ -19,6 +19,7 @@
 
 #ifdef PP_DOT
 #include "decode_dot.h"
+#define PP_IN_STEPS 0
 #else
 #define PP_PAGES PP_DTYPE
 #define PP_QUERY_PAIR 2 /* elements of packed queries that a pair of dims takes */
@@ -228,6 +229,11 @@ static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile 
     }
 }
 
+#define PP_IN_STEPS PP_STEPS
+#if PP_IN_STEPS
+#include "decode_step.h"
+#endif
+
 #include "decode_arrange.h"
 #endif
 
@@ -236,6 +242,15 @@ static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile 
 static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int32_t to, int32_t row, int prefetch) {
     const int32_t group_size = work->group_size, q_step = PP_QUERY_PAIR * (to - from);
     const float *q = work->q + (int64_t)row * (tile->head_dim / 2 * PP_QUERY_PAIR);
+#if PP_IN_STEPS
+    if (tile->step) {
+        tile->row = from;
+        if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)row * work->num_blocks;
+        for (int32_t i = row; work->seen && i < row + to - from; i++) work->seen[i] = 1.0f;
+        PP_NAME(step_of)(to - from, tile, q, q_step, work->rows + row * work->row_stride, work->m + row, prefetch);
+        return;
+    }
+#endif
     for (int32_t r = from, end; r < to; r = end) {
         end = to;
         if (work->seen) {
@@ -282,22 +297,29 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
      * hardware's prefetchers do better then (Zen 4: 0.93 to 0.98 of the limit, not 0.82 to 0.87), if left alone. */
     const int by_hardware = work->prefetch == PP_PREFETCH_REPEAT && head_rows <= PP_ITEM / 2 &&
                             (work->part_end - work->part_begin) * layout->head_bytes >= 1 << 17;
-    const unsigned char *groups[2], *next[2];
+    /* Two tiles at a time are read from where they are.  A prefetch into L1 comes twice as early then: too early for
+     * what fits there, if heads are large. */
+    const int steps = PP_IN_STEPS && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
+                      (work->prefetch != PP_PREFETCH_L1 || layout->head_bytes <= 4096);
+    const unsigned char *groups[4], *next[4];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
-    pp_tile_groups(work, first_tile, groups);
-    for (int64_t begin = first_tile; begin < work->end; begin += PP_TILE) {
+    pp_step_groups(work, first_tile, groups);
+    for (int64_t begin = first_tile, after; begin < work->end; begin = after) {
+        after = begin + 2 * PP_TILE;
+        tile.step = steps && begin >= work->first && after <= work->end && pp_all_see(&work->view, begin, after);
+        if (!tile.step) after = begin + PP_TILE;
         tile.begin = begin;
         tile.seen = pp_bits_between(work->first - begin, work->end - begin);
         tile.distance = begin - pp_position(&work->view, 0);
-        const int more = begin + PP_TILE < work->end;
-        pp_tile_groups(work, more ? begin + PP_TILE : begin, next);
+        const int more = after < work->end;
+        pp_step_groups(work, more ? after : begin, next);
         for (int32_t index = work->part_begin, end; index < work->part_end; index = end) {
             const int32_t head = index / parts, head_end = (head + 1) * parts;
             end = head_end < work->part_end ? head_end : work->part_end;
             const int more_heads = end < work->part_end;
             const int prefetch = layout->tiled && !(by_hardware && more_heads) ? work->prefetch : PP_PREFETCH_NONE;
             if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < (tile.step ? 4 : 2); i++) {
                 unsigned char *group = scratch + (scratch ? i * tiled->head_bytes : 0);
                 tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : group;
                 tile.v[i] = scratch ? group + tiled->k_bytes : tile.k[i] + layout->k_bytes;
@@ -314,8 +336,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                               part_border(head_rows, part + 1 - head * parts), row_of_part(head_rows, part),
                               part == index ? prefetch : PP_PREFETCH_NONE);
         }
-        groups[0] = next[0];
-        groups[1] = next[1];
+        memcpy(groups, next, sizeof groups);
     }
     for (int32_t h = first; h < last; h++) {
         float *sums = work->rows + (h + 1) * work->row_stride - PP_GROUP;
@@ -354,5 +375,6 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 #undef PP_QUERY_PAIR
 #undef PP_ITEM
 #undef PP_DOT
+#undef PP_IN_STEPS
 #undef LOAD2
 #undef LOAD2_HALF

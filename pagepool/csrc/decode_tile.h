@@ -5,8 +5,9 @@
 #include "kernels.h"
 
 typedef struct pp_tile {
-    const unsigned char *k[2], *v[2];           /* of its two groups of 16 tokens */
-    const unsigned char *next_k[2], *next_v[2]; /* what will be read next: prefetched; next_v may be NULLs */
+    const unsigned char *k[4], *v[4];           /* of its two groups of 16 tokens, and of those of the tile after it */
+    const unsigned char *next_k[4], *next_v[4]; /* what will be read next: prefetched; next_v may be NULLs */
+    int step;                                   /* the tile after it is done along: all rows see all of both */
     uint32_t seen;                              /* a bit for each of its tokens; not 0 */
     int head_dim, v_head_dim;
     float sm_scale, logits_soft_cap;

@@ -45,7 +45,7 @@ typedef struct pp_chunk {
     int64_t num_blocks;         /* sums of a row */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
     int prefetch;                 /* one of PP_PREFETCH_... */
-    const unsigned char *next[2]; /* what will be read after this chunk (K of two groups), to be prefetched; or NULLs */
+    const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
 } pp_chunk;
 
 /* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; for one without a token
@@ -63,6 +63,14 @@ static inline void pp_tile_groups(const pp_chunk *work, int64_t begin, const uns
     }
     if (!groups[0]) groups[0] = groups[1];
     if (!groups[1]) groups[1] = groups[0];
+}
+
+/* The same of two tiles; where there is no second one, those of the first stand for it. */
+static inline void pp_step_groups(const pp_chunk *work, int64_t begin, const unsigned char **groups) {
+    pp_tile_groups(work, begin, groups);
+    groups[2] = groups[0];
+    groups[3] = groups[1];
+    if (begin + PP_TILE < work->end) pp_tile_groups(work, begin + PP_TILE, groups + 2);
 }
 
 /* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */

@@ -334,8 +334,8 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
 static void set_next(pp_chunk *work, const pp_chunk *after) {
     const int32_t parts = parts_of(after->group_size * after->view.num_queries);
     if (after->part_begin == after->part_end) return;
-    pp_tile_groups(after, after->first / PP_TILE * PP_TILE, work->next);
-    for (int i = 0; i < 2; i++) work->next[i] += after->part_begin / parts * after->pool->layout.head_bytes;
+    pp_step_groups(after, after->first / PP_TILE * PP_TILE, work->next);
+    for (int i = 0; i < 4; i++) work->next[i] += after->part_begin / parts * after->pool->layout.head_bytes;
 }
 
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {

@@ -1,6 +1,7 @@
 /* simd_avx2.h: the kernels' vocabulary in AVX2, FMA and F16C: 8 lanes.  Included inside a target region. */
 #define PP_LANES 8
 #define PP_MAX_HEADS 6 /* query heads that share a load */
+#define PP_STEPS 0
 #define PP_HALF_TAIL 0 /* 8 divides every head_dim */
 
 typedef __m256 pp_v;

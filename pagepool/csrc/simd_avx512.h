@@ -1,6 +1,7 @@
 /* simd_avx512.h: the kernels' vocabulary in AVX-512 F, BW, DQ, VL: 16 lanes.  Included inside a target region. */
 #define PP_LANES 16
 #define PP_MAX_HEADS 8 /* query heads that share a load */
+#define PP_STEPS 1      /* the walk takes two tiles at a time where it can */
 
 typedef __m512 pp_v;
 

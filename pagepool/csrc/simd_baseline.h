@@ -1,6 +1,7 @@
 /* simd_baseline.h: the kernels' vocabulary in the compiler's own vectors: 4 lanes, any CPU, no fma, no f16. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 4 /* query heads that share a load */
+#define PP_STEPS 0
 #define PP_HALF_TAIL 0
 
 typedef float pp_v __attribute__((vector_size(16)));

@@ -1,6 +1,7 @@
 /* simd_neon.h: the kernels' vocabulary in AArch64 Advanced SIMD: 4 lanes. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 8 /* query heads that share a load */
+#define PP_STEPS 0
 #define PP_HALF_TAIL 0
 
 typedef float32x4_t pp_v;

@@ -1,0 +1,146 @@
+/* decode_step.h: the straight line of the walk: two neighbouring tiles of one kv head, all seen by all rows.
+ *
+ * Included once per dtype from decode_kernel.h where PP_IN_STEPS is 1; V's dims are a multiple of PP_V_RUN.  It adds in
+ * the order of two tiles, one after the other, bit for bit.  Two at a time, because between the last score of a tile
+ * and its first value there is a chain of about 100 cycles (maximum, exp) over which little else can be done: here the
+ * exps of one tile hide the chain of the other, and the sums of values are loaded and stored half as often.
+ *
+ * Scores and weights lie tile by tile, in a tile head by head, 32 of each. */
+
+/* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES. */
+PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const pp_tile *tile, const int first, const float *q,
+                                    const int q_step, float *s, int prefetch) {
+    enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES };
+    const unsigned char *rows[4], *ahead[4], *half[4];
+    pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
+    PP_UNROLL for (int j = 0; j < NV; j++) {
+        rows[j] = tile->k[(first + j) / PER_GROUP];
+        ahead[j] = tile->next_k[(first + j) / PER_GROUP];
+        half[j] = tile->v[(first + j) / PER_GROUP];
+    }
+    PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
+    const int64_t end = (int64_t)tile->head_dim / 2 * PP_NAME(K_PAIR_BYTES);
+    for (int64_t at = 0; at < end; at += PP_NAME(K_PAIR_BYTES), q += q_step) {
+        pp_v a[4], b[4];
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            const int column = (first + j) % PER_GROUP * PP_LANES;
+            LOAD2(rows[j] + at, PP_GROUP, column, &a[j], &b[j]);
+            if (prefetch && column == 0)
+                prefetch_walk(prefetch, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
+                              rows[j] + at + PP_NEARER);
+        }
+        PP_UNROLL for (int g = 0; g < HEADS; g++)
+            PP_UNROLL for (int j = 0; j < NV; j++) {
+                even[g * NV + j] = v_fma_all(a[j], q + 2 * g, even[g * NV + j]);
+                odd[g * NV + j] = v_fma_all(b[j], q + 2 * g + 1, odd[g * NV + j]);
+            }
+    }
+    const pp_v scale = v_set1(tile->sm_scale);
+    PP_UNROLL for (int j = 0; j < NV; j++) {
+        float *to = s + (first + j) / VECTORS * HEADS * PP_TILE + (first + j) % VECTORS * PP_LANES;
+        PP_UNROLL for (int g = 0; g < HEADS; g++)
+            v_store(to + g * PP_TILE, v_mul(v_add(even[g * NV + j], odd[g * NV + j]), scale));
+    }
+}
+
+/* Makes a tile's scores weights, and adds them to the running sums; whether some maximum rose, and rescale was set. */
+PP_INLINE int PP_NAME(step_weights)(const int HEADS, const pp_tile *tile, float *s, float *rows, float *m,
+                                    float *rescale) {
+    enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
+    int above = 0;
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        pp_v highest = v_load(s + g * PP_TILE);
+        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
+        above |= v_any_above(highest, m[g]);
+    }
+    if (above) raise_maxima(HEADS, s, m, rows, tile->row_stride, rescale);
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        float *row = s + g * PP_TILE, *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
+        const pp_v shift = v_set1(shift_of(m[g]));
+        pp_v x[VECTORS];
+        PP_UNROLL for (int j = 0; j < VECTORS; j++) {
+            x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
+            v_store(row + j * PP_LANES, x[j]);
+        }
+        PP_UNROLL for (int j = 0; j < SUMS; j++)
+            v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
+    }
+    return above;
+}
+
+/* Adds p V of both tiles to NV vectors of dims, from `column` of V's dims on; scales: of each tile, or NULL. */
+PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const pp_tile *tile, int column, const float *p,
+                                    const float *const *scales, float *o, int prefetch) {
+    enum { PAIR_BYTES = 2 * PP_V_RUN * PP_ITEM, RUN_BYTES = PP_GROUP * PP_V_RUN * PP_ITEM };
+    const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
+    const int last_run = column / PP_V_RUN + 1 == tile->v_head_dim / PP_V_RUN;
+    pp_v sum[PP_MAX_HEADS * 8];
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
+    for (int i = 0; i < 4; i++) {
+        const float *scale = i % 2 ? NULL : scales[i / 2];
+        if (scale)
+            PP_UNROLL for (int g = 0; g < HEADS; g++)
+                PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_mul(sum[g * NV + j], v_set1(scale[g]));
+        const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run, *half = tile->next_k[i] + run;
+        const unsigned char *near = last_run ? tile->next_k[i] : rows + RUN_BYTES;
+        const unsigned char *end = rows + RUN_BYTES - (last_run ? PP_NEARER : 0);
+        const float *weight = p + i / 2 * HEADS * PP_TILE + i % 2 * PP_GROUP;
+        for (int64_t at = 0; at < RUN_BYTES; at += PAIR_BYTES, weight += 2) {
+            pp_v a[8], b[8];
+            if (prefetch)
+                prefetch_walk(prefetch, PAIR_BYTES, ahead + at, half + at, near + at,
+                              rows + at + (rows + at < end ? PP_NEARER : 0));
+            PP_UNROLL for (int j = 0; j < NV; j++)
+                LOAD2(rows + at, PP_V_RUN, column % PP_V_RUN + j * PP_LANES, &a[j], &b[j]);
+            PP_UNROLL for (int g = 0; g < HEADS; g++)
+                PP_UNROLL for (int j = 0; j < NV; j++)
+                    sum[g * NV + j] = v_fma_all(a[j], weight + g * PP_TILE, sum[g * NV + j]);
+            PP_UNROLL for (int g = 0; g < HEADS; g++)
+                PP_UNROLL for (int j = 0; j < NV; j++)
+                    sum[g * NV + j] = v_fma_all(b[j], weight + g * PP_TILE + 1, sum[g * NV + j]);
+        }
+    }
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
+}
+
+/* Both tiles for HEADS rows of the kv head; arguments as those of `tile`. */
+PP_INLINE void PP_NAME(step)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
+                             int prefetch) {
+    enum { VECTORS = 2 * PP_TILE / PP_LANES };
+    float s[2 * PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
+    float rescale[2][PP_RESCALES];
+    const float *scales[2];
+    const int NV = score_vectors(HEADS), columns = value_vectors(HEADS) * PP_LANES;
+    for (int vector = 0; vector < VECTORS; vector += NV)
+        PP_NAME(step_scores)(HEADS, NV, tile, vector, q, q_step, s, prefetch);
+    pp_tile one = {.seen = 0};
+    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes || tile->block_sums) one = *tile;
+    for (int i = 0; i < 2; i++) {
+        float *p = s + i * HEADS * PP_TILE;
+        if (one.logits_soft_cap != 0.0f || one.alibi_slopes) bend_scores(&one, HEADS, p);
+        scales[i] = PP_NAME(step_weights)(HEADS, tile, p, rows, m, rescale[i]) ? rescale[i] : NULL;
+        if (one.block_sums) add_to_blocks(&one, HEADS, p, scales[i]);
+        one.distance += PP_TILE;
+        one.begin += PP_TILE;
+    }
+    for (int d = 0; d < tile->v_head_dim; d += columns)
+        PP_NAME(step_values)(HEADS, value_vectors(HEADS), tile, d, s, scales, rows, d % PP_V_RUN ? 0 : prefetch);
+}
+
+static __attribute__((noinline)) void PP_NAME(step_of)(int heads, const pp_tile *tile, const float *q, int q_step,
+                                                       float *rows, float *m, int prefetch) {
+    switch (heads) {
+    case 1: PP_NAME(step)(1, tile, q, q_step, rows, m, prefetch); break;
+    case 2: PP_NAME(step)(2, tile, q, q_step, rows, m, prefetch); break;
+    case 3: PP_NAME(step)(3, tile, q, q_step, rows, m, prefetch); break;
+    case 4: PP_NAME(step)(4, tile, q, q_step, rows, m, prefetch); break;
+    case 5: PP_NAME(step)(5, tile, q, q_step, rows, m, prefetch); break;
+    case 6: PP_NAME(step)(6, tile, q, q_step, rows, m, prefetch); break;
+    case 7: PP_NAME(step)(7, tile, q, q_step, rows, m, prefetch); break;
+    case 8: PP_NAME(step)(8, tile, q, q_step, rows, m, prefetch); break;
+    }
+}
