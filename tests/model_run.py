@@ -11,15 +11,19 @@ known without any implementation. After an abort all that can be seen is as it w
 """
 
 import argparse
+import ctypes
 import random
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import model_blocks
 import model_cache
 import model_hybrid
 from model_world import Divergence
+
+from pagepool import PoolError
 
 STEPS_PER_WORLD = 4000
 STEPS_PER_COMPARISON = 100
@@ -79,6 +83,39 @@ def run(seed, ops, report=None, failing=None):
     return counted
 
 
+class Failing:
+    """Lets allocations of the compiled memory fail, now and then, through the preloaded tests/memory/failing_malloc.c.
+
+    Only what the extension modules themselves ask the system for: the program that drives them goes on.
+    """
+
+    def __init__(self):
+        shim = ctypes.CDLL(None)
+        self.countdown = ctypes.c_long.in_dll(shim, "failing_countdown")
+        self.failed = 0
+        ours = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/pagepool/" in line]
+        borders = [int(border, 16) for fields in ours if "x" in fields[1] for border in fields[0].split("-")]
+        (ctypes.c_size_t * len(borders)).in_dll(shim, "failing_ranges")[:] = borders
+        ctypes.c_long.in_dll(shim, "failing_num_ranges").value = len(borders) // 2
+
+    def attempt(self, world, call):
+        """The result of a call; one time in four an allocation fails, which changes nothing, and it is called again."""
+        if world.below(4):
+            return call()
+        before = world.picture()
+        self.countdown.value = 1 + world.below(3)
+        try:
+            return call()
+        except MemoryError as error:
+            if isinstance(error, PoolError):
+                raise
+        finally:
+            self.countdown.value = 0
+        self.failed += 1
+        world.same_picture(before, "after an allocation failed")
+        return call()
+
+
 def table(counted):
     """The lines of the table."""
     yield f"{'operation':16}{'drawn':>10}{'within':>10}{'done':>10}{'raised':>10}"
@@ -90,7 +127,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", type=int, default=10**7)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--failing", action="store_true", help="allocations fail (failing_malloc.so is preloaded)")
     arguments = parser.parse_args()
+    failing = Failing() if arguments.failing else None
     seed = random.SystemRandom().randrange(10**9) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.ops} operations", flush=True)
     start = time.monotonic()
@@ -100,10 +139,12 @@ def main():
             print(f"{done} operations, {time.monotonic() - start:.0f} s", flush=True)
 
     try:
-        counted = run(seed, arguments.ops, report)
+        counted = run(seed, arguments.ops, report, failing)
     except Divergence as error:
         sys.exit(str(error))
     print(*table(counted), sep="\n")
+    if failing is not None:
+        print(f"{failing.failed} allocations failed")
     seconds = time.monotonic() - start
     rate = arguments.ops / seconds
     print(f"no divergence in {arguments.ops} operations, seed {seed}, {seconds:.0f} s, {rate:.0f} a second")

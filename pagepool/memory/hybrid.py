@@ -38,7 +38,8 @@ class HybridSequence:
 
     `kv[i]` is the `PagedSeqState` of group i, `state` a `StateHandle` or None; the engine writes keys, values and
     states through them, and moves the sequence with the methods here. What a window has left is given back by the next
-    `append`, unless a checkpoint needs it. It takes part in a `Transaction`. Raises `PoolExhausted`, `ValueError`.
+    `append`, unless a checkpoint needs it. It takes part in a `Transaction`. One thread at a time may use it. Raises
+    `PoolExhausted`, `ValueError`.
 
     >>> from pagepool import BlockAllocator, KvGroup, StateLayout
     >>> states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)

@@ -33,8 +33,9 @@ cdef object read_capacity(object capacity):
 cdef class SsmStatePool:
     """`capacity` states: `make_state(i)` builds each, at once.
 
-    A fresh pool lends 0, 1, 2, ...; later the slot released last comes first. Raises `ValueError` for a capacity out of
-    range, `TypeError` when `make_state` cannot be called.
+    A fresh pool lends 0, 1, 2, ...; later the slot released last comes first. Any number of threads may use one pool, a
+    slot belongs to one of them at a time. Raises `ValueError` for a capacity out of range, `TypeError` when
+    `make_state` cannot be called.
 
     >>> from pagepool import Mamba2SequenceState
     >>> pool = SsmStatePool(2, lambda i: Mamba2SequenceState(n_layers=1, d_state=4, d_inner=8, max_context=16))

@@ -10,6 +10,7 @@ from pagepool.prefix.cached_blocks cimport CACHED, CachedBlocks
 from pagepool.prefix.event_log cimport EventLog
 from pagepool.prefix.summary cimport CacheSummary
 from pagepool.prefix.terms cimport time_key
+from pagepool.prefix.uninterrupted cimport Uninterrupted
 
 import operator
 
@@ -117,7 +118,9 @@ cdef class PrefixCache(CacheSummary):
         cdef int64_t n = row.shape[0] // self.block_size, num_full = 0, num_found, i
         cdef int32_t[::1] found
         cdef int32_t node, common = 0
-        root = cached.table.roots.get(root_key(cache_salt, extra_keys))
+        key = root_key(cache_salt, extra_keys)
+        cdef Uninterrupted _guard = Uninterrupted()
+        root = cached.table.roots.get(key)
         if root is not None and row.shape[0]:
             cached.c_reserve_path(n + 1)
             cached.order.c_reserve(n + 1)
@@ -180,12 +183,13 @@ cdef class PrefixCache(CacheSummary):
         cdef int64_t known = operator.index(start)
         cdef int level = cached.order.level_of(priority, self.policy), mark = cached.floors.mark_of(group)
         cdef uint64_t end = cached.order.end_of(ttl, now, self.policy)
-        key = root_key(cache_salt, extra_keys)
         if not 0 <= known <= n:
             raise ValueError(f"start must be from 0 to {n}, the number of full blocks, not {known}")
+        key = self.cached.table.named_key(root_key(cache_salt, extra_keys))
         if n == 0:
             return 0
         read_ids(blocks, &ids)
+        cdef Uninterrupted _guard = Uninterrupted()
         try:
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
@@ -233,7 +237,8 @@ cdef class PrefixCache(CacheSummary):
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, leading = 0
-        key = root_key(cache_salt, extra_keys)
+        key = self.cached.table.named_key(root_key(cache_salt, extra_keys))
+        cdef Uninterrupted _guard = Uninterrupted()
         if n:
             self.cached.table.reserve(n + 1)
             self.cached.order.c_reserve(n)
@@ -271,8 +276,7 @@ cdef class PrefixCache(CacheSummary):
         (1, array([0], dtype=int32))
         """
         cdef IdArray ids
-        cdef Py_ssize_t i
-        cdef int64_t count = 0
+        cdef int64_t count = 0, i
         read_ids(blocks, &ids)
         for i in range(ids.count):
             if 0 <= ids.ids[i] < self.allocator.max_capacity:

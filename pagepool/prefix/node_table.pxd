@@ -30,8 +30,10 @@ cdef class NodeTable:
     cdef void c_give_names(self) noexcept
     # Room for n more nodes: c_add then cannot fail. Pointers into the table end here.
     cdef int reserve(self, int64_t n) except -1
+    # What `root` takes. Runs Python code: before `reserve`, since another thread may come between.
+    cdef tuple named_key(self, bytes key)
     # The root of a key, made when it is not there; `reserve` first.
-    cdef int32_t root(self, bytes key) except -1
+    cdef int32_t root(self, tuple named_key) except -1
     # The child with these tokens, every one compared, or -1, and then its hash.
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens, uint64_t *hash) noexcept
     # How many of n blocks of tokens are those of nodes node + 1, node + 2, ..., each the child of the one before it.

@@ -86,13 +86,17 @@ cdef class NodeTable:
                     self.buckets[bucket] = node
         return 0
 
-    cdef int32_t root(self, bytes key) except -1:
-        cdef object known = self.roots.get(key)
+    cdef tuple named_key(self, bytes key):
+        """A key with what its root is called in events: what Python code must work out before anything begins."""
+        return key, root_name(key) if self.named else None
+
+    cdef int32_t root(self, tuple named_key) except -1:
+        cdef bytes key, name
         cdef int32_t node
-        cdef bytes name
+        key, name = named_key
+        cdef object known = self.roots.get(key)
         if known is not None:
             return known
-        name = root_name(key) if self.named else None
         node = self.c_make()
         if name is not None:
             memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))

@@ -23,7 +23,7 @@ class PrefixPins:
 
     There is no clock in it: `ttl` and `now` are numbers of the caller's, of one unit, so that a replay is exact. Blocks
     pinned count as in use. Pins outlast `reset_prefix_cache`. Their blocks are free when the object goes and nobody
-    else holds them. Raises `ValueError` when the budget is below 0.
+    else holds them. One thread at a time may use it. Raises `ValueError` when the budget is below 0.
 
     blocks with a pin <= budget        references held == sum over pins of their blocks
 

@@ -24,7 +24,7 @@ class StateCheckpoints:
 
     A state is kept at the end of requests, where prompts part, and on a sparse grid; in what order they go, see
     `pagepool.prefix.checkpoint_value`. The size of a state and that of a KV block have nothing to do with each other.
-    A request of a hybrid model takes these steps; the calls copy under the GIL, and none keeps the arguments:
+    A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps the arguments:
 
         blocks, kv_tokens = cache.match_tokens(tokens)           # keys and values, parts of a block included
         begin = checkpoints.resume(slot, tokens, kv_tokens)      # the state: go on from token `begin`

@@ -1,6 +1,7 @@
 /* failing_malloc.c: preloaded, makes one allocation fail, and counts the blocks that live and the bytes mapped.
  *
- * failing_countdown = n: the n-th allocation of this process from then on fails, once. 0: none does. */
+ * failing_countdown = n: the n-th allocation of this process from then on fails, once. 0: none does. With
+ * failing_num_ranges above 0, only those count that are asked for by code in failing_ranges: begin and end of each. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -8,7 +9,10 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-long failing_countdown, failing_live, failing_mapped;
+#define MOST_RANGES 256
+
+long failing_countdown, failing_live, failing_mapped, failing_num_ranges;
+size_t failing_ranges[2 * MOST_RANGES];
 
 extern void *__libc_malloc(size_t);
 extern void *__libc_calloc(size_t, size_t);
@@ -16,7 +20,17 @@ extern void *__libc_realloc(void *, size_t);
 extern void *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
 
-static int fails(void) { return failing_countdown > 0 && --failing_countdown == 0; }
+static int counts(size_t caller) {
+    for (long i = 0; i < failing_num_ranges; i++)
+        if (failing_ranges[2 * i] <= caller && caller < failing_ranges[2 * i + 1]) return 1;
+    return failing_num_ranges == 0;
+}
+
+static int fails_for(void *caller) {
+    return failing_countdown > 0 && counts((size_t)caller) && --failing_countdown == 0;
+}
+
+#define fails() fails_for(__builtin_return_address(0))
 
 static void *counted(void *memory) {
     failing_live += memory != NULL;

@@ -14,12 +14,14 @@ import pagepool
 HERE = Path(__file__).parent
 
 
-def test_every_allocation_may_fail(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A function that runs a script, with allocations that can be made to fail, and returns what it prints."""
     if shutil.which("gcc") is None:
         pytest.skip("gcc builds the library that lets allocations fail")
     if "asan" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("the sanitizer brings an allocator of its own")
-    shim = tmp_path / "failing_malloc.so"
+    shim = tmp_path_factory.mktemp("shim") / "failing_malloc.so"
     source = str(HERE / "failing_malloc.c")
     subprocess.run(["gcc", "-O1", "-Wall", "-shared", "-fPIC", source, "-o", str(shim), "-ldl"], check=True)
     environment = {
@@ -29,17 +31,25 @@ def test_every_allocation_may_fail(tmp_path):
         "PYTHONPATH": str(Path(pagepool.__file__).parents[1]),
         "OPENBLAS_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run_out_of_memory.py")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
-    results = json.loads(done.stdout)
+
+    def run(script, *options):
+        command = [sys.executable, str(script), *options]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_every_allocation_may_fail(run):
+    results = json.loads(run(HERE / "run_out_of_memory.py"))
     wrong = {name: what for name, what in results.items() if not isinstance(what, int)}
     assert not wrong
     spared = {name for name, failures in results.items() if failures == 0}
     assert spared <= {"allocate", "reserve", "truncate", "lend", "end of priorities"}
     assert len(results) > 25 and sum(results.values()) > 100
+
+
+def test_a_random_program_goes_on_after_each_allocation_that_fails(run):
+    said = run(HERE.parent / "model_run.py", "--ops", "20000", "--seed", "7", "--failing")
+    assert int(said.split(" allocations failed")[0].split()[-1]) > 100, said

@@ -1,0 +1,191 @@
+"""Several Python threads at once: what may be shared as it is stays whole wherever the interpreter switches."""
+
+import gc
+import random
+import sys
+import threading
+import time
+
+import pytest
+
+from pagepool import (
+    BlockAllocator,
+    HybridSequence,
+    KvCachePool,
+    KvGroup,
+    KvLayout,
+    PagedSeqState,
+    PoolExhausted,
+    PrefixCache,
+    SsmStatePool,
+    StateLayout,
+    Transaction,
+)
+
+STATES = StateLayout(layers=[{"h": ((4,), "float32")}])
+THREADS = 5
+
+
+class Litter:
+    """Garbage that only the collector finds, and that lets other threads run when it does."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0)
+
+
+@pytest.fixture
+def switching():
+    """Threads switch at any bytecode, and wherever an allocation makes the collector run."""
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20, 2, 2)
+    yield
+    sys.setswitchinterval(interval)
+    gc.set_threshold(*threshold)
+
+
+def together(work, seconds=0.4):
+    """Runs `work(rng, number)` again and again in several threads; raises what one of them raises."""
+    failures = []
+    end = time.monotonic() + seconds
+    start = threading.Barrier(THREADS)
+
+    def loop(number):
+        rng = random.Random(number)
+        try:
+            start.wait()
+            while time.monotonic() < end and not failures:
+                Litter()
+                work(rng, number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=loop, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
+def test_a_prefix_cache_may_be_used_by_several_threads(switching, policy):
+    """Every block that is found holds the tokens that were asked for, whatever others do to the cache meanwhile."""
+    allocator = BlockAllocator(40)
+    cache = PrefixCache(allocator, 2, policy, max_events=100)
+    written = {}  # what the pages of blocks in use hold, by block
+
+    def work(rng, number):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(14))]
+        blocks, tokens = cache.match_tokens(prompt)
+        blocks = blocks.tolist()
+        for place, block in enumerate(blocks[: tokens // 2]):
+            assert written[block] == prompt[: 2 * place + 2]
+        try:
+            full = tokens // 2
+            own = allocator.allocate_n(len(prompt) // 2 - full).tolist()
+        except PoolExhausted:
+            cache.evict(3)
+            own = None
+        if own is not None:
+            row = blocks[:full] + own
+            for place, block in enumerate(own, full):
+                written[block] = prompt[: 2 * place + 2]
+            cache.cache_blocks(prompt, row)
+            allocator.free(own)
+        allocator.free(blocks)
+        if rng.randrange(20) == 0:
+            cache.discard([rng.randrange(40)])
+        if rng.randrange(200) == 0:
+            cache.reset_prefix_cache()
+        if rng.randrange(10) == 0:
+            cache.drain_events()
+            cache.stats()
+
+    together(work)
+    cache.check()
+    allocator.check(others=0)
+    assert cache.stats()["hits"] > 0
+    cache.reset_prefix_cache()
+    assert allocator.in_use == 0
+
+
+def test_states_of_one_pool_may_be_lent_to_several_threads(switching):
+    pool = SsmStatePool.from_layout(STATES, 7)
+
+    def work(rng, number):
+        try:
+            handle = pool.handle(pool.alloc(number + 1))
+        except PoolExhausted:
+            return
+        view = handle.view(0, "h")
+        assert view.tolist() == [0] * 4 and handle.slot.position == 0
+        view[...] = number
+        handle.slot.step()
+        if pool.free_count > 2:
+            try:
+                other = handle.fork()
+            except PoolExhausted:  # others were faster
+                other = None
+            if other is not None:
+                assert other.view(0, "h").tolist() == [number] * 4 and other.slot.request_id == number + 1
+                other.release()
+        assert handle.slot.request_id == number + 1 and view.tolist() == [number] * 4
+        handle.release()
+        assert handle.is_stale
+
+    together(work)
+    pool.check()
+    assert pool.used_count == 0
+
+
+def test_transactions_of_several_threads_share_allocator_cache_and_states(switching):
+    allocator = BlockAllocator(200)
+    KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=4, dtype="float32"), 200, allocator)
+    cache = PrefixCache(allocator, 4, "lru")
+    states = SsmStatePool.from_layout(STATES, 30)
+    done = [0] * THREADS
+
+    def work(rng, number):
+        prompt = [number, *[rng.randrange(2) for _ in range(11)]]
+        state = PagedSeqState(allocator, 4, label=number)
+        hybrid = HybridSequence([KvGroup(allocator, 4), KvGroup(allocator, 4, window=5)], states, label=number + 1)
+        before, abort = None, rng.randrange(2)
+        try:
+            hybrid.append(rng.randrange(1, 12))
+            before = [kv.blocks for kv in hybrid.kv]
+            with Transaction(state, hybrid) as transaction:
+                found = transaction.match_prefix(cache, prompt)
+                state.adopt(found)
+                transaction.free(allocator, found)
+                state.append(len(prompt) - state.len)
+                hybrid.append(7)
+                with transaction.nested(hybrid) as draft:
+                    hybrid.checkpoint()
+                    hybrid.append(3)
+                    draft.abort()
+                transaction.cache_blocks(cache, prompt, state.blocks)
+                transaction.release_state(transaction.alloc_state(states, 9))
+                if abort:
+                    raise KeyError("the request is gone")
+        except KeyError:
+            assert state.len == 0 and [kv.blocks for kv in hybrid.kv] == before
+        except PoolExhausted:
+            cache.evict(8)
+        else:
+            assert state.len == 12
+            done[number] += 1
+        state.close()
+        hybrid.release()
+
+    together(work, 1)
+    assert sum(done) > 0
+    cache.check()
+    states.check()
+    allocator.check(others=0)
+    cache.reset_prefix_cache()
+    assert allocator.in_use == 0 and states.used_count == 0
