@@ -1,6 +1,7 @@
-"""Memory and attention in readable pure Python: specification, test oracle and baseline. Never imported by the core.
+"""Memory, attention and scheduling in readable pure Python: specification, test oracle and baseline.
 
-The classes have the names, methods and meanings of the compiled ones, so that one can stand in for the other.
+Never imported by the core. The classes have the names, methods and meanings of the compiled ones, so that one can stand
+in for the other.
 """
 
 from pagepool.reference.allocator import BlockAllocator
@@ -11,6 +12,7 @@ from pagepool.reference.hybrid import HybridSequence
 from pagepool.reference.kv_pool import KvCachePool
 from pagepool.reference.lent import SequenceHandle
 from pagepool.reference.prefix import PrefixCache
+from pagepool.reference.scheduler import Scheduler
 from pagepool.reference.ssm_pool import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SsmStatePool
 from pagepool.reference.tables import BlockTables
 
@@ -23,6 +25,7 @@ __all__ = [
     "Mamba2SequenceState",
     "PagedSeqState",
     "PrefixCache",
+    "Scheduler",
     "SequenceHandle",
     "SequenceSlot",
     "SsmStatePool",

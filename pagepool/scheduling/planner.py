@@ -38,10 +38,14 @@ class Planner:
     def next_step(self, now: int) -> ScheduledBatch:
         """The batch of step `now`; empty when there is none."""
         if self.cohort is not None:
-            batch = self._step_of_cohort(self.cohort, now)
-            if batch is not None:
-                return batch
+            step = self._step_of_cohort(self.cohort)
+            if step is not None and self._ladder.take(step, now):
+                self.cohort.scheduled(step.batch)
+                self._read_prompts(step)
+                return step.batch
             self.settle()
+            if step is not None and not self._ladder.make_room(step, now):
+                return ScheduledBatch.empty()
         while self._active.size:
             decodes, prefills, by_turns = self._pick()
             step = Step(LooseDecodes(decodes, self._config.lookahead), prefills, self._config)
@@ -77,20 +81,14 @@ class Planner:
             self.cohort.settle()
             self.cohort = None
 
-    def _step_of_cohort(self, cohort: Cohort, now: int) -> ScheduledBatch | None:
-        """The step of all decodes in lockstep and all prefills; None when that is not the step to take, or when the
-        pool is out."""
+    def _step_of_cohort(self, cohort: Cohort) -> Step | None:
+        """The step of all decodes in lockstep and all prefills; None when that is not the step to take."""
         active = self._active
         if not cohort.ready or active.size > self._places or len(cohort.sequences) != active.size - active.num_prefills:
             return None
         if self._prefill_first and active.num_prefills:
             return None
-        step = Step(cohort, active.prefills(), self._config)
-        if not self._ladder.take(step, now):
-            return None
-        cohort.scheduled(step.batch)
-        self._read_prompts(step)
-        return step.batch
+        return Step(cohort, active.prefills(), self._config)
 
     def _read_prompts(self, step: Step) -> None:
         """Count the prompt tokens of `step` as fed."""

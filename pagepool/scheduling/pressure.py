@@ -66,7 +66,11 @@ class PressureLadder:
         groups = [seq._group for seq in step.batch._sequences] if self._floors else None
         taken = self._account.take(step.batch.states, step.grow, groups)
         if self._account.evicted != self._evicted:
-            self._now, self._wanted = now, sum(step.grow)
+            grown = step.grow if taken else [0] * len(step.grow)
+            before = [state.len - count for state, count in zip(step.batch.states, grown, strict=True)]
+            blocks_for = self._account.blocks_for
+            needs = [blocks_for(a + b) - blocks_for(a) for a, b in zip(before, step.grow, strict=True)]
+            self._now, self._wanted = now, sum(needs)
             evicted, self._evicted = self._account.evicted - self._evicted, self._account.evicted
             self._record("evict", 0, evicted, 0, "cached prefixes that nobody uses go first")
         return taken

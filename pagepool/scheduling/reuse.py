@@ -116,17 +116,18 @@ class PrefixReuse:
         seq._kept = full
 
     def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
-        """Keep the blocks that `batch`, which was run, has filled. Its decodes are the members of `cohort`, if there is
-        one: it knows who has filled a block."""
+        """Keep the blocks that `batch`, which was run, has filled, in the order of ids. Its decodes are the members of
+        `cohort`, if there is one: it knows who has filled a block. Those that are at their limit end anyhow."""
         decodes = batch.num_decodes
         if not self._prompts_only:
             sequences = batch._sequences if cohort is None else cohort.filled() + batch._sequences[decodes:]
             size = self._account.block_size
-            for seq in sequences:
-                if seq.kv is not None and (fed := seq.fed) // size > seq._kept:
-                    self.publish(seq, fed)
+            filled = [seq for seq in sequences if seq.kv is not None and seq.fed // size > seq._kept]
+            for seq in sorted(filled, key=_by_id) if len(filled) > 1 else filled:
+                if not seq.at_limit:
+                    self.publish(seq, seq.fed)
             return
-        for seq in batch._sequences[decodes:]:
+        for seq in sorted(batch._sequences[decodes:], key=_by_id):
             if seq.kv is not None:
                 self.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
 
@@ -157,6 +158,10 @@ class PrefixReuse:
             seq._row[end:count] = seq.output_tokens[end - prompt : count - prompt]
             seq._row_end = count
         return seq._row[:count]
+
+
+def _by_id(seq: Sequence) -> int:
+    return seq.id
 
 
 def open_reuse(cache: Any, account: BlockAccount | NoBlocks, outputs: str) -> PrefixReuse | NoReuse:

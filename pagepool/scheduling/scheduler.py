@@ -226,7 +226,8 @@ class Scheduler(Roster):
         self._reuse.publish_filled(batch, self._planner.cohort)
 
     def _finish(self, sequences: list[Sequence]) -> None:
-        """Mark them FINISHED, wherever they stand, and free their blocks."""
+        """Mark them FINISHED, wherever they stand, in the order of ids, and free their blocks."""
+        sequences.sort(key=lambda seq: seq.id)
         states = [seq.kv for seq in sequences if seq.kv is not None]
         for seq in sequences:
             if seq.kv is not None:

@@ -73,7 +73,7 @@ class Step:
             if seq.kv is not None:
                 states.append(seq.kv)
         self.grow = grow
-        lookahead = None if decodes.drafts is None else decodes.drafts + [0] * len(prefills)
+        lookahead = None if decodes.drafts is None else decodes.drafts + [0] * (len(sequences) - size)
         self.batch = ScheduledBatch(sequences, seq_ids, tokens, counts, size, wants, states, sum(counts), lookahead)
 
 

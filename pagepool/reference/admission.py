@@ -1,0 +1,154 @@
+"""Who of those that wait may become active, in plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagepool.config import SchedulerConfig
+from pagepool.reference.block_table import PagedSeqState
+from pagepool.reference.ladder import Ladder
+from pagepool.reference.request import WINDOW, Request, pick
+from pagepool.reference.tenants import Tenants
+
+__all__ = ["Admission"]
+
+
+class Admission(Ladder):
+    """From the line to the active ones: `ring`, who has waited longest for a step first, and `admitted`, the same in
+    the order of admission. `short`: when the next one did not fit, how many had come by then, and the room."""
+
+    def __init__(
+        self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, swap: Any, tenants: Tenants
+    ) -> None:
+        super().__init__(config, allocator, block_size, cache, swap, tenants)
+        self.ring: list[Request] = []
+        self.admitted: list[Request] = []
+        self.short: tuple[int, int] | None = None
+        self.pushes = 0
+        self.num_steps = 0
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that wait."""
+        return [request for request in self.tenants.requests() if request.state in ("waiting", "preempted")]
+
+    def gone(self, request: Request) -> None:
+        """It waits again, in front of those that came later."""
+        self.ring.remove(request)
+        self.admitted.remove(request)
+        self.pushes += 1
+
+    def _admit(self) -> None:
+        """As many of those that wait as places, backlog, quotas and blocks allow; nobody overtakes who is next."""
+        config = self.config
+        while self.waiting and len(self.ring) < config.max_sequences:
+            if config.max_prefill_backlog is not None and self._unread() >= config.max_prefill_backlog:
+                return
+            room = self.room() - self._promised()
+            if self.short is not None and self.ring and self.short[0] == self.pushes and room <= self.short[1]:
+                return
+            request, is_aged = self._next()
+            if request is None or not self._start(request):
+                self.short = (self.pushes, room)
+                return
+            self.short = None
+            if is_aged:
+                request.rank = (0, 0, request.id)
+            request.counted = True
+            request.num_cached = request.fed
+            request.prefill_end = request.total_tokens
+            request.state = "prefilling"
+            self.ring.append(request)
+            self.admitted.append(request)
+
+    def _next(self) -> tuple[Request | None, bool]:
+        """Who goes next, and whether it has waited so long that nobody may overtake it."""
+        policy, most = self.config.policy, self.config.max_wait_steps
+        lines: dict[Any, list[Request]] = {}
+        for request in sorted(self.waiting, key=lambda request: request.rank):
+            lines.setdefault(request.tenant, []).append(request)
+
+        def aged(request: Request) -> bool:
+            return most is not None and self.num_steps - request.arrived >= most
+
+        oldest = [min(line, key=lambda request: request.id) for line in lines.values()]
+        old = [request for request in oldest if aged(request) and self.tenants.may_start(request)]
+        if old:
+            return min(old, key=lambda request: request.id), True
+        heads = [request for line in lines.values() for request in line[: WINDOW.get(policy, 1)]]
+        heads = [request for request in heads if self.tenants.may_start(request)]
+        if not heads:
+            return None, False
+        chosen = pick(policy, heads, self._cached, self.tenants.served)
+        return chosen, aged(chosen)
+
+    def _cached(self, request: Request) -> int:
+        return 0 if self.cache is None else int(self.cache.cached_tokens(request.prompt_tokens, **request.keys))
+
+    def _start(self, request: Request) -> bool:
+        """Its blocks: cached, kept and swapped ones. False, and as before, when it does not fit."""
+        before, fed = request.kv, request.fed
+        if before is None:
+            request.kv = self._open(request)
+        found = self._adopt(request)
+        if self._fits(request):
+            self.restore(request, self.num_steps)
+            return True
+        if before is None:
+            request.kv.close()
+            request.kv = None
+        elif found:
+            request.kv.truncate(fed)
+        request.fed, request.kept = fed, self.blocks_for(fed)
+        return False
+
+    def _open(self, request: Request) -> PagedSeqState:
+        return PagedSeqState(self.allocator, self.block_size, self.blocks_for(request.max_tokens))
+
+    def _adopt(self, request: Request) -> bool:
+        """Begin with cached blocks, where they are more than it has kept or swapped."""
+        full = (request.total_tokens - 1) // self.block_size
+        least = max(
+            request.fed // self.block_size + 1,
+            request.swapped[2] // self.block_size if request.swapped is not None else 0,
+        )
+        if self.cache is None or full < least:
+            return False
+        blocks = self.cache.match_prefix(request.all_tokens[: full * self.block_size], **request.keys)
+        found = len(blocks) >= least
+        if found:
+            request.kv.close()
+            request.kv = self._open(request)
+            request.kv.adopt(blocks)
+            request.fed, request.kept = request.kv.len, len(blocks)
+        self.allocator.free(blocks)
+        return found
+
+    def _fits(self, request: Request) -> bool:
+        config, held = self.config, self.blocks_for(request.fed)
+        if not self.ring:
+            unread = request.total_tokens - request.fed
+            end = request.fed + min(unread, config.max_prefill_tokens, config.max_batch_tokens)
+            if request.swapped is not None:
+                end = max(end, request.swapped[2])
+            wanted = self.blocks_for(end) - held
+            enough = self.available({request.tenant: wanted}) >= wanted
+            return enough or self.make_room_for(request, wanted, self.num_steps)
+        capacity = self.allocator.max_capacity
+        reserved = sum(self.blocks_for(other.max_tokens) for other in [*self.ring, request])
+        if config.admission == "whole" and reserved > capacity:
+            return False
+        wanted = self.blocks_for(request.total_tokens) - held
+        if request.state == "preempted":
+            wanted += config.hysteresis * len(self.ring)
+        left = self.available({request.tenant: wanted}) - self._promised() - wanted
+        return left >= int(capacity * config.watermark)
+
+    def _unread(self) -> int:
+        return sum(request.prefill_end - request.fed for request in self._prefills())
+
+    def _promised(self) -> int:
+        return sum(self.blocks_for(r.prefill_end) - self.blocks_for(r.fed) for r in self._prefills())
+
+    def _prefills(self) -> list[Request]:
+        return [request for request in self.admitted if request.state == "prefilling"]

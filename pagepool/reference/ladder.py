@@ -1,0 +1,248 @@
+"""What gives way when blocks run out, in plain Python: the same steps for the same reasons as the scheduler's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from pagepool.config import SchedulerConfig
+from pagepool.errors import PoolExhausted, SwapError
+from pagepool.reference.batch import append_batch
+from pagepool.reference.request import Request
+from pagepool.reference.tenants import Tenants
+
+__all__ = ["Ladder"]
+
+
+class Ladder:
+    """The blocks of a scheduler: how many there are for whom, and who gives some of them up.
+
+    `records`: step, rung, who, blocks given, blocks wanted, blocks that were there, for each step down.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, swap: Any, tenants: Tenants
+    ) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.block_size = block_size
+        self.cache = cache
+        self.swap: Any = swap if "swap" in config.ladder else None
+        self.tenants = tenants
+        self.partial = "partial" in config.ladder or cache is not None
+        self.now = self.wanted = self.evicted = self.num_preemptions = 0
+        self.records: list[tuple[int, str, int, int, int, int]] = []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def room(self) -> int:
+        """Blocks that nobody uses."""
+        evictable: int = 0 if self.cache is None else self.cache.evictable
+        return int(self.allocator.available) + evictable
+
+    def available(self, needs: dict[Any, int]) -> int:
+        """Those that can be had by who needs `needs[tenant]` blocks: not what the floors of others keep."""
+        self._tell()
+        kept = 0
+        for tenant, group in self.tenants.groups.items() if self.cache is not None else ():
+            kept += max(0, self.cache.floors.spared(group) - needs.get(tenant, 0))
+        return self.room() - kept
+
+    def take(self, requests: list[Request], counts: list[int], now: int) -> bool:
+        """Append to all of them, or to none and False; cached blocks are evicted for it."""
+        wanted = sum(self.needs(requests, counts).values())
+        taken = self.append(requests, counts)
+        if self.evicted:
+            self.now, self.wanted = now, wanted
+            self._record("evict", 0, self.evicted, 0)
+            self.evicted = 0
+        return taken
+
+    def append(self, requests: list[Request], counts: list[int]) -> bool:
+        """As `take`, noted by the next one."""
+        while True:
+            try:
+                append_batch([request.kv for request in requests if request.kv is not None], counts)
+                return True
+            except PoolExhausted:
+                needs = self.needs(requests, counts)
+                evicted = self._evict(max(1, sum(needs.values()) - self.allocator.available), needs)
+                self.evicted += evicted
+                if not evicted:
+                    return False
+
+    def needs(self, requests: list[Request], counts: list[int]) -> Counter[Any]:
+        """New blocks for each tenant."""
+        found: Counter[Any] = Counter()
+        for request, count in zip(requests, counts, strict=True):
+            length = request.kv.len
+            found[request.tenant] += self.blocks_for(length + count) - self.blocks_for(length)
+        return found
+
+    def make_room(self, requests: list[Request], counts: list[int], active: list[Request], now: int) -> bool:
+        """Others give way until the step without them would fit; False when nobody can."""
+        wants = {request.id: self.needs([request], [count]) for request, count in zip(requests, counts, strict=True)}
+        self.now, gave = now, False
+        for victim, most in self._victims(active):
+            self.wanted = sum(sum(need.values()) for key, need in wants.items() if key != victim.id)
+            wants.pop(victim.id, None)
+            total: Counter[Any] = sum(wants.values(), Counter())
+            missing = self.wanted - self.available(total)
+            if gave and missing <= 0:
+                break
+            self._give_way(victim, min(max(missing, 1), most))
+            gave = True
+        return gave
+
+    def make_room_for(self, request: Request, wanted: int, now: int) -> bool:
+        """While nothing runs: others that are parked give way until `wanted` blocks are there."""
+        self.now, self.wanted = now, wanted
+        needs = {request.tenant: wanted}
+        for victim, most in self._victims([]):
+            missing = wanted - self.available(needs)
+            if missing <= 0:
+                break
+            if victim is not request:
+                self._give_way(victim, min(missing, most))
+        return self.available(needs) >= wanted
+
+    def restore(self, request: Request, now: int) -> None:
+        """Bring back what is in the swap file, unless more was found in the cache."""
+        self.now = now
+        swapped, request.swapped = request.swapped, None
+        if swapped is None or self.swap is None:
+            return
+        first, tickets, end = swapped
+        count = sum(len(ticket.places) for ticket in tickets)
+        if first != request.fed or not self.append([request], [end - first]):
+            self._drop(tickets)
+            return
+        blocks = request.kv.blocks[self.blocks_for(first) :]
+        try:
+            while tickets:
+                ticket = tickets.pop(0)
+                self.swap.load(ticket, blocks[: len(ticket.places)])
+                blocks = blocks[len(ticket.places) :]
+        except SwapError:
+            self._drop(tickets)
+            request.kv.truncate(first)
+            self._record("lost", request.id, count, 0)
+        else:
+            request.fed = end
+            self._record("restore", request.id, count, 0)
+
+    def forget(self, request: Request) -> None:
+        """It ends."""
+        if request.swapped is not None:
+            self._drop(request.swapped[1])
+            request.swapped = None
+
+    def publish(self, request: Request, num_tokens: int, now: float) -> None:
+        """Keep the full blocks among its first `num_tokens` tokens."""
+        if self.cache is None:
+            return
+        full = num_tokens // self.block_size
+        if full:
+            tokens = request.all_tokens[: full * self.block_size]
+            self.cache.cache_blocks(tokens, request.kv.blocks[:full], **request.keys, **request.worth, now=now)
+        request.kept = full
+
+    def _victims(self, active: list[Request]) -> Iterator[tuple[Request, int]]:
+        """Who gives way, and how many blocks at most: preempted ones, then active ones, the greatest rank first, the
+        least never; tenants no lower than their floors, unless nobody else is left."""
+        everyone = list(self.tenants.requests())
+        parked = [request for request in everyone if request.state == "preempted" and request.kv is not None]
+        parked.sort(key=lambda request: request.rank, reverse=True)
+        running = sorted(active, key=lambda request: request.rank, reverse=True)[:-1]
+        spared = []
+        for request in parked + running:
+            if request.kv is None:
+                continue
+            held, above = self.blocks_for(request.fed), self.tenants.above(request.tenant, self.cache)
+            if above is None or above >= held:
+                yield request, held
+                continue
+            if above > 0 and self.partial:
+                yield request, above
+            spared.append(request)
+        for request in spared:
+            if request.kv is not None:
+                yield request, self.blocks_for(request.fed)
+
+    def _give_way(self, request: Request, blocks: int) -> None:
+        """Its last blocks go: swapped when that is cheaper than reading them again; it waits then."""
+        held = self.blocks_for(request.fed)
+        given = min(blocks, held) if self.partial else held
+        keep = (held - given) * self.block_size
+        end = min(request.fed, request.total_tokens - 1)
+        free = self.available({})
+        self.publish(request, request.fed, self.time)
+        rung = self._choose(request, keep, end, given)
+        if keep:
+            request.kv.truncate(keep)
+        else:
+            request.kv.close()
+            request.kv = None
+        request.fed, request.kept = keep, self.blocks_for(keep)
+        if request.state != "preempted":
+            request.state = "preempted"
+            request.num_preemptions += 1
+            self.num_preemptions += 1
+            self.gone(request)
+        self._record(rung, request.id, given, free)
+
+    def _choose(self, request: Request, keep: int, end: int, blocks: int) -> str:
+        """The rung, after writing to the swap file if that is it."""
+        swapped, costs = request.swapped, self.config.costs
+        lost = max(end, 0 if swapped is None else swapped[2]) - keep
+        is_cheaper = (
+            costs.swap_us_per_block is not None
+            and blocks * costs.swap_us_per_block < lost * costs.recompute_us_per_token
+        )
+        if self.swap is not None and end > keep and is_cheaper:
+            ticket = self._store(request.kv.blocks[keep // self.block_size : self.blocks_for(end)])
+            if ticket is not None:
+                later = ([], end) if swapped is None else swapped[1:]
+                request.swapped = (keep, [ticket, *later[0]], later[1])
+                return "swap"
+        self.forget(request)
+        return "partial" if keep else "recompute"
+
+    def _store(self, blocks: list[int]) -> Any:
+        """The ticket of these blocks; None when the file is full or cannot be written, and the next rung is taken."""
+        try:
+            return self.swap.store(blocks)
+        except SwapError:
+            return None
+
+    def gone(self, request: Request) -> None:
+        """An active one is preempted: the scheduler takes it out of its turns."""
+        raise NotImplementedError
+
+    time = 0.0  # of the step, as the caller tells it
+
+    def _evict(self, missing: int, needs: Counter[Any]) -> int:
+        if self.cache is None:
+            return 0
+        self._tell()
+        evicted = int(self.cache.evict(missing))
+        for tenant, needed in needs.items():
+            if tenant in self.tenants.groups and evicted < missing:
+                evicted += int(self.cache.evict(min(needed, missing - evicted), group=self.tenants.groups[tenant]))
+        return evicted
+
+    def _tell(self) -> None:
+        """The floors of the cache are those of the tenants, less what they hold outside of it."""
+        if self.cache is not None:
+            for tenant, group in self.tenants.groups.items():
+                self.cache.floors.set(group, max(0, self.tenants.floors[tenant] - self.tenants.outside(tenant)))
+
+    def _drop(self, tickets: list[Any]) -> None:
+        for ticket in tickets:
+            self.swap.drop(ticket)
+
+    def _record(self, rung: str, seq_id: int, blocks: int, free: int) -> None:
+        self.records.append((self.now, rung, seq_id, blocks, self.wanted, free))

@@ -1,0 +1,123 @@
+"""A request and a step as the plain scheduler knows them, and the orders in which requests wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["WINDOW", "Batch", "Request", "pick", "rank"]
+
+WINDOW = {"lpm": 32}  # how many of each tenant's line a policy looks at, when it is not one
+
+
+@dataclass(eq=False)
+class Request:
+    """`state` is one of waiting, prefilling, decoding, preempted, finished. While it is active or keeps blocks,
+    `kv.len == fed`, but for slots of drafts. `swapped`: first token, tickets, and the token behind the last."""
+
+    id: int
+    prompt_tokens: list[int]
+    max_tokens: int
+    priority: int = 0
+    tenant: Any = None
+    keys: dict[str, Any] = field(default_factory=dict)  # of the prefix cache: salt and extra keys
+    worth: dict[str, Any] = field(default_factory=dict)  # priority, ttl and group of its blocks there
+    arrived: int = 0
+    output_tokens: list[int] = field(default_factory=list)
+    state: str = "waiting"
+    stopped: bool = False
+    kv: Any = None
+    fed: int = 0
+    kept: int = 0
+    prefill_end: int = 0
+    swapped: tuple[int, list[Any], int] | None = None
+    counted: bool = False
+    num_cached: int = 0
+    num_preemptions: int = 0
+    rank: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """How many these are."""
+        return len(self.prompt_tokens) + len(self.output_tokens)
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether it may get no more."""
+        return self.total_tokens >= self.max_tokens
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The next tokens to feed; for 0, the last one once more."""
+        return self.all_tokens[self.fed : self.fed + count] if count else self.all_tokens[-1:]
+
+
+@dataclass
+class Batch:
+    """What one step runs, a row for each sequence: decodes, then prefills. The lists are those of `ScheduledBatch`."""
+
+    requests: list[Request] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    lookahead: list[int] = field(default_factory=list)
+    wants_token: list[bool] = field(default_factory=list)
+    grow: list[int] = field(default_factory=list)
+    num_decodes: int = 0
+    committed: bool = False
+
+    def add(self, request: Request, fed: int, grow: int, drafts: int, wants: bool) -> None:
+        """A row: `fed` tokens, and by how many its state grows, slots for `drafts` in it."""
+        self.requests.append(request)
+        self.tokens.append(request.next_tokens(fed))
+        self.grow.append(grow)
+        self.lookahead.append(drafts)
+        self.wants_token.append(wants)
+
+    @property
+    def seq_ids(self) -> list[int]:
+        """Who it is."""
+        return [request.id for request in self.requests]
+
+    @property
+    def is_prefill(self) -> list[bool]:
+        """Which rows are prompts."""
+        return [row >= self.num_decodes for row in range(len(self.requests))]
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing is to be run."""
+        return not self.requests
+
+    @property
+    def total_tokens(self) -> int:
+        """Of all rows, slots for drafts included."""
+        return sum(self.num_tokens)
+
+    @property
+    def states(self) -> list[Any]:
+        """Their block tables; none without a pool."""
+        return [request.kv for request in self.requests if request.kv is not None]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+def rank(policy: str, request: Request) -> tuple[int, int, int]:
+    """The order in which requests of a tenant wait, and in which active ones keep their blocks."""
+    return (1, request.priority if policy == "priority" else 0, request.id)
+
+
+def pick(
+    policy: str, heads: list[Request], cached: Callable[[Request], int], served: Callable[[Any], float]
+) -> Request:
+    """Who goes next of the heads of all lines."""
+    if policy == "lpm":
+        return min(heads, key=lambda request: (-cached(request), request.id))
+    if policy == "fair":
+        return min(heads, key=lambda request: (served(request.tenant), request.id))
+    return min(heads, key=lambda request: request.rank)

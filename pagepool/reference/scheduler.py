@@ -1,0 +1,230 @@
+"""The scheduler in plain Python: the same decisions, each worked out anew in every step.
+
+Who runs, with which tokens, what is evicted, who gives way and how follows here from lists that are sorted and filtered
+when they are needed: nothing is kept sorted, counted or in lockstep. `Scheduler` has the methods of the compiled
+package's, whose tests compare the two step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pagepool.config import SchedulerConfig
+from pagepool.reference.admission import Admission
+from pagepool.reference.request import Batch, Request, rank
+from pagepool.reference.shares import decode_rows, share_tokens, whole_prompts
+from pagepool.reference.tenants import Tenants
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler(Admission):
+    """Continuous batching over a pool or allocator; arguments as those of `pagepool.Scheduler`.
+
+    >>> from pagepool.reference import BlockAllocator
+    >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4), BlockAllocator(8))
+    >>> scheduler.add_request([11, 12, 13, 14, 15], max_tokens=7)
+    1
+    >>> batch = scheduler.schedule()
+    >>> batch.tokens, batch.is_prefill, batch.wants_token
+    ([[11, 12, 13, 14]], [True], [False])
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: Any, prefix_cache: Any = None, swap: Any = None) -> None:
+        allocator = getattr(pool, "allocator", pool)
+        size = pool.layout.block_size if hasattr(pool, "layout") else config.block_size
+        self.known: dict[int, Request] = {}
+        tenants = Tenants(config, self.blocks_for, self.requests)
+        super().__init__(config, allocator, size, prefix_cache, swap, tenants)
+        self.finished: list[Request] = []
+        self.out: Batch | None = None
+        self.next_id = 1
+        self.prefill_turn = True
+
+    def add_request(
+        self,
+        prompt_tokens: Iterable[int],
+        max_tokens: int,
+        priority: int | None = None,
+        *,
+        tenant: Any = None,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+        cache_priority: int = 0,
+        cache_ttl: float | None = None,
+    ) -> int:
+        """Queue a request that is known to be right; returns its id."""
+        request = Request(self.next_id, list(prompt_tokens), max_tokens, priority or 0, tenant)
+        request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
+        request.worth = {"priority": cache_priority, "ttl": cache_ttl, "group": self.tenants.groups.get(tenant, 0)}
+        request.rank = rank(self.config.policy, request)
+        request.arrived = self.num_steps
+        self.next_id += 1
+        if request.at_limit:
+            request.state = "finished"
+            self.finished.append(request)
+        else:
+            self.tenants.arrive(request)
+            self.pushes += 1
+        self.known[request.id] = request
+        return request.id
+
+    def append_token(self, seq_id: int, token: int) -> None:
+        """One output token."""
+        request = self.known.get(seq_id)
+        if request is not None and request.state != "finished":
+            request.output_tokens.append(token)
+            if request.at_limit:
+                self._finish([request])
+
+    def finish_sequence(self, seq_id: int) -> None:
+        """Stop it."""
+        request = self.known.get(seq_id)
+        if request is not None:
+            request.stopped = True
+            if request.state != "finished":
+                self._finish([request])
+
+    def remove_sequence(self, seq_id: int) -> None:
+        """Forget it."""
+        self.finish_sequence(seq_id)
+        request = self.known.pop(seq_id, None)
+        if request in self.finished:
+            self.finished.remove(request)
+
+    def drain_finished(self) -> list[Request]:
+        """Those that have ended since the last call."""
+        drained, self.finished = self.finished, []
+        for request in drained:
+            del self.known[request.id]
+        return drained
+
+    def get_sequence(self, seq_id: int) -> Request | None:
+        """By id."""
+        return self.known.get(seq_id)
+
+    @property
+    def has_work(self) -> bool:
+        """While somebody waits or is active."""
+        return bool(self.requests())
+
+    def schedule(self, now: float | None = None) -> Batch:
+        """The next step."""
+        self.num_steps += 1
+        if self.out is not None:
+            self._close(self.out)
+        self.time = self.num_steps if now is None else now
+        if self.cache is not None:
+            self.cache.expire(self.time)
+        self._admit()
+        batch = self._plan()
+        if not batch.is_empty:
+            self.out = batch
+            if self.config.policy == "fair":
+                self.tenants.charge(batch)
+        return batch
+
+    def commit(self, batch: Batch, tokens: Iterable[Any]) -> None:
+        """The results of a step: a token, None, or the list of accepted drafts and one more, for each row."""
+        got = []
+        for request, result, wants in zip(batch.requests, tokens, batch.wants_token, strict=True):
+            row = list(result) if hasattr(result, "__len__") else [result]
+            if request.state != "finished" and wants and row[-1] is not None and row[-1] >= 0:
+                request.output_tokens += row
+                if batch is self.out:
+                    request.fed += len(row) - 1
+                got.append(request)
+        if batch is self.out:
+            self._close(batch)
+        self._finish([request for request in got if request.at_limit])
+
+    def requests(self) -> list[Request]:
+        """Those that have not ended."""
+        return [request for request in self.known.values() if request.state != "finished"]
+
+    def _close(self, batch: Batch) -> None:
+        """It was run: slots of drafts go back, and what it filled is kept, in the order of ids."""
+        self.out = None
+        for row, request in sorted(enumerate(batch.requests), key=lambda pair: pair[1].id):
+            if request.kv is None:
+                continue
+            request.kv.truncate(request.fed)
+            if self.config.cache_outputs == "end":
+                if batch.is_prefill[row]:
+                    self.publish(request, min(request.fed, len(request.prompt_tokens)), self.time)
+            elif request.fed // self.block_size > request.kept and not request.at_limit:
+                self.publish(request, request.fed, self.time)
+
+    def _finish(self, requests: list[Request]) -> None:
+        requests.sort(key=lambda request: request.id)
+        for request in requests:
+            if request.kv is not None:
+                rows = zip(self.out.requests, self.out.tokens, strict=True) if self.out else ()
+                unsure = sum(len(tokens) for other, tokens in rows if other is request)
+                self.publish(request, request.fed - unsure, self.time)
+        for request in requests:
+            if request.kv is not None:
+                request.kv.close()
+                request.kv = None
+            self.forget(request)
+            if request in self.ring:
+                self.ring.remove(request)
+                self.admitted.remove(request)
+            request.state = "finished"
+            self.finished.append(request)
+            self.tenants.leave(request)
+
+    def _plan(self) -> Batch:
+        """Turns, shares, blocks; whoever gives way is left out of the next try."""
+        while self.ring:
+            decodes, prefills, taken = self._turns()
+            batch = self._rows(decodes, prefills)
+            fits = self.take(batch.requests, batch.grow, self.num_steps)
+            if taken is not None:
+                self.ring = self.ring + taken if fits else taken + self.ring
+                self.prefill_turn ^= fits
+            if fits:
+                for row, request in enumerate(batch.requests):
+                    request.fed += batch.grow[row] - batch.lookahead[row]
+                    if batch.is_prefill[row] and request.fed == request.prefill_end:
+                        request.state = "decoding"
+                return batch
+            if not self.make_room(batch.requests, batch.grow, self.ring, self.num_steps):
+                break
+        return Batch()
+
+    def _turns(self) -> tuple[list[Request], list[Request], list[Request] | None]:
+        """Decodes and prefills of the step; and when not all have a place, those that go to the end of the ring."""
+        prefills = self._prefills()
+        if self.config.schedule == "prefill-first" and prefills:
+            return [], prefills, None
+        places = min(self.config.max_batch_sequences, self.config.max_batch_tokens)
+        if len(self.ring) <= places:
+            return [request for request in self.ring if request.state == "decoding"], prefills, None
+        oldest = prefills[0] if prefills and (places > 1 or self.prefill_turn) else None
+        taken, self.ring = self.ring[:places], self.ring[places:]
+        chosen = taken
+        if oldest is not None:
+            if oldest not in taken:
+                self.ring.insert(0, taken.pop())
+            chosen = [oldest, *(request for request in taken if request is not oldest)]
+        by_state = {state: [r for r in chosen if r.state == state] for state in ("decoding", "prefilling")}
+        return by_state["decoding"], by_state["prefilling"], taken
+
+    def _rows(self, decodes: list[Request], prefills: list[Request]) -> Batch:
+        """The tokens of each."""
+        rows = decode_rows(decodes, self.config.lookahead)
+        unread = [request.prefill_end - request.fed for request in prefills]
+        if prefills and self.config.schedule == "prefill-first":
+            counts = whole_prompts(unread, self.config)
+        else:
+            counts = share_tokens([new + drafts for new, drafts in rows], unread, self.config)
+        batch = Batch(num_tokens=counts, num_decodes=len(decodes))
+        for request, count, (new, drafts) in zip(decodes, counts, rows, strict=False):
+            grow = min(count, new + drafts)
+            fed = min(grow, new)
+            batch.add(request, fed, grow, grow - fed, fed >= new)
+        for request, count in zip(prefills, counts[len(decodes) :], strict=False):
+            batch.add(request, count, count, 0, request.fed + count == request.total_tokens)
+        return batch

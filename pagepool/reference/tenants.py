@@ -1,0 +1,77 @@
+"""What tenants were served, and what they may hold, in plain Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pagepool.config import SchedulerConfig, Tenant
+from pagepool.reference.request import Batch, Request
+
+__all__ = ["Tenants"]
+
+
+class Tenants:
+    """Counters of tokens, quotas and floors; `requests` gives all requests that have not ended."""
+
+    def __init__(
+        self, config: SchedulerConfig, blocks_for: Callable[[int], int], requests: Callable[[], Iterable[Request]]
+    ) -> None:
+        self._limits = config.tenants
+        self._blocks_for = blocks_for
+        self.requests = requests
+        self._counters: dict[Any, float] = {}
+        self._idle_at = 0.0
+        self.floors = {tenant: limit.min_blocks for tenant, limit in config.tenants.items() if limit.min_blocks}
+        self.groups = {tenant: number for number, tenant in enumerate(self.floors, 1)}
+
+    def limit(self, tenant: Any) -> Tenant:
+        """What the config says of a tenant."""
+        return self._limits.get(tenant, Tenant())
+
+    def served(self, tenant: Any) -> float:
+        """Prompt tokens once, outputs twice, over its weight."""
+        return self._counters.get(tenant, 0.0)
+
+    def arrive(self, request: Request) -> None:
+        """Before it is one of the requests: who comes back begins no lower than those who are busy."""
+        live = Counter(other.tenant for other in self.requests())
+        if not live[request.tenant]:
+            least = min((self._counters[tenant] for tenant in live), default=self._idle_at)
+            self._counters[request.tenant] = max(self.served(request.tenant), least)
+
+    def leave(self, request: Request) -> None:
+        """After it has ended."""
+        if all(other.tenant != request.tenant for other in self.requests()):
+            self._idle_at = self._counters[request.tenant]
+
+    def charge(self, batch: Batch) -> None:
+        """Count the tokens of a step."""
+        for request, tokens, is_prefill in zip(batch.requests, batch.tokens, batch.is_prefill, strict=True):
+            self._counters[request.tenant] += (1 if is_prefill else 2) * len(tokens) / self.limit(request.tenant).weight
+
+    def may_start(self, request: Request) -> bool:
+        """Whether the quota has room; one that was preempted has its part still."""
+        quota = self.limit(request.tenant).max_blocks
+        held = sum(
+            self._blocks_for(other.max_tokens)
+            for other in self.requests()
+            if other.tenant == request.tenant and other.counted
+        )
+        return quota is None or request.counted or held + self._blocks_for(request.max_tokens) <= quota
+
+    def outside(self, tenant: Any) -> int:
+        """Blocks of its sequences that are not in the prefix cache."""
+        return sum(
+            max(0, self._blocks_for(other.kv.len) - other.kept)
+            for other in self.requests()
+            if other.tenant == tenant and other.kv is not None
+        )
+
+    def above(self, tenant: Any, cache: Any) -> int | None:
+        """By how many blocks it is above its floor; None without one."""
+        if tenant not in self.floors:
+            return None
+        cached = 0 if cache is None else cache.floors.cached(self.groups[tenant])
+        return int(cached) + self.outside(tenant) - self.floors[tenant]

@@ -1,0 +1,203 @@
+"""The scheduler beside the plain one of `reference/`: the same plan, step by step, and the same records of pressure."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pagepool
+from pagepool import KvLayout, PressureCosts, SchedulerConfig, SwapFile, Tenant, reference
+from pagepool.prefix.policies import POLICIES as CACHE_POLICIES
+from pagepool.replay.outcome import bundled_trace
+from pagepool.replay.ptrace import read_trace
+from pagepool.scheduling.policies import POLICIES
+
+BLOCK = 4
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
+
+
+class World:
+    """A scheduler with its pool, cache and swap file, from one package or the other."""
+
+    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks):
+        self.pool = api.KvCachePool.from_layout(LAYOUT, num_blocks)
+        self.allocator = self.pool.allocator
+        self.cache = api.PrefixCache(self.allocator, BLOCK, cache_policy) if cache_policy else None
+        self.swap = SwapFile(self.pool, num_blocks=swap_blocks) if swap_blocks else None
+        self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap)
+        self.outside = []
+
+    def records(self):
+        log = self.scheduler.pressure.records if hasattr(self.scheduler, "pressure") else self.scheduler.records
+        return [tuple(record[:6]) for record in log]
+
+    def picture(self, batch):
+        rows = zip(
+            batch.seq_ids,
+            batch.tokens,
+            batch.num_tokens,
+            batch.lookahead,
+            batch.is_prefill,
+            batch.wants_token,
+            strict=True,
+        )
+        found = {row[0]: (*row[1:], self.scheduler.get_sequence(row[0]).num_cached) for row in rows}
+        blocks = (self.allocator.free_count, self.cache and (self.cache.evictable, self.cache.num_cached))
+        return found, blocks, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
+
+    def standing(self, seq_id):
+        seq = self.scheduler.get_sequence(seq_id)
+        state = seq.state if isinstance(seq.state, str) else seq.state.value
+        held = None if seq.kv is None else seq.kv.len
+        return state, seq.fed, held, seq.num_cached, seq.num_preemptions, seq.output_tokens
+
+
+def random_config(rng, num_blocks):
+    floors = {0: Tenant(min_blocks=rng.choice([0, 0, 2, 4])), 1: Tenant(max_blocks=max(2, num_blocks // 2), weight=2.0)}
+    return SchedulerConfig(
+        max_sequences=rng.choice([3, 5, 20]),
+        max_batch_tokens=rng.choice([7, 16, 40]),
+        max_batch_sequences=rng.choice([1, 2, 4, 20]),
+        max_prefill_tokens=rng.choice([4, 9, 40]),
+        max_prefill_backlog=rng.choice([None, 16]),
+        block_size=BLOCK,
+        watermark=rng.choice([0, 0.1]),
+        schedule=rng.choice(["chunked", "chunked", "prefill-first"]),
+        policy=rng.choice(sorted(POLICIES)),
+        max_wait_steps=rng.choice([None, 12, 10_000]),
+        admission=rng.choice(["prompt", "prompt", "whole"]),
+        cache_outputs=rng.choice(["full", "end"]),
+        lookahead=rng.choice([0, 0, 3]),
+        tenants=floors,
+        ladder=rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
+        costs=rng.choice([PressureCosts(60, 1), PressureCosts(1, 100), PressureCosts(10, 45)]),
+        hysteresis=rng.randrange(3),
+        max_records=100_000,
+    )
+
+
+def run(seed, steps=150):
+    """Both worlds through the same requests; returns how often each rung was taken."""
+    rng = random.Random(seed)
+    num_blocks = rng.randint(4, 16)
+    config = random_config(rng, num_blocks)
+    cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
+    swap_blocks = rng.choice([0, 3, 50])
+    ours, theirs = worlds = [World(api, config, num_blocks, cache_policy, swap_blocks) for api in (pagepool, reference)]
+    now = 0.0
+    for number in range(20 * steps):
+        if number < steps and rng.random() < 0.3:
+            add(rng, worlds, cache_policy)
+        if number < steps and rng.random() < 0.05 and ours.allocator.free_count:
+            for world in worlds:
+                world.outside.append(world.allocator.allocate())
+        elif ours.outside and (number >= steps or rng.random() < 0.2):
+            for world in worlds:
+                world.allocator.free(world.outside.pop())
+        known = list(ours.scheduler._sequences)
+        if known and rng.random() < 0.04:
+            seq_id, way = rng.choice(known), rng.choice(["finish_sequence", "remove_sequence"])
+            for world in worlds:
+                getattr(world.scheduler, way)(seq_id)
+        now += rng.random()
+        batches = [world.scheduler.schedule(now) for world in worlds]
+        assert ours.picture(batches[0]) == theirs.picture(batches[1]), f"step {number} of seed {seed}"
+        assert ours.records() == theirs.records(), f"step {number} of seed {seed}"
+        report(rng, worlds, batches)
+        for seq_id in list(ours.scheduler._sequences):
+            assert ours.standing(seq_id) == theirs.standing(seq_id), f"step {number} of seed {seed}"
+        if rng.random() < 0.5:
+            drained = [[seq.id for seq in world.scheduler.drain_finished()] for world in worlds]
+            assert drained[0] == drained[1]
+        if number >= steps and not ours.outside and not ours.scheduler.has_work:
+            break
+    assert not ours.scheduler.has_work and not theirs.scheduler.has_work
+    for world in worlds:
+        if world.cache is not None:
+            world.cache.check()
+            world.cache.reset_prefix_cache()
+        world.allocator.check()
+        assert world.allocator.in_use == 0
+    return ours.scheduler.pressure.counts
+
+
+def add(rng, worlds, cache_policy):
+    tenant = rng.choice([0, 1, None])
+    head = [rng.randrange(3)] * rng.choice([0, 4, 8, 9])
+    prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
+    about = {"tenant": tenant, "priority": rng.randrange(3), "cache_salt": rng.choice([None, None, "a"])}
+    if cache_policy == "priority":
+        about |= {"cache_priority": rng.randrange(3), "cache_ttl": rng.choice([None, 4.0])}
+    try:
+        seq_id = worlds[0].scheduler.add_request(prompt, len(prompt) + rng.randint(0, 16), **about)
+    except ValueError:
+        return  # too large for the pool, the quota or the floors of others
+    limit = worlds[0].scheduler.get_sequence(seq_id).max_tokens
+    assert worlds[1].scheduler.add_request(prompt, limit, **about) == seq_id
+
+
+def report(rng, worlds, batches):
+    """What the step came to: the same for both; rows may stand in another order."""
+    way = rng.choice(["commit", "commit", "commit", "commit", "some", "append"])
+    results = {}
+    for seq_id, wants, slots in zip(batches[0].seq_ids, batches[0].wants_token, batches[0].lookahead, strict=True):
+        token = rng.randrange(3)
+        drafts = [rng.randrange(3) for _ in range(rng.randint(0, slots))]
+        results[seq_id] = [*drafts, token] if slots and wants else token
+        if way == "some" and rng.random() < 0.3:
+            results[seq_id] = None
+    for world, batch in zip(worlds, batches, strict=True):
+        if way == "append":
+            for seq_id in sorted(seq for seq, wants in zip(batch.seq_ids, batch.wants_token, strict=True) if wants):
+                world.scheduler.append_token(seq_id, 1)
+        else:
+            world.scheduler.commit(batch, [results[seq_id] for seq_id in batch.seq_ids])
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_plan_and_the_same_records_in_every_step(seed):
+    run(seed)
+
+
+def test_the_random_runs_take_every_rung():
+    taken = sum((run(seed) for seed in range(40)), start=run(40))
+    assert all(taken[rung] > 5 for rung in ("evict", "partial", "swap", "recompute", "restore")), taken
+
+
+def test_a_recorded_hour_is_served_alike():
+    """The first requests of the bundled trace, as they came, in a pool that is too small for them."""
+    trace = read_trace(bundled_trace(), 60)
+    config = SchedulerConfig(max_batch_tokens=256, max_prefill_tokens=128, max_records=10**6, ladder=("partial",))
+    num_blocks = max(trace.prompt) // 16 + 20
+    worlds = [api.Scheduler(config, api.BlockAllocator(num_blocks)) for api in (pagepool, reference)]
+    assert len(trace) == 60
+    for prompt, output in zip(trace.prompt, trace.output, strict=True):
+        for world in worlds:
+            world.add_request([1] * prompt, prompt + min(output, 100))
+    while worlds[0].has_work:
+        batches = [world.schedule() for world in worlds]
+        plans = [dict(zip(batch.seq_ids, batch.num_tokens, strict=True)) for batch in batches]
+        assert plans[0] == plans[1]
+        for world, batch in zip(worlds, batches, strict=True):
+            world.commit(batch, [2] * len(batch))
+    assert not worlds[1].has_work and worlds[0].num_steps == worlds[1].num_steps
+    assert [tuple(record[:6]) for record in worlds[0].pressure.records] == worlds[1].records != []
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_full_pool_with_every_policy(policy):
+    rng = random.Random(policy)
+    tenants = {0: Tenant(min_blocks=6), 1: Tenant(max_blocks=12)}
+    config = SchedulerConfig(max_batch_tokens=24, block_size=BLOCK, policy=policy, tenants=tenants, max_records=10**6)
+    worlds = [World(api, config, 24, "lru", 0) for api in (pagepool, reference)]
+    for number in range(300):
+        while worlds[0].scheduler.waiting_count < 4 and number < 250:
+            add(rng, worlds, None)
+        batches = [world.scheduler.schedule() for world in worlds]
+        assert worlds[0].picture(batches[0]) == worlds[1].picture(batches[1])
+        assert worlds[0].records() == worlds[1].records()
+        for world, batch in zip(worlds, batches, strict=True):
+            world.scheduler.commit(batch, [2] * len(batch))
+    assert worlds[0].scheduler.num_preemptions > 0
