@@ -10,7 +10,8 @@
  *
  * A job of one layer may take 20 us, waking a thread 2 to 60 (most where a virtual CPU has halted).  So a worker that
  * has left spins for 50 us, since the next layer's job may come by then, and sleeps afterwards.  It does not spin where
- * that is in the caller's way, on the caller's own CPU: the scheduler puts it there when the other CPUs are busy. */
+ * that is in the caller's way, on the caller's own CPU: the scheduler puts it there when the other CPUs are busy.  The
+ * next jobs wake nobody then unless they take long: two switches of threads cost 8 us and bring nothing. */
 #define _GNU_SOURCE
 #include "pagepool/threads.h"
 
@@ -29,6 +30,7 @@
 #define NUMBER(gate) ((gate) >> 32)
 
 enum { SPIN_NS = 50000, PAUSES_PER_LOOK = 64, PAUSES_AT_END = 256, STACK_BYTES = 1 << 20, LINE = 64 };
+enum { ALONE_NS = 100000, JOBS_ALONE = 16 }; /* how long a job wakes nobody, and of how many one does at once */
 
 typedef struct job {
     void (*body)(void *context, int64_t begin, int64_t end);
@@ -44,6 +46,8 @@ static struct {
     int num_workers;         /* started so far; only the holder of `caller` changes it */
     _Alignas(LINE) _Atomic uint64_t gate;
     _Atomic int caller_cpu;  /* where the last job was given */
+    _Atomic int crowded;     /* who was woken last came on the caller's CPU */
+    unsigned num_alone;      /* jobs that woke nobody at once for that reason; the holder's of `caller` */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung at each job; the futex of sleeping workers */
     _Atomic int num_sleeping;
     _Alignas(LINE) job job;
@@ -63,18 +67,33 @@ static int64_t now_ns(void) {
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
+/* Takes the next range of at most 1 / `share` of what is left, at least a unit; 0 when nothing is left. */
+static int take(job *job, int64_t share, int64_t *begin, int64_t *end) {
+    *begin = atomic_load_explicit(&job->next, memory_order_relaxed);
+    do {
+        const int64_t left = job->num_units - *begin, part = left / share;
+        if (left <= 0) return 0;
+        *end = *begin + (part > 1 ? part : 1);
+    } while (!atomic_compare_exchange_weak_explicit(&job->next, begin, *end, memory_order_relaxed,
+                                                    memory_order_relaxed));
+    return 1;
+}
+
 /* Takes ranges until none is left: large ones first, single units at the end, so that no thread is a straggler. */
 static void work(job *job) {
-    for (;;) {
-        int64_t begin = atomic_load_explicit(&job->next, memory_order_relaxed), end;
-        do {
-            int64_t left = job->num_units - begin, take = left / (4 * (int64_t)job->num_threads);
-            if (left <= 0) return;
-            end = begin + (take > 1 ? take : 1);
-        } while (!atomic_compare_exchange_weak_explicit(&job->next, &begin, end, memory_order_relaxed,
-                                                        memory_order_relaxed));
+    int64_t begin, end;
+    while (take(job, 4 * (int64_t)job->num_threads, &begin, &end)) job->body(job->context, begin, end);
+}
+
+/* Takes units one by one for a while.  Whether some are left. */
+static int work_alone(job *job) {
+    const int64_t until = now_ns() + ALONE_NS;
+    int64_t begin, end;
+    while (take(job, job->num_units, &begin, &end)) {
         job->body(job->context, begin, end);
+        if (now_ns() >= until) return 1;
     }
+    return 0;
 }
 
 /* Waits until the bell no longer shows `seen`, or for less. */
@@ -107,6 +126,8 @@ static uint64_t await_job(uint64_t seen) {
         await_bell(bell);
     }
     atomic_fetch_sub(&pool.num_sleeping, 1);
+    const int cpu = atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed);
+    atomic_store_explicit(&pool.crowded, sched_getcpu() == cpu, memory_order_relaxed);
     return gate;
 }
 
@@ -134,6 +155,7 @@ static void forget_workers(void) {
     pthread_mutex_init(&pool.caller, NULL);
     pool.num_workers = 0;
     atomic_store(&pool.num_sleeping, 0);
+    atomic_store(&pool.crowded, 0);
     atomic_store(&pool.gate, 0);
 }
 
@@ -175,7 +197,10 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
     atomic_store(&pool.gate, (number & 0xffffffffu) << 32 | OPEN);
     atomic_fetch_add(&pool.bell, 1);
     const int sleeping = atomic_load(&pool.num_sleeping), missing = num_threads - 1 - (pool.num_workers - sleeping);
-    if (missing > 0) ring_bell(missing);
+    if (missing > 0) {
+        const int alone = atomic_load_explicit(&pool.crowded, memory_order_relaxed) && pool.num_alone++ % JOBS_ALONE;
+        if (!alone || work_alone(&pool.job)) ring_bell(missing);
+    }
     work(&pool.job);
     atomic_fetch_and_explicit(&pool.gate, ~OPEN, memory_order_relaxed);
     for (int pauses = 0; INSIDE(atomic_load_explicit(&pool.gate, memory_order_acquire)); pauses++)
