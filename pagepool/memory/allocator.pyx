@@ -202,14 +202,19 @@ cdef class BlockAllocator(IdSpace):
 
     cdef int32_t c_ref_count(self, int32_t block) noexcept nogil:
         cdef int32_t count = -1
-        if 0 <= block < self.capacity:
+        if 0 <= block < self.max_capacity:
             pp_lock_acquire(&self.lock)
-            count = self.ref_counts[block]
+            if block < self.capacity:
+                count = self.ref_counts[block]
             pp_lock_release(&self.lock)
         return count
 
     cdef int32_t c_ids_used(self) noexcept nogil:
-        return self.taken
+        cdef int32_t taken
+        pp_lock_acquire(&self.lock)
+        taken = self.taken
+        pp_lock_release(&self.lock)
+        return taken
 
     cdef bint c_is_shared(self, int32_t block) noexcept nogil:
         return pp_get_count(&self.ref_counts[block]) > 1
