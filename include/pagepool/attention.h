@@ -127,7 +127,8 @@ PP_API void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end);
  *   lse      NULL, or (num_rows,)
  *
  * A row whose parts are all without tokens (or num_parts 0) becomes zeros and -inf.  The bits depend on the row alone.
- * PP_INVALID_ARGUMENT for a size below 0 or a head_dim above 2^24. */
+ * PP_INVALID_ARGUMENT, and nothing written, for a size below 0, a head_dim above 2^24, an array that is missing and
+ * results that overlap each other or what is read. */
 typedef struct pp_merge_args {
     int64_t num_rows, num_parts, head_dim;
     const float *v;

@@ -82,3 +82,21 @@ pp_status pp_check_apart(const pp_decode_args *args, int64_t num_queries, const 
             if (overlap(spans[i], spans[j])) return PP_INVALID_ARGUMENT;
     return PP_OK;
 }
+
+pp_status pp_check_merge(const pp_merge_args *args) {
+    const int64_t item = sizeof(float), rows = args->num_rows, parts = args->num_parts, dim = args->head_dim;
+    int64_t out_bytes;
+    if (rows < 0 || parts < 0 || dim < 0 || dim > 1 << 24 ||
+        __builtin_mul_overflow(rows, (dim > 1 ? dim : 1) * item, &out_bytes))
+        return PP_INVALID_ARGUMENT;
+    if (rows && ((dim && !args->out) || (parts && (!args->s || (dim && !args->v))))) return PP_INVALID_ARGUMENT;
+    enum { WRITTEN = 2, ALL = 4 };
+    const span spans[ALL] = {
+        span_of(args->out, rows * dim * item), span_of(args->lse, rows * item),
+        span_of_pieces(args->v, dim * item, rows, args->v_stride_row * item, parts, args->v_stride_part * item),
+        span_of_pieces(args->s, item, rows, args->s_stride_row * item, parts, args->s_stride_part * item)};
+    for (int i = 0; i < WRITTEN; i++)
+        for (int j = i + 1; j < ALL; j++)
+            if (overlap(spans[i], spans[j])) return PP_INVALID_ARGUMENT;
+    return PP_OK;
+}

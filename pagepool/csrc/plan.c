@@ -360,10 +360,9 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
 }
 
 pp_status pp_merge_states(const pp_merge_args *args) {
-    if (args->num_rows < 0 || args->num_parts < 0 || args->head_dim < 0 || args->head_dim > 1 << 24)
-        return PP_INVALID_ARGUMENT;
-    pp_kernels_get()->merge_rows(args);
-    return PP_OK;
+    const pp_status status = pp_check_merge(args);
+    if (status == PP_OK) pp_kernels_get()->merge_rows(args);
+    return status;
 }
 
 static void run_range(void *plan, int64_t begin, int64_t end) { pp_decode_run(plan, begin, end); }

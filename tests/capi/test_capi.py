@@ -58,6 +58,12 @@ def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(c_pr
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
 
 
+def test_merged_states_are_right_and_bad_ones_are_refused(c_program, tmp_path):
+    program = build(HERE / "merge.c", tmp_path / "merge")
+    for isa in run([str(c_program)]).split()[2:]:
+        assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok"]
+
+
 def test_cpp_program_shares_a_plan_among_its_threads(tmp_path):
     program = build(HERE / "program.cpp", tmp_path / "program")
     assert run([str(program)]).startswith("ok ")
