@@ -152,9 +152,10 @@ class Scheduler(Admission):
             request.kv.truncate(request.fed)
             if self.config.cache_outputs == "end":
                 if batch.is_prefill[row]:
-                    self.publish(request, min(request.fed, len(request.prompt_tokens)), self.time)
+                    count = min(request.fed, len(request.prompt_tokens))
+                    self.publish(request, count, self.time, min(request.kept, count // self.block_size))
             elif request.fed // self.block_size > request.kept and not request.at_limit:
-                self.publish(request, request.fed, self.time)
+                self.publish(request, request.fed, self.time, request.kept)
 
     def _finish(self, requests: list[Request]) -> None:
         requests.sort(key=lambda request: request.id)

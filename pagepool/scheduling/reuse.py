@@ -66,7 +66,7 @@ class PrefixReuse:
         ttl that the cache does not take."""
         root_key(seq.cache_salt, seq.extra_keys)
         row = token_row(np.array(seq.prompt_tokens))
-        self._cache_blocks(seq, row[:0], ())
+        self._cache_blocks(seq, row[:0], (), 0)
         self._has_terms |= seq.cache_ttl is not None
         return row
 
@@ -107,12 +107,15 @@ class PrefixReuse:
             self._cache.allocator.free(blocks)
         return True
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Keep the full blocks among the first `num_tokens` of `seq`."""
+    def publish(self, seq: Sequence, num_tokens: int, start: int = 0) -> None:
+        """Keep the full blocks among the first `num_tokens` of `seq`, of which the first `start` are kept already.
+
+        At the end all are looked at: a block of its own that stood behind another's may be wanted by now.
+        """
         full = num_tokens // self._account.block_size
         if full:
             tokens = self._tokens(seq, full * self._account.block_size)
-            self._cache_blocks(seq, tokens, seq.kv.block_table[:full])
+            self._cache_blocks(seq, tokens, seq.kv.block_table[:full], start)
         seq._kept = full
 
     def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
@@ -125,18 +128,20 @@ class PrefixReuse:
             filled = [seq for seq in sequences if seq.kv is not None and seq.fed // size > seq._kept]
             for seq in sorted(filled, key=_by_id) if len(filled) > 1 else filled:
                 if not seq.at_limit:
-                    self.publish(seq, seq.fed)
+                    self.publish(seq, seq.fed, seq._kept)
             return
         for seq in sorted(batch._sequences[decodes:], key=_by_id):
             if seq.kv is not None:
-                self.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
+                num_tokens = min(seq.fed, len(seq.prompt_tokens))
+                self.publish(seq, num_tokens, min(seq._kept, num_tokens // self._account.block_size))
 
-    def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any) -> None:
+    def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any, start: int) -> None:
         self._cache.cache_blocks(
             tokens,
             blocks,
             cache_salt=seq.cache_salt,
             extra_keys=seq.extra_keys,
+            start=start,
             priority=seq.cache_priority,
             ttl=seq.cache_ttl,
             now=self._now,
