@@ -73,6 +73,9 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const pp_tile
                                     const float *const *scales, float *o, int prefetch) {
     enum { PAIR_BYTES = 2 * PP_V_RUN * PP_ITEM, RUN_BYTES = PP_GROUP * PP_V_RUN * PP_ITEM };
     const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
+    /* Each pass prefetches its part of every pair of rows: Zen 4 drops prefetches that come faster than the memory. */
+    const int part = NV * PP_LANES * 2 * PP_ITEM;
+    const int64_t from = run + column % PP_V_RUN * 2 * PP_ITEM;
     const int last_run = column / PP_V_RUN + 1 == tile->v_head_dim / PP_V_RUN;
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -83,15 +86,15 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const pp_tile
         if (scale)
             PP_UNROLL for (int g = 0; g < HEADS; g++)
                 PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_mul(sum[g * NV + j], v_set1(scale[g]));
-        const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + run, *half = tile->next_k[i] + run;
-        const unsigned char *near = last_run ? tile->next_k[i] : rows + RUN_BYTES;
-        const unsigned char *end = rows + RUN_BYTES - (last_run ? PP_NEARER : 0);
+        const unsigned char *rows = tile->v[i] + run, *ahead = tile->next_v[i] + from, *half = tile->next_k[i] + from;
+        const unsigned char *near = last_run ? half - run : tile->v[i] + from + RUN_BYTES;
+        const unsigned char *nearer = tile->v[i] + from, *end = tile->v[i] + run + RUN_BYTES - PP_NEARER;
         const float *weight = p + i / 2 * HEADS * PP_TILE + i % 2 * PP_GROUP;
         for (int64_t at = 0; at < RUN_BYTES; at += PAIR_BYTES, weight += 2) {
             pp_v a[8], b[8];
             if (prefetch)
-                prefetch_walk(prefetch, PAIR_BYTES, ahead + at, half + at, near + at,
-                              rows + at + (rows + at < end ? PP_NEARER : 0));
+                prefetch_walk(prefetch, part, ahead + at, half + at, near + at,
+                              nearer + at + (!last_run || nearer + at < end ? PP_NEARER : 0));
             PP_UNROLL for (int j = 0; j < NV; j++)
                 LOAD2(rows + at, PP_V_RUN, column % PP_V_RUN + j * PP_LANES, &a[j], &b[j]);
             PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -128,7 +131,7 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const pp_tile *tile, const float *
         one.begin += PP_TILE;
     }
     for (int d = 0; d < tile->v_head_dim; d += columns)
-        PP_NAME(step_values)(HEADS, value_vectors(HEADS), tile, d, s, scales, rows, d % PP_V_RUN ? 0 : prefetch);
+        PP_NAME(step_values)(HEADS, value_vectors(HEADS), tile, d, s, scales, rows, prefetch);
 }
 
 static __attribute__((noinline)) void PP_NAME(step_of)(int heads, const pp_tile *tile, const float *q, int q_step,
