@@ -17,6 +17,7 @@ from sides.common import write_case
 HERE = Path(__file__).resolve().parent
 PATIENCE = 240  # seconds until a side that does not answer counts as failed
 CHUNKS = (2048, 4096, 8192, 65536)
+DOT_SIDES = {"ours_bf16"}  # bounded by the rate of dot products, where there are such, and not by that of fma
 PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
 
 
@@ -65,6 +66,7 @@ class Comparison:
         self.threads, self.rounds, self.seconds = options.threads, options.rounds, options.seconds
         self.say = say
         self.machine = Machine()
+        self.dots = {name for name, (_, module, _) in sides.items() if module in DOT_SIDES}
         # libgomp and friends make as many threads as the largest count; large allocations come on huge pages
         common = {
             "OMP_NUM_THREADS": str(max(self.threads)),
@@ -110,19 +112,21 @@ class Comparison:
     def cell(self, shape, dtype, threads, errors, absent):
         size, copies = kv_bytes(shape, dtype), copies_of(shape, dtype)
         calls = max(2, min(100, int(self.seconds / 3 * 20e9 / size)))
-        stream, pages, rates, spent = [], [], [], {name: [] for name in errors}
+        stream, pages, rates, dots, spent = [], [], [], [0.0], {name: [] for name in errors}
         for _ in range(self.rounds):
             time.sleep(PAUSE)
             stream.append(self.machine.stream(size, copies, threads, calls))
             pages.append(min(self.machine.chunks(size, copies, page_bytes(shape, dtype), threads, calls)))
             rates.append(self.machine.rate("fma", threads, 0.005))
+            if self.dots:
+                dots.append(self.machine.rate("dot", threads, 0.005))
             for name in spent:
                 time.sleep(PAUSE)
                 self.processes[name].tell(round=threads, seconds=self.seconds)
                 answer = self.processes[name].answer()
                 spent[name].append(answer.get("seconds"))
         fma = flops(shape) / max(rates)  # the cores do not swing as the memory does: less was a disturbance
-        limit = [max(best, fma) for best in stream]
+        dot = flops(shape) / (max(dots) or max(rates))
         binds = "fma" if fma > median(stream) else "stream"
         return {
             "shape": shape,
@@ -135,7 +139,7 @@ class Comparison:
             "binds": binds,
             "target": target(shape, dtype, threads, binds),
             "sides": {
-                name: result(times, limit, stream, errors[name][str(threads)])
+                name: result(times, dot if name in self.dots else fma, stream, errors[name][str(threads)])
                 for name, times in spent.items()
                 if None not in times
             },
@@ -163,13 +167,14 @@ def facts(machine, threads):
     return {"cpu": cpu_name(), "date": time.strftime("%Y-%m-%d"), "buffer_mib": size // mebi, "threads": rows}
 
 
-def result(rounds, limit, stream, errors):
-    """The figures of a side: of its ways the one with the smallest median."""
+def result(rounds, compute, stream, errors):
+    """The figures of a side that `compute` seconds bound beside the stream: of its ways that of the smallest median."""
     way = min(errors, key=lambda way: median(times[way] for times in rounds))
     times = [times[way] for times in rounds]
     return {
         "ms": 1e3 * median(times),
-        "share": median(best / ours for best, ours in zip(limit, times, strict=True)),
+        "compute_ms": 1e3 * compute,
+        "share": median(max(best, compute) / ours for best, ours in zip(stream, times, strict=True)),
         "stream_share": median(best / ours for best, ours in zip(stream, times, strict=True)),
         "error": errors[way],
         "way": way,

@@ -1,14 +1,16 @@
 """decode as a share of what this machine can do, both measured in turn, in one run.
 
     python bench/limit.py [--shape S1,S2] [--dtype bfloat16,float32] [--threads 1,2] [--isa avx2,avx512] [--json FILE]
+    python bench/limit.py --arithmetic exact,bf16       dot products of bfloat16 beside exact arithmetic
     python bench/limit.py --variants [--shape S1,S4]    soft cap, sinks, ALiBi and window beside plain decode
     python bench/limit.py --busy [--shape S5]           2 threads while one core does something else
 
 A cell's limit is the greater of two times: that to stream its bytes of K and V from memory, contiguous and at the best
-of three prefetch distances, and that to do its multiplications and additions at the FMA rate of so many cores. Rounds
-of (stream, pages, FMA, decode) alternate; the share is the median of the rounds' shares. `pages` is the time to read
-the same bytes in shuffled pieces of a page's size at the best of four ways to prefetch: what a block table leaves of
-the stream. Nobody finds bytes in a cache: all rotate over 400 MB, decode over layers of its pool.
+of three prefetch distances, and that to do its multiplications and additions at the FMA rate of so many cores or, in
+arithmetic of bf16, at the rate of dot products. Rounds of (stream, pages, FMA, decode) alternate; the share is the
+median of the rounds' shares. `pages` is the time to read the same bytes in shuffled pieces of a page's size at the best
+of four ways to prefetch: what a block table leaves of the stream. Nobody finds bytes in a cache: all rotate over
+400 MB, decode over layers of its pool.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import sys
 
 from busy import busy
-from interleave import Comparison, add_options, facts
+from interleave import Comparison, add_options, facts, names
 from shapes import AVX2_TARGETS, ITEM_BYTES
 from variants import variants
 
@@ -53,21 +55,22 @@ def print_facts(found):
 
 def print_row(row):
     for name, side in row["sides"].items():
-        wanted = row["target"]
+        wanted = None if name == "bf16" else row["target"]
+        binds = "stream" if side["compute_ms"] <= row["stream_ms"] else "dot" if name == "bf16" else "fma"
         reached = "" if wanted is None else f"{wanted:6.2f}  {'yes' if round(side['share'], 2) >= wanted else 'no'}"
         print(
             f"{row['shape']:5} {row['dtype']:9} {row['threads']:7} {row['stream_ms']:9.3f} "
-            f"{row['stream_gb_per_s']:6.1f} {row['pages_ms']:9.3f} {row['fma_ms']:9.3f}  {row['binds']:6} "
+            f"{row['stream_gb_per_s']:6.1f} {row['pages_ms']:9.3f} {side['compute_ms']:9.3f}  {binds:6} "
             f"{name:8} {side['ms']:9.3f} {side['stream_share']:9.2f} {side['share']:6.2f} {reached}",
             flush=True,
         )
 
 
-def print_isas(rows, first, second):
-    """How fast the first instruction set is, as a part of the second."""
+def print_ratios(rows, first, second):
+    """How fast the first side is, as a part of the second."""
     print(f"\nspeed of {first} over {second}\nshape dtype     threads   ratio  target")
     for row in rows:
-        times = [row["sides"].get(isa, {}).get("ms") for isa in (first, second)]
+        times = [row["sides"].get(side, {}).get("ms") for side in (first, second)]
         if None in times:
             continue
         wanted = AVX2_TARGETS.get(row["shape"], {}).get(ITEM_BYTES[row["dtype"]])
@@ -78,6 +81,9 @@ def print_isas(rows, first, second):
 def shares(options):
     isas = options.isa.split(",") if options.isa else []
     sides = {isa: (sys.executable, "ours", {"PAGEPOOL_ISA": isa}) for isa in isas}
+    if options.arithmetic:
+        modules = {"exact": "ours", "bf16": "ours_bf16"}
+        isas, sides = [], {name: (sys.executable, modules[name], {}) for name in options.arithmetic}
     sides = sides or {"decode": (sys.executable, "ours", {})}
     rows = []
     with Comparison(sides, options) as comparison:
@@ -87,12 +93,15 @@ def shares(options):
             "shape dtype     threads stream ms   GB/s  pages ms    FMA ms  binds  side            ms  "
             "of stream  share target"
         )
+        dtypes = ["bfloat16"] if "bf16" in sides else options.dtype
         for shape in options.shape:
-            for row in comparison.shape(shape, options.dtype):
+            for row in comparison.shape(shape, dtypes):
                 rows.append(row)
                 print_row(row)
     for isa in isas[:-1]:
-        print_isas(rows, isa, isas[-1])
+        print_ratios(rows, isa, isas[-1])
+    if {"exact", "bf16"} <= sides.keys():
+        print_ratios(rows, "bf16", "exact")
     return {"machine": found, "rows": rows}
 
 
@@ -100,6 +109,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser)
     parser.add_argument("--isa", help="comma list of instruction sets, each forced in a process of its own")
+    parser.add_argument("--arithmetic", type=names(["exact", "bf16"]), help="comma list of exact, bf16: pages of bf16")
     parser.add_argument("--variants", action="store_true", help="the cost of soft cap, sinks, ALiBi and window")
     parser.add_argument("--busy", action="store_true", help="2 threads while one core is taken by another process")
     options = parser.parse_args(arguments)

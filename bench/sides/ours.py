@@ -15,6 +15,8 @@ BLOCK_SIZE = 16
 
 
 class Side(Base):
+    arithmetic = "exact"
+
     def __init__(self, case):
         super().__init__(case)
         num_seqs, context, num_kv_heads, head_dim = case.k.shape
@@ -34,7 +36,14 @@ class Side(Base):
 
         def run(i):
             return pagepool.decode(
-                self.q, self.pool, i % copies, self.tables, self.lens, out=self.out, num_threads=threads
+                self.q,
+                self.pool,
+                i % copies,
+                self.tables,
+                self.lens,
+                out=self.out,
+                arithmetic=self.arithmetic,
+                num_threads=threads,
             )
 
         return {f"pages of {BLOCK_SIZE}, {pagepool.cpu_info()['isa']}": Call(run)}

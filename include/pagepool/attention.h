@@ -51,8 +51,8 @@ extern "C" {
  *     E = 2^-9 sm_scale max_t sum_d |q[d] K[t][d]|
  *
  * and with it a result by (exp(2 E) (1 + 2^-9) / (1 - 2^-9) - 1) sum_t weight[t] |V[t]| and the lse by E + 2^-8 at
- * most; what is usual is a twentieth of that.  The bits are fixed as those of exact arithmetic are, and the same
- * with and without the instruction; without it they take longer than exact ones. */
+ * most; on random numbers it is a thirtieth of that or less.  The bits are fixed as those of exact arithmetic are,
+ * and the same with and without the instruction; without it they take longer than exact ones. */
 typedef enum pp_arithmetic { PP_EXACT = 0, PP_ROUNDED_BF16 = 1 } pp_arithmetic;
 
 typedef struct pp_decode_args {

@@ -13,14 +13,18 @@
 #define V_DOT PP_CAT(v_dot_, PP_DOT, )
 #define FLUSH_BEGIN PP_CAT(flush_begin_, PP_DOT, )
 #define FLUSH_END PP_CAT(flush_end_, PP_DOT, )
+#define FLUSHES PP_CAT(FLUSHES_, PP_DOT, )
 #define ROUND_WEIGHTS PP_CAT(round_weights_, PP_DOT, )
 
 enum { PP_NAME(PAIR_BYTES) = 4, PP_NAME(PAIRS) = PP_TILE / 2 };
 
-/* Sums of products of NV vectors of tokens, from vector `first` of the tile, for HEADS heads.  From one pair of dims to
- * the next, queries are q_step elements apart. */
+/* The sums of the products of even and of odd pairs, as a score. */
+PP_INLINE pp_v PP_NAME(score)(pp_v even, pp_v odd, pp_v scale) { return v_mul(v_add(even, odd), scale); }
+
+/* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads; where subnormals are flushed by a
+ * mode, the sums that they are made of.  From one pair of dims to the next, queries are q_step elements apart. */
 PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
-                               const int q_step, float *even_sums, float *odd_sums, int prefetch) {
+                               const int q_step, float *s, float *odd_sums, int prefetch) {
     enum { ROW = PP_GROUP * PP_NAME(PAIR_BYTES) }; /* a pair of dims of a group of tokens */
     const int per_group = PP_GROUP / PP_LANES;
     const unsigned char *rows[4], *ahead[4], *half[4];
@@ -50,29 +54,31 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
             }
         }
     }
+    const pp_v scale = v_set1(tile->sm_scale);
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++) {
-            v_store(even_sums + g * PP_TILE + (first + j) * PP_LANES, even[g * NV + j]);
-            v_store(odd_sums + g * PP_TILE + (first + j) * PP_LANES, odd[g * NV + j]);
+            const int at = g * PP_TILE + (first + j) * PP_LANES;
+            v_store(s + at, FLUSHES ? even[g * NV + j] : PP_NAME(score)(even[g * NV + j], odd[g * NV + j], scale));
+            if (FLUSHES) v_store(odd_sums + at, odd[g * NV + j]);
         }
 }
 
-/* The sums of products of a tile, as far as it has tokens that are seen. */
-PP_INLINE void PP_NAME(tile_scores)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *even,
+/* The scores of a tile, as far as it has tokens that are seen. */
+PP_INLINE void PP_NAME(tile_scores)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *s,
                                     float *odd, int prefetch) {
     enum { VECTORS = PP_TILE / PP_LANES };
     const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
     const int pass = score_heads(HEADS), last = HEADS - pass; /* two passes at most */
     int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
     for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS)) {
-        PP_NAME(scores)(pass, score_vectors(HEADS), tile, vector, q, q_step, even, odd, prefetch);
+        PP_NAME(scores)(pass, score_vectors(HEADS), tile, vector, q, q_step, s, odd, prefetch);
         if (last)
-            PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + pass, q_step, even + pass * PP_TILE,
+            PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + pass, q_step, s + pass * PP_TILE,
                             odd + pass * PP_TILE, 0);
     }
     for (; vector < full; vector++)
         for (int g = 0; g < HEADS; g++)
-            PP_NAME(scores)(1, 1, tile, vector, q + g, q_step, even + g * PP_TILE, odd + g * PP_TILE, g ? 0 : prefetch);
+            PP_NAME(scores)(1, 1, tile, vector, q + g, q_step, s + g * PP_TILE, odd + g * PP_TILE, g ? 0 : prefetch);
 }
 
 /* Adds p V of one or both of two neighbouring tokens: `mask` keeps the halves of those that are seen, since what is not
@@ -139,9 +145,15 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
             v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
 }
 
-/* The values of a tile, run by run of tokens that are seen. */
+/* The sums of weights and the values of a tile, these run by run of tokens that are seen. */
 PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const float *pairs, const float *scales,
                                     float *rows, int prefetch) {
+    const pp_v ones = (pp_v)((pp_bits)v_set1(0.0f) | 0x3f803f80u);
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        float *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
+        PP_UNROLL for (int i = 0; i < PP_NAME(PAIRS); i += PP_LANES)
+            v_store(sums + i, V_DOT(v_load(sums + i), v_load(pairs + g * PP_NAME(PAIRS) + i), ones));
+    }
     const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     uint32_t seen = tile->seen;
     do {
@@ -166,9 +178,9 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
     } while (seen);
 }
 
-/* Both are not inlined: see dot_by_fma.h. */
-static __attribute__((noinline)) void PP_NAME(scores_of)(int heads, const pp_tile *tile, const float *q, int q_step,
-                                                         float *even, float *odd, int prefetch) {
+/* Both stages for a mode that flushes subnormals: not inlined, see dot_by_fma.h. */
+static __attribute__((noinline)) void PP_NAME(flushed_scores)(int heads, const pp_tile *tile, const float *q,
+                                                              int q_step, float *even, float *odd, int prefetch) {
     switch (heads) {
     case 1: PP_NAME(tile_scores)(1, tile, q, q_step, even, odd, prefetch); break;
     case 2: PP_NAME(tile_scores)(2, tile, q, q_step, even, odd, prefetch); break;
@@ -185,14 +197,8 @@ static __attribute__((noinline)) void PP_NAME(scores_of)(int heads, const pp_til
     }
 }
 
-static __attribute__((noinline)) void PP_NAME(values_of)(int heads, const pp_tile *tile, const float *pairs,
-                                                         const float *scales, float *rows, int prefetch) {
-    const pp_v ones = (pp_v)((pp_bits)v_set1(0.0f) | 0x3f803f80u);
-    for (int g = 0; g < heads; g++) {
-        float *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
-        for (int i = 0; i < PP_NAME(PAIRS); i += PP_LANES)
-            v_store(sums + i, V_DOT(v_load(sums + i), v_load(pairs + g * PP_NAME(PAIRS) + i), ones));
-    }
+static __attribute__((noinline)) void PP_NAME(flushed_values)(int heads, const pp_tile *tile, const float *pairs,
+                                                              const float *scales, float *rows, int prefetch) {
     switch (heads) {
     case 1: PP_NAME(tile_values)(1, tile, pairs, scales, rows, prefetch); break;
     case 2: PP_NAME(tile_values)(2, tile, pairs, scales, rows, prefetch); break;
@@ -209,43 +215,55 @@ static __attribute__((noinline)) void PP_NAME(values_of)(int heads, const pp_til
     }
 }
 
-/* One tile of one kv head for `heads` of its rows that see the same of it; arguments as in decode_kernel.h. */
-static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
-                                                       float *rows, float *m, int prefetch) {
-    float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64))), odd[PP_MAX_HEADS * PP_TILE];
-    float pairs[PP_MAX_HEADS * PP_NAME(PAIRS)], rescale[PP_RESCALES];
-    const int used = heads * PP_TILE;
-    unsigned flush = FLUSH_BEGIN();
-    PP_NAME(scores_of)(heads, tile, q, q_step, s, odd, prefetch);
-    FLUSH_END(flush);
-    const pp_v scale = v_set1(tile->sm_scale);
-    for (int t = 0; t < used; t += PP_LANES) v_store(s + t, v_mul(v_add(v_load(s + t), v_load(odd + t)), scale));
-    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, heads, s);
-    if (tile->seen != ALL_SEEN) hide_scores(tile, heads, s);
+/* One tile of one kv head for HEADS of its rows that see the same of it; arguments as in decode_kernel.h. */
+PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
+                             int prefetch) {
+    enum { VECTORS = PP_TILE / PP_LANES };
+    float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64))), odd[FLUSHES ? PP_MAX_HEADS * PP_TILE : 1];
+    float pairs[PP_MAX_HEADS * PP_NAME(PAIRS)] __attribute__((aligned(64))), rescale[PP_RESCALES];
+    if (FLUSHES) {
+        const pp_v scale = v_set1(tile->sm_scale);
+        const unsigned before = FLUSH_BEGIN();
+        PP_NAME(flushed_scores)(HEADS, tile, q, q_step, s, odd, prefetch);
+        FLUSH_END(before);
+        for (int t = 0; t < HEADS * PP_TILE; t += PP_LANES)
+            v_store(s + t, PP_NAME(score)(v_load(s + t), v_load(odd + t), scale));
+    } else {
+        PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, odd, prefetch);
+    }
+    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
+    if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     int above = 0;
-    for (int g = 0; g < heads; g++) {
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
         pp_v highest = v_load(s + g * PP_TILE);
-        for (int t = PP_LANES; t < PP_TILE; t += PP_LANES) highest = v_max(highest, v_load(s + g * PP_TILE + t));
+        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
         above |= v_any_above(highest, m[g]);
     }
-    if (above) raise_maxima(heads, s, m, rows, tile->row_stride, rescale);
+    if (above) raise_maxima(HEADS, s, m, rows, tile->row_stride, rescale);
     const float *scales = above ? rescale : NULL;
-    for (int g = 0; g < heads; g++) {
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE;
         const pp_v shift = v_set1(shift_of(m[g]));
-        for (int t = 0; t < PP_TILE; t += PP_LANES) v_store(row + t, v_exp(v_sub(v_load(row + t), shift)));
+        PP_UNROLL for (int j = 0; j < VECTORS; j++)
+            v_store(row + j * PP_LANES, v_exp(v_sub(v_load(row + j * PP_LANES), shift)));
         ROUND_WEIGHTS(pairs + g * PP_NAME(PAIRS), row);
     }
     if (tile->block_sums) {
-        widen_pairs(s, pairs, used);
-        add_to_blocks(tile, heads, s, scales);
+        widen_pairs(s, pairs, HEADS * PP_TILE);
+        add_to_blocks(tile, HEADS, s, scales);
     }
-    flush = FLUSH_BEGIN();
-    PP_NAME(values_of)(heads, tile, pairs, scales, rows, tile->next_v[0] ? prefetch : PP_PREFETCH_NONE);
-    FLUSH_END(flush);
+    if (!tile->next_v[0]) prefetch = PP_PREFETCH_NONE;
+    if (FLUSHES) {
+        const unsigned before = FLUSH_BEGIN();
+        PP_NAME(flushed_values)(HEADS, tile, pairs, scales, rows, prefetch);
+        FLUSH_END(before);
+    } else {
+        PP_NAME(tile_values)(HEADS, tile, pairs, scales, rows, prefetch);
+    }
 }
 
 #undef V_DOT
 #undef FLUSH_BEGIN
 #undef FLUSH_END
+#undef FLUSHES
 #undef ROUND_WEIGHTS

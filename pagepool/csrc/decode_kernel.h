@@ -211,6 +211,14 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     } while (seen);
 }
 
+#define PP_IN_STEPS PP_STEPS
+#if PP_IN_STEPS
+#include "decode_step.h"
+#endif
+
+#include "decode_arrange.h"
+#endif
+
 static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
                                                        float *rows, float *m, int prefetch) {
     switch (heads) {
@@ -228,14 +236,6 @@ static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile 
 #endif
     }
 }
-
-#define PP_IN_STEPS PP_STEPS
-#if PP_IN_STEPS
-#include "decode_step.h"
-#endif
-
-#include "decode_arrange.h"
-#endif
 
 /* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,
  * `row` of all. */

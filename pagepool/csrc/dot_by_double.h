@@ -4,6 +4,8 @@
  * lies next to one of the two, far from the middle between two f32: rounding it twice does no harm. */
 #include "dot_pairs.h"
 
+enum { FLUSHES_by_double = 0 }; /* needs no mode */
+
 static inline unsigned flush_begin_by_double(void) { return 0; }
 static inline void flush_end_by_double(unsigned before) { (void)before; }
 
@@ -30,4 +32,4 @@ static inline pp_v v_dot_by_double(pp_v sum, pp_v a, pp_v b) {
                        fma_flushed(second_of_pairs(a), second_of_pairs(b), sum));
 }
 
-static inline void round_weights_by_double(float *pairs, const float *p) { round_to_pairs(pairs, p, PP_TILE); }
+static inline void round_weights_by_double(float *pairs, const float *p) { round_weights(pairs, p); }

@@ -8,7 +8,7 @@
  * dots between them must be in functions that are not inlined, or a compiler may move them out. */
 #include "dot_pairs.h"
 
-enum { FLUSH_RESULTS = 0x8000, FLUSH_OPERANDS = 0x0040 }; /* bits of MXCSR */
+enum { FLUSHES_by_fma = 1, FLUSH_RESULTS = 0x8000, FLUSH_OPERANDS = 0x0040 }; /* bits of MXCSR */
 
 static inline unsigned flush_begin_by_fma(void) {
     const unsigned before = _mm_getcsr();
@@ -21,4 +21,4 @@ static inline pp_v v_dot_by_fma(pp_v sum, pp_v a, pp_v b) {
     return v_fma(first_of_pairs(a), first_of_pairs(b), v_fma(second_of_pairs(a), second_of_pairs(b), sum));
 }
 
-static inline void round_weights_by_fma(float *pairs, const float *p) { round_to_pairs(pairs, p, PP_TILE); }
+static inline void round_weights_by_fma(float *pairs, const float *p) { round_weights(pairs, p); }

@@ -18,7 +18,14 @@ static inline void round_to_pairs(float *pairs, const float *from, int n) {
     memcpy(pairs, bits, (size_t)n / 2 * sizeof *bits);
 }
 
-/* The same numbers in f32. */
+/* The weights of a tile, subnormal ones as zeros. */
+static inline void round_weights(float *pairs, const float *p) {
+    float normal[PP_TILE];
+    for (int t = 0; t < PP_TILE; t++) normal[t] = p[t] < 0x1p-126f ? 0.0f : p[t];
+    round_to_pairs(pairs, normal, PP_TILE);
+}
+
+/* The numbers of pairs in f32. */
 static inline void widen_pairs(float *to, const float *pairs, int n) {
     for (int i = 0; i < n / 2; i++) {
         uint32_t bits;

@@ -37,7 +37,8 @@ three steps are others:
 
     3 score   two chains of dot over the pairs of dims, pairs 0, 2, ... and pairs 1, 3, ..., each ascending from 0;
               then (even + odd) * sm_scale
-    8 sum     the rounded p: 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)), and then as ever
+    8 sum     of the rounded p (subnormal ones count as 0): 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)),
+              and then as ever
     9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two; of a token that is not
               seen both are 0, and a pair of two such tokens is left out
 
@@ -59,7 +60,7 @@ from itertools import groupby
 from math import inf, log, nan
 from typing import NamedTuple
 
-from pagepool.reference.canonical_math import Fma, dot, exp, rounding_once_or_twice, tanh
+from pagepool.reference.canonical_math import Fma, dot, exp, flushed, rounding_once_or_twice, tanh
 from pagepool.reference.rounding import f32, rounded_to_bf16
 
 __all__ = ["CHUNK", "TILE", "attend", "attend_with_scores"]
@@ -226,7 +227,7 @@ def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple
     lanes = [0.0] * TILE
     for t, score in zip(seen, scores, strict=True):
         p = _weight(score, m, head.fma)
-        lanes[t % TILE] = rounded_to_bf16(p) if head.rounded else p
+        lanes[t % TILE] = rounded_to_bf16(flushed(p)) if head.rounded else p
     if head.rounded:
         sums = [dot(sums[i], lanes[2 * i : 2 * i + 2], [1.0, 1.0]) for i in range(LANES)]
     else:

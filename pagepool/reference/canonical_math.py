@@ -7,7 +7,7 @@ from math import copysign
 
 from pagepool.reference.rounding import f32, fma
 
-__all__ = ["TANH_BORDER", "Fma", "dot", "exp", "rounding_once_or_twice", "tanh"]
+__all__ = ["TANH_BORDER", "Fma", "dot", "exp", "flushed", "rounding_once_or_twice", "tanh"]
 
 SMALLEST = 2.0**-126  # of the normal float32
 EXP_COEFFICIENTS = [8.290272206e-3, 4.189816117e-2, 1.666763872e-1, 4.999914765e-1, 9.999997019e-1, 1.0]
@@ -41,7 +41,7 @@ def dot(total: float, a: Sequence[float], b: Sequence[float]) -> float:
     >>> dot(1.0, [2.0**-24, 2.0**-24], [1.0, 1.0]), dot(0.0, [2.0**-100, 0.0], [2.0**-30, 1.0])
     (1.0, 0.0)
     """
-    total, a0, a1, b0, b1 = map(_flushed, (total, *a, *b))
+    total, a0, a1, b0, b1 = map(flushed, (total, *a, *b))
     return _fma_flushed(a0, b0, _fma_flushed(a1, b1, total))
 
 
@@ -51,7 +51,8 @@ def _fma_flushed(a: float, b: float, c: float) -> float:
     return fma(a, b, c)
 
 
-def _flushed(x: float) -> float:
+def flushed(x: float) -> float:
+    """x, or a zero of its sign if it is subnormal."""
     return copysign(0.0, x) if abs(x) < SMALLEST else x
 
 

@@ -182,6 +182,20 @@ def test_subnormals_count_as_zeros(seed):
     assert (out[..., 5] == 0).all() and np.delete(out, 5, axis=2).any()
 
 
+def test_subnormal_weights_count_as_zeros():
+    """Scores so far below the largest that exp is subnormal, or nearly: V makes results of what is left of them."""
+    k, v = np.zeros((64, 1, 8), np.float32), np.full((64, 1, 8), 2.0**120, np.float32)
+    k[1:, 0, 0], k[1:, 0, 1] = -87.0, -np.arange(1, 64) / 64
+    v[0] = 0.0
+    case = make_case(layout_of(1, 8), 1, [64], kv=[(k, v)])
+    case.q[:] = 1.0
+    fused = cpu_info()["isa"] != "baseline"
+    right, _ = canonical.attend([1.0] * 8, k[:, 0].tolist(), v[:, 0].tolist(), 1.0, fused=fused, **ROUNDED)
+    out = case.decode(sm_scale=1.0, **ROUNDED)
+    assert_same_bits([out[0, 0]], [np.array(right, np.float32)])
+    assert (out > 0).all()
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 31, 33, 513])
 @pytest.mark.parametrize("block_size", [16, 5])
 def test_nan_and_infinities_beside_the_tokens_do_not_matter(block_size, length):

@@ -46,6 +46,16 @@ def test_limit_says_which_limit_binds_and_how_much_of_it_decode_reaches(tmp_path
     assert set(found["machine"]["threads"][0]["rates_g_per_s"]) == {"fma", "dot", "widen", "exp"}
 
 
+@needs_gcc
+def test_arithmetic_of_bf16_is_measured_against_the_rate_of_dot_products(tmp_path):
+    (row,) = limit(tmp_path, "--threads", "1", "--arithmetic", "exact,bf16")["rows"]
+    assert row["dtype"] == "bfloat16" and set(row["sides"]) == {"exact", "bf16"}
+    assert row["sides"]["exact"]["compute_ms"] == row["fma_ms"]
+    side = row["sides"]["bf16"]
+    assert side["share"] == pytest.approx(max(side["compute_ms"], row["stream_ms"]) / side["ms"])
+    assert 1e-5 < side["error"] < 1e-2
+
+
 def test_variants_and_a_busy_core_are_measured(tmp_path):
     cost = limit(tmp_path, "--variants", "--threads", "1")["variants"]
     assert {row["variant"] for row in cost} == {"plain", "soft cap", "sinks", "ALiBi", "all three"}
