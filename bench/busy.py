@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 from statistics import mean, median, quantiles
 
+from rounds import times_of
 from sides.common import Case, write_case
 from sides.ours import Side
 
 AT_MOST = 1.5  # times the undisturbed single thread
+CALLS = (20, 5000)  # of a round, from and to: the tail is the question
 
 
 def spin(core):
@@ -44,19 +46,8 @@ class Spinner:
         self.process.join()
 
 
-def times_of(call, turn, seconds):
-    call(turn)
-    times = []
-    while len(times) < 20 or (sum(times) < seconds and len(times) < 5000):
-        turn += 1
-        begin = time.perf_counter()
-        call(turn)
-        times.append(time.perf_counter() - begin)
-    return times
-
-
 def busy(options):
-    """Prints and returns a row for each shape and dtype; more calls than elsewhere, since the tail is the question."""
+    """Prints and returns a row for each shape and dtype."""
     spinners = [Spinner(core) for core in sorted(os.sched_getaffinity(0))[:2]]
     rows = []
     print("shape dtype     times in us: median, mean, 99th percentile")
@@ -77,12 +68,12 @@ def measure(side, spinners, options):
     times = {"1 thread": [], "2 threads": [], "1 thread, one core busy": [], "2 threads, one core busy": []}
     for turn in range(options.rounds):
         for threads, call in calls.items():
-            times[f"{threads} thread{'s' * (threads > 1)}"] += times_of(call, turn, options.seconds)
+            times[f"{threads} thread{'s' * (threads > 1)}"] += times_of(call, turn, options.seconds, *CALLS)[0]
         for spinner in spinners:
             with spinner:
                 for threads, call in calls.items():
                     name = f"{threads} thread{'s' * (threads > 1)}, one core busy"
-                    times[name] += times_of(call, turn, options.seconds)
+                    times[name] += times_of(call, turn, options.seconds, *CALLS)[0]
     row = {"shape": side.case.shape, "dtype": side.case.dtype, "us": {}}
     for name, spent in times.items():
         found = {"median": median(spent), "mean": mean(spent), "p99": quantiles(spent, n=100)[98]}

@@ -1,11 +1,11 @@
 """What the variants of decode cost beside the plain one, in turn: limit.py --variants."""
 
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from rounds import times_of
 from shapes import SHAPES
 from sides.common import Case, write_case
 from sides.ours import Side
@@ -44,18 +44,6 @@ def calls_of(side, heads, threads):
     return calls
 
 
-def seconds_of(call, turn, seconds):
-    """The median call of a round, and the turn of the next."""
-    call(turn)
-    times = []
-    while len(times) < 3 or (sum(times) < seconds and len(times) < 300):
-        turn += 1
-        begin = time.perf_counter()
-        call(turn)
-        times.append(time.perf_counter() - begin)
-    return median(times), turn
-
-
 def variants(options):
     """Prints and returns a row for each shape, dtype, number of threads and variant."""
     rows, turn = [], 0
@@ -70,8 +58,8 @@ def variants(options):
                     times = {name: [] for name in calls}
                     for _ in range(options.rounds):
                         for name, (call, _) in calls.items():
-                            spent, turn = seconds_of(call, turn, options.seconds)
-                            times[name].append(spent)
+                            spent, turn = times_of(call, turn, options.seconds)
+                            times[name].append(median(spent))
                     for name, (_, beside) in calls.items():
                         pairs = zip(times[name], times[beside], strict=True)
                         row = {

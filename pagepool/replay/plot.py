@@ -37,8 +37,8 @@ def draw(picture: dict[str, Any], path: str | Path) -> None:
         axes = figure.subplots(4, 1, sharex=True, height_ratios=(2.4, 1, 1, 1))
         figure.subplots_adjust(left=left, right=0.985, top=0.915, bottom=0.085, hspace=0.32)
         _map(axes[0], timeline, ColourMap.from_list("blocks", BLUES))
-        _sequences(axes[1], timeline)
-        _tokens(axes[2], timeline)
+        _counts(axes[1], timeline, "sequences", (("running", "running"), ("waiting", "waiting")))
+        _counts(axes[2], timeline, "tokens of a step", (("prefill_tokens", "prompt"), ("decode_tokens", "decode")), 2)
         _latency(axes[3], timeline)
         axes[3].set_xlabel("virtual time, seconds", color=MUTED, fontsize=9)
     else:
@@ -79,18 +79,12 @@ def _steps(axis: Any, timeline: dict[str, Any], name: str, label: str, colour: s
     axis.plot(timeline["end"], [np.nan if v is None else v for v in timeline[name]], color=colour, lw=1.4, label=label)
 
 
-def _sequences(axis: Any, timeline: dict[str, Any]) -> None:
-    _style(axis, "sequences")
-    _steps(axis, timeline, "running", "running", COLOURS[0])
-    _steps(axis, timeline, "waiting", "waiting", COLOURS[1])
-    axis.set_ylim(bottom=0)
-    _legend(axis)
-
-
-def _tokens(axis: Any, timeline: dict[str, Any]) -> None:
-    _style(axis, "tokens of a step")
-    _steps(axis, timeline, "prefill_tokens", "prompt", COLOURS[2])
-    _steps(axis, timeline, "decode_tokens", "decode", COLOURS[3])
+def _counts(
+    axis: Any, timeline: dict[str, Any], title: str, lines: tuple[tuple[str, str], ...], first_colour: int = 0
+) -> None:
+    _style(axis, title)
+    for (name, label), colour in zip(lines, COLOURS[first_colour:], strict=False):
+        _steps(axis, timeline, name, label, colour)
     axis.set_ylim(bottom=0)
     _legend(axis)
 
