@@ -98,7 +98,11 @@ cdef class IdSpace(HolderRegistry):
     @property
     def peak_in_use(self):
         """The most blocks that were in use at any one time."""
-        return max(self.peak, self.taken)
+        cdef int32_t most
+        pp_lock_acquire(&self.lock)
+        most = max(self.peak, self.taken)
+        pp_lock_release(&self.lock)
+        return most
 
     def stats(self):
         """Blocks as a dict: `used` + `evictable` + `free` = `capacity`; `available` as above, `peak` = `peak_in_use`.
