@@ -18,7 +18,15 @@ from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state_handle import StateHandle
-from pagepool.prefix import PrefixCache, PrefixEvent, PrefixMirror, PrefixPins, PrefixSnapshot, StateCheckpoints
+from pagepool.prefix import (
+    PrefixCache,
+    PrefixEvent,
+    PrefixMirror,
+    PrefixPins,
+    PrefixSnapshot,
+    PrefixSpace,
+    StateCheckpoints,
+)
 from pagepool.recorder import TraceRecorder
 from pagepool.scheduling import (
     PressureLog,
@@ -54,6 +62,7 @@ __all__ = [
     "PrefixMirror",
     "PrefixPins",
     "PrefixSnapshot",
+    "PrefixSpace",
     "PressureCosts",
     "PressureLog",
     "PressureRecord",

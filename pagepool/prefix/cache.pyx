@@ -6,7 +6,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.ids cimport IdArray, read_ids, release_ids
-from pagepool.prefix.cached_blocks cimport CACHED, CachedBlocks
+from pagepool.prefix.cached_blocks cimport CachedBlocks
 from pagepool.prefix.event_log cimport EventLog
 from pagepool.prefix.summary cimport CacheSummary
 from pagepool.prefix.terms cimport time_key
@@ -179,7 +179,6 @@ cdef class PrefixCache(CacheSummary):
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
-        cdef int32_t root
         cdef int64_t known = operator.index(start)
         cdef int level = cached.order.level_of(priority, self.policy), mark = cached.floors.mark_of(group)
         cdef uint64_t end = cached.order.end_of(ttl, now, self.policy)
@@ -193,22 +192,8 @@ cdef class PrefixCache(CacheSummary):
         try:
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
-            cached.c_reserve_path(2 * n)
-            cached.table.reserve(n + 1)
-            cached.mark = <uint8_t>mark
-            cached.order.priority = level
-            cached.order.end = end
-            cached.order.c_reserve(n)
-            root = cached.table.root(key)
-            cached.c_pin(root)
-            try:
-                return cached.c_publish(root, &row[0], ids.ids, n, known)
-            finally:
-                cached.c_unpin(root)
+            return cached.keep(key, &row[0], ids.ids, n, known, mark, level, end)
         finally:
-            cached.mark = CACHED
-            cached.order.priority = 0
-            cached.order.end = 0
             release_ids(&ids)
 
     def expire(self, double now):

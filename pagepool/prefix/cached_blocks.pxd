@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
@@ -44,7 +44,7 @@ cdef class CachedBlocks:
     cdef int c_reserve_path(self, int64_t n) except -1
     cdef void c_pin(self, int32_t node) noexcept
     cdef void c_unpin(self, int32_t node) noexcept
-    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept
+    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil
     cdef void c_touch(self, int32_t node) noexcept
     cdef void c_touch_path(self, int64_t n) noexcept
     cdef void c_put(self, int32_t node, int32_t block) noexcept
@@ -65,6 +65,11 @@ cdef class CachedBlocks:
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     cdef int64_t c_publish(
         self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
+    ) except -1
+    # All of `PrefixCache.cache_blocks` but its arguments: a named key, mark, priority and its end as the policy has it.
+    cdef int64_t keep(
+        self, tuple key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark, int level,
+        uint64_t end
     ) except -1
     cdef str audit(self)
     cdef object refused(self, int64_t i, int32_t block, pp_status status)

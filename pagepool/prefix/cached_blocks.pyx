@@ -84,7 +84,7 @@ cdef class CachedBlocks:
         self.table.nodes[node].num_children -= 1
         self.table.c_collect(node)
 
-    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept:
+    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil:
         """Writes the nodes of the leading blocks to `path`, as far as there are any, or any with a block."""
         cdef Node *nodes = self.table.nodes
         cdef int64_t size = self.table.block_size, i = 0, end
@@ -305,6 +305,29 @@ cdef class CachedBlocks:
             fresh += 1
         self.c_unpin(last)
         return fresh
+
+    cdef int64_t keep(
+        self, tuple key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark, int level,
+        uint64_t end
+    ) except -1:
+        cdef int32_t root
+        try:
+            self.c_reserve_path(2 * n)
+            self.table.reserve(n + 1)
+            self.mark = <uint8_t>mark
+            self.order.priority = level
+            self.order.end = end
+            self.order.c_reserve(n)
+            root = self.table.root(key)
+            self.c_pin(root)
+            try:
+                return self.c_publish(root, tokens, blocks, n, start)
+            finally:
+                self.c_unpin(root)
+        finally:
+            self.mark = CACHED
+            self.order.priority = 0
+            self.order.end = 0
 
     cdef str audit(self):
         """The first equation that does not hold, as a sentence, or None. O(nodes + tokens)."""

@@ -24,6 +24,7 @@ cdef class NodeTable:
     cdef uint64_t root_hash
     cdef long long collisions
     cdef dict roots
+    cdef uint64_t stamp  # how often the roots have changed
     cdef dict root_keys
 
     # Names from now on: before the first node is made.
@@ -35,13 +36,13 @@ cdef class NodeTable:
     # The root of a key, made when it is not there; `reserve` first.
     cdef int32_t root(self, tuple named_key) except -1
     # The child with these tokens, every one compared, or -1, and then its hash.
-    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens, uint64_t *hash) noexcept
+    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens, uint64_t *hash) noexcept nogil
     # How many of n blocks of tokens are those of nodes node + 1, node + 2, ..., each the child of the one before it.
-    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept
+    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept nogil
     # The child with a block whose first tokens, of at most n, are the same for longest, or -1, and for how long; of
     # several the one in the lowest block. The 1,024 youngest children are looked at.
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept
-    cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept
+    cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil
     cdef int32_t c_add(self, int32_t parent, const int32_t *tokens, uint64_t hash) noexcept
     # Unmakes the node if nothing keeps it alive, then its parent, and so on.
     cdef void c_collect(self, int32_t node) noexcept

@@ -103,6 +103,7 @@ cdef class NodeTable:
         self.nodes[node].root = node
         self.root_hash = pp_hash_block(self.root_hash, NULL, 0)
         self.nodes[node].hash = self.root_hash
+        self.stamp += 1
         self.roots[key] = node
         self.root_keys[node] = key
         return node
@@ -118,7 +119,7 @@ cdef class NodeTable:
         self.nodes[node] = Node(0, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
         return node
 
-    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept:
+    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept nogil:
         """Tokens of a run lie in one piece: they are compared in steps of 4 KiB, and no hash is taken."""
         cdef Node *nodes = self.nodes + node + 1
         cdef size_t row = self.block_size
@@ -138,10 +139,10 @@ cdef class NodeTable:
             done = end
         return most
 
-    cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept:
+    cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil:
         return pp_hash_block(self.nodes[parent].hash, tokens, self.block_size) & self.hash_mask
 
-    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens, uint64_t *hash) noexcept:
+    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens, uint64_t *hash) noexcept nogil:
         """The last child first: a walk along a path that was walked before hashes nothing."""
         cdef Node *nodes = self.nodes
         cdef size_t row = self.block_size, size = row * sizeof(int32_t)
@@ -219,6 +220,7 @@ cdef class NodeTable:
                 if nodes[parent].last_child == node:
                     nodes[parent].last_child = -1
             else:
+                self.stamp += 1
                 del self.roots[self.root_keys.pop(node)]
             nodes[node].alive = 0
             nodes[node].next_in_bucket = self.unused
@@ -239,6 +241,7 @@ cdef class NodeTable:
         self.num_buckets = self.room = 0
         self.num_made = self.num_alive = 0
         self.unused = -1
+        self.stamp += 1
         self.roots.clear()
         self.root_keys.clear()
 

@@ -14,7 +14,7 @@ SALTS = (None, "a", b"a", 0)
 
 def traffic(cache, random, steps):
     """Prompts with common beginnings through a small cache, now and then an eviction, rarely a reset."""
-    for _ in range(steps):
+    for now in range(steps):
         tokens = random.integers(0, 2, random.integers(0, 24)).tolist()
         salt = SALTS[random.integers(len(SALTS))]
         if random.random() < 0.5:
@@ -25,8 +25,15 @@ def traffic(cache, random, steps):
             cache.evict(max(0, missing - cache.allocator.free_count))
             if missing <= cache.allocator.free_count:
                 blocks += cache.allocator.allocate_n(missing).tolist()
-                cache.cache_blocks(tokens, blocks, cache_salt=salt)
+                known = len(blocks) - missing if random.random() < 0.5 else 0
+                term = {}
+                if cache.policy == "priority":
+                    term = {"priority": int(random.integers(3)), "ttl": [None, 2.0][random.integers(2)], "now": now}
+                cache.cache_blocks(tokens, blocks, cache_salt=salt, start=known, **term)
             cache.allocator.free(blocks)
+        cache.expire(now)
+        if random.random() < 0.05:
+            cache.discard(random.integers(0, cache.allocator.capacity, 3).tolist())
         if random.random() < 0.01:
             cache.reset_prefix_cache()
 
@@ -37,7 +44,7 @@ def state_of(cache):
     return mirror.blocks
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
 def test_events_replayed_give_the_same_state(policy):
     random = np.random.default_rng(1)
     cache = PrefixCache(BlockAllocator(30), 2, policy, max_events=10_000, hash_bits=3)

@@ -1,0 +1,16 @@
+from collections.abc import Iterable
+from typing import TypeAlias, final
+
+from pagepool.prefix.cache import PrefixCache
+
+__all__ = ["PrefixSpace"]
+
+_Key: TypeAlias = str | bytes | bool | int | None
+
+@final
+class PrefixSpace:
+    def __new__(
+        cls, cache: PrefixCache, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
+    ) -> PrefixSpace: ...
+    @property
+    def cache(self) -> PrefixCache: ...
