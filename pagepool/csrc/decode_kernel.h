@@ -1,9 +1,9 @@
 /* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
  *
- * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element) and the words of
- * decode_arrange.h defined, and once more for bf16 pages with PP_DOT, which takes the work on a tile from decode_dot.h.
- * The walk, per tile of 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS
- * query heads at a time:
+ * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element), PP_COLUMN (bytes between
+ * neighbours of a row, where pairs of rows may be interleaved) and the words of decode_arrange.h defined, and once more
+ * for bf16 pages with PP_DOT, which takes the work on a tile from decode_dot.h.  The walk, per tile of 32 tokens (two
+ * groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
  *   softmax  running maximum, rescale, exp
@@ -28,6 +28,9 @@
 
 enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
 
+#ifdef PP_FEW_REGISTERS
+#include "decode_few.h"
+#else
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over even and
  * over odd dims.  From one pair of dims to the next, queries are q_step elements apart. */
 PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
@@ -149,6 +152,7 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
                         rows + g * tile->row_stride, g ? 0 : prefetch);
 }
 #endif
+#endif
 
 /* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries
  * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their maxima at m. */
@@ -159,6 +163,9 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
     const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
     int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
+#ifdef PP_FEW_REGISTERS
+    PP_NAME(tile_scores)(HEADS, tile, vector, full, q, q_step, s, prefetch);
+#else
     const int pass = score_heads(HEADS), last = HEADS - pass; /* two passes at most */
     for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS)) {
         PP_NAME(scores)(pass, score_vectors(HEADS), tile, vector, q, q_step, s, prefetch);
@@ -166,6 +173,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
             PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + 2 * pass, q_step, s + pass * PP_TILE, 0);
     }
     for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, q_step, s, prefetch);
+#endif
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     int above = 0;
@@ -188,13 +196,17 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     }
     const float *scales = above ? rescale : NULL;
     if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
-    const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     if (!tile->next_v[0]) prefetch = PP_PREFETCH_NONE;
     uint32_t seen = tile->seen; /* run by run: what a row does not see must not be multiplied with, it may be NaN */
     do {
         const int from = __builtin_ctz(seen);
         const uint32_t behind = ~(seen >> from);
         const int to = from + (behind ? __builtin_ctz(behind) : PP_TILE);
+#ifdef PP_FEW_REGISTERS
+        PP_NAME(tile_values)(HEADS, tile, from, to, s, scales, rows, prefetch);
+#else
+        const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim;
+        const int whole = dims / PP_V_RUN * PP_V_RUN;
         int d = 0;
         for (; d < whole; d += columns)
             PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, from, to, s, scales, rows,
@@ -204,6 +216,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
 #if PP_HALF_TAIL
         if (d < dims)
             PP_NAME(values_left)(HEADS, tile, dims - whole, d, from, to, s, scales, rows, d == whole ? prefetch : 0);
+#endif
 #endif
         seen = to < PP_TILE ? seen >> to << to : 0;
         scales = NULL;
@@ -374,6 +387,7 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 #undef PP_PAGES
 #undef PP_QUERY_PAIR
 #undef PP_ITEM
+#undef PP_COLUMN
 #undef PP_DOT
 #undef PP_IN_STEPS
 #undef LOAD2

@@ -22,16 +22,19 @@
 
 #define PP_DTYPE f32
 #define PP_ITEM 4
+#define PP_COLUMN 4
 #define PP_SQUARE_BITS 32
 #include "decode_kernel.h"
 
 #define PP_DTYPE f16
 #define PP_ITEM 2
+#define PP_COLUMN 2
 #define PP_SQUARE_BITS 16
 #include "decode_kernel.h"
 
 #define PP_DTYPE bf16
 #define PP_ITEM 2
+#define PP_COLUMN 4
 #define PP_SQUARE_BITS 64
 #include "decode_kernel.h"
 
@@ -40,6 +43,7 @@
 #define PP_DTYPE bf16_dot
 #define PP_PAGES bf16
 #define PP_ITEM 2
+#define PP_COLUMN 4
 #define PP_QUERY_PAIR 1
 #define PP_DOT PP_EMULATED
 #include "decode_kernel.h"

@@ -3,6 +3,7 @@
 #define PP_MAX_HEADS 6 /* query heads that share a load */
 #define PP_STEPS 0
 #define PP_HALF_TAIL 0 /* 8 divides every head_dim */
+#define PP_FEW_REGISTERS /* decode_few.h */
 
 typedef __m256 pp_v;
 
@@ -14,7 +15,16 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm256_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm256_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm256_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, c); }
-static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
+/* *sum += a * b, in its place: of the three forms of an fma compilers like to take one that overwrites a factor, and
+ * then run out of registers. */
+static inline void v_add_product(pp_v *sum, pp_v a, pp_v b) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
+}
+/* a, in a register from here on: compilers would rather load it once for each use. */
+static inline pp_v v_kept(pp_v a) {
+    __asm__("" : "+x"(a));
+    return a;
+}
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm256_max_ps(a, b); }
 /* 2^n for a float that holds 1.5 * 2^23 + 127 + n; 0 where n is -127. */
@@ -54,7 +64,7 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
     (void)width;
     __m256i words = _mm256_loadu_si256((const __m256i *)(rows + 4 * column));
     *a = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-    *b = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u)));
+    *b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(words, 16), 16)); /* a mask would take a register */
 }
 
 /* 8 neighbours between f32 and f16. */

@@ -1,0 +1,233 @@
+/* decode_few.h: scores and values of a tile where there are 16 registers only, and no operand that spreads over lanes.
+ *
+ * Included once per dtype from decode_kernel.h, instead of the stages there.  What counts here:
+ *
+ *   Every weight (an element of a query, a softmax weight) is a load of its own, and two loads start in a cycle, as
+ *   two fma do: each load must serve two fma or more.  Eight fma must be under way at any time.  So 8 to 12 sums, 2 to
+ *   4 vectors wide, and the scores' two chains one after the other: half of the sums, each load serves twice as many.
+ *   A sum that is spilled makes its loop wait for memory.  Compilers do spill unless each stage is a function by
+ *   itself, fma add in place (v_add_product) and loaded vectors stay loaded (v_kept).
+ *   There is no room for asking the memory again and again: 16-bit pages are prefetched once. */
+
+PP_INLINE void PP_NAME(prefetch)(int mode, int bytes, const unsigned char *visit, const unsigned char *near) {
+    if (mode == PP_PREFETCH_L1) {
+        prefetch_into_l1(visit, bytes);
+        return;
+    }
+    prefetch_into_l2(visit, bytes);
+    if (PP_ITEM == 4 && mode == PP_PREFETCH_REPEAT) prefetch_into_l2(near, bytes);
+}
+
+/* Adds to HEADS x NV sums the products of NV vectors, each of the first or (ODD) the second of two neighbouring rows
+ * that are `width` elements long, with a weight per head.  The weights of two heads stay in registers while the vectors
+ * come one by one; of more heads the weights come one by one, for two vectors each, and once more for the next two. */
+PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int ODD, const unsigned char *const *at,
+                                     int width, const float *weight, const int weight_step, pp_v *sum) {
+    const int AT_ONCE = HEADS <= 2 ? 1 : 2;
+    pp_v x[8], w[PP_MAX_HEADS];
+    PP_UNROLL for (int i = 0; i < NV; i += AT_ONCE) {
+        PP_UNROLL for (int j = i; j < i + AT_ONCE; j++) {
+            pp_v a, b;
+            LOAD2(at[j], width, 0, &a, &b);
+            x[j] = ODD ? b : a;
+            if (HEADS > 1) x[j] = v_kept(x[j]);
+        }
+        PP_UNROLL for (int g = 0; g < HEADS; g++) {
+            if (i == 0 || AT_ONCE == 2) w[g] = v_set1(weight[g * weight_step]);
+            PP_UNROLL for (int j = i; j < i + AT_ONCE; j++) v_add_product(&sum[g * NV + j], x[j], w[g]);
+        }
+        if (HEADS == 3) __asm__("" : "+r"(weight)); /* or else kept weights would cost sums their registers */
+    }
+}
+
+/* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over EVEN and
+ * over ODD dims, the latter after the former or both at once.  From one pair of dims to the next, queries are q_step
+ * elements apart. */
+PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, const int ODD, const pp_tile *tile,
+                               int first, const float *q, int64_t q_step, float *s, int prefetch) {
+    enum { PAIRS = 2, BYTES = PAIRS * PP_NAME(K_PAIR_BYTES), PER_GROUP = PP_GROUP / PP_LANES };
+    const int group = first / PER_GROUP;
+    const unsigned char *rows[2] = {tile->k[group], tile->k[1]}, *next[2] = {tile->next_k[group], tile->next_k[1]};
+    pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
+    PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
+    for (int p = 0; p < tile->head_dim / 2; p += PAIRS) {
+        if (prefetch)
+            PP_UNROLL for (int i = 0; i * PER_GROUP < NV; i++) {
+                PP_NAME(prefetch)(prefetch, BYTES, next[i], rows[i] + PP_NEAR);
+                next[i] += BYTES;
+            }
+        PP_UNROLL for (int i = 0; i < PAIRS; i++, q += q_step) {
+            const unsigned char *at[4];
+            PP_UNROLL for (int j = 0; j < NV; j++)
+                at[j] = rows[j / PER_GROUP] + i * PP_NAME(K_PAIR_BYTES) + j % PER_GROUP * PP_LANES * PP_COLUMN;
+            if (EVEN) PP_NAME(add_products)(HEADS, NV, 0, at, PP_GROUP, q, 2, even);
+            if (ODD) PP_NAME(add_products)(HEADS, NV, 1, at, PP_GROUP, q + 1, 2, odd);
+        }
+        rows[0] += BYTES;
+        rows[1] += BYTES;
+    }
+    const pp_v scale = v_set1(tile->sm_scale);
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            float *to = s + g * PP_TILE + (first + j) * PP_LANES;
+            if (!ODD)
+                v_store(to, even[g * NV + j]);
+            else
+                v_store(to, v_mul(v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]), scale));
+        }
+}
+
+static __attribute__((noinline)) void PP_NAME(even_scores)(int heads, const pp_tile *tile, int first, const float *q,
+                                                           int64_t q_step, float *s, int prefetch) {
+    switch (heads) {
+    case 2: PP_NAME(scores)(2, 4, 1, 0, tile, first, q, q_step, s, prefetch); break;
+    case 3: PP_NAME(scores)(3, 4, 1, 0, tile, first, q, q_step, s, prefetch); break;
+    case 4: PP_NAME(scores)(4, 2, 1, 0, tile, first, q, q_step, s, prefetch); break;
+    case 5: PP_NAME(scores)(5, 2, 1, 0, tile, first, q, q_step, s, prefetch); break;
+    case 6: PP_NAME(scores)(6, 2, 1, 0, tile, first, q, q_step, s, prefetch); break;
+    }
+}
+
+static __attribute__((noinline)) void PP_NAME(odd_scores)(int heads, const pp_tile *tile, int first, const float *q,
+                                                          int64_t q_step, float *s) {
+    switch (heads) {
+    case 2: PP_NAME(scores)(2, 4, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
+    case 3: PP_NAME(scores)(3, 4, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
+    case 4: PP_NAME(scores)(4, 2, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
+    case 5: PP_NAME(scores)(5, 2, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
+    case 6: PP_NAME(scores)(6, 2, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
+    }
+}
+
+/* The same head by head: of a lone head, or of one group of the tile where the other is not seen. */
+static __attribute__((noinline)) void PP_NAME(scores_by_head)(int heads, int vectors, const pp_tile *tile, int first,
+                                                              const float *q, int64_t q_step, float *s, int prefetch) {
+    for (int g = 0; g < heads; g++, q += 2, s += PP_TILE, prefetch = PP_PREFETCH_NONE)
+        if (vectors == 4)
+            PP_NAME(scores)(1, 4, 1, 1, tile, first, q, q_step, s, prefetch);
+        else
+            PP_NAME(scores)(1, 2, 1, 1, tile, first, q, q_step, s, prefetch);
+}
+
+/* Scores of the vectors [first, end) of the tile: those of one or both of its groups. */
+PP_INLINE void PP_NAME(tile_scores)(int heads, const pp_tile *tile, int first, int end, const float *q, int64_t q_step,
+                                    float *s, int prefetch) {
+    const int step = heads <= 3 ? 4 : 2;
+    if (heads == 1 || end - first < step) {
+        PP_NAME(scores_by_head)(heads, end - first, tile, first, q, q_step, s, prefetch);
+        return;
+    }
+    for (; first < end; first += step) {
+        PP_NAME(even_scores)(heads, tile, first, q, q_step, s, prefetch);
+        PP_NAME(odd_scores)(heads, tile, first, q, q_step, s);
+    }
+}
+
+/* Adds p V of all tokens of the tile to NV vectors of dims, from `column` of V's dims on, which lies in a run that is
+ * `width` dims wide. */
+PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const pp_tile *tile, int width, int column,
+                               const float *p, float *o, int prefetch) {
+    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM, pair_bytes = 2 * width * PP_ITEM;
+    const int64_t next_run = run + PP_GROUP / 2 * pair_bytes, v_bytes = (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
+    const int64_t ahead = run + column % PP_V_RUN * (2 * PP_ITEM); /* of each pair, what is as long as its part here */
+    pp_v sum[PP_MAX_HEADS * 8];
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
+    for (int i = 0; i < 2; i++) {
+        const unsigned char *row = tile->v[i] + run + column % PP_V_RUN * PP_COLUMN;
+        const unsigned char *next = (prefetch ? tile->next_v[i] : tile->v[i]) + ahead;
+        const unsigned char *near = next_run < v_bytes ? tile->v[i] + next_run : tile->next_k[i];
+        near += ahead - run;
+        for (int t = 0; t < PP_GROUP; t += 2, p += 2, row += pair_bytes) {
+            if (prefetch) {
+                PP_NAME(prefetch)(prefetch, NV * PP_LANES * 2 * PP_ITEM, next, near);
+                next += pair_bytes, near += pair_bytes;
+            }
+            const unsigned char *at[8];
+            PP_UNROLL for (int j = 0; j < NV; j++) at[j] = row + j * PP_LANES * PP_COLUMN;
+            PP_NAME(add_products)(HEADS, NV, 0, at, width, p, PP_TILE, sum);
+            PP_NAME(add_products)(HEADS, NV, 1, at, width, p + 1, PP_TILE, sum);
+        }
+    }
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
+}
+
+static __attribute__((noinline)) void PP_NAME(run_values)(int heads, const pp_tile *tile, int column, const float *p,
+                                                          float *o, int prefetch) {
+    switch (heads) {
+    case 1: PP_NAME(values)(1, 8, tile, PP_V_RUN, column, p, o, prefetch); break;
+    case 2: PP_NAME(values)(2, 4, tile, PP_V_RUN, column, p, o, prefetch); break;
+    case 3: PP_NAME(values)(3, 4, tile, PP_V_RUN, column, p, o, prefetch); break;
+    case 4: PP_NAME(values)(4, 2, tile, PP_V_RUN, column, p, o, prefetch); break;
+    case 5: PP_NAME(values)(5, 2, tile, PP_V_RUN, column, p, o, prefetch); break;
+    case 6: PP_NAME(values)(6, 2, tile, PP_V_RUN, column, p, o, prefetch); break;
+    }
+}
+
+/* Two vectors of dims of a run that is no PP_V_RUN wide, or of any run. */
+static __attribute__((noinline)) void PP_NAME(narrow_values)(int heads, const pp_tile *tile, int width, int column,
+                                                             const float *p, float *o, int prefetch) {
+    switch (heads) {
+    case 1: PP_NAME(values)(1, 2, tile, width, column, p, o, prefetch); break;
+    case 2: PP_NAME(values)(2, 2, tile, width, column, p, o, prefetch); break;
+    case 3: PP_NAME(values)(3, 2, tile, width, column, p, o, prefetch); break;
+    case 4: PP_NAME(values)(4, 2, tile, width, column, p, o, prefetch); break;
+    case 5: PP_NAME(values)(5, 2, tile, width, column, p, o, prefetch); break;
+    case 6: PP_NAME(values)(6, 2, tile, width, column, p, o, prefetch); break;
+    }
+}
+
+/* Adds p V of tokens [from, to) to one or two vectors of a head's dims. */
+PP_INLINE void PP_NAME(some_values)(const int NV, const pp_tile *tile, int width, int column, int from, int to,
+                                    const float *p, float *o) {
+    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM, pair_bytes = 2 * width * PP_ITEM;
+    pp_v sum[2];
+    PP_UNROLL for (int j = 0; j < NV; j++) sum[j] = v_load(o + column + j * PP_LANES);
+    for (int t = from; t < to; t++) {
+        const unsigned char *at[2];
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            at[j] = tile->v[t / PP_GROUP] + run + t % PP_GROUP / 2 * pair_bytes +
+                    (column % PP_V_RUN + j * PP_LANES) * PP_COLUMN;
+        if (t % 2)
+            PP_NAME(add_products)(1, NV, 1, at, width, p + t, 0, sum);
+        else
+            PP_NAME(add_products)(1, NV, 0, at, width, p + t, 0, sum);
+    }
+    PP_UNROLL for (int j = 0; j < NV; j++) v_store(o + column + j * PP_LANES, sum[j]);
+}
+
+/* The same for all heads and the dims from `column` on: what is left of rows and at the ragged ends of sequences. */
+static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_tile *tile, int column, int from, int to,
+                                                           const float *p, float *o) {
+    const int dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
+    for (int g = 0; g < heads; g++, p += PP_TILE, o += tile->row_stride)
+        for (int d = column, step; d < dims; d += step) {
+            const int width = d < whole ? PP_V_RUN : dims - whole;
+            step = d + 2 * PP_LANES <= dims ? 2 * PP_LANES : PP_LANES;
+            if (step == PP_LANES)
+                PP_NAME(some_values)(1, tile, width, d, from, to, p, o);
+            else
+                PP_NAME(some_values)(2, tile, width, d, from, to, p, o);
+        }
+}
+
+/* Adds p V of tokens [from, to) of the tile to all dims, after scaling what is there. */
+PP_INLINE void PP_NAME(tile_values)(int heads, const pp_tile *tile, int from, int to, const float *p,
+                                    const float *rescale, float *o, int prefetch) {
+    const int dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
+    for (int g = 0; rescale && g < heads; g++) {
+        float *row = o + g * tile->row_stride;
+        for (int d = 0; d < dims; d += PP_LANES) v_store(row + d, v_mul(v_load(row + d), v_set1(rescale[g])));
+    }
+    int d = 0;
+    if (to - from == PP_TILE) {
+        const int step = PP_V_RUN / (heads == 1 ? 1 : heads <= 3 ? 2 : 4);
+        for (; d < whole; d += step) PP_NAME(run_values)(heads, tile, d, p, o, prefetch);
+        for (; d + 2 * PP_LANES <= dims; d += 2 * PP_LANES)
+            PP_NAME(narrow_values)(heads, tile, dims - whole, d, p, o, prefetch);
+    }
+    if (d < dims) PP_NAME(values_left)(heads, tile, d, from, to, p, o);
+}
