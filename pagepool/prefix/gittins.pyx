@@ -182,16 +182,16 @@ cdef class GittinsPolicy(EvictionPolicy):
 
     cdef void c_tick(self, int32_t node) noexcept:
         """Time passes by a node used; one whose parent was not used just before begins a request."""
-        cdef int kind
-        cdef bint followed = self.rival.followed
+        cdef int kind, followed
         self.clock += 1
         if self.clock >= self.next_lesson:
             self.c_learn()
         if self.table.nodes[node].parent != self.last:
             for kind in range(KINDS):
                 self.open[kind] = -1
-            self.rival.followed = rival_follow(&self.rival, self.clock)
+            followed = rival_follow(&self.rival, self.clock)
             if self.rival.followed != followed:
+                self.rival.followed = <uint8_t>followed
                 self.victims = -1
         self.last = node
 

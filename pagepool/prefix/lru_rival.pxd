@@ -79,13 +79,15 @@ cdef inline void rival_close(LruRival *self, Group *groups, int32_t number) noex
         self.oldest = newer
 
 
-# A node of the group was used, which was here or not.
+# A node of the group was used, which was here or not; most often LRU would have it, and it is here.
 cdef inline void rival_count(LruRival *self, const Group *group, bint here) noexcept nogil:
-    self.lead += here - <int>group.in_lru
     if group.in_lru:
         self.hits += 1.0
+        if not here:
+            self.lead -= 1
     else:
         self.misses += 1.0
+        self.lead += here
 
 
 # Of what is forgotten, a tenth is taken to come back unseen.

@@ -22,6 +22,7 @@ cdef class ReuseAges:
     cdef double used[8][64]  # KINDS, AGES: looked up again
     cdef double gone[8][64]  # forgotten
     cdef double alive[8][64]  # not yet either: counted anew before each c_learn
+    cdef double first[65]  # age of a class, and of one more
     cdef double value[8][64]  # hits to be had, for each unit of time that a block of that kind and age is kept
 
     cdef void c_clear(self) noexcept

@@ -50,6 +50,9 @@ cdef class ReuseAges:
     """Counts of ages and the values learnt from them. Internal: a policy counts and asks."""
 
     def __cinit__(self):
+        cdef int age
+        for age in range(AGES + 1):
+            self.first[age] = pp_first_age(age)
         self.c_clear()
 
     cdef void c_clear(self) noexcept:
@@ -58,7 +61,7 @@ cdef class ReuseAges:
         for kind in range(KINDS):
             for age in range(AGES):
                 self.used[kind][age] = self.gone[kind][age] = self.alive[kind][age] = 0.0
-                self.value[kind][age] = 1.0 / pp_first_age(age)
+                self.value[kind][age] = 1.0 / self.first[age]
 
     cdef void c_learn(self, int64_t clock) noexcept:
         """What happened at no age yet, and not before, has nothing to say: O(kinds * classes up to the age of all)."""
@@ -91,8 +94,8 @@ cdef class ReuseAges:
         for age in range(last, -1, -1):
             own_used = self.used[kind][age] + weight * used[age]
             own_ended = self.gone[kind][age] + self.alive[kind][age] + weight * ended[age]
-            width = pp_first_age(age + 1) - pp_first_age(age)
-            reused[age + 1] = own_used * pp_first_age(age + 1)
+            width = self.first[age + 1] - self.first[age]
+            reused[age + 1] = own_used * self.first[age + 1]
             waited[age + 1] = left * width + (own_used + own_ended) * width * 0.5
             left += own_used + own_ended
         hits[64] = time[64] = 0.0
@@ -101,7 +104,7 @@ cdef class ReuseAges:
         for age in range(last, -1, -1):
             rate = waited[age] + 2.0 * waited[age + 1] + waited[age + 2]
             if rate > 0.0:
-                rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / rate / pp_first_age(age + 1)
+                rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / (rate * self.first[age + 1])
             # Counted backwards, both fall below 0: only differences matter.
             hits[age] = hits[age + 1] - rate * waited[age + 1]
             time[age] = time[age + 1] - waited[age + 1]

@@ -69,7 +69,7 @@ def best_ratios(reused: list[float], waited: list[float]) -> list[float]:
     for age in reversed(range(AGES)):
         rate = waited[age] + 2.0 * waited[age + 1] + waited[age + 2]
         if rate > 0.0:
-            rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / rate / first_age(age + 1)
+            rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / (rate * first_age(age + 1))
         hits[age] = hits[age + 1] - rate * waited[age + 1]
         time[age] = time[age + 1] - waited[age + 1]
         while len(hull) > 1 and slope(age, hull[-1]) <= slope(hull[-1], hull[-2]):
