@@ -142,7 +142,7 @@ typedef struct pp_merge_args {
 PP_API pp_status pp_merge_states(const pp_merge_args *args);
 
 /* Plans and runs on up to `num_threads` threads, fewer for work of a few microseconds, with scratch of its own.
- * PP_NO_MEMORY when there is none. */
+ * PP_NO_MEMORY when there is none.  The calling thread keeps up to 8 MB of scratch for its next call, until it ends. */
 PP_API pp_status pp_decode(const pp_decode_args *args, int num_threads);
 
 #ifdef __cplusplus

@@ -23,6 +23,7 @@
 #include "check_decode.h"
 #include "kernels.h"
 #include "pagepool/threads.h"
+#include "workspace.h"
 
 enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
 
@@ -380,9 +381,10 @@ pp_status pp_decode(const pp_decode_args *args, int num_threads) {
     cut.num_threads = num_threads;
     status = pp_decode_workspace(&cut, &bytes);
     if (status != PP_OK) return status;
-    if (posix_memalign(&workspace, ALIGN, bytes)) return PP_NO_MEMORY;
+    workspace = pp_workspace_borrow(bytes);
+    if (!workspace) return PP_NO_MEMORY;
     status = pp_decode_plan_init(&plan, &cut, workspace, bytes);
     if (status == PP_OK) pp_parallel_for(num_threads, plan.num_units, run_range, &plan);
-    free(workspace);
+    pp_workspace_return(workspace);
     return status;
 }

@@ -84,6 +84,11 @@ def test_every_unit_runs_once_whether_workers_spin_sleep_or_share_a_cpu(tmp_path
     assert run([str(program)]).startswith("ok 200 rounds")
 
 
+def test_a_thread_keeps_the_scratch_of_its_last_decode(tmp_path):
+    program = build(HERE / "workspace.c", tmp_path / "workspace")
+    assert run([str(program)]).split() == ["ok"]
+
+
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 @pytest.mark.parametrize("language", ["c", "c++"])
 def test_each_header_compiles_alone(header, language, tmp_path):

@@ -1,0 +1,73 @@
+/* workspace.c: the scratch that a thread keeps between two calls of decode. */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+/* Of pagepool/csrc/workspace.h, which is not installed. */
+void *pp_workspace_borrow(size_t bytes);
+void pp_workspace_return(void *memory);
+enum { KEPT = 8 << 20 };
+
+#define CHECK(condition) \
+    do \
+        if (!(condition)) { \
+            fprintf(stderr, "line %d: %s\n", __LINE__, #condition); \
+            return (void *)1; \
+        } \
+    while (0)
+
+static void *of_a_thread(void *other) {
+    unsigned char *first = pp_workspace_borrow(1000);
+    CHECK(first && first != other && (uintptr_t)first % 64 == 0);
+    memset(first, 1, 1000);
+
+    /* While it is lent, others get memory of their own. */
+    unsigned char *second = pp_workspace_borrow(100), *third = pp_workspace_borrow(100000);
+    CHECK(second && third && (second + 100 <= first || first + 1000 <= second));
+    memset(second, 2, 100);
+    memset(third, 3, 100000);
+    pp_workspace_return(second);
+    pp_workspace_return(third);
+    CHECK(first[0] == 1 && first[999] == 1);
+    pp_workspace_return(first);
+
+    /* The same again, for less too; more replaces it, and is kept. */
+    CHECK(pp_workspace_borrow(1000) == first);
+    pp_workspace_return(first);
+    CHECK(pp_workspace_borrow(1) == first);
+    pp_workspace_return(first);
+    unsigned char *larger = pp_workspace_borrow(KEPT);
+    CHECK(larger);
+    memset(larger, 4, KEPT);
+    pp_workspace_return(larger);
+    CHECK(pp_workspace_borrow(1000) == larger);
+    pp_workspace_return(larger);
+
+    /* What is too large to keep leaves the kept one alone; what cannot be had, too. */
+    unsigned char *huge = pp_workspace_borrow((size_t)KEPT + 1);
+    CHECK(huge && huge != larger);
+    huge[KEPT] = 5;
+    pp_workspace_return(huge);
+    if (!other) CHECK(pp_workspace_borrow(SIZE_MAX / 2) == NULL);
+    CHECK(pp_workspace_borrow(KEPT) == larger);
+    pp_workspace_return(larger);
+    return NULL;
+}
+
+int main(void) {
+    unsigned char *mine = pp_workspace_borrow(1000);
+    for (int i = 0; i < 50; i++) {
+        pthread_t threads[4];
+        for (int t = 0; t < 4; t++)
+            if (pthread_create(&threads[t], NULL, of_a_thread, mine)) return 1;
+        for (int t = 0; t < 4; t++) {
+            void *failed;
+            if (pthread_join(threads[t], &failed) || failed) return 1;
+        }
+    }
+    pp_workspace_return(mine);
+    if (of_a_thread(NULL)) return 1;
+    puts("ok");
+    return 0;
+}
