@@ -18,6 +18,9 @@ from pagepool.reference.tenants import Tenants
 
 __all__ = ["Scheduler"]
 
+MAX_TOKEN = 2**31 - 1  # the largest that a prefix cache holds
+TOO_WIDE = f"token {{}} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds"
+
 
 class Scheduler(Admission):
     """Continuous batching over a pool or allocator; arguments as those of `pagepool.Scheduler`.
@@ -71,9 +74,11 @@ class Scheduler(Admission):
         return request.id
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """One output token."""
+        """One output token; ValueError for one that the cache cannot hold."""
         request = self.known.get(seq_id)
         if request is not None and request.state != "finished":
+            if self.cache is not None and not -MAX_TOKEN - 1 <= token <= MAX_TOKEN:
+                raise ValueError(TOO_WIDE.format(token))
             request.output_tokens.append(token)
             if request.at_limit:
                 self._finish([request])
@@ -128,8 +133,11 @@ class Scheduler(Admission):
     def commit(self, batch: Batch, tokens: Iterable[Any]) -> None:
         """The results of a step: a token, None, or the list of accepted drafts and one more, for each row."""
         got = []
-        for request, result, wants in zip(batch.requests, tokens, batch.wants_token, strict=True):
-            row = list(result) if hasattr(result, "__len__") else [result]
+        rows = [list(result) if hasattr(result, "__len__") else [result] for result in tokens]
+        for token in [token for row in rows for token in row]:
+            if self.cache is not None and token is not None and token > MAX_TOKEN:
+                raise ValueError(TOO_WIDE.format(token))
+        for request, row, wants in zip(batch.requests, rows, batch.wants_token, strict=True):
             if request.state != "finished" and wants and row[-1] is not None and row[-1] >= 0:
                 request.output_tokens += row
                 if batch is self.out:

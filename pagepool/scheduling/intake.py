@@ -8,7 +8,9 @@ from typing import Any
 
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["read_request", "read_results", "usable"]
+__all__ = ["MAX_TOKEN", "check_tokens", "read_request", "read_results", "usable"]
+
+MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 
 
 def read_request(
@@ -43,6 +45,18 @@ def read_results(tokens: Iterable[Any]) -> list[Any]:
 def usable(results: list[Any]) -> list[bool]:
     """Which of the results are tokens. Whatever is wrong with their types is raised here, before anything changes."""
     return [token is not None and token >= 0 for token in results]
+
+
+def check_tokens(tokens: list[Any], least: float = float("-inf")) -> None:
+    """Raises ValueError for one that a prefix cache cannot hold; a row of drafts counts with each of its tokens."""
+    if set(map(type, tokens)) == {int}:
+        tokens = [max(tokens), min(tokens)]
+    else:
+        rows = [row if hasattr(row, "__len__") else (row,) for row in tokens]
+        tokens = [token for row in rows for token in row if token is not None]
+    for token in tokens:
+        if token > MAX_TOKEN or token < least:
+            raise ValueError(f"token {token} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds")
 
 
 def _as_list(values: Iterable[Any]) -> list[Any]:

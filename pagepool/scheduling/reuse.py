@@ -18,6 +18,7 @@ __all__ = ["NoReuse", "PrefixReuse", "open_reuse"]
 class NoReuse:
     """No cache: nothing is found and nothing is kept."""
 
+    keeps = False
     block_size = 0
 
     def row(self, seq: Sequence) -> None:
@@ -46,6 +47,8 @@ class PrefixReuse:
     holds outputs and `outputs` is "end", when the sequence ends or gives way. A block that a sequence holds is never
     evicted. The cache is told the time of each step, in which requests say how long their blocks have their priority.
     """
+
+    keeps = True
 
     def __init__(self, cache: Any, account: BlockAccount, outputs: str) -> None:
         if cache.allocator is not account.allocator:

@@ -11,7 +11,7 @@ from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
 from pagepool.scheduling.floors import TenantFloors
-from pagepool.scheduling.intake import read_request, read_results, usable
+from pagepool.scheduling.intake import MAX_TOKEN, check_tokens, read_request, read_results, usable
 from pagepool.scheduling.lookahead import accept_drafts, rewind
 from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.policies import POLICIES
@@ -135,10 +135,15 @@ class Scheduler(Roster):
         return seq.id
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored."""
+        """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored.
+
+        Raises ValueError for a token that the prefix cache, if there is one, cannot hold; then nothing has changed.
+        """
         seq = self._sequences.get(seq_id)
         if seq is None or seq.state is FINISHED:
             return
+        if self._reuse.keeps:
+            check_tokens([token], -MAX_TOKEN - 1)
         self._planner.settle()
         seq.output_tokens.append(token)
         if seq.at_limit:
@@ -189,14 +194,17 @@ class Scheduler(Roster):
         An entry that is None or negative adds nothing; neither does the entry of a prompt chunk that was not the last
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
         drafts that were accepted, then one token more; the slots of the others are taken back. Sequences that reach
-        their limit finish. Raises ValueError when the lengths differ or the batch was committed before, TypeError when
-        an entry is not a number, and changes nothing then.
+        their limit finish. Raises ValueError when the lengths differ, the batch was committed before, or a token has
+        more than the 32 bits that a prefix cache holds, TypeError when an entry is not a number; nothing has changed
+        then.
         """
         results = read_results(tokens)
         if len(results) != len(batch._sequences):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(batch._sequences)} sequences")
         if batch._committed:
             raise ValueError("the batch was committed before")
+        if self._reuse.keeps:
+            check_tokens(results)
         if self.config.lookahead:
             results = accept_drafts(batch, results, self._account, batch is self._out)
         cohort = self._planner.cohort

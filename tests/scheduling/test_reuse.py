@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_engine import LAYOUT, Engine
 
+import pagepool
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, reference
 
 BLOCK = 4
@@ -255,6 +256,43 @@ def test_what_a_cache_must_share_with_the_pool_is_checked():
     with pytest.raises(TypeError):
         scheduler.add_request([1], 5, extra_keys=(1.5,))
     assert scheduler.total_count == 0
+
+
+@pytest.mark.parametrize("make_scheduler", [Scheduler, reference.Scheduler])
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("wide", [2**31, 2**40, 10**30])
+def test_a_token_that_the_cache_cannot_hold_is_refused_before_anything_changes(make_scheduler, lookahead, wide):
+    api = reference if make_scheduler is reference.Scheduler else None
+    allocator = (api or pagepool).BlockAllocator(32)
+    cache = (api or pagepool).PrefixCache(allocator, BLOCK)
+    scheduler = make_scheduler(SchedulerConfig(block_size=BLOCK, lookahead=lookahead), allocator, cache)
+    for number in range(3):
+        scheduler.add_request([number, 8, 9], 16)
+    for step in range(10):  # one after the other fills blocks: what is wrong would be found in the middle
+        batch = scheduler.schedule()
+        before = [list(scheduler.get_sequence(seq_id).output_tokens) for seq_id in (1, 2, 3)]
+        fed = [scheduler.get_sequence(seq_id).fed for seq_id in (1, 2, 3)]
+        stats = cache.stats(), allocator.free_count
+        wrong = [[5, 6, wide], [wide, 5, None], *([[5, [wide], 6], [5, 6, [5, wide]]] if lookahead else [])]
+        for tokens in wrong:
+            with pytest.raises(ValueError, match=f"token {wide} has more than 32 bits: 2147483647 is the largest"):
+                scheduler.commit(batch, tokens)
+        for token in (wide, -wide - 1):
+            with pytest.raises(ValueError, match=f"token {token} has more than 32 bits"):
+                scheduler.append_token(2, token)
+        assert [list(scheduler.get_sequence(seq_id).output_tokens) for seq_id in (1, 2, 3)] == before
+        assert [scheduler.get_sequence(seq_id).fed for seq_id in (1, 2, 3)] == fed
+        assert (cache.stats(), allocator.free_count) == stats
+        cache.check()
+        scheduler.commit(batch, [2**31 - 1, 5, step])
+    assert cache.num_cached >= 6
+
+
+def test_without_a_cache_tokens_are_whatever_the_caller_says():
+    scheduler = Scheduler()
+    scheduler.add_request([1], 3)
+    scheduler.commit(scheduler.schedule(), [2**40])
+    assert scheduler.get_sequence(1).output_tokens == [2**40]
 
 
 def test_pages_found_in_the_cache_hold_the_right_keys():
