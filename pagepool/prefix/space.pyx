@@ -106,8 +106,9 @@ cdef class PrefixSpace:
     cdef pp_status c_keep(
         self, const int32_t *tokens, int64_t n, const int32_t *blocks, int64_t start, int priority, int64_t *fresh
     ) noexcept:
-        cdef Uninterrupted _guard = Uninterrupted()
+        cdef Uninterrupted _guard
         try:
+            _guard = Uninterrupted()  # within, since it may be refused as well
             fresh[0] = self.cache.cached.keep(self.named_key, tokens, blocks, n, start, CACHED, priority, 0)
         except InvalidBlock:
             return PP_INVALID_BLOCK

@@ -1,11 +1,13 @@
 """Started by test_no_memory.py under failing_malloc: runs operations with each of their allocations failing in turn.
 
-Prints, as JSON, how many allocations of each operation failed it; or what went wrong.
+Prints, as JSON, how many allocations of each operation failed it; or what went wrong. Its argument is the folder of
+the built module of tests/prefix/foreign_prefix.pyx.
 """
 
 import ctypes
 import gc
 import json
+import sys
 
 import numpy as np
 
@@ -18,14 +20,21 @@ from pagepool import (
     PagedSeqState,
     PoolError,
     PrefixCache,
+    PrefixSpace,
     SsmStatePool,
     StateLayout,
     decode,
 )
 from pagepool.memory.block_tables import append_batch, release_batch
 from pagepool.memory.lockstep import append_each
+from pagepool.prefix.uninterrupted import Uninterrupted
+
+sys.path.insert(0, sys.argv[1])
+import foreign_prefix
 
 PROMPT = list(range(400))
+ROW = np.arange(400, dtype=np.int32)
+NO_MEMORY = 5
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
 ROUNDS = 12  # of each failure, to see whether memory is lost
@@ -55,6 +64,11 @@ class World:
         self.terms = PrefixCache(self.allocator, 4, "priority")
         self.terms.cache_blocks(PROMPT[:40], self.many, priority=7, ttl=5)
 
+        self.space = PrefixSpace(self.cache)
+        self.other_space = PrefixSpace(self.cache, cache_salt="s")
+        self.ids = np.array(self.many, np.int32)
+        self.found = np.zeros(100, np.int32)
+
     def decode(self, **options):
         """The last two tokens of two sequences that share their blocks."""
         q, starts = np.ones((4, 1, 8), np.float32), np.array([0, 2, 4], np.int32)
@@ -70,6 +84,13 @@ class World:
         states = [(state.len, state.blocks) for state in self.states]
         counts = [self.allocator.ref_count(b) for b in range(110)]
         return states, counts, self.allocator.free_count, self.ssm.free_count, bytes(memoryview(self.pool))
+
+
+def succeed(status):
+    """What engines in Cython are told, as Python code is."""
+    if status == NO_MEMORY:
+        raise MemoryError
+    assert status == 0, status
 
 
 OPERATIONS = {
@@ -118,6 +139,20 @@ OPERATIONS = {
         PROMPT[:80], world.many[20:], cache_salt="s"
     ),
     "cache_blocks for a time": lambda world: world.terms.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
+    "cache_blocks behind a start": lambda world: world.cache.cache_blocks(PROMPT, world.many, start=10),
+    "space": lambda world: PrefixSpace(world.cache, cache_salt="t", extra_keys=(b"image",)),
+    "match_prefix of a space": lambda world: succeed(foreign_prefix.status_of_match(world.space, ROW, world.found)),
+    "cache_blocks of a space": lambda world: succeed(foreign_prefix.status_of_cache(world.space, ROW, world.ids, 0)),
+    "cache_blocks of a space, behind a start": lambda world: succeed(
+        foreign_prefix.status_of_cache(world.space, ROW, world.ids, 10)
+    ),
+    "cache_blocks of a new space": lambda world: succeed(
+        foreign_prefix.status_of_cache(world.other_space, ROW[:80], world.ids[20:], 0)
+    ),
+    "cache_blocks of a space, none of its helpers at hand": lambda world: (
+        [Uninterrupted() for _ in range(5)],
+        succeed(foreign_prefix.status_of_cache(world.space, ROW, world.ids, 0)),
+    ),
     "end of priorities": lambda world: world.terms.expire(5),
     "pass through the cache": lambda world: world.cache.touch(PROMPT[::-1]),
     "evict": lambda world: world.cache.evict(100),

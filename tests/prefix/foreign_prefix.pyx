@@ -87,3 +87,21 @@ def cache(PrefixSpace space, const int32_t[::1] tokens, const int32_t[::1] block
     with nogil:
         status = space.c_cache_blocks(&tokens[0], n, &blocks[0], start, priority, &fresh)
     return status, fresh
+
+
+# Of these the status alone, so that nothing but the call itself wants memory.
+
+def status_of_match(PrefixSpace space, const int32_t[::1] tokens, int32_t[::1] blocks):
+    cdef int64_t found, n = tokens.shape[0] // space.cache.block_size
+    cdef pp_status status
+    with nogil:
+        status = space.c_match_prefix(&tokens[0], n, &blocks[0], &found)
+    return <int>status
+
+
+def status_of_cache(PrefixSpace space, const int32_t[::1] tokens, const int32_t[::1] blocks, int64_t start):
+    cdef int64_t fresh, n = tokens.shape[0] // space.cache.block_size
+    cdef pp_status status
+    with nogil:
+        status = space.c_cache_blocks(&tokens[0], n, &blocks[0], start, 0, &fresh)
+    return <int>status
