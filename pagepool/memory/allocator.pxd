@@ -73,7 +73,7 @@ cdef class BlockAllocator(IdSpace):
         if self.num_freed:
             self.num_freed -= 1
             taken = self.c_freed[self.num_freed]
-        elif self.taken < self.capacity or self.c_extend(1):
+        elif self.taken < self.limit or self.c_extend(1):
             taken = self.taken
             self.taken += 1
         else:

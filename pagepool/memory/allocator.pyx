@@ -91,7 +91,7 @@ cdef class BlockAllocator(IdSpace):
             free(self.regions)
             self.regions = NULL
             raise MemoryError(f"no memory for an allocator of {most} blocks")
-        self.capacity = number
+        self.limit = number
         self.max_capacity = most
 
     def __dealloc__(self):
@@ -110,7 +110,7 @@ cdef class BlockAllocator(IdSpace):
         if n < 0:
             return PP_INVALID_ARGUMENT
         pp_lock_acquire(&self.lock)
-        if n > self.capacity - self.taken + self.num_freed and not self.c_extend(n - self.num_freed):
+        if n > self.limit - self.taken + self.num_freed and not self.c_extend(n - self.num_freed):
             pp_lock_release(&self.lock)
             return PP_EXHAUSTED
         recycled = min(n, self.num_freed)
@@ -141,7 +141,7 @@ cdef class BlockAllocator(IdSpace):
         pp_lock_acquire(&self.lock)
         taken = self.taken
         num_freed = self.num_freed
-        if n <= self.capacity - num_freed:
+        if n <= self.limit - num_freed:
             freed += num_freed
             memcpy(freed, blocks, <size_t>n * sizeof(int32_t))
             while first < n and <unsigned int>freed[first] < taken and counts[freed[first]] == 1:
@@ -204,7 +204,7 @@ cdef class BlockAllocator(IdSpace):
         cdef int32_t count = -1
         if 0 <= block < self.max_capacity:
             pp_lock_acquire(&self.lock)
-            if block < self.capacity:
+            if block < self.limit:
                 count = self.ref_counts[block]
             pp_lock_release(&self.lock)
         return count
@@ -286,7 +286,7 @@ cdef class BlockAllocator(IdSpace):
         if PyLong_CheckExact(blocks):
             read_id(blocks, &block)
             if self.c_free(block) != PP_OK:
-                raise invalid_blocks([block], [self.c_ref_count(block)], self.capacity, "drop")
+                raise invalid_blocks([block], [self.c_ref_count(block)], self.c_capacity(), "drop")
             return
         read_ids(blocks, &array)
         try:
@@ -326,7 +326,7 @@ cdef class BlockAllocator(IdSpace):
         read_id(block, &number)
         count = self.c_ref_count(number)
         if count < 0:
-            raise InvalidBlock(f"block {number} is out of range: there are {self.capacity} blocks")
+            raise InvalidBlock(f"block {number} is out of range: there are {self.c_capacity()} blocks")
         return count
 
     def check(self, others=None):
@@ -348,7 +348,7 @@ cdef class BlockAllocator(IdSpace):
     cdef Audit c_audit(self) noexcept nogil:
         cdef Audit audit
         pp_lock_acquire(&self.lock)
-        audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.capacity, self.c_counts)
+        audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.limit, self.c_counts)
         pp_lock_release(&self.lock)
         return audit
 
@@ -358,4 +358,4 @@ cdef class BlockAllocator(IdSpace):
         cdef list counts = [None] * array.count
         for i in range(array.count):
             counts[i] = self.c_ref_count(array.ids[i])
-        return invalid_blocks(list_ids(array.ids, array.count), counts, self.capacity, verb)
+        return invalid_blocks(list_ids(array.ids, array.count), counts, self.c_capacity(), verb)

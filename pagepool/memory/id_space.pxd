@@ -8,14 +8,14 @@ from pagepool.memory.holders cimport HolderRegistry
 @cython.no_gc  # here, too: what is derived from it in another module asks this file
 cdef class IdSpace(HolderRegistry):
     # With the lock held; `taken` ids were handed out at least once:
-    #   in_use = taken - num_freed            free = capacity - in_use
+    #   in_use = taken - num_freed            free = limit - in_use
     #   ref_counts[b] > 0                     for the in_use blocks
     #   ref_counts[b] == 0                    for those in freed[0:num_freed], each once, and for all b >= taken
-    #   taken <= capacity <= max_capacity     the arrays have room for max_capacity
+    #   taken <= limit <= max_capacity        the arrays have room for max_capacity
     #   peak_in_use = max(peak, taken)        since fresh ids are taken only when no freed one is left; `peak` is the
     #                                         most that `taken` was before it fell
     cdef pp_lock lock
-    cdef readonly int32_t capacity
+    cdef int32_t limit  # the capacity
     cdef readonly int32_t max_capacity
     cdef int32_t taken
     cdef int32_t num_freed
@@ -27,6 +27,8 @@ cdef class IdSpace(HolderRegistry):
 
     # With the lock held: raises the capacity, if the maximum allows, so that n fresh ids can be taken.
     cdef bint c_extend(self, int32_t n) noexcept nogil
+    # How many ids there are now.
+    cdef int32_t c_capacity(self) noexcept nogil
     # Blocks that are free, and those that can be taken: what the capacity may still grow by, too.
     cdef int32_t c_free_count(self) noexcept nogil
     cdef int32_t c_available(self) noexcept nogil

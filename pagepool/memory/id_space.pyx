@@ -22,13 +22,20 @@ cdef class IdSpace(HolderRegistry):
     cdef bint c_extend(self, int32_t n) noexcept nogil:
         if n > self.max_capacity - self.taken:
             return False
-        self.capacity = max(self.capacity, self.taken + n)
+        self.limit = max(self.limit, self.taken + n)
         return True
+
+    cdef int32_t c_capacity(self) noexcept nogil:
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.limit
+        pp_lock_release(&self.lock)
+        return count
 
     cdef int32_t c_free_count(self) noexcept nogil:
         cdef int32_t count
         pp_lock_acquire(&self.lock)
-        count = self.capacity - self.taken + self.num_freed
+        count = self.limit - self.taken + self.num_freed
         pp_lock_release(&self.lock)
         return count
 
@@ -42,9 +49,9 @@ cdef class IdSpace(HolderRegistry):
     cdef bint c_grow(self, int32_t n) noexcept nogil:
         cdef bint fits
         pp_lock_acquire(&self.lock)
-        fits = self.capacity <= n <= self.max_capacity
+        fits = self.limit <= n <= self.max_capacity
         if fits:
-            self.capacity = n
+            self.limit = n
         pp_lock_release(&self.lock)
         return fits
 
@@ -63,8 +70,8 @@ cdef class IdSpace(HolderRegistry):
             self.num_freed = kept
             self.peak = max(self.peak, self.taken)
             self.taken = taken
-        self.capacity = max(n, taken)
-        n = self.capacity
+        self.limit = max(n, taken)
+        n = self.limit
         pp_lock_release(&self.lock)
         return n
 
@@ -79,6 +86,11 @@ cdef class IdSpace(HolderRegistry):
         if end >= self.taken:
             return min(limit - start, most)
         return end - start
+
+    @property
+    def capacity(self):
+        """How many blocks there are now, free and in use."""
+        return self.c_capacity()
 
     @property
     def free_count(self):
@@ -113,7 +125,11 @@ cdef class IdSpace(HolderRegistry):
         >>> BlockAllocator(4).stats()["free"]
         4
         """
-        cdef int32_t capacity = self.capacity, free = self.c_free_count()
+        cdef int32_t capacity, free
+        pp_lock_acquire(&self.lock)
+        capacity = self.limit
+        free = capacity - self.taken + self.num_freed
+        pp_lock_release(&self.lock)
         holders = self.holders()
         evictable = sum([getattr(holder, "evictable", 0) for holder in holders])
         return {
@@ -131,7 +147,7 @@ cdef class IdSpace(HolderRegistry):
         """Raises the capacity to `num_blocks`. Raises `ValueError` when it is above that, or the maximum below."""
         number = operator.index(num_blocks)
         if not 0 <= number <= INT32_MAX or not self.c_grow(number):
-            raise ValueError(f"num_blocks must be from {self.capacity} to {self.max_capacity}, not {number}")
+            raise ValueError(f"num_blocks must be from {self.c_capacity()} to {self.max_capacity}, not {number}")
 
     def shrink(self, num_blocks=0):
         """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns what it is then.
@@ -147,6 +163,6 @@ cdef class IdSpace(HolderRegistry):
         (5, 3, 5)
         """
         number = operator.index(num_blocks)
-        if not 0 <= number <= self.capacity:
-            raise ValueError(f"num_blocks must be from 0 to {self.capacity}, not {number}")
+        if not 0 <= number <= self.c_capacity():
+            raise ValueError(f"num_blocks must be from 0 to {self.c_capacity()}, not {number}")
         return self.c_shrink(number)

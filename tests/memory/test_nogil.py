@@ -56,6 +56,18 @@ def test_python_threads_mix_with_those_without_the_gil(foreign):
     assert allocator.in_use == 0
 
 
+def test_the_figures_of_an_allocator_that_grows_and_shrinks_are_of_one_moment(foreign):
+    allocator = BlockAllocator(0, max_blocks=700)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(foreign.hammer, allocator, 0.5, seed) for seed in range(2)]
+        while not all(future.done() for future in futures):
+            assert 0 <= allocator.shrink() <= 700 and 0 <= allocator.capacity <= 700
+            stats = allocator.stats()
+            assert 0 <= stats["used"] <= stats["capacity"] <= 700
+    assert sum(future.result()[2] for future in futures) == 0
+    assert allocator.shrink() == allocator.capacity == 0
+
+
 def test_forks_append_in_parallel_while_pools_come_and_go(foreign):
     pool = KvCachePool.from_layout(LAYOUT, 3000)
     parent = PagedSeqState(pool.allocator, 4, 64)
