@@ -187,9 +187,10 @@ cdef class PrefixCache(CacheSummary):
         key = self.cached.table.named_key(root_key(cache_salt, extra_keys))
         if n == 0:
             return 0
+        cdef Uninterrupted _guard
         read_ids(blocks, &ids)
-        cdef Uninterrupted _guard = Uninterrupted()
         try:
+            _guard = Uninterrupted()
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
             return cached.keep(key, &row[0], ids.ids, n, known, mark, level, end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
@@ -55,7 +56,7 @@ class Transaction:
         self._undo: list[tuple[int, Any, bool]] = []  # when; what; whether it ends a participant's
         self._made: set[int] = set()  # the ids of what an abort closes
         self._done: list[Callable[[], object]] = []
-        self._frees: list[tuple[Any, list[int]]] = []
+        self._frees: list[tuple[Any, array[int]]] = []
         self._releases: list[Any] = []
         self._publications: list[tuple[Any, Any, list[int], dict[str, Any]]] = []
         self._open = True
@@ -104,7 +105,7 @@ class Transaction:
         for block in ids:
             if not allocator.ref_count(block):
                 raise InvalidBlock(f"cannot drop 1 reference of block {block}: it is free and has 0")
-        self._frees.append((allocator, ids))
+        self._frees.append((allocator, array("i", ids)))
 
     def match_prefix(self, cache: Any, tokens: Any, **keys: Any) -> Any:
         """The cached blocks of a prompt: see `PrefixCache.match_prefix`. An abort drops the references."""
@@ -124,7 +125,7 @@ class Transaction:
         if len(ids) < full:
             raise ValueError(f"{len(tokens)} tokens fill {full} blocks, here are {len(ids)}")
         self.share(cache.allocator, ids[:full])
-        self._frees.append((cache.allocator, ids[:full]))
+        self._frees.append((cache.allocator, array("i", ids[:full])))
         self._publications.append((cache, tokens, ids[:full], keys))
 
     def alloc_state(self, pool: Any, request_id: int) -> Any:
@@ -201,11 +202,12 @@ class Transaction:
         """Undoes all changes, the last one first. Does nothing when it is not open. Cannot fail."""
         if not self._open:
             return
+        steps = map(itemgetter(1), reversed(self._undo))  # from here on nothing wants memory
         child = None if self._child is None else self._child()
         if child is not None:
             child.abort()
         self._close()
-        run_all([function for _, function, _ in reversed(self._undo)])
+        run_all(steps)
 
     def __enter__(self) -> Transaction:
         return self
@@ -248,9 +250,10 @@ class Transaction:
         self._undo.append((next(_TIMES), participant.abort, True))
 
     def _take(self, allocator: Any, blocks: list[int]) -> None:
-        """The last taken is freed first: the next to be handed out are the same as before."""
+        """The last taken is freed first: the next to be handed out are the same as before. Arrays are read in place."""
         if blocks:
-            self.on_abort(lambda: allocator.free(blocks[::-1]))
+            ids = array("i", blocks[::-1])  # to free a long list takes memory, which an abort must not want
+            self.on_abort(lambda: allocator.free(ids))
 
     def _join(self, parent: Transaction) -> None:
         """Hands over to the transaction around: what is to be undone, and what is to be done when that commits."""

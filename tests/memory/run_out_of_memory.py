@@ -23,6 +23,7 @@ from pagepool import (
     PrefixSpace,
     SsmStatePool,
     StateLayout,
+    Transaction,
     decode,
 )
 from pagepool.memory.block_tables import append_batch, release_batch
@@ -93,6 +94,33 @@ def succeed(status):
     assert status == 0, status
 
 
+def abort(world, inner=False):
+    """A transaction over more blocks than fit on a stack. One that is refused is still open, and can be aborted yet."""
+    n, countdown.value = countdown.value, 0
+    before = world.picture()
+    transaction = Transaction(world.parent)
+    transaction.allocate_n(world.allocator, 150)
+    transaction.share(world.allocator, world.many)
+    transaction.match_prefix(world.cache, PROMPT)
+    world.parent.append(300)
+    if inner:
+        within = transaction.nested(world.child)
+        within.allocate_n(world.allocator, 70)
+        world.child.append(3)
+    countdown.value = n
+    try:
+        transaction.abort()
+    except MemoryError:
+        countdown.value = 0
+        assert transaction.is_open
+        transaction.abort()
+        raise
+    finally:
+        n, countdown.value = countdown.value, 0
+        assert world.picture() == before, "an abort left something"
+        countdown.value = n
+
+
 OPERATIONS = {
     "small allocator": lambda world: BlockAllocator(8),
     "large allocator": lambda world: BlockAllocator(1 << 20),
@@ -110,6 +138,8 @@ OPERATIONS = {
     "adopt": lambda world: PagedSeqState(world.allocator, 4).adopt(world.many, 400),
     "append to groups": lambda world: append_each(world.states, 300, [4, 0]),
     "begin a transaction": lambda world: world.parent.begin(),
+    "abort of a transaction": abort,
+    "abort of a transaction with one within": lambda world: abort(world, inner=True),
     "owners": lambda world: world.allocator.owners(),
     "truncate": lambda world: world.parent.truncate(2),
     "append_batch": lambda world: append_batch(world.states, [2, 700]),
@@ -140,6 +170,10 @@ OPERATIONS = {
     ),
     "cache_blocks for a time": lambda world: world.terms.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
     "cache_blocks behind a start": lambda world: world.cache.cache_blocks(PROMPT, world.many, start=10),
+    "cache_blocks, none of its helpers at hand": lambda world: (
+        [Uninterrupted() for _ in range(5)],
+        world.cache.cache_blocks(PROMPT, world.many),
+    ),
     "space": lambda world: PrefixSpace(world.cache, cache_salt="t", extra_keys=(b"image",)),
     "match_prefix of a space": lambda world: succeed(foreign_prefix.status_of_match(world.space, ROW, world.found)),
     "cache_blocks of a space": lambda world: succeed(foreign_prefix.status_of_cache(world.space, ROW, world.ids, 0)),
