@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.prefix.group cimport Group
+from pagepool.prefix.group cimport Cells, Group
 from pagepool.prefix.lru_rival cimport LruRival
 from pagepool.prefix.policy cimport EvictionPolicy
 from pagepool.prefix.reuse_ages cimport ReuseAges
@@ -19,8 +19,7 @@ cdef class GittinsPolicy(EvictionPolicy):
     cdef int32_t num_made
     cdef int32_t num_live
     cdef int32_t unused
-    cdef int32_t cells[8][64][2]  # first and last group of a kind and age class, or -1
-    cdef unsigned long long in_cells[8]  # bit a of a kind: its cell of age class a is not empty
+    cdef Cells cells
     cdef int32_t open[8]  # the groups of the request that is going on, or -1
     cdef int32_t last  # the node used last, or -1
     cdef bint continued  # whether that request goes on where a cached prefix ends
@@ -34,12 +33,10 @@ cdef class GittinsPolicy(EvictionPolicy):
     cdef void c_into_ghosts(self, int32_t node) noexcept
     cdef void c_tick(self, int32_t node) noexcept
     cdef void c_learn(self) noexcept
-    cdef void c_place(self, int32_t node) noexcept
-    cdef void c_used(self, int32_t node, bint here) noexcept
-    cdef void c_leave(self, int32_t node) noexcept
-    cdef void c_join(self, int32_t node) noexcept
-    cdef void c_part(self, int32_t node) noexcept
-    cdef void c_wait(self, int32_t node) noexcept
-    cdef void c_into_cell(self, int32_t group, int cell) noexcept
-    cdef void c_out_of_cell(self, int32_t group) noexcept
+    # Of n nodes with ids in a row, of one group and as many uses; c_join and c_part: linked one after the other.
+    cdef void c_place(self, int32_t first, int32_t n) noexcept
+    cdef void c_used(self, int32_t first, int32_t n, bint here) noexcept
+    cdef void c_leave(self, int32_t first, int32_t n) noexcept
+    cdef void c_join(self, int32_t first, int32_t n) noexcept
+    cdef void c_part(self, int32_t first, int32_t n) noexcept
     cdef int32_t c_choose(self) noexcept

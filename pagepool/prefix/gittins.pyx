@@ -17,11 +17,11 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.prefix.group cimport Group, row_put, row_take
+from pagepool.prefix.group cimport Group, cells_clear, cells_put, cells_take
 from pagepool.prefix.lru_rival cimport (
-    rival_add, rival_clear, rival_close, rival_count, rival_follow, rival_learn, rival_open
+    rival_add, rival_clear, rival_close, rival_count, rival_learn, rival_open, rival_turns
 )
-from pagepool.prefix.node cimport Node, list_clear, list_is_sound, list_push, list_remove
+from pagepool.prefix.node cimport Node, list_append, list_clear, list_cut, list_is_sound, list_push, list_remove
 from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.policy cimport EvictionPolicy
 from pagepool.prefix.reuse_ages cimport AGES, FADE, KINDS, ReuseAges, age_class
@@ -73,7 +73,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         return 0
 
     cdef void c_clear(self) noexcept:
-        cdef int kind, age
+        cdef int kind
         EvictionPolicy.c_clear(self)
         PyMem_Free(self.groups)
         self.groups = NULL
@@ -86,14 +86,12 @@ cdef class GittinsPolicy(EvictionPolicy):
         rival_clear(&self.rival, self.capacity)
         for kind in range(KINDS):
             self.open[kind] = -1
-            self.in_cells[kind] = 0
-            for age in range(AGES):
-                self.cells[kind][age][0] = self.cells[kind][age][1] = -1
+        cells_clear(&self.cells)
 
     cdef void c_insert(self, int32_t node) noexcept:
         self.c_arrive(node)
         self.table.nodes[self.table.nodes[node].parent].cached_children += 1
-        self.c_join(node)
+        self.c_join(node, 1)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
         """Whether it is worth less than all that is there: its parent would have to go for it, or stayed out, too."""
@@ -109,9 +107,29 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.c_tick(node)
         self.continued = True
         self.c_unlink(node)
-        self.c_used(node, True)
-        self.c_place(node)
-        self.c_join(node)
+        self.c_used(node, 1, True)
+        self.c_place(node, 1)
+        self.c_join(node, 1)
+
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        """As one by one: what is linked behind a node touched, and alike, goes where that went, up to a lesson."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t end = first + n, last
+        while first < end:
+            last = first
+            while last + 1 < end and nodes[last].next == last + 1 and nodes[last + 1].uses == nodes[first].uses < WAITS:
+                last += 1
+            self.c_touch(first)
+            n = <int32_t>min(<int64_t>(last - first), self.next_lesson - self.clock - 1)
+            first += 1
+            if n > 0:
+                self.clock += n
+                self.last = first + n - 1
+                self.c_part(first, n)
+                self.c_used(first, n, True)
+                self.c_place(first, n)
+                self.c_join(first, n)
+                first += n
 
     cdef int32_t c_victim(self) noexcept:
         """A node that has to wait for its children was placed or joined for it: O(1) amortised."""
@@ -125,7 +143,9 @@ cdef class GittinsPolicy(EvictionPolicy):
             node = self.groups[self.victims].nodes.tail
             if self.table.nodes[node].cached_children == 0:
                 return node
-            self.c_wait(node)
+            self.c_part(node, 1)
+            self.table.nodes[node].uses |= WAITS
+            list_push(&self.lists[WAITING], self.table.nodes, node)
 
     cdef void c_evicted(self, int32_t node) noexcept:
         cdef Node *nodes = self.table.nodes
@@ -135,7 +155,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         nodes[parent].cached_children -= 1
         if nodes[parent].cached_children == 0 and nodes[parent].uses & WAITS:
             self.c_unlink(parent)
-            self.c_join(parent)
+            self.c_join(parent, 1)
         if self.last == node:
             self.last = -1
         self.c_into_ghosts(node)
@@ -150,10 +170,10 @@ cdef class GittinsPolicy(EvictionPolicy):
         if nodes[node].ghost:
             nodes[node].ghost = 0
             list_remove(&self.lists[GHOSTS], nodes, node)
-            self.c_used(node, False)
+            self.c_used(node, 1, False)
         else:
             nodes[node].uses = CONTINUED if self.continued else 0
-        self.c_place(node)
+        self.c_place(node, 1)
 
     cdef void c_into_ghosts(self, int32_t node) noexcept:
         cdef Node *nodes = self.table.nodes
@@ -166,7 +186,7 @@ cdef class GittinsPolicy(EvictionPolicy):
             group = &self.groups[nodes[ghost].list]
             self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
             self.rival.forgotten += 1.0
-            self.c_leave(ghost)
+            self.c_leave(ghost, 1)
             self.c_forget_oldest(GHOSTS)
 
     cdef void c_unlink(self, int32_t node) noexcept:
@@ -175,23 +195,21 @@ cdef class GittinsPolicy(EvictionPolicy):
             nodes[node].uses ^= WAITS
             list_remove(&self.lists[WAITING], nodes, node)
         else:
-            self.c_part(node)
+            self.c_part(node, 1)
 
     cdef void c_link(self, int32_t node) noexcept:
-        self.c_join(node)
+        self.c_join(node, 1)
 
     cdef void c_tick(self, int32_t node) noexcept:
         """Time passes by a node used; one whose parent was not used just before begins a request."""
-        cdef int kind, followed
+        cdef int kind
         self.clock += 1
         if self.clock >= self.next_lesson:
             self.c_learn()
         if self.table.nodes[node].parent != self.last:
             for kind in range(KINDS):
                 self.open[kind] = -1
-            followed = rival_follow(&self.rival, self.clock)
-            if self.rival.followed != followed:
-                self.rival.followed = <uint8_t>followed
+            if rival_turns(&self.rival, self.clock):
                 self.victims = -1
         self.last = node
 
@@ -199,10 +217,6 @@ cdef class GittinsPolicy(EvictionPolicy):
         """O(groups), once in as many uses."""
         cdef Group *group
         cdef int32_t i
-        cdef int kind, age
-        for kind in range(KINDS):
-            for age in range(AGES):
-                self.ages.alive[kind][age] = 0.0
         for i in range(self.num_made):
             group = &self.groups[i]
             if group.members:
@@ -211,12 +225,12 @@ cdef class GittinsPolicy(EvictionPolicy):
         rival_learn(&self.rival, FADE)
         self.next_lesson = self.clock + max(<int64_t>LESSON, self.capacity // 8, <int64_t>self.num_made // 4)
 
-    cdef void c_place(self, int32_t node) noexcept:
+    cdef void c_place(self, int32_t first, int32_t n) noexcept:
         """Among the members of the group of its kind of the request that is going on."""
-        cdef uint8_t uses = self.table.nodes[node].uses
+        cdef uint8_t uses = self.table.nodes[first].uses
         cdef int count = uses & COUNT
         cdef int kind = 2 * (count - (count > 2)) + ((uses & CONTINUED) != 0)
-        cdef int32_t number = self.open[kind]
+        cdef int32_t number = self.open[kind], node
         cdef Group *group
         if number < 0:
             number = self.unused
@@ -233,25 +247,29 @@ cdef class GittinsPolicy(EvictionPolicy):
             group.members = 0
             list_clear(&group.nodes)
             rival_open(&self.rival, self.groups, number)
-        self.groups[number].members += 1
-        rival_add(&self.rival, self.groups, number)
-        self.table.nodes[node].list = number
+        self.groups[number].members += n
+        rival_add(&self.rival, self.groups, number, n)
+        for node in range(first, first + n):
+            self.table.nodes[node].list = number
 
-    cdef void c_used(self, int32_t node, bint here) noexcept:
-        """The node was used again: what its group tells of its age, and one use more."""
-        cdef Node *own = &self.table.nodes[node]
-        cdef Group *group = &self.groups[own.list]
-        self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
-        rival_count(&self.rival, group, here)
-        own.uses += (own.uses & COUNT) < MOST_USES
-        self.c_leave(node)
+    cdef void c_used(self, int32_t first, int32_t n, bint here) noexcept:
+        """Used again, the last of them now: what their group tells of their ages, and one use more."""
+        cdef Node *nodes = self.table.nodes
+        cdef Group *group = &self.groups[nodes[first].list]
+        cdef int32_t node
+        self.ages.c_count_used(group.kind, self.clock - group.time - n + 1, n)
+        rival_count(&self.rival, group, n, here)
+        if (nodes[first].uses & COUNT) < MOST_USES:
+            for node in range(first, first + n):
+                nodes[node].uses += 1
+        self.c_leave(first, n)
 
-    cdef void c_leave(self, int32_t node) noexcept:
-        """No member of its group any more, of whose nodes it is none."""
-        cdef int32_t number = self.table.nodes[node].list
+    cdef void c_leave(self, int32_t first, int32_t n) noexcept:
+        """No members of their group any more, of whose nodes they are none."""
+        cdef int32_t number = self.table.nodes[first].list
         cdef Group *group = &self.groups[number]
-        group.members -= 1
-        self.rival.size -= group.in_lru
+        group.members -= n
+        self.rival.size -= n * group.in_lru
         if group.members == 0:
             rival_close(&self.rival, self.groups, number)
             if self.open[group.kind] == number:
@@ -260,37 +278,20 @@ cdef class GittinsPolicy(EvictionPolicy):
             self.unused = number
             self.num_live -= 1
 
-    cdef void c_join(self, int32_t node) noexcept:
-        cdef int32_t number = self.table.nodes[node].list
+    cdef void c_join(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t number = self.table.nodes[first].list
         cdef Group *group = &self.groups[number]
         if group.nodes.size == 0:
-            self.c_into_cell(number, AGES * group.kind + age_class(self.clock - group.time))
-        list_push(&group.nodes, self.table.nodes, node)
+            cells_put(&self.cells, self.groups, number, age_class(self.clock - group.time))
+        list_append(&group.nodes, self.table.nodes, first, first + n - 1, n)
 
-    cdef void c_part(self, int32_t node) noexcept:
-        cdef int32_t number = self.table.nodes[node].list
-        list_remove(&self.groups[number].nodes, self.table.nodes, node)
+    cdef void c_part(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t number = self.table.nodes[first].list
+        list_cut(&self.groups[number].nodes, self.table.nodes, first, first + n - 1, n)
         if self.groups[number].nodes.size == 0:
-            self.c_out_of_cell(number)
+            cells_take(&self.cells, self.groups, number)
             if self.victims == number:
                 self.victims = -1
-
-    cdef void c_wait(self, int32_t node) noexcept:
-        self.c_part(node)
-        self.table.nodes[node].uses |= WAITS
-        list_push(&self.lists[WAITING], self.table.nodes, node)
-
-    cdef void c_into_cell(self, int32_t number, int cell) noexcept:
-        self.groups[number].cell = <short>cell
-        row_put(&self.cells[cell // AGES][cell % AGES][0], self.groups, number)
-        self.in_cells[cell // AGES] |= 1ull << cell % AGES
-
-    cdef void c_out_of_cell(self, int32_t number) noexcept:
-        cdef int cell = self.groups[number].cell
-        cdef int32_t *ends = &self.cells[cell // AGES][cell % AGES][0]
-        row_take(ends, self.groups, number)
-        if ends[0] < 0:
-            self.in_cells[cell // AGES] &= ~(1ull << cell % AGES)
 
     cdef int32_t c_choose(self) noexcept:
         """The longest unused group of the cell that is worth least, or of all, or -1; all groups are aged first."""
@@ -299,19 +300,19 @@ cdef class GittinsPolicy(EvictionPolicy):
         cdef int kind, age, now, last = age_class(self.capacity) + 2 * DOUBLINGS
         cdef int32_t first, best = -1, oldest = -1
         for kind in range(KINDS):
-            ages = self.in_cells[kind]
+            ages = self.cells.filled[kind]
             while ages:
                 age = lowest_bit(ages)
                 ages &= ages - 1
-                first = self.cells[kind][age][0]
+                first = self.cells.ends[kind][age][0]
                 while first >= 0:
                     now = age_class(self.clock - self.groups[first].time)
                     if now <= age:
                         break
-                    self.c_out_of_cell(first)
-                    self.c_into_cell(first, AGES * kind + now)
+                    cells_take(&self.cells, self.groups, first)
+                    cells_put(&self.cells, self.groups, first, now)
                     ages |= 1ull << now
-                    first = self.cells[kind][age][0]
+                    first = self.cells.ends[kind][age][0]
                 if first < 0:
                     continue
                 value = self.ages.value[kind][age]
@@ -328,7 +329,7 @@ cdef class GittinsPolicy(EvictionPolicy):
     cdef str audit(self, int32_t num_linked):
         cdef Node *nodes = self.table.nodes
         cdef Group *group
-        cdef int32_t node, number, linked = 0, in_cells = 0, in_lru = 0, in_order = 0
+        cdef int32_t node, number, linked = self.lists[WAITING].size, in_cells = 0, in_lru = 0, in_order = 0
         cdef int kind, age
         members, children = {}, {}
         for node in range(self.table.num_made):
@@ -342,7 +343,7 @@ cdef class GittinsPolicy(EvictionPolicy):
                 return f"node {node} counts {nodes[node].cached_children} cached children, not {children.get(node, 0)}"
         for kind in range(KINDS):
             for age in range(AGES):
-                number = self.cells[kind][age][0]
+                number = self.cells.ends[kind][age][0]
                 while number >= 0:
                     group = &self.groups[number]
                     in_cells += 1
@@ -366,5 +367,4 @@ cdef class GittinsPolicy(EvictionPolicy):
             return f"LRU would have {in_lru} nodes, not {self.rival.size}, of {in_order} groups, not {self.num_live}"
         if len(members) != self.num_live or in_cells > self.num_live:
             return f"{len(members)} groups have members, {in_cells} are in cells, not {self.num_live}"
-        linked += self.lists[WAITING].size
         return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"

@@ -1,6 +1,6 @@
 """Groups of nodes that one request used: what the policy `gittins` keeps of each, and rows of groups in cells."""
 
-from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.prefix.node cimport NodeList
 
@@ -13,9 +13,15 @@ cdef struct Group:
     int32_t next  # in its cell, or of those without members
     int32_t older  # of all groups with members
     int32_t newer
-    int16_t cell
     uint8_t kind
+    uint8_t age  # the class whose cell it is in
     uint8_t in_lru  # LRU would have its nodes
+
+
+# The groups that have nodes, in rows by kind and age class.
+cdef struct Cells:
+    int32_t ends[8][64][2]  # first and last group of a kind and age class, or -1
+    unsigned long long filled[8]  # bit a of a kind: its cell of age class a is not empty
 
 
 # `ends`: the first and the last group of a row, or -1. The longest unused group of a row is its first: one that comes
@@ -46,3 +52,25 @@ cdef inline void row_take(int32_t *ends, Group *groups, int32_t number) noexcept
         ends[1] = before
     else:
         groups[after].previous = before
+
+
+cdef inline void cells_clear(Cells *self) noexcept nogil:
+    cdef int kind, age
+    for kind in range(8):
+        self.filled[kind] = 0
+        for age in range(64):
+            self.ends[kind][age][0] = self.ends[kind][age][1] = -1
+
+
+cdef inline void cells_put(Cells *self, Group *groups, int32_t number, int age) noexcept nogil:
+    cdef int kind = groups[number].kind
+    groups[number].age = <uint8_t>age
+    row_put(&self.ends[kind][age][0], groups, number)
+    self.filled[kind] |= 1ull << age
+
+
+cdef inline void cells_take(Cells *self, Group *groups, int32_t number) noexcept nogil:
+    cdef int kind = groups[number].kind, age = groups[number].age
+    row_take(&self.ends[kind][age][0], groups, number)
+    if self.ends[kind][age][0] < 0:
+        self.filled[kind] &= ~(1ull << age)

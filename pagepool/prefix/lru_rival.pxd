@@ -12,6 +12,7 @@ for a while, after learning has cost more than a tenth of the cache and a quarte
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.prefix.group cimport Group
+from pagepool.prefix.reuse_ages cimport add_ones
 
 
 cdef struct LruRival:
@@ -55,10 +56,10 @@ cdef inline void rival_open(LruRival *self, Group *groups, int32_t number) noexc
         self.oldest = number
 
 
-# It has one member more: O(1) amortised.
-cdef inline void rival_add(LruRival *self, Group *groups, int32_t number) noexcept nogil:
+# It has n members more: O(1) amortised.
+cdef inline void rival_add(LruRival *self, Group *groups, int32_t number, int32_t n) noexcept nogil:
     cdef int32_t out
-    self.size += groups[number].in_lru
+    self.size += n * groups[number].in_lru
     while self.size > self.capacity:
         out = self.oldest
         groups[out].in_lru = 0
@@ -79,15 +80,15 @@ cdef inline void rival_close(LruRival *self, Group *groups, int32_t number) noex
         self.oldest = newer
 
 
-# A node of the group was used, which was here or not; most often LRU would have it, and it is here.
-cdef inline void rival_count(LruRival *self, const Group *group, bint here) noexcept nogil:
+# n nodes of the group were used, which were here or not; most often LRU would have them, and they are here.
+cdef inline void rival_count(LruRival *self, const Group *group, int32_t n, bint here) noexcept nogil:
     if group.in_lru:
-        self.hits += 1.0
+        self.hits = add_ones(self.hits, n)
         if not here:
-            self.lead -= 1
+            self.lead -= n
     else:
-        self.misses += 1.0
-        self.lead += here
+        self.misses = add_ones(self.misses, n)
+        self.lead += n * here
 
 
 # Of what is forgotten, a tenth is taken to come back unseen.
@@ -98,8 +99,8 @@ cdef inline void rival_learn(LruRival *self, double fade) noexcept nogil:
     self.forgotten *= fade
 
 
-# Once a request: whether LRU is followed in it.
-cdef inline bint rival_follow(LruRival *self, int64_t clock) noexcept nogil:
+# Whether LRU is followed in the request that begins.
+cdef inline bint rival_follows(LruRival *self, int64_t clock) noexcept nogil:
     cdef int64_t allowed
     if clock < 2 * self.capacity:
         self.base = self.most = self.lead
@@ -116,3 +117,10 @@ cdef inline bint rival_follow(LruRival *self, int64_t clock) noexcept nogil:
             self.pause = 4 * self.capacity if self.pause == 0 or self.most - self.base > allowed else 2 * self.pause
             self.resume = clock + self.pause
     return self.losing or self.idle
+
+
+# Once a request: whether it goes another way than the one before.
+cdef inline bint rival_turns(LruRival *self, int64_t clock) noexcept nogil:
+    cdef uint8_t before = self.followed
+    self.followed = rival_follows(self, clock)
+    return self.followed != before

@@ -17,15 +17,24 @@ cdef extern from *:
 cdef int age_class(int64_t age) noexcept nogil
 
 
+# count + 1 + ... + 1, each sum rounded as when they come one at a time: what is decided must not depend on that.
+cdef inline double add_ones(double count, int64_t n) noexcept nogil:
+    for _ in range(n):
+        count += 1.0
+    return count
+
+
 cdef class ReuseAges:
     # Of each kind, by the age at which it happened: counts that fade, so that the recent past has the say.
     cdef double used[8][64]  # KINDS, AGES: looked up again
     cdef double gone[8][64]  # forgotten
-    cdef double alive[8][64]  # not yet either: counted anew before each c_learn
+    cdef double alive[8][64]  # not yet either: counted before each c_learn, which clears it
     cdef double first[65]  # age of a class, and of one more
     cdef double value[8][64]  # hits to be had, for each unit of time that a block of that kind and age is kept
 
     cdef void c_clear(self) noexcept
+    # n blocks of a kind were looked up again one after the other, the first at that age.
+    cdef void c_count_used(self, int kind, int64_t age, int64_t n) noexcept
     # From the counts to the values; nothing is older than `clock`.
     cdef void c_learn(self, int64_t clock) noexcept
     cdef void c_learn_kind(self, int kind, int last, const double *used, const double *ended, double weight) noexcept

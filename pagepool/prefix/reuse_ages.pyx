@@ -63,6 +63,15 @@ cdef class ReuseAges:
                 self.used[kind][age] = self.gone[kind][age] = self.alive[kind][age] = 0.0
                 self.value[kind][age] = 1.0 / self.first[age]
 
+    cdef void c_count_used(self, int kind, int64_t age, int64_t n) noexcept:
+        cdef int64_t end = age + n, after
+        cdef int now
+        while age < end:
+            now = pp_age_class(age)
+            after = end if now == AGES - 1 else min(end, <int64_t>self.first[now + 1])
+            self.used[kind][now] = add_ones(self.used[kind][now], after - age)
+            age = after
+
     cdef void c_learn(self, int64_t clock) noexcept:
         """What happened at no age yet, and not before, has nothing to say: O(kinds * classes up to the age of all)."""
         cdef double used[64]
@@ -80,6 +89,7 @@ cdef class ReuseAges:
             for age in range(AGES):
                 self.used[kind][age] *= FADE
                 self.gone[kind][age] *= FADE
+                self.alive[kind][age] = 0.0
 
     cdef void c_learn_kind(self, int kind, int last, const double *used, const double *ended, double weight) noexcept:
         """`hull` has those later points that a steepest line may end at; after age `last` all are one."""

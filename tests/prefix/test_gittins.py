@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, PrefixCache
+import pagepool
+from pagepool import BlockAllocator, PrefixCache, reference
 from pagepool.prefix.belady import belady_pass
 from pagepool.reference import BlockAllocator as PlainAllocator
 from pagepool.reference import PrefixCache as PlainCache
@@ -70,6 +71,40 @@ def test_a_long_pass_of_learning_agrees_with_the_reference(name, capacity):
     plain = PlainCache(PlainAllocator(capacity), 1, "gittins")
     assert [ours.touch(row) for row in rows] == [plain.touch(row.tolist()) for row in rows]
     assert ours.stats()["evicted"] == plain.evicted
+
+
+def served(memory, rows, capacity):
+    """As an engine does it, with look-ups of whole runs: the blocks of each prompt, those evicted for it among them."""
+    allocator = memory.BlockAllocator(capacity)
+    cache = memory.PrefixCache(allocator, 1, "gittins")
+    for row in rows:
+        found = cache.match_prefix(row)
+        missing = len(row) - len(found)
+        cache.evict(max(0, missing - allocator.free_count))
+        table = [*map(int, found), *map(int, allocator.allocate_n(missing))]
+        cache.cache_blocks(row, table)
+        allocator.free(table)
+        yield len(found), table
+    cache.check()
+
+
+@pytest.mark.parametrize(("name", "capacity"), [("regimes", 300), ("conversations", 300), ("chats", 500)])
+def test_runs_found_at_once_are_decided_about_as_one_by_one(name, capacity):
+    rows = [row.tolist()[: capacity // 2] for row in traces.make_trace(name, 8, 15_000)]
+    assert list(served(pagepool, rows, capacity)) == list(served(reference, rows, capacity))
+
+
+@pytest.mark.parametrize("capacity", [150, 300, 500])
+def test_runs_in_one_list_of_which_a_part_was_used_more_often_are_told_apart(capacity):
+    """Conversations of many turns: what is longer there was used more often, and all of it by the same request."""
+    rng, rows, made, grown = np.random.default_rng(4), [], 0, [[] for _ in range(9)]
+    for _ in range(900):
+        talk = int(rng.integers(9))
+        size = int(rng.integers(1, 9))
+        grown[talk] = [*(grown[talk] if len(grown[talk]) < 60 else []), *range(made, made + size)]
+        made += size
+        rows.append(grown[talk])
+    assert list(served(pagepool, rows, capacity)) == list(served(reference, rows, capacity))
 
 
 @pytest.mark.parametrize("capacity", [150, 400, 1000])
