@@ -8,7 +8,7 @@ from typing import Any
 
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["MAX_TOKEN", "check_tokens", "read_request", "read_results", "usable"]
+__all__ = ["check_token", "check_tokens", "read_request", "read_results", "usable"]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 
@@ -47,16 +47,19 @@ def usable(results: list[Any]) -> list[bool]:
     return [token is not None and token >= 0 for token in results]
 
 
-def check_tokens(tokens: list[Any], least: float = float("-inf")) -> None:
-    """Raises ValueError for one that a prefix cache cannot hold; a row of drafts counts with each of its tokens."""
-    if set(map(type, tokens)) == {int}:
-        tokens = [max(tokens), min(tokens)]
-    else:
-        rows = [row if hasattr(row, "__len__") else (row,) for row in tokens]
-        tokens = [token for row in rows for token in row if token is not None]
-    for token in tokens:
-        if token > MAX_TOKEN or token < least:
-            raise ValueError(f"token {token} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds")
+def check_token(token: Any, least: float = -MAX_TOKEN - 1) -> None:
+    """Raises ValueError for one that a prefix cache cannot hold."""
+    if token > MAX_TOKEN or token < least:
+        raise ValueError(f"token {token} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds")
+
+
+def check_tokens(results: list[Any]) -> None:
+    """`check_token` of all that may be added: None and numbers below 0 pass, of a row of drafts each token counts."""
+    if set(map(type, results)) == {int}:
+        results = [max(results)]
+    rows = [row if hasattr(row, "__len__") else (row,) for row in results]
+    for token in [token for row in rows for token in row if token is not None]:
+        check_token(token, float("-inf"))
 
 
 def _as_list(values: Iterable[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
 from pagepool.scheduling.floors import TenantFloors
-from pagepool.scheduling.intake import MAX_TOKEN, check_tokens, read_request, read_results, usable
+from pagepool.scheduling.intake import check_token, check_tokens, read_request, read_results, usable
 from pagepool.scheduling.lookahead import accept_drafts, rewind
 from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.policies import POLICIES
@@ -143,7 +143,7 @@ class Scheduler(Roster):
         if seq is None or seq.state is FINISHED:
             return
         if self._reuse.keeps:
-            check_tokens([token], -MAX_TOKEN - 1)
+            check_token(token)
         self._planner.settle()
         seq.output_tokens.append(token)
         if seq.at_limit:
