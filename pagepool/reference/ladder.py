@@ -116,7 +116,7 @@ class Ladder:
         if swapped is None or self.swap is None:
             return
         first, tickets, end = swapped
-        count = sum(len(ticket.places) for ticket in tickets)
+        self.wanted = count = sum(len(ticket.places) for ticket in tickets)
         if first != request.fed or not self.append([request], [end - first]):
             self._drop(tickets)
             return

@@ -113,6 +113,7 @@ class PressureLadder:
         if swapped is None or self._swap is None:
             return
         first, ticket, end = swapped
+        self._wanted = len(ticket.places)
         if first != seq._fed or not self._account.take([seq.kv], [end - first], [seq._group]):
             self._swap.drop(ticket)  # more of it was found in the prefix cache
             return

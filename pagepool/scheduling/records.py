@@ -15,7 +15,7 @@ class PressureRecord(NamedTuple):
     rung     "evict", "partial", "swap", "recompute"; "restore" and "lost" when a swapped sequence comes back
     seq_id   who gave way; 0 for cached prefixes
     blocks   how many blocks that one gave; for "restore" and "lost": how many were in the file
-    wanted   how many new blocks the step needed
+    wanted   how many new blocks the step needed; for "restore" and "lost": as `blocks`
     free     how many could be taken before
     reason   why this rung
     """

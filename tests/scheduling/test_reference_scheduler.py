@@ -161,6 +161,10 @@ def test_the_same_plan_and_the_same_records_in_every_step(seed):
     run(seed)
 
 
+def test_what_comes_back_from_the_swap_file_wants_its_own_blocks():
+    run(18648)  # the step before it wanted others
+
+
 def test_the_random_runs_take_every_rung():
     taken = sum((run(seed) for seed in range(40)), start=run(40))
     assert all(taken[rung] > 5 for rung in ("evict", "partial", "swap", "recompute", "restore")), taken
