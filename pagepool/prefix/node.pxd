@@ -37,31 +37,6 @@ cdef inline void list_clear(NodeList *self) noexcept nogil:
     self.size = 0
 
 
-cdef inline void list_push(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
-    nodes[node].previous = self.tail
-    nodes[node].next = -1
-    if self.tail < 0:
-        self.head = node
-    else:
-        nodes[self.tail].next = node
-    self.tail = node
-    self.size += 1
-
-
-cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
-    cdef int32_t before = nodes[node].previous
-    cdef int32_t after = nodes[node].next
-    if before < 0:
-        self.head = after
-    else:
-        nodes[before].next = after
-    if after < 0:
-        self.tail = before
-    else:
-        nodes[after].previous = before
-    self.size -= 1
-
-
 # The n nodes from `first` to `last` of it, which stay linked with each other.
 cdef inline void list_cut(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
     cdef int32_t before = nodes[first].previous
@@ -77,6 +52,10 @@ cdef inline void list_cut(NodeList *self, Node *nodes, int32_t first, int32_t la
     self.size -= n
 
 
+cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
+    list_cut(self, nodes, node, node, 1)
+
+
 # n nodes that are linked with each other, from `first` to `last`.
 cdef inline void list_append(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
     nodes[first].previous = self.tail
@@ -87,6 +66,10 @@ cdef inline void list_append(NodeList *self, Node *nodes, int32_t first, int32_t
         nodes[self.tail].next = first
     self.tail = last
     self.size += n
+
+
+cdef inline void list_push(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
+    list_append(self, nodes, node, node, 1)
 
 
 # Whether links and size agree; every node of it must be alive.
