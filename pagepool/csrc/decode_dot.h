@@ -157,9 +157,8 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
     const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     uint32_t seen = tile->seen;
     do {
-        const int from = __builtin_ctz(seen);
-        const uint32_t behind = ~(seen >> from);
-        const int to = from + (behind ? __builtin_ctz(behind) : PP_TILE);
+        int from, to;
+        seen = take_run(seen, &from, &to);
         int d = 0;
         for (; d < whole; d += columns)
             PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, from, to, pairs, scales, rows,
@@ -172,7 +171,6 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
             PP_NAME(values)(1, 1, 1, tile, dims - whole, d, from, to, pairs + g * PP_NAME(PAIRS),
                             scales ? scales + g : NULL, rows + g * tile->row_stride, d == whole && !g ? prefetch : 0);
 #endif
-        seen = to < PP_TILE ? seen >> to << to : 0;
         scales = NULL;
         prefetch = PP_PREFETCH_NONE;
     } while (seen);
@@ -181,38 +179,12 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
 /* Both stages for a mode that flushes subnormals: not inlined, see dot_by_fma.h. */
 static __attribute__((noinline)) void PP_NAME(flushed_scores)(int heads, const pp_tile *tile, const float *q,
                                                               int q_step, float *even, float *odd, int prefetch) {
-    switch (heads) {
-    case 1: PP_NAME(tile_scores)(1, tile, q, q_step, even, odd, prefetch); break;
-    case 2: PP_NAME(tile_scores)(2, tile, q, q_step, even, odd, prefetch); break;
-    case 3: PP_NAME(tile_scores)(3, tile, q, q_step, even, odd, prefetch); break;
-    case 4: PP_NAME(tile_scores)(4, tile, q, q_step, even, odd, prefetch); break;
-#if PP_MAX_HEADS > 4
-    case 5: PP_NAME(tile_scores)(5, tile, q, q_step, even, odd, prefetch); break;
-    case 6: PP_NAME(tile_scores)(6, tile, q, q_step, even, odd, prefetch); break;
-#endif
-#if PP_MAX_HEADS > 6
-    case 7: PP_NAME(tile_scores)(7, tile, q, q_step, even, odd, prefetch); break;
-    case 8: PP_NAME(tile_scores)(8, tile, q, q_step, even, odd, prefetch); break;
-#endif
-    }
+    PP_FOR_HEADS(heads, PP_NAME(tile_scores)(HEADS, tile, q, q_step, even, odd, prefetch))
 }
 
 static __attribute__((noinline)) void PP_NAME(flushed_values)(int heads, const pp_tile *tile, const float *pairs,
                                                               const float *scales, float *rows, int prefetch) {
-    switch (heads) {
-    case 1: PP_NAME(tile_values)(1, tile, pairs, scales, rows, prefetch); break;
-    case 2: PP_NAME(tile_values)(2, tile, pairs, scales, rows, prefetch); break;
-    case 3: PP_NAME(tile_values)(3, tile, pairs, scales, rows, prefetch); break;
-    case 4: PP_NAME(tile_values)(4, tile, pairs, scales, rows, prefetch); break;
-#if PP_MAX_HEADS > 4
-    case 5: PP_NAME(tile_values)(5, tile, pairs, scales, rows, prefetch); break;
-    case 6: PP_NAME(tile_values)(6, tile, pairs, scales, rows, prefetch); break;
-#endif
-#if PP_MAX_HEADS > 6
-    case 7: PP_NAME(tile_values)(7, tile, pairs, scales, rows, prefetch); break;
-    case 8: PP_NAME(tile_values)(8, tile, pairs, scales, rows, prefetch); break;
-#endif
-    }
+    PP_FOR_HEADS(heads, PP_NAME(tile_values)(HEADS, tile, pairs, scales, rows, prefetch))
 }
 
 /* One tile of one kv head for HEADS of its rows that see the same of it; arguments as in decode_kernel.h. */

@@ -160,7 +160,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
                              int prefetch) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[PP_RESCALES];
-    enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
+    enum { VECTORS = PP_TILE / PP_LANES };
     const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
     int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
 #ifdef PP_FEW_REGISTERS
@@ -176,32 +176,13 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
 #endif
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
-    int above = 0;
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        pp_v highest = v_load(s + g * PP_TILE);
-        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
-        above |= v_any_above(highest, m[g]);
-    }
-    if (above) raise_maxima(HEADS, s, m, rows, tile->row_stride, rescale);
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        float *row = s + g * PP_TILE, *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
-        const pp_v shift = v_set1(shift_of(m[g]));
-        pp_v x[VECTORS];
-        PP_UNROLL for (int j = 0; j < VECTORS; j++) {
-            x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
-            v_store(row + j * PP_LANES, x[j]);
-        }
-        PP_UNROLL for (int j = 0; j < SUMS; j++)
-            v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
-    }
-    const float *scales = above ? rescale : NULL;
+    const float *scales = make_weights(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
     if (!tile->next_v[0]) prefetch = PP_PREFETCH_NONE;
     uint32_t seen = tile->seen; /* run by run: what a row does not see must not be multiplied with, it may be NaN */
     do {
-        const int from = __builtin_ctz(seen);
-        const uint32_t behind = ~(seen >> from);
-        const int to = from + (behind ? __builtin_ctz(behind) : PP_TILE);
+        int from, to;
+        seen = take_run(seen, &from, &to);
 #ifdef PP_FEW_REGISTERS
         PP_NAME(tile_values)(HEADS, tile, from, to, s, scales, rows, prefetch);
 #else
@@ -218,7 +199,6 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
             PP_NAME(values_left)(HEADS, tile, dims - whole, d, from, to, s, scales, rows, d == whole ? prefetch : 0);
 #endif
 #endif
-        seen = to < PP_TILE ? seen >> to << to : 0;
         scales = NULL;
         prefetch = PP_PREFETCH_NONE;
     } while (seen);
@@ -234,20 +214,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
 
 static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
                                                        float *rows, float *m, int prefetch) {
-    switch (heads) {
-    case 1: PP_NAME(tile)(1, tile, q, q_step, rows, m, prefetch); break;
-    case 2: PP_NAME(tile)(2, tile, q, q_step, rows, m, prefetch); break;
-    case 3: PP_NAME(tile)(3, tile, q, q_step, rows, m, prefetch); break;
-    case 4: PP_NAME(tile)(4, tile, q, q_step, rows, m, prefetch); break;
-#if PP_MAX_HEADS > 4
-    case 5: PP_NAME(tile)(5, tile, q, q_step, rows, m, prefetch); break;
-    case 6: PP_NAME(tile)(6, tile, q, q_step, rows, m, prefetch); break;
-#endif
-#if PP_MAX_HEADS > 6
-    case 7: PP_NAME(tile)(7, tile, q, q_step, rows, m, prefetch); break;
-    case 8: PP_NAME(tile)(8, tile, q, q_step, rows, m, prefetch); break;
-#endif
-    }
+    PP_FOR_HEADS(heads, PP_NAME(tile)(HEADS, tile, q, q_step, rows, m, prefetch))
 }
 
 /* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,

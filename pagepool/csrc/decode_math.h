@@ -48,6 +48,31 @@ static __attribute__((noinline)) void raise_maxima(int heads, const float *s, fl
     }
 }
 
+/* Makes the scores s of a tile weights, and adds them to the running sums; whether some maximum rose, and rescale was
+ * set. */
+PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
+    enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
+    int above = 0;
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        pp_v highest = v_load(s + g * PP_TILE);
+        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
+        above |= v_any_above(highest, m[g]);
+    }
+    if (above) raise_maxima(HEADS, s, m, rows, row_stride, rescale);
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        float *row = s + g * PP_TILE, *sums = rows + (g + 1) * row_stride - PP_GROUP;
+        const pp_v shift = v_set1(shift_of(m[g]));
+        pp_v x[VECTORS];
+        PP_UNROLL for (int j = 0; j < VECTORS; j++) {
+            x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
+            v_store(row + j * PP_LANES, x[j]);
+        }
+        PP_UNROLL for (int j = 0; j < SUMS; j++)
+            v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
+    }
+    return above;
+}
+
 /* tanh(x) for 0 <= x < 0.625. */
 PP_INLINE pp_v tanh_near(pp_v x) {
     const pp_v z = v_mul(x, x);
@@ -99,6 +124,35 @@ static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads
 }
 
 #define ALL_SEEN 0xffffffffu
+
+/* The first run of tokens that are seen, [from, to), and what is seen behind it; something is. */
+PP_INLINE uint32_t take_run(uint32_t seen, int *from, int *to) {
+    *from = __builtin_ctz(seen);
+    const uint32_t behind = ~(seen >> *from);
+    *to = *from + (behind ? __builtin_ctz(behind) : PP_TILE);
+    return *to < PP_TILE ? seen >> *to << *to : 0;
+}
+
+/* Does `call` with HEADS, a constant, as `heads`, which is 1 to PP_MAX_HEADS: loops over heads are unrolled in it. */
+#define PP_CASE_HEADS(n, call) \
+    case n: { \
+        enum { HEADS = n }; \
+        call; \
+        break; \
+    }
+#define PP_CASES_TO_4(call) PP_CASE_HEADS(1, call) PP_CASE_HEADS(2, call) PP_CASE_HEADS(3, call) PP_CASE_HEADS(4, call)
+#if PP_MAX_HEADS > 4
+#define PP_CASES_TO_6(call) PP_CASES_TO_4(call) PP_CASE_HEADS(5, call) PP_CASE_HEADS(6, call)
+#else
+#define PP_CASES_TO_6(call) PP_CASES_TO_4(call)
+#endif
+#if PP_MAX_HEADS > 6
+#define PP_CASES_TO_8(call) PP_CASES_TO_6(call) PP_CASE_HEADS(7, call) PP_CASE_HEADS(8, call)
+#else
+#define PP_CASES_TO_8(call) PP_CASES_TO_6(call)
+#endif
+#define PP_FOR_HEADS(heads, call) \
+    switch (heads) { PP_CASES_TO_8(call) }
 
 /* Tokens that are not seen score -inf. */
 static __attribute__((noinline)) void hide_scores(const pp_tile *tile, int heads, float *s) {

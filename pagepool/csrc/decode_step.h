@@ -43,31 +43,6 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const pp_tile
     }
 }
 
-/* Makes a tile's scores weights, and adds them to the running sums; whether some maximum rose, and rescale was set. */
-PP_INLINE int PP_NAME(step_weights)(const int HEADS, const pp_tile *tile, float *s, float *rows, float *m,
-                                    float *rescale) {
-    enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
-    int above = 0;
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        pp_v highest = v_load(s + g * PP_TILE);
-        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
-        above |= v_any_above(highest, m[g]);
-    }
-    if (above) raise_maxima(HEADS, s, m, rows, tile->row_stride, rescale);
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        float *row = s + g * PP_TILE, *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
-        const pp_v shift = v_set1(shift_of(m[g]));
-        pp_v x[VECTORS];
-        PP_UNROLL for (int j = 0; j < VECTORS; j++) {
-            x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
-            v_store(row + j * PP_LANES, x[j]);
-        }
-        PP_UNROLL for (int j = 0; j < SUMS; j++)
-            v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
-    }
-    return above;
-}
-
 /* Adds p V of both tiles to NV vectors of dims, from `column` of V's dims on; scales: of each tile, or NULL. */
 PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const pp_tile *tile, int column, const float *p,
                                     const float *const *scales, float *o, int prefetch) {
@@ -125,7 +100,7 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const pp_tile *tile, const float *
     for (int i = 0; i < 2; i++) {
         float *p = s + i * HEADS * PP_TILE;
         if (one.logits_soft_cap != 0.0f || one.alibi_slopes) bend_scores(&one, HEADS, p);
-        scales[i] = PP_NAME(step_weights)(HEADS, tile, p, rows, m, rescale[i]) ? rescale[i] : NULL;
+        scales[i] = make_weights(HEADS, p, m, rows, tile->row_stride, rescale[i]) ? rescale[i] : NULL;
         if (one.block_sums) add_to_blocks(&one, HEADS, p, scales[i]);
         one.distance += PP_TILE;
         one.begin += PP_TILE;
@@ -136,14 +111,5 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const pp_tile *tile, const float *
 
 static __attribute__((noinline)) void PP_NAME(step_of)(int heads, const pp_tile *tile, const float *q, int q_step,
                                                        float *rows, float *m, int prefetch) {
-    switch (heads) {
-    case 1: PP_NAME(step)(1, tile, q, q_step, rows, m, prefetch); break;
-    case 2: PP_NAME(step)(2, tile, q, q_step, rows, m, prefetch); break;
-    case 3: PP_NAME(step)(3, tile, q, q_step, rows, m, prefetch); break;
-    case 4: PP_NAME(step)(4, tile, q, q_step, rows, m, prefetch); break;
-    case 5: PP_NAME(step)(5, tile, q, q_step, rows, m, prefetch); break;
-    case 6: PP_NAME(step)(6, tile, q, q_step, rows, m, prefetch); break;
-    case 7: PP_NAME(step)(7, tile, q, q_step, rows, m, prefetch); break;
-    case 8: PP_NAME(step)(8, tile, q, q_step, rows, m, prefetch); break;
-    }
+    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, tile, q, q_step, rows, m, prefetch))
 }
