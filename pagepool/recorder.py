@@ -21,7 +21,8 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from pagepool.prefix.keys import root_key, token_row
+from pagepool.prefix.keys import root_key
+from pagepool.prefix.tokens import token_row
 
 __all__ = ["TraceRecorder"]
 

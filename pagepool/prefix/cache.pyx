@@ -17,7 +17,8 @@ import operator
 import numpy as np
 
 from pagepool.errors import PoolError
-from pagepool.prefix.keys import root_key, token_row
+from pagepool.prefix.keys import root_key
+from pagepool.prefix.tokens import token_row
 from pagepool.prefix.policies import POLICIES
 
 __all__ = ["PrefixCache"]

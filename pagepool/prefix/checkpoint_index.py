@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from pagepool.errors import PoolError
 from pagepool.prefix.checkpoint_value import PRIOR, TOKEN_BYTES, Mark, ValueQueue, mark_of
-from pagepool.prefix.keys import root_key, token_row
+from pagepool.prefix.keys import root_key
 from pagepool.prefix.token_tree import TokenNode, TokenTree
+from pagepool.prefix.tokens import token_row
 
 __all__ = ["REASONS", "CheckpointIndex", "Stop"]
 

@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 from pagepool.prefix.node_table cimport NodeTable
 
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
-from pagepool.prefix.keys import token_row
+from pagepool.prefix.tokens import token_row
 
 __all__ = ["EventLog", "prefix_names"]
 

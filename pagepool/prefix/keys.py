@@ -1,4 +1,4 @@
-"""What a look-up is given, in the one form that the cache compares: tokens as int32, everything else as bytes."""
+"""What a look-up is given beside its tokens, in the one form that the cache compares: bytes."""
 
 from __future__ import annotations
 
@@ -6,34 +6,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-__all__ = ["root_key", "root_name", "token_row"]
-
-INT32 = np.dtype(np.int32)
-
-
-def token_row(tokens: Any) -> NDArray[np.int32]:
-    """Token ids as a contiguous int32 array (n,), the one given where it is such.
-
-    Raises `TypeError` for what are no integers, `ValueError` for several dimensions or an id beyond 32 bits.
-
-    >>> token_row([5, 7])
-    array([5, 7], dtype=int32)
-    """
-    row = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
-    if row.ndim != 1:
-        raise ValueError(f"tokens must have 1 dimension, not {row.ndim}")
-    if row.dtype != INT32:
-        if row.size == 0:
-            return np.empty(0, INT32)
-        if row.dtype.kind not in "iu":
-            raise TypeError(f"tokens must be integers, not {row.dtype}")
-        low, high = int(row.min()), int(row.max())
-        if low < -(2**31) or high >= 2**31:
-            raise ValueError(f"token {low if low < -(2**31) else high} has more than 32 bits")
-    return np.ascontiguousarray(row, dtype=INT32)
+__all__ = ["root_key", "root_name"]
 
 
 def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:

@@ -10,7 +10,8 @@ import numpy as np
 from pagepool.errors import PoolError
 from pagepool.prefix.event_log import prefix_names
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
-from pagepool.prefix.keys import root_key, root_name, token_row
+from pagepool.prefix.keys import root_key, root_name
+from pagepool.prefix.tokens import token_row
 
 __all__ = ["PrefixMirror"]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.prefix.keys import root_key, token_row
+from pagepool.prefix.keys import root_key
+from pagepool.prefix.tokens import token_row
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.cohort import Cohort
