@@ -20,6 +20,8 @@ cdef class KeptBlocks:
     cdef pp_status c_keep_n(self, const int32_t *blocks, int64_t n, uint8_t mark, int64_t *failed) noexcept nogil
     # Drops the reference to a block that is kept.
     cdef void c_drop(self, int32_t block) noexcept nogil
+    # The references to n blocks that are kept, in their order.
+    cdef void c_drop_n(self, const int32_t *blocks, int64_t n) noexcept nogil
     # Another group for a block that is kept.
     cdef void c_mark(self, int32_t block, uint8_t mark) noexcept nogil
     # Blocks of a group, or of all for 0, that nobody else has a reference to. O(1), or O(groups).

@@ -102,6 +102,16 @@ cdef class KeptBlocks:
         self.allocator.c_give_back(block)
         pp_lock_release(&self.allocator.lock)
 
+    cdef void c_drop_n(self, const int32_t *blocks, int64_t n) noexcept nogil:
+        cdef uint8_t *marks = self.counts.marks
+        cdef int64_t i
+        pp_lock_acquire(&self.allocator.lock)
+        for i in range(n):
+            self.counts.idle[marks[blocks[i]]] -= self.allocator.c_counts[blocks[i]] <= 1
+            marks[blocks[i]] = 0
+            self.allocator.c_give_back(blocks[i])
+        pp_lock_release(&self.allocator.lock)
+
     cdef void c_mark(self, int32_t block, uint8_t mark) noexcept nogil:
         cdef uint8_t *old = &self.counts.marks[block]
         cdef bint is_idle

@@ -3,8 +3,13 @@
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 
 
+cdef enum:
+    NOWHERE = -2  # next_in_bucket of a node that is in no bucket
+
+
+# 64 bytes.
 cdef struct Node:
-    uint64_t hash
+    uint64_t hash  # of its parent and its tokens, where it is in a bucket
     int32_t parent  # -1 for a root
     int32_t root  # of its tree; its own for a root
     int32_t next_in_bucket

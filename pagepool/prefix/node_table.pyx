@@ -1,11 +1,12 @@
-"""NodeTable: the tree of prefixes, each found by a chained hash and then by its tokens."""
+"""NodeTable: the tree of prefixes, each found behind its parent by its tokens, and a hash where there are several."""
 
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from pagepool.prefix.node cimport Node
+from pagepool.prefix.node cimport NOWHERE, Node
+from pagepool.prefix.unused_nodes cimport unused_clear, unused_count, unused_put, unused_take
 
 import os
 
@@ -16,9 +17,17 @@ __all__ = ["NodeTable"]
 cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the same in part
 
 
+cdef uint64_t ODD = 0x9e3779b97f4a7c15
+
+
 cdef extern from "block_hash.h" nogil:
+    uint64_t pp_hash_fold(uint64_t a, uint64_t b)
     uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int64_t n)
     void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
+
+
+cdef inline Node childless(int32_t parent, int32_t root) noexcept nogil:
+    return Node(0, parent, root, NOWHERE, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
 
 
 @cython.final
@@ -33,10 +42,10 @@ cdef class NodeTable:
             raise ValueError(f"hash_bits must be from 0 to 64, not {hash_bits}")
         self.block_size = block_size
         self.hash_mask = <uint64_t>-1 if hash_bits == 64 else (<uint64_t>1 << hash_bits) - 1
-        self.root_hash = int.from_bytes(os.urandom(8), "little")
+        self.seed = int.from_bytes(os.urandom(8), "little")
         self.roots = {}
         self.root_keys = {}
-        self.unused = -1
+        unused_clear(&self.unused)
 
     def __dealloc__(self):
         PyMem_Free(self.nodes)
@@ -48,14 +57,16 @@ cdef class NodeTable:
         self.named = True
 
     cdef int reserve(self, int64_t n) except -1:
+        """Each node that is added brings two into buckets at most, itself and a first sibling."""
         cdef int64_t needed = self.num_alive + n, room = max(64, self.room), buckets = max(64, self.num_buckets)
+        cdef int64_t hashed = min(needed, self.num_hashed + 2 * n)
         cdef int32_t node, bucket
         cdef void *memory
         if needed > INT32_MAX:
             raise MemoryError(f"{needed} prefix nodes are more than {INT32_MAX}")
         while room < needed:
             room *= 2
-        while buckets < needed:
+        while buckets < hashed:
             buckets *= 2
         if room > self.room:
             memory = PyMem_Realloc(self.nodes, room * sizeof(Node))
@@ -80,7 +91,7 @@ cdef class NodeTable:
             for bucket in range(buckets):
                 self.buckets[bucket] = -1
             for node in range(self.num_made):
-                if self.nodes[node].alive and self.nodes[node].parent >= 0:
+                if self.nodes[node].alive and self.nodes[node].next_in_bucket != NOWHERE:
                     bucket = self.nodes[node].hash & (buckets - 1)
                     self.nodes[node].next_in_bucket = self.buckets[bucket]
                     self.buckets[bucket] = node
@@ -97,27 +108,23 @@ cdef class NodeTable:
         cdef object known = self.roots.get(key)
         if known is not None:
             return known
-        node = self.c_make()
+        self.c_make(1, &node)
+        self.nodes[node] = childless(-1, node)
         if name is not None:
             memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
-        self.nodes[node].root = node
-        self.root_hash = pp_hash_block(self.root_hash, NULL, 0)
-        self.nodes[node].hash = self.root_hash
         self.stamp += 1
         self.roots[key] = node
         self.root_keys[node] = key
         return node
 
-    cdef int32_t c_make(self) noexcept:
-        cdef int32_t node = self.unused
-        if node >= 0:
-            self.unused = self.nodes[node].next_in_bucket
-        else:
-            node = self.num_made
-            self.num_made += 1
-        self.num_alive += 1
-        self.nodes[node] = Node(0, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
-        return node
+    cdef int32_t c_make(self, int32_t n, int32_t *first) noexcept:
+        cdef int32_t count = unused_take(&self.unused, self.nodes, n, first)
+        if count == 0:
+            count = min(n, <int32_t>min(self.room, <int64_t>INT32_MAX) - self.num_made)
+            first[0] = self.num_made
+            self.num_made += count
+        self.num_alive += count
+        return count
 
     cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept nogil:
         """Tokens of a run lie in one piece: they are compared in steps of 4 KiB, and no hash is taken."""
@@ -140,19 +147,30 @@ cdef class NodeTable:
         return most
 
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil:
-        return pp_hash_block(self.nodes[parent].hash, tokens, self.block_size) & self.hash_mask
+        """Which prefix a parent stands for is exact while it is alive: its number is all of the hash that comes before
+        the tokens."""
+        return pp_hash_block(pp_hash_fold(self.seed, <uint64_t>parent + ODD), tokens, self.block_size) & self.hash_mask
 
-    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens, uint64_t *hash) noexcept nogil:
+    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil:
         """The last child first: a walk along a path that was walked before hashes nothing."""
         cdef Node *nodes = self.nodes
         cdef size_t row = self.block_size, size = row * sizeof(int32_t)
         cdef int32_t node = nodes[parent].last_child
+        cdef uint64_t hash
         if node >= 0 and memcmp(self.tokens + node * row, tokens, size) == 0:
             return node
-        hash[0] = self.c_hash(parent, tokens)
-        node = self.buckets[hash[0] & (self.num_buckets - 1)]
+        node = nodes[parent].first_child
+        if node < 0:
+            return -1
+        if nodes[node].next_sibling < 0:
+            if node != nodes[parent].last_child and memcmp(self.tokens + node * row, tokens, size) == 0:
+                nodes[parent].last_child = node
+                return node
+            return -1
+        hash = self.c_hash(parent, tokens)
+        node = self.buckets[hash & (self.num_buckets - 1)]
         while node >= 0:
-            if nodes[node].hash == hash[0]:
+            if nodes[node].hash == hash:
                 if nodes[node].parent == parent and memcmp(self.tokens + node * row, tokens, size) == 0:
                     nodes[parent].last_child = node
                     return node
@@ -160,25 +178,50 @@ cdef class NodeTable:
             node = nodes[node].next_in_bucket
         return -1
 
-    cdef int32_t c_add(self, int32_t parent, const int32_t *tokens, uint64_t hash) noexcept:
-        cdef int32_t node = self.c_make()
-        cdef int32_t *bucket = self.buckets + (hash & (self.num_buckets - 1))
+    cdef void c_into_bucket(self, int32_t node) noexcept:
         cdef size_t row = self.block_size
-        memcpy(self.tokens + node * row, tokens, row * sizeof(int32_t))
-        if self.named:
-            pp_name_block(self.names + 2 * parent, tokens, self.block_size, self.names + 2 * node)
+        cdef uint64_t hash = self.c_hash(self.nodes[node].parent, self.tokens + node * row)
+        cdef int32_t *bucket = self.buckets + (hash & (self.num_buckets - 1))
         self.nodes[node].hash = hash
-        self.nodes[node].parent = parent
-        self.nodes[node].root = self.nodes[parent].root
         self.nodes[node].next_in_bucket = bucket[0]
         bucket[0] = node
-        self.nodes[parent].num_children += 1
-        self.nodes[parent].last_child = node
-        self.nodes[node].next_sibling = self.nodes[parent].first_child
-        if self.nodes[parent].first_child >= 0:
-            self.nodes[self.nodes[parent].first_child].previous_sibling = node
-        self.nodes[parent].first_child = node
-        return node
+        self.num_hashed += 1
+
+    cdef void c_out_of_bucket(self, int32_t node) noexcept:
+        cdef int32_t *link = self.buckets + (self.nodes[node].hash & (self.num_buckets - 1))
+        while link[0] != node:
+            link = &self.nodes[link[0]].next_in_bucket
+        link[0] = self.nodes[node].next_in_bucket
+        self.num_hashed -= 1
+
+    cdef int32_t c_add_run(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *first) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef size_t row = self.block_size
+        cdef int32_t count = self.c_make(<int32_t>n, first), node, sibling = nodes[parent].first_child
+        cdef int32_t end = first[0] + count
+        cdef Node made = childless(parent, nodes[parent].root)
+        memcpy(self.tokens + first[0] * row, tokens, count * row * sizeof(int32_t))
+        made.num_children = 1
+        for node in range(first[0], end):
+            made.last_child = made.first_child = node + 1
+            nodes[node] = made
+            made.parent = node
+        nodes[end - 1].num_children = 0
+        nodes[end - 1].last_child = nodes[end - 1].first_child = -1
+        if self.named:
+            for node in range(first[0], end):
+                pp_name_block(
+                    self.names + 2 * nodes[node].parent, self.tokens + node * row, self.block_size, self.names + 2 * node
+                )
+        nodes[parent].num_children += 1
+        nodes[parent].last_child = nodes[parent].first_child = first[0]
+        if sibling >= 0:
+            nodes[first[0]].next_sibling = sibling
+            nodes[sibling].previous_sibling = first[0]
+            self.c_into_bucket(first[0])
+            if nodes[sibling].next_in_bucket == NOWHERE:
+                self.c_into_bucket(sibling)
+        return count
 
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept:
         cdef Node *nodes = self.nodes
@@ -199,34 +242,42 @@ cdef class NodeTable:
             seen += 1
         return best
 
-    cdef void c_collect(self, int32_t node) noexcept:
+    cdef void c_out_of_siblings(self, int32_t node) noexcept:
         cdef Node *nodes = self.nodes
-        cdef int32_t parent
-        cdef int32_t *link
+        cdef int32_t parent = nodes[node].parent
+        if nodes[node].previous_sibling < 0:
+            nodes[parent].first_child = nodes[node].next_sibling
+        else:
+            nodes[nodes[node].previous_sibling].next_sibling = nodes[node].next_sibling
+        if nodes[node].next_sibling >= 0:
+            nodes[nodes[node].next_sibling].previous_sibling = nodes[node].previous_sibling
+        if nodes[parent].last_child == node:
+            nodes[parent].last_child = -1
+
+    cdef void c_collect(self, int32_t node) noexcept:
+        """What goes up a path in one piece is given back in one piece, from `low` on."""
+        cdef Node *nodes = self.nodes
+        cdef int32_t parent, low = node, n = 0
         while node >= 0 and nodes[node].block < 0 and nodes[node].num_children == 0 and not nodes[node].ghost:
+            if n and node != low - 1:
+                unused_put(&self.unused, nodes, self.num_made, low, n)
+                n = 0
+            low = node
+            n += 1
             parent = nodes[node].parent
+            nodes[node].alive = 0
             if parent >= 0:
-                link = self.buckets + (nodes[node].hash & (self.num_buckets - 1))
-                while link[0] != node:
-                    link = &nodes[link[0]].next_in_bucket
-                link[0] = nodes[node].next_in_bucket
                 nodes[parent].num_children -= 1
-                if nodes[node].previous_sibling < 0:
-                    nodes[parent].first_child = nodes[node].next_sibling
-                else:
-                    nodes[nodes[node].previous_sibling].next_sibling = nodes[node].next_sibling
-                if nodes[node].next_sibling >= 0:
-                    nodes[nodes[node].next_sibling].previous_sibling = nodes[node].previous_sibling
-                if nodes[parent].last_child == node:
-                    nodes[parent].last_child = -1
+                self.c_out_of_siblings(node)
+                if nodes[node].next_in_bucket != NOWHERE:
+                    self.c_out_of_bucket(node)
             else:
                 self.stamp += 1
                 del self.roots[self.root_keys.pop(node)]
-            nodes[node].alive = 0
-            nodes[node].next_in_bucket = self.unused
-            self.unused = node
             self.num_alive -= 1
             node = parent
+        if n:
+            unused_put(&self.unused, nodes, self.num_made, low, n)
 
     cdef void c_clear(self) noexcept:
         """Gives back all memory, too: what is left is an empty table."""
@@ -239,8 +290,8 @@ cdef class NodeTable:
         PyMem_Free(self.names)
         self.names = NULL
         self.num_buckets = self.room = 0
-        self.num_made = self.num_alive = 0
-        self.unused = -1
+        self.num_made = self.num_alive = self.num_hashed = 0
+        unused_clear(&self.unused)
         self.stamp += 1
         self.roots.clear()
         self.root_keys.clear()
@@ -262,11 +313,14 @@ cdef class NodeTable:
                 if self.roots.get(self.root_keys.get(node)) != node:
                     return f"node {node} has no parent and is the root of no key"
                 continue
-            hashed += 1
             if not nodes[nodes[node].parent].alive:
                 return f"node {node} is alive, its parent {nodes[node].parent} is not"
-            if nodes[node].hash != self.c_hash(nodes[node].parent, self.tokens + node * row):
-                return f"the hash of node {node} is not that of its tokens"
+            if nodes[node].next_in_bucket != NOWHERE:
+                hashed += 1
+                if nodes[node].hash != self.c_hash(nodes[node].parent, self.tokens + node * row):
+                    return f"the hash of node {node} is not that of its tokens"
+            elif nodes[node].previous_sibling >= 0 or nodes[node].next_sibling >= 0:
+                return f"node {node} has siblings and is in no bucket"
             children[nodes[node].parent] = children.get(nodes[node].parent, 0) + 1
         for node in range(self.num_made):
             if not nodes[node].alive:
@@ -289,8 +343,12 @@ cdef class NodeTable:
                 return f"nothing keeps node {node} alive"
         if alive != self.num_alive:
             return f"{alive} nodes are alive, {self.num_alive} are counted"
-        if alive - hashed != len(self.roots):
-            return f"{alive - hashed} nodes are roots, there are {len(self.roots)} keys"
+        if alive - sum(children.values()) != len(self.roots):
+            return f"{alive - sum(children.values())} nodes are roots, there are {len(self.roots)} keys"
+        if unused_count(&self.unused, nodes, self.num_made) != self.num_made - alive:
+            return f"{alive} of {self.num_made} nodes are alive, and not all others are in spans of unused ones"
+        if hashed != self.num_hashed:
+            return f"{hashed} nodes are in buckets, {self.num_hashed} are counted"
         for bucket in range(self.num_buckets):
             node = self.buckets[bucket]
             steps = 0
@@ -300,4 +358,4 @@ cdef class NodeTable:
                 hashed -= 1
                 steps += 1
                 node = nodes[node].next_in_bucket
-        return None if hashed == 0 else f"{hashed} more nodes are alive than are in buckets"
+        return None if hashed == 0 else f"{hashed} more nodes should be in buckets than are"

@@ -22,6 +22,8 @@ cdef class EvictionPolicy:
 
     # The node has a block from now on; it was none of the policy's, or a ghost.
     cdef void c_insert(self, int32_t node) noexcept
+    # The same for nodes first, first + 1, ..., each the parent of the next.
+    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept
     # The node was found by a look-up.
     cdef void c_touch(self, int32_t node) noexcept
     # The same for nodes first, first + 1, ..., each the parent of the next.
@@ -30,8 +32,13 @@ cdef class EvictionPolicy:
     cdef bint c_refuses(self, int32_t node) noexcept
     # Who goes next, or -1 when no list has a node with a block; it stays where it is.
     cdef int32_t c_victim(self) noexcept
+    # How many, of at most n, go one after the other, the first of them `node`, which c_victim gave, if nothing but their
+    # eviction happens: node, node + step, node + 2 * step, ...; step is 1 or -1.
+    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept
+    # The same for n nodes that c_victims told, all of which have lost theirs.
+    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept
     # The time is `now`, a time_key: how many priorities ended. Those that ended first go back first.
     cdef int64_t c_expire(self, uint64_t now) noexcept
 
@@ -41,6 +48,8 @@ cdef class EvictionPolicy:
 
     # For policies.
     cdef void c_push(self, int list, int32_t node) noexcept
+    # Nodes with ids in a row that are in no list.
+    cdef void c_push_run(self, int list, int32_t first, int32_t n) noexcept
     cdef void c_move(self, int32_t node, int list) noexcept
     # How many of n nodes with ids in a row are one after the other in one list, too; and then all of them, at once.
     cdef int32_t c_linked(self, int32_t first, int32_t n) noexcept

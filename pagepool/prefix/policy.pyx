@@ -31,6 +31,11 @@ cdef class EvictionPolicy:
     cdef void c_insert(self, int32_t node) noexcept:
         self.c_push(0, node)
 
+    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t node
+        for node in range(first, first + n):
+            self.c_insert(node)
+
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, 0)
 
@@ -45,8 +50,16 @@ cdef class EvictionPolicy:
     cdef int32_t c_victim(self) noexcept:
         return self.lists[0].head
 
+    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
+        return 1
+
     cdef void c_evicted(self, int32_t node) noexcept:
         self.c_unlink(node)
+
+    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept:
+        cdef int32_t i
+        for i in range(n):
+            self.c_evicted(node + i * step)
 
     cdef int64_t c_expire(self, uint64_t now) noexcept:
         return 0
@@ -60,6 +73,15 @@ cdef class EvictionPolicy:
     cdef void c_push(self, int list, int32_t node) noexcept:
         self.table.nodes[node].list = list
         list_push(&self.lists[list], self.table.nodes, node)
+
+    cdef void c_push_run(self, int list, int32_t first, int32_t n) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node
+        for node in range(first, first + n):
+            nodes[node].list = list
+            nodes[node].previous = node - 1
+            nodes[node].next = node + 1
+        list_append(&self.lists[list], nodes, first, first + n - 1, n)
 
     cdef void c_move(self, int32_t node, int list) noexcept:
         cdef Node *nodes = self.table.nodes

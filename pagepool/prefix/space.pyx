@@ -12,7 +12,7 @@ from pagepool.csrc cimport (
     pp_status,
 )
 from pagepool.prefix.cache cimport PrefixCache
-from pagepool.prefix.cached_blocks cimport CACHED
+from pagepool.prefix.evictable_blocks cimport CACHED
 from pagepool.prefix.uninterrupted cimport Uninterrupted
 
 from pagepool.errors import InvalidBlock, PoolError

@@ -53,6 +53,24 @@ def test_equal_hashes_are_told_apart_by_tokens(hash_bits):
     cache.check()
 
 
+def test_a_block_without_siblings_needs_no_hash():
+    """With all hashes equal, only those that have siblings, or had some, are looked at in vain."""
+    cache = PrefixCache(BlockAllocator(64), block_size=1, hash_bits=0)
+    path = serve(cache, range(30))
+    assert cache.match_prefix(range(30)).tolist() == path
+    assert cache.match_prefix([0, 1, 99]).tolist() == path[:2] and cache.stats()["collisions"] == 0
+    for token in (50, 51, 52):
+        serve(cache, [0, 1, token])
+        cache.check()
+    assert cache.match_prefix([0, 1, 51]).size == 3 and cache.stats()["collisions"] > 0
+    cache.allocator.free(path)
+    for blocks in (path[2:], cache.match_prefix([0, 1, 50])[2:], cache.match_prefix([0, 1, 52])[2:]):
+        cache.discard(blocks)
+        cache.check()
+    assert cache.match_prefix([0, 1, 51]).size == 3 and cache.match_prefix([0, 1, 2]).size == 2
+    assert cache.stats()["nodes"] == 1 + 3
+
+
 CONTEXTS = [
     {},
     {"cache_salt": ""},
