@@ -1,8 +1,8 @@
 from typing import final
 
-from pagepool.prefix.policy import EvictionPolicy
+from pagepool.prefix.grouped import GroupedPolicy
 
 __all__ = ["GittinsPolicy"]
 
 @final
-class GittinsPolicy(EvictionPolicy): ...
+class GittinsPolicy(GroupedPolicy): ...

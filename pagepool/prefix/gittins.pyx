@@ -14,27 +14,18 @@ Its own are the groups and the tree; the value is known (see reuse_ages.pyx), an
 """
 
 cimport cython
-from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.prefix.group cimport Group, cells_clear, cells_put, cells_take
-from pagepool.prefix.lru_rival cimport (
-    rival_add, rival_clear, rival_close, rival_count, rival_learn, rival_open, rival_turns
-)
-from pagepool.prefix.node cimport Node, list_append, list_clear, list_cut, list_is_sound, list_push, list_remove
+from pagepool.prefix.group cimport Group, cells_put, cells_take
+from pagepool.prefix.grouped cimport CONTINUED, COUNT, GHOSTS, MOST_USES, WAITING, WAITS, GroupedPolicy
+from pagepool.prefix.lru_rival cimport rival_count, rival_learn, rival_turns
+from pagepool.prefix.node cimport Node, list_append, list_cut, list_push, list_remove
 from pagepool.prefix.node_table cimport NodeTable
-from pagepool.prefix.policy cimport EvictionPolicy
-from pagepool.prefix.reuse_ages cimport AGES, FADE, KINDS, ReuseAges, age_class
+from pagepool.prefix.reuse_ages cimport AGES, FADE, KINDS, ReuseAges, add_ones, age_class
 
 __all__ = ["GittinsPolicy"]
 
 cdef enum:
-    GHOSTS
-    WAITING  # cached nodes found with cached children when their turn came
-    COUNT = 7  # bits of node.uses: uses, of which 4 is the most that is counted
-    CONTINUED = 8  # the node was made behind a cached prefix
-    WAITS = 16  # it is in WAITING
-    MOST_USES = 4
     BUDGET = 16
     LESSON = 2000  # uses between two lessons, at least
     DOUBLINGS = 6  # of the capacity, up to which an age is waited for of which nothing is known
@@ -48,7 +39,7 @@ cdef double WORTHLESS = 1e-4  # less than so many hits, where a block stays for 
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class GittinsPolicy(EvictionPolicy):
+cdef class GittinsPolicy(GroupedPolicy):
     """Evicts the least valuable kind and age first; remembers four times as many ghosts as there can be blocks."""
 
     def __cinit__(self, NodeTable table not None, int64_t capacity):
@@ -56,42 +47,56 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.max_ghosts = 4 * capacity
         self.c_clear()
 
-    def __dealloc__(self):
-        PyMem_Free(self.groups)
-
-    cdef int c_reserve(self, int64_t n) except -1:
-        cdef int64_t room = max(64, self.room)
-        cdef void *memory
-        while room < self.num_live + n:
-            room *= 2
-        if room > self.room:
-            memory = PyMem_Realloc(self.groups, room * sizeof(Group))
-            if memory == NULL:
-                raise MemoryError(f"no memory for {room} groups of prefix nodes")
-            self.groups = <Group *>memory
-            self.room = room
-        return 0
-
     cdef void c_clear(self) noexcept:
-        cdef int kind
-        EvictionPolicy.c_clear(self)
-        PyMem_Free(self.groups)
-        self.groups = NULL
-        self.room = self.num_made = self.num_live = 0
-        self.unused = self.last = self.victims = -1
+        GroupedPolicy.c_clear(self)
+        self.last = -1
         self.continued = False
-        self.clock = 0
         self.next_lesson = LESSON
         self.ages.c_clear()
-        rival_clear(&self.rival, self.capacity)
-        for kind in range(KINDS):
-            self.open[kind] = -1
-        cells_clear(&self.cells)
 
     cdef void c_insert(self, int32_t node) noexcept:
         self.c_arrive(node)
         self.table.nodes[self.table.nodes[node].parent].cached_children += 1
         self.c_join(node, 1)
+
+    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept:
+        """As one by one: what comes behind a node and is alike, new or ghosts, comes at once, up to a lesson."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t end = first + n, last, group
+        cdef uint8_t uses, ghost
+        while first < end:
+            ghost, uses, group = nodes[first].ghost, nodes[first].uses, nodes[first].list
+            self.c_insert(first)
+            first += 1
+            last = first
+            while last < end and nodes[last].ghost == ghost and (
+                not ghost or (nodes[last].uses == uses and nodes[last].list == group)
+            ):
+                last += 1
+            n = <int32_t>min(<int64_t>(last - first), self.next_lesson - self.clock - 1)
+            if n > 0:
+                self.c_insert_alike(first, n)
+                first += n
+
+    cdef void c_insert_alike(self, int32_t first, int32_t n) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t end = first + n, node
+        self.clock += n
+        self.last = end - 1
+        if nodes[first].ghost:
+            for node in range(first, end):
+                nodes[node].ghost = 0
+                list_remove(&self.lists[GHOSTS], nodes, node)
+            self.c_used(first, n, False)
+        else:
+            for node in range(first, end):
+                nodes[node].uses = CONTINUED if self.continued else 0
+        self.c_place(first, n)
+        for node in range(first, end):
+            nodes[node - 1].cached_children += 1
+            nodes[node].previous = node - 1
+            nodes[node].next = node + 1
+        self.c_join(first, n)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
         """Whether it is worth less than all that is there: its parent would have to go for it, or stayed out, too."""
@@ -160,6 +165,36 @@ cdef class GittinsPolicy(EvictionPolicy):
             self.last = -1
         self.c_into_ghosts(node)
 
+    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
+        """From the tail of the group up, while each is the parent of the one before and has no other cached child."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t low = node, end = node - min(n, self.budget)
+        step[0] = -1
+        if self.victims < 0:
+            return 1
+        while low - 1 > end and nodes[low].previous == low - 1 == nodes[low].parent:
+            if nodes[low - 1].cached_children != 1:
+                break
+            low -= 1
+        return node - low + 1
+
+    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t low = node - n + 1, i
+        if n > 1:
+            self.budget -= n - 1
+            self.c_part(low + 1, n - 1)
+            for i in range(node, low, -1):
+                nodes[i - 1].cached_children = 0
+                nodes[i].ghost = 1
+                nodes[i].previous = i + 1
+                nodes[i].next = i - 1
+            if low < self.last <= node:
+                self.last = -1
+            list_append(&self.lists[GHOSTS], nodes, node, low + 1, n - 1)
+            self.c_forget_ghosts()
+        self.c_evicted(low if n > 1 else node)
+
     cdef void c_arrive(self, int32_t node) noexcept:
         """A node that is not cached, among the members of its group."""
         cdef Node *nodes = self.table.nodes
@@ -176,18 +211,33 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.c_place(node, 1)
 
     cdef void c_into_ghosts(self, int32_t node) noexcept:
+        self.table.nodes[node].ghost = 1
+        list_push(&self.lists[GHOSTS], self.table.nodes, node)
+        self.c_forget_ghosts()
+
+    cdef void c_forget_ghosts(self) noexcept:
+        """The oldest that are too many; those of a group whose ids fall, each the parent of the one before, at once."""
         cdef Node *nodes = self.table.nodes
         cdef Group *group
-        cdef int32_t ghost
-        nodes[node].ghost = 1
-        list_push(&self.lists[GHOSTS], nodes, node)
-        if self.lists[GHOSTS].size > self.max_ghosts:
-            ghost = self.lists[GHOSTS].head
+        cdef double *gone
+        cdef int32_t ghost, low, n
+        while self.lists[GHOSTS].size > self.max_ghosts:
+            ghost = low = self.lists[GHOSTS].head
+            n = <int32_t>(self.lists[GHOSTS].size - self.max_ghosts)
+            while low > ghost - n + 1 and nodes[low].next == low - 1 == nodes[low].parent:
+                if nodes[low - 1].list != nodes[ghost].list:
+                    break
+                low -= 1
+            n = ghost - low + 1
             group = &self.groups[nodes[ghost].list]
-            self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
-            self.rival.forgotten += 1.0
-            self.c_leave(ghost, 1)
-            self.c_forget_oldest(GHOSTS)
+            gone = &self.ages.gone[group.kind][age_class(self.clock - group.time)]
+            gone[0] = add_ones(gone[0], n)
+            self.rival.forgotten = add_ones(self.rival.forgotten, n)
+            self.c_leave(low, n)
+            list_cut(&self.lists[GHOSTS], nodes, ghost, low, n)
+            for low in range(low, ghost + 1):
+                nodes[low].ghost = 0
+            self.table.c_collect(ghost)
 
     cdef void c_unlink(self, int32_t node) noexcept:
         cdef Node *nodes = self.table.nodes
@@ -225,33 +275,6 @@ cdef class GittinsPolicy(EvictionPolicy):
         rival_learn(&self.rival, FADE)
         self.next_lesson = self.clock + max(<int64_t>LESSON, self.capacity // 8, <int64_t>self.num_made // 4)
 
-    cdef void c_place(self, int32_t first, int32_t n) noexcept:
-        """Among the members of the group of its kind of the request that is going on."""
-        cdef uint8_t uses = self.table.nodes[first].uses
-        cdef int count = uses & COUNT
-        cdef int kind = 2 * (count - (count > 2)) + ((uses & CONTINUED) != 0)
-        cdef int32_t number = self.open[kind], node
-        cdef Group *group
-        if number < 0:
-            number = self.unused
-            if number >= 0:
-                self.unused = self.groups[number].next
-            else:
-                number = self.num_made
-                self.num_made += 1
-            self.num_live += 1
-            self.open[kind] = number
-            group = &self.groups[number]
-            group.time = self.clock
-            group.kind = <uint8_t>kind
-            group.members = 0
-            list_clear(&group.nodes)
-            rival_open(&self.rival, self.groups, number)
-        self.groups[number].members += n
-        rival_add(&self.rival, self.groups, number, n)
-        for node in range(first, first + n):
-            self.table.nodes[node].list = number
-
     cdef void c_used(self, int32_t first, int32_t n, bint here) noexcept:
         """Used again, the last of them now: what their group tells of their ages, and one use more."""
         cdef Node *nodes = self.table.nodes
@@ -263,35 +286,6 @@ cdef class GittinsPolicy(EvictionPolicy):
             for node in range(first, first + n):
                 nodes[node].uses += 1
         self.c_leave(first, n)
-
-    cdef void c_leave(self, int32_t first, int32_t n) noexcept:
-        """No members of their group any more, of whose nodes they are none."""
-        cdef int32_t number = self.table.nodes[first].list
-        cdef Group *group = &self.groups[number]
-        group.members -= n
-        self.rival.size -= n * group.in_lru
-        if group.members == 0:
-            rival_close(&self.rival, self.groups, number)
-            if self.open[group.kind] == number:
-                self.open[group.kind] = -1
-            group.next = self.unused
-            self.unused = number
-            self.num_live -= 1
-
-    cdef void c_join(self, int32_t first, int32_t n) noexcept:
-        cdef int32_t number = self.table.nodes[first].list
-        cdef Group *group = &self.groups[number]
-        if group.nodes.size == 0:
-            cells_put(&self.cells, self.groups, number, age_class(self.clock - group.time))
-        list_append(&group.nodes, self.table.nodes, first, first + n - 1, n)
-
-    cdef void c_part(self, int32_t first, int32_t n) noexcept:
-        cdef int32_t number = self.table.nodes[first].list
-        list_cut(&self.groups[number].nodes, self.table.nodes, first, first + n - 1, n)
-        if self.groups[number].nodes.size == 0:
-            cells_take(&self.cells, self.groups, number)
-            if self.victims == number:
-                self.victims = -1
 
     cdef int32_t c_choose(self) noexcept:
         """The longest unused group of the cell that is worth least, or of all, or -1; all groups are aged first."""
@@ -325,46 +319,3 @@ cdef class GittinsPolicy(EvictionPolicy):
                     best = first
                     least = value
         return oldest if self.rival.followed or oldest_value <= CLEAR * least else best
-
-    cdef str audit(self, int32_t num_linked):
-        cdef Node *nodes = self.table.nodes
-        cdef Group *group
-        cdef int32_t node, number, linked = self.lists[WAITING].size, in_cells = 0, in_lru = 0, in_order = 0
-        cdef int kind, age
-        members, children = {}, {}
-        for node in range(self.table.num_made):
-            if not nodes[node].alive or nodes[node].parent < 0 or (nodes[node].block < 0 and not nodes[node].ghost):
-                continue
-            members[nodes[node].list] = members.get(nodes[node].list, 0) + 1
-            if nodes[node].block >= 0:
-                children[nodes[node].parent] = children.get(nodes[node].parent, 0) + 1
-        for node in range(self.table.num_made):
-            if nodes[node].alive and nodes[node].cached_children != children.get(node, 0):
-                return f"node {node} counts {nodes[node].cached_children} cached children, not {children.get(node, 0)}"
-        for kind in range(KINDS):
-            for age in range(AGES):
-                number = self.cells.ends[kind][age][0]
-                while number >= 0:
-                    group = &self.groups[number]
-                    in_cells += 1
-                    linked += group.nodes.size
-                    if group.kind != kind or not list_is_sound(&group.nodes, nodes) or group.nodes.size == 0:
-                        return f"group {number} does not belong into the cell of kind {kind} and age class {age}"
-                    number = group.next
-        if not list_is_sound(&self.lists[WAITING], nodes) or not list_is_sound(&self.lists[GHOSTS], nodes):
-            return "a list of the policy is broken"
-        number = self.rival.newest
-        while number >= 0:
-            group = &self.groups[number]
-            if group.members != members.get(number, 0):
-                return f"group {number} counts {group.members} members, not {members.get(number, 0)}"
-            if group.in_lru != (self.rival.oldest >= 0 and group.time >= self.groups[self.rival.oldest].time):
-                return f"group {number} of time {group.time} is on the wrong side of what LRU would have"
-            in_lru += group.in_lru * group.members
-            in_order += 1
-            number = group.older
-        if in_lru != self.rival.size or in_lru > self.capacity or in_order != self.num_live:
-            return f"LRU would have {in_lru} nodes, not {self.rival.size}, of {in_order} groups, not {self.num_live}"
-        if len(members) != self.num_live or in_cells > self.num_live:
-            return f"{len(members)} groups have members, {in_cells} are in cells, not {self.num_live}"
-        return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"

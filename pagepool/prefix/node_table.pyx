@@ -199,6 +199,7 @@ cdef class NodeTable:
         cdef size_t row = self.block_size
         cdef int32_t count = self.c_make(<int32_t>n, first), node, sibling = nodes[parent].first_child
         cdef int32_t end = first[0] + count
+        cdef uint64_t *names = self.names
         cdef Node made = childless(parent, nodes[parent].root)
         memcpy(self.tokens + first[0] * row, tokens, count * row * sizeof(int32_t))
         made.num_children = 1
@@ -211,7 +212,7 @@ cdef class NodeTable:
         if self.named:
             for node in range(first[0], end):
                 pp_name_block(
-                    self.names + 2 * nodes[node].parent, self.tokens + node * row, self.block_size, self.names + 2 * node
+                    names + 2 * nodes[node].parent, self.tokens + node * row, self.block_size, names + 2 * node
                 )
         nodes[parent].num_children += 1
         nodes[parent].last_child = nodes[parent].first_child = first[0]

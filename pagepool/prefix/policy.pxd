@@ -32,8 +32,8 @@ cdef class EvictionPolicy:
     cdef bint c_refuses(self, int32_t node) noexcept
     # Who goes next, or -1 when no list has a node with a block; it stays where it is.
     cdef int32_t c_victim(self) noexcept
-    # How many, of at most n, go one after the other, the first of them `node`, which c_victim gave, if nothing but their
-    # eviction happens: node, node + step, node + 2 * step, ...; step is 1 or -1.
+    # How many, of at most n, go one after the other if nothing but their eviction happens: `node`, which c_victim gave,
+    # node + step, node + 2 * step, ...; step is 1 or -1.
     cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept
