@@ -7,15 +7,23 @@
  *   4 vectors wide, and the scores' two chains one after the other: half of the sums, each load serves twice as many.
  *   A sum that is spilled makes its loop wait for memory.  Compilers do spill unless each stage is a function by
  *   itself, fma add in place (v_add_product) and loaded vectors stay loaded (v_kept).
- *   There is no room for asking the memory again and again: 16-bit pages are prefetched once. */
+ *   There is room for few prefetches.  They are spread over all passes, so that lines are asked for no faster than
+ *   they come: Zen 4 presumably drops what its queue has no place for. */
 
-PP_INLINE void PP_NAME(prefetch)(int mode, int bytes, const unsigned char *visit, const unsigned char *near) {
-    if (mode == PP_PREFETCH_L1) {
-        prefetch_into_l1(visit, bytes);
-        return;
-    }
-    prefetch_into_l2(visit, bytes);
-    if (PP_ITEM == 4 && mode == PP_PREFETCH_REPEAT) prefetch_into_l2(near, bytes);
+/* How one of `parts` parts of a head's rows, the one at `place`, prefetches.  They read the same bytes one after the
+ * other, and each of the first two asks for all that is next; a lone one asks twice. */
+PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts) {
+    if (mode != PP_PREFETCH_REPEAT) return place == 0 ? mode : PP_PREFETCH_NONE;
+    if (parts == 1) return mode;
+    return place < 2 ? PP_PREFETCH_L2 : PP_PREFETCH_NONE;
+}
+
+/* Prefetches `bytes` (whole lines), not again. */
+PP_INLINE void PP_NAME(prefetch_once)(int mode, const unsigned char *at, int bytes) {
+    if (mode == PP_PREFETCH_L1)
+        prefetch_into_l1(at, bytes);
+    else
+        prefetch_into_l2(at, bytes);
 }
 
 /* Adds to HEADS x NV sums the products of NV vectors, each of the first or (ODD) the second of two neighbouring rows
@@ -47,14 +55,23 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
                                int first, const float *q, int64_t q_step, float *s, int prefetch) {
     enum { PAIRS = 2, BYTES = PAIRS * PP_NAME(K_PAIR_BYTES), PER_GROUP = PP_GROUP / PP_LANES };
     const int group = first / PER_GROUP;
-    const unsigned char *rows[2] = {tile->k[group], tile->k[1]}, *next[2] = {tile->next_k[group], tile->next_k[1]};
+    const unsigned char *rows[2] = {tile->k[group], tile->k[1]};
+    /* What is read a head's visit later and half a visit later.  Each chain asks for its share of both; in 16 bit the
+     * one asks for all of what is near, the other for what is far, which came out faster. */
+    const unsigned char *visit[2] = {tile->next_k[group], tile->next_k[1]}, *half[2] = {tile->v[group], tile->v[1]};
+    const int share = EVEN && ODD ? BYTES : BYTES / 2;
+    const int64_t from = EVEN ? 0 : share;
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     for (int p = 0; p < tile->head_dim / 2; p += PAIRS) {
         if (prefetch)
             PP_UNROLL for (int i = 0; i * PER_GROUP < NV; i++) {
-                PP_NAME(prefetch)(prefetch, BYTES, next[i], rows[i] + PP_NEAR);
-                next[i] += BYTES;
+                const int twice = prefetch == PP_PREFETCH_REPEAT, whole = twice && PP_ITEM == 2;
+                if (!whole) PP_NAME(prefetch_once)(prefetch, visit[i] + from, share);
+                if (!whole && twice) prefetch_into_l2(half[i] + from, share);
+                if (whole && EVEN) prefetch_into_l2(half[i], BYTES);
+                if (whole && ODD) prefetch_into_l2(visit[i], BYTES);
+                visit[i] += BYTES, half[i] += BYTES;
             }
         PP_UNROLL for (int i = 0; i < PAIRS; i++, q += q_step) {
             const unsigned char *at[4];
@@ -89,13 +106,13 @@ static __attribute__((noinline)) void PP_NAME(even_scores)(int heads, const pp_t
 }
 
 static __attribute__((noinline)) void PP_NAME(odd_scores)(int heads, const pp_tile *tile, int first, const float *q,
-                                                          int64_t q_step, float *s) {
+                                                          int64_t q_step, float *s, int prefetch) {
     switch (heads) {
-    case 2: PP_NAME(scores)(2, 4, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
-    case 3: PP_NAME(scores)(3, 4, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
-    case 4: PP_NAME(scores)(4, 2, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
-    case 5: PP_NAME(scores)(5, 2, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
-    case 6: PP_NAME(scores)(6, 2, 0, 1, tile, first, q, q_step, s, PP_PREFETCH_NONE); break;
+    case 2: PP_NAME(scores)(2, 4, 0, 1, tile, first, q, q_step, s, prefetch); break;
+    case 3: PP_NAME(scores)(3, 4, 0, 1, tile, first, q, q_step, s, prefetch); break;
+    case 4: PP_NAME(scores)(4, 2, 0, 1, tile, first, q, q_step, s, prefetch); break;
+    case 5: PP_NAME(scores)(5, 2, 0, 1, tile, first, q, q_step, s, prefetch); break;
+    case 6: PP_NAME(scores)(6, 2, 0, 1, tile, first, q, q_step, s, prefetch); break;
     }
 }
 
@@ -119,7 +136,7 @@ PP_INLINE void PP_NAME(tile_scores)(int heads, const pp_tile *tile, int first, i
     }
     for (; first < end; first += step) {
         PP_NAME(even_scores)(heads, tile, first, q, q_step, s, prefetch);
-        PP_NAME(odd_scores)(heads, tile, first, q, q_step, s);
+        PP_NAME(odd_scores)(heads, tile, first, q, q_step, s, prefetch);
     }
 }
 
@@ -128,21 +145,20 @@ PP_INLINE void PP_NAME(tile_scores)(int heads, const pp_tile *tile, int first, i
 PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const pp_tile *tile, int width, int column,
                                const float *p, float *o, int prefetch) {
     const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM, pair_bytes = 2 * width * PP_ITEM;
-    const int64_t next_run = run + PP_GROUP / 2 * pair_bytes, v_bytes = (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
     const int64_t ahead = run + column % PP_V_RUN * (2 * PP_ITEM); /* of each pair, what is as long as its part here */
+    const int bytes = NV * PP_LANES * 2 * PP_ITEM;
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++)
             sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
     for (int i = 0; i < 2; i++) {
         const unsigned char *row = tile->v[i] + run + column % PP_V_RUN * PP_COLUMN;
-        const unsigned char *next = (prefetch ? tile->next_v[i] : tile->v[i]) + ahead;
-        const unsigned char *near = next_run < v_bytes ? tile->v[i] + next_run : tile->next_k[i];
-        near += ahead - run;
+        const unsigned char *visit = (prefetch ? tile->next_v[i] : tile->v[i]) + ahead, *half = tile->next_k[i] + ahead;
         for (int t = 0; t < PP_GROUP; t += 2, p += 2, row += pair_bytes) {
             if (prefetch) {
-                PP_NAME(prefetch)(prefetch, NV * PP_LANES * 2 * PP_ITEM, next, near);
-                next += pair_bytes, near += pair_bytes;
+                PP_NAME(prefetch_once)(prefetch, visit, bytes);
+                if (prefetch == PP_PREFETCH_REPEAT) prefetch_into_l2(half, bytes);
+                visit += pair_bytes, half += pair_bytes;
             }
             const unsigned char *at[8];
             PP_UNROLL for (int j = 0; j < NV; j++) at[j] = row + j * PP_LANES * PP_COLUMN;

@@ -250,6 +250,14 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
     }
 }
 
+#if defined(PP_DOT) || !defined(PP_FEW_REGISTERS)
+/* Parts of a head's rows read the same bytes one after the other: the first asks for what is read next. */
+PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts) {
+    (void)parts;
+    return place == 0 ? mode : PP_PREFETCH_NONE;
+}
+#endif
+
 /* The walk over a chunk.  `scratch` is for the groups of one tile of one head, as `tiled` lays them out; both are NULL
  * where the pages can be read as they are. */
 static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const pp_kv_layout *tiled,
@@ -314,7 +322,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             for (int32_t part = index; part < end; part++)
                 PP_NAME(part)(work, &tile, part_border(head_rows, part - head * parts),
                               part_border(head_rows, part + 1 - head * parts), row_of_part(head_rows, part),
-                              part == index ? prefetch : PP_PREFETCH_NONE);
+                              PP_NAME(part_prefetch)(prefetch, part - index, end - index));
         }
         memcpy(groups, next, sizeof groups);
     }
