@@ -46,12 +46,13 @@ static void read_v(const pp_kv_layout *layout, const unsigned char *head, int32_
     }
 }
 
-/* Tokens from `t` on whose slots follow each other within one group: they share their cache lines. */
-static int64_t run_length(const pp_kv_layout *layout, const int64_t *slots, int64_t t, int64_t num_tokens) {
-    const int64_t offset = slots[t] % layout->block_size, size = layout->tiled ? PP_GROUP : layout->block_size;
+/* Of `left` tokens, the first of which has `slot`, those whose slots follow each other within one group: they share
+ * their cache lines. */
+static int64_t run_length(const pp_kv_layout *layout, int64_t slot, const int64_t *slots, int64_t left) {
+    const int64_t offset = slot % layout->block_size, size = layout->tiled ? PP_GROUP : layout->block_size;
     const int64_t room = size - offset % size;
     int64_t n = 1;
-    while (n < room && t + n < num_tokens && slots[t + n] == slots[t] + n) n++;
+    while (n < room && n < left && slots[n] == slot + n) n++;
     return n;
 }
 
@@ -126,10 +127,11 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
     void (*narrow)(void *, const float *, int64_t) = same ? NULL : pp_kernels_get()->narrow[layout->dtype];
     const source sources[2] = {{k, bytes, narrow, layout->head_dim}, {v, bytes, narrow, layout->v_head_dim}};
     for (int64_t t = 0, n; t < num_tokens; t += n) {
-        const int64_t slot = slot_mapping[t];
+        /* Once more, since another thread may have changed it by now: whatever comes of that, it stays in the pool. */
+        const int64_t slot = __atomic_load_n(&slot_mapping[t], __ATOMIC_RELAXED);
         n = 1;
-        if (slot < 0) continue;
-        n = run_length(layout, slot_mapping, t, num_tokens);
+        if (slot < 0 || slot >= num_slots) continue;
+        n = run_length(layout, slot, slot_mapping + t, num_tokens - t);
         int32_t first, unused;
         unsigned char *to = group_of(pool, layer, slot, &first), *ahead = to;
         if (layout->tiled) {
@@ -161,8 +163,9 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
     uint32_t row[PP_MAX_HEAD_DIM];
     for (int64_t t = 0; t < seq_len; t++) {
         int32_t token;
-        const unsigned char *head =
-            pp_group_at(pool, layer, blocks[t / layout->block_size], t % layout->block_size, &token);
+        const int32_t block = __atomic_load_n(&blocks[t / layout->block_size], __ATOMIC_RELAXED);
+        if (block < 0 || block >= pool->num_blocks) return PP_INVALID_BLOCK; /* another thread has changed it */
+        const unsigned char *head = pp_group_at(pool, layer, block, t % layout->block_size, &token);
         for (int32_t h = 0; h < layout->num_kv_heads; h++, head += layout->head_bytes) {
             read_k(layout, head, token, row);
             widen(k, row, layout->head_dim);

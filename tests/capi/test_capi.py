@@ -84,6 +84,11 @@ def test_every_unit_runs_once_whether_workers_spin_sleep_or_share_a_cpu(tmp_path
     assert run([str(program)]).startswith("ok 200 rounds")
 
 
+def test_slots_and_ids_that_change_while_they_are_used_lead_nothing_out_of_the_pool(tmp_path):
+    program = build(HERE / "races.c", tmp_path / "races")
+    assert run([str(program)]).split() == ["ok"]
+
+
 def test_a_thread_keeps_the_scratch_of_its_last_decode(tmp_path):
     program = build(HERE / "workspace.c", tmp_path / "workspace")
     assert run([str(program)]).split() == ["ok"]
