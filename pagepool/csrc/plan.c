@@ -77,11 +77,12 @@ static int64_t record_of(const measures *all, int32_t num_qo_heads, int32_t num_
 }
 
 /* Adds a sequence to the totals; the place of its ids and records is what the totals were before. */
-static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int32_t num_queries, measures *all) {
-    const int64_t rows = (int64_t)num_queries * args->num_qo_heads;
+static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int64_t queries, measures *all) {
+    if (seq_len < 0 || queries < 0 || queries > INT32_MAX / args->num_qo_heads) return PP_INVALID_ARGUMENT;
+    const int32_t num_queries = (int32_t)queries;
+    const int64_t rows = queries * args->num_qo_heads;
     const int64_t fetching = (int64_t)PRODUCTS_PER_FETCH * args->pool->layout.num_kv_heads;
     int64_t records;
-    if (seq_len < 0 || num_queries < 0 || rows > INT32_MAX) return PP_INVALID_ARGUMENT;
     const extent seen = extent_of(args, seq_len, num_queries);
     if (seen.end_block > args->block_tables_width) return PP_INVALID_ARGUMENT;
     if (ceil_div(seq_len, args->pool->layout.block_size) > args->block_tables_width) return PP_INVALID_ARGUMENT;
@@ -104,8 +105,8 @@ static int32_t parts_of(int32_t head_rows) {
     return head_rows / most + (head_rows % most != 0);
 }
 
-static int32_t num_queries_of(const pp_decode_args *args, int32_t s) {
-    return args->query_start_loc ? args->query_start_loc[s + 1] - args->query_start_loc[s] : 1;
+static int64_t num_queries_of(const pp_decode_args *args, int32_t s) {
+    return args->query_start_loc ? args->query_start_loc[s + 1] - (int64_t)args->query_start_loc[s] : 1;
 }
 
 static pp_status measure(const pp_decode_args *args, measures *all) {
@@ -159,16 +160,16 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
     plan->query_begin[0] = 0;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t seq_len = plan->seq_lens[s] = __atomic_load_n(&args->seq_lens[s], __ATOMIC_RELAXED);
-        int32_t num_queries = 1;
+        int64_t queries = 1;
         if (args->query_start_loc)
-            num_queries = __atomic_load_n(&args->query_start_loc[s + 1], __ATOMIC_RELAXED) - plan->query_begin[s];
+            queries = __atomic_load_n(&args->query_start_loc[s + 1], __ATOMIC_RELAXED) - (int64_t)plan->query_begin[s];
         plan->ids_begin[s] = sum.num_blocks;
         plan->record_begin[s] = sum.num_records;
-        const pp_status status = add_sequence(args, seq_len, num_queries, &sum);
+        const pp_status status = add_sequence(args, seq_len, queries, &sum);
         if (status != PP_OK) return status;
         if (sum.num_blocks > all->num_blocks || sum.num_queries > all->num_queries) return PP_INVALID_ARGUMENT;
         plan->query_begin[s + 1] = (int32_t)sum.num_queries;
-        const extent seen = extent_of(args, seq_len, num_queries);
+        const extent seen = extent_of(args, seq_len, (int32_t)queries);
         const int32_t *from = args->block_tables + s * args->block_tables_stride + seen.first_block;
         int32_t *to = plan->ids + plan->ids_begin[s];
         int bad = 0;

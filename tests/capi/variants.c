@@ -131,6 +131,8 @@ static void check_overlaps(const scenario *s) {
     s->starts[2]++;
     s->starts[3] = 1;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
+    s->starts[3] = INT32_MIN; /* farther below than 32 bits hold: no large number of queries */
+    CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
     bad.query_start_loc = NULL;
     bad.mask_indptr = NULL;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT); /* a mask without indptr */
