@@ -1,7 +1,7 @@
 """The arguments of decode, checked before anything is written."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.math cimport isfinite, sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -9,11 +9,10 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
 from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status
+from pagepool.memory.ids cimport read_number
 from pagepool.memory.kernels cimport c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
-
-import operator
 
 from pagepool.errors import InvalidBlock
 
@@ -31,6 +30,13 @@ cdef bint is_float32(const Py_buffer *view) noexcept:
     if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
         format += 1
     return format[0] == b"f" and format[1] == 0
+
+
+cdef double read_float(str name, object number) except? -1.0:
+    try:
+        return number
+    except TypeError:
+        raise TypeError(f"{name} must be a number, not {type(number).__name__}") from None
 
 
 @cython.final
@@ -144,7 +150,7 @@ cdef class Arguments:
         return 0
 
     cdef int read_scale(self, object sm_scale) except -1:
-        cdef double scale = 1.0 / sqrt(self.q.shape[2]) if sm_scale is None else sm_scale
+        cdef double scale = 1.0 / sqrt(self.q.shape[2]) if sm_scale is None else read_float("sm_scale", sm_scale)
         if not isfinite(<float>scale):
             raise ValueError(f"sm_scale must be a finite float32, not {sm_scale}")
         self.args.sm_scale = <float>scale
@@ -152,8 +158,8 @@ cdef class Arguments:
 
     cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,
                           object sinks) except -1:
-        window = operator.index(window_left)
-        cdef double cap = logits_soft_cap
+        cdef int64_t window = read_number("window_left", window_left)
+        cdef double cap = read_float("logits_soft_cap", logits_soft_cap)
         if window < -1:
             raise ValueError(f"window_left must be -1 (no window) or more, not {window}")
         if cap != 0.0 and not 1e-30 <= cap <= 1e30:  # its inverse is taken in float32
@@ -202,8 +208,10 @@ cdef class Arguments:
     cdef int read_out(self, object out) except -1:
         """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
         cdef Py_ssize_t axis, step = sizeof(float), one = 1
-        PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES | PyBUF_WRITABLE)
+        PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES)
         self.has_out = True
+        if self.out.readonly:
+            raise ValueError("out is read-only: it is where the result is written")
         if not is_float32(&self.out):
             raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
         shape = self.q.shape[0], self.q.shape[1], self.pool.c_pool.layout.v_head_dim

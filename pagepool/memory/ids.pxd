@@ -13,6 +13,7 @@ cdef struct IdArray:
 
 cdef int read_id(object value, int32_t *block) except -1
 cdef int64_t read_count(object value) except? -1
+cdef int64_t read_number(str name, object value) except? -1
 cdef int read_ids(object blocks, IdArray *array) except -1
 # A new list of ids.
 cdef list list_ids(const int32_t *ids, Py_ssize_t count)

@@ -33,12 +33,18 @@ cdef int read_id(object value, int32_t *block) except -1:
 
 
 cdef int64_t read_count(object value) except? -1:
-    """A number of tokens; one beyond +-2^60 becomes that, so that sums fit in 64 bits. TypeError for no integer."""
+    """A number of tokens, see `read_number`."""
+    return read_number("a number of tokens", value)
+
+
+cdef int64_t read_number(str name, object value) except? -1:
+    """A number; one beyond +-2^60 becomes that, so that sums fit in 64 bits. TypeError, which names it, for no integer.
+    """
     cdef int overflow = 0
     cdef long long number
     if not PyLong_Check(value):
         if not PyIndex_Check(value):
-            raise TypeError(f"a number of tokens must be an integer, not {type(value).__name__}")
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
         value = PyNumber_Index(value)
     number = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow > 0 or number > MAX_COUNT:

@@ -265,3 +265,17 @@ def test_options_are_keywords_only(call):
     case = make_case(LAYOUT, 2, [1])
     with pytest.raises(TypeError):
         decode(*case.args, 1.0)
+
+
+@pytest.mark.parametrize("name", ["window_left", "num_threads", "layer"])
+def test_a_number_that_is_none_is_named(call, name):
+    refused(call, TypeError, f"{name} must be an integer, not str", **{name: "1"})
+
+
+@pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
+def test_a_factor_that_is_no_number_is_named(call, name):
+    refused(call, TypeError, f"{name} must be a number, not list", **{name: []})
+
+
+def test_an_out_that_cannot_be_written_is_named(call):
+    refused(call, ValueError, "out is read-only", out=np.broadcast_to(np.float32(0), (3, 2, 16)))
