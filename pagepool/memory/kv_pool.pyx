@@ -11,7 +11,7 @@ from pagepool.csrc cimport (
 )
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
-from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_id, read_ids, release_ids
+from pagepool.memory.ids cimport IdArray, list_ids, read_id, read_ids, read_number, release_ids
 from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.memory.page_pool cimport PagePool
@@ -152,7 +152,7 @@ cdef class KvCachePool(PagePool):
         self.check_open()
         if self.layout is None:
             raise ValueError("a flat pool has no layers: make the pool with KvCachePool.from_layout")
-        cdef int64_t number = read_count(layer)
+        cdef int64_t number = read_number("layer", layer)
         if not 0 <= number < self.c_pool.layout.num_layers:
             raise ValueError(f"layer must be from 0 to {self.c_pool.layout.num_layers - 1}, not {number}")
         return <int32_t>number
@@ -202,7 +202,7 @@ cdef class KvCachePool(PagePool):
         range, `ValueError` when `blocks` are too few, the layer is none or `seq_len` is below 0.
         """
         cdef int32_t number = self.read_layer(layer)
-        cdef int64_t length = read_count(seq_len)
+        cdef int64_t length = read_number("seq_len", seq_len)
         cdef int64_t needed = (length + self.c_pool.layout.block_size - 1) // self.c_pool.layout.block_size
         cdef IdArray array
         cdef Py_buffer k_view, v_view
@@ -236,6 +236,7 @@ cdef class KvCachePool(PagePool):
 
     def alloc(self):
         """Takes a page; returns its number. Raises `PoolExhausted` when none is free. The page is not cleared."""
+        self.check_open()
         return self.allocator.allocate()
 
     def free(self, i):
@@ -257,7 +258,7 @@ cdef class KvCachePool(PagePool):
         )
 
     def numpy(self):
-        """A writable view (num_blocks, page_size) of all pages. It keeps the memory.
+        """A writable view (max_blocks, page_size) of all pages that there is room for. It keeps the memory.
 
         bfloat16 comes as `ml_dtypes.bfloat16` where that package is installed, else as its uint16 bits.
         """
@@ -289,15 +290,17 @@ cdef class KvCachePool(PagePool):
         twice does nothing. A pool that is dropped warns of nothing.
         """
         cdef bint was_open = self.c_pool.base != NULL
+        if not self.buffer.exports:
+            self.allocator.c_detach(&self.c_pool)  # threads without the GIL may be copying pages: it waits for them
         self.buffer.close()
-        self.allocator.c_detach(&self.c_pool)
         self.c_pool.base = NULL
         self.c_pool.num_blocks = 0
         if was_open and not self.allocator.c_num_pools():
             warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
 
     def __enter__(self):
-        """The pool itself; the end of the block closes it."""
+        """The pool itself; the end of the block closes it. Raises `ValueError` when it is closed."""
+        self.check_open()
         return self
 
     def __exit__(self, *error):

@@ -7,6 +7,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from pagepool cimport BlockAllocator, KvCachePool, PagedSeqState, SsmStatePool
 from pagepool.csrc cimport PP_EXHAUSTED, PP_INVALID_BLOCK, PP_OK, pp_status
+from pagepool.memory.page_buffer cimport PageBuffer
 
 
 cdef extern from "pagepool/allocator_api.h":
@@ -192,3 +193,28 @@ def through_the_api(object allocator):
 
 EXHAUSTED = PP_EXHAUSTED
 INVALID_BLOCK = PP_INVALID_BLOCK
+
+
+cdef extern from *:
+    """
+    #include "pagepool/lock.h"
+    static void add_readers(void *lock, int number) {
+        __atomic_fetch_add(&((pp_lock *)lock)->readers, number, __ATOMIC_SEQ_CST);
+    }
+    """
+    void add_readers(void *lock, int number) nogil
+
+
+def copy_for(KvCachePool pool, double duration, begun):
+    """As a thread that copies a page for so long; returns whether the pool's memory was there all the time."""
+    cdef PageBuffer buffer = pool.buffer
+    cdef BlockAllocator allocator = pool.allocator
+    cdef double end = seconds() + duration
+    cdef bint there = True
+    add_readers(&allocator.lock, 1)
+    begun.set()
+    with nogil:
+        while seconds() < end:
+            there = there and buffer.base != NULL
+        add_readers(&allocator.lock, -1)
+    return there

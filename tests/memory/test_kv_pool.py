@@ -252,3 +252,23 @@ def test_pools_come_and_go_beside_their_allocator():
     del pools
     gc.collect()
     assert KvCachePool.from_layout(LAYOUT, 2, allocator).alloc() == 0
+
+
+def test_a_closed_pool_hands_out_nothing_and_is_not_entered():
+    pool = KvCachePool(8, 2)
+    page = pool.alloc()
+    pool.close()
+    for call in (pool.alloc, pool.__enter__):
+        with pytest.raises(ValueError, match="the pool is closed"):
+            call()
+    pool.free(page)  # what was taken may still be given back
+    pool.allocator.check(others=0)
+
+
+def test_an_argument_of_the_wrong_type_is_named():
+    pool = KvCachePool.from_layout(LAYOUT, 2)
+    k = np.zeros((1, 1, 8), np.float32)
+    with pytest.raises(TypeError, match="layer must be an integer, not float"):
+        pool.append(0.0, np.zeros(1, np.int64), k, k)
+    with pytest.raises(TypeError, match="seq_len must be an integer, not str"):
+        pool.gather(0, [0], "1")

@@ -202,3 +202,13 @@ def test_check_names_the_broken_equation(foreign, break_it, equation):
     for _ in range(2):  # a check leaves no trace
         with pytest.raises(PoolError, match=equation):
             allocator.check()
+
+
+def test_closing_a_pool_waits_for_pages_that_are_being_copied(foreign):
+    pool = KvCachePool.from_layout(LAYOUT, 4)
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        copying = executor.submit(foreign.copy_for, pool, 0.2, begun)
+        begun.wait()
+        pool.close()
+        assert copying.result()
