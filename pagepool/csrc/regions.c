@@ -37,3 +37,18 @@ void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst
     for (int32_t i = 0; i < regions->count; i++) pp_kv_copy_block(regions->pools[i], dst, src);
     pp_read_end(lock);
 }
+
+int32_t pp_regions_other_size(const pp_regions *regions, pp_lock *lock, int32_t block_size) {
+    int32_t other = 0;
+    pp_read_begin(lock);
+    for (int32_t i = 0; i < regions->count; i++) {
+        const int32_t size = regions->pools[i]->layout.block_size;
+        if (size == block_size) {
+            other = 0;
+            break;
+        }
+        if (size) other = size;
+    }
+    pp_read_end(lock);
+    return other;
+}

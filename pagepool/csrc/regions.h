@@ -24,4 +24,8 @@ void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *poo
  * both and not the lock. */
 void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src);
 
+/* 0 when blocks may have `block_size` tokens: an attached pool has such blocks, or none has blocks of tokens at all.
+ * Else how many tokens those of one pool have. */
+int32_t pp_regions_other_size(const pp_regions *regions, pp_lock *lock, int32_t block_size);
+
 #endif

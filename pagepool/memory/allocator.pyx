@@ -44,6 +44,7 @@ cdef extern from "regions.h" nogil:
     pp_status pp_regions_attach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_detach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_copy_block(const pp_regions *regions, void *lock, int32_t dst, int32_t src)
+    int32_t pp_regions_other_size(const pp_regions *regions, void *lock, int32_t block_size)
 
 
 # Two arrays that both begin at a page have their n-th entries at the same place in it, and a load behind a store to the
@@ -229,6 +230,9 @@ cdef class BlockAllocator(IdSpace):
 
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil:
         pp_regions_detach(self.regions, &self.lock, pool)
+
+    cdef int32_t c_other_block_size(self, int32_t block_size) noexcept nogil:
+        return pp_regions_other_size(self.regions, &self.lock, block_size)
 
     cdef int32_t c_num_pools(self) noexcept nogil:
         return (<pp_regions_complete *>self.regions).count

@@ -32,3 +32,7 @@ cdef class HolderRegistry:
     # What a subclass knows: ids below this were handed out at least once; 0 for a free block, -1 out of range.
     cdef int32_t c_ids_used(self) noexcept nogil
     cdef int32_t c_ref_count(self, int32_t block) noexcept nogil
+    # 0 when blocks may have so many tokens; else how many those of a pool have.
+    cdef int32_t c_other_block_size(self, int32_t block_size) noexcept nogil
+    # The tokens of a block that a holder is to have: `block_size`, or if that is None those of a pool, else 16.
+    cdef int32_t read_block_size(self, object block_size) except -1

@@ -15,6 +15,10 @@ from pagepool.memory.owners import Leak, Owner
 __all__ = ["Holder", "HolderRegistry"]
 
 
+cdef int32_t DEFAULT_BLOCK_SIZE = 16
+cdef int32_t MAX_BLOCK_SIZE = 1024
+
+
 cdef object held(object holder):
     """The ids of its blocks, one entry for each reference."""
     return (<Holder>holder).references() if isinstance(holder, Holder) else holder.references()
@@ -197,3 +201,17 @@ cdef class HolderRegistry:
 
     cdef int32_t c_ref_count(self, int32_t block) noexcept nogil:
         return -1
+
+    cdef int32_t c_other_block_size(self, int32_t block_size) noexcept nogil:
+        return 0
+
+    cdef int32_t read_block_size(self, object block_size) except -1:
+        if block_size is None:
+            return self.c_other_block_size(DEFAULT_BLOCK_SIZE) or DEFAULT_BLOCK_SIZE
+        size = operator.index(block_size)
+        if not 1 <= size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size must be from 1 to {MAX_BLOCK_SIZE}, not {size}")
+        other = self.c_other_block_size(size)
+        if other:
+            raise ValueError(f"block_size must be {other}, that of the pool with these blocks, not {size}")
+        return size

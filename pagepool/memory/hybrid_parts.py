@@ -30,14 +30,14 @@ class KvGroup:
     """The layers of a model that share a block table.
 
     allocator           where its blocks come from; groups may share one
-    block_size          tokens per block
+    block_size          tokens per block; by default those of the pool that has these blocks, else 16
     window              None for full attention, else as `window_left`: how many tokens before its own a query sees
     max_blocks_per_seq  length of the table; by default as many as the allocator may have, and 131,072 for a window,
                         whose sequence may be longer than its allocator is large
     """
 
     allocator: BlockAllocator
-    block_size: int = 16
+    block_size: int | None = None
     window: int | None = None
     max_blocks_per_seq: int | None = None
 

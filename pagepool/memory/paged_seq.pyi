@@ -14,7 +14,7 @@ class PagedSeqState(PagedTable):
     def __new__(
         cls,
         allocator: BlockAllocator,
-        block_size: SupportsIndex = 16,
+        block_size: SupportsIndex | None = None,
         max_blocks_per_seq: SupportsIndex | None = None,
         label: int | str | None = None,
     ) -> PagedSeqState: ...

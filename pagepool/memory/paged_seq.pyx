@@ -38,7 +38,7 @@ cdef class PagedSeqState(PagedTable):
     """The block table of one sequence.
 
     allocator            the `BlockAllocator` that its blocks come from, for good
-    block_size           tokens per block, from 1 to 1,024
+    block_size           tokens per block, from 1 to 1,024; by default those of the pool that has these blocks, else 16
     max_blocks_per_seq   the most blocks it may have; by default as many as the allocator may have
     label                whose it is, for `BlockAllocator.owners` and `.leaks`: a request id, a name or None
 
@@ -56,10 +56,8 @@ cdef class PagedSeqState(PagedTable):
     ([10], [0, 2], [0, 1])
     """
 
-    def __cinit__(self, BlockAllocator allocator not None, block_size=16, max_blocks_per_seq=None, label=None):
-        size = operator.index(block_size)
-        if not 1 <= size <= 1024:
-            raise ValueError(f"block_size must be from 1 to 1024, not {size}")
+    def __cinit__(self, BlockAllocator allocator not None, block_size=None, max_blocks_per_seq=None, label=None):
+        cdef int32_t size = allocator.read_block_size(block_size)
         maximum = allocator.max_capacity if max_blocks_per_seq is None else operator.index(max_blocks_per_seq)
         if not 0 <= maximum <= INT32_MAX:
             raise ValueError(f"max_blocks_per_seq must be from 0 to {INT32_MAX}, not {maximum}")

@@ -18,7 +18,7 @@ class PrefixCache(CacheSummary):
     def __new__(
         cls,
         allocator: BlockAllocator,
-        block_size: SupportsIndex = 16,
+        block_size: SupportsIndex | None = None,
         policy: str = "lru",
         *,
         max_events: SupportsIndex = 0,

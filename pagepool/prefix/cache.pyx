@@ -25,7 +25,6 @@ __all__ = ["PrefixCache"]
 
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)
-cdef int MAX_BLOCK_SIZE = 1024
 
 
 @cython.final
@@ -33,7 +32,7 @@ cdef class PrefixCache(CacheSummary):
     """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     allocator   whose blocks these are; the cache holds one reference to each block that it keeps
-    block_size  tokens per block, from 1 to 1,024
+    block_size  tokens per block, from 1 to 1,024; by default those of the pool that has these blocks, else 16
     policy      who is evicted first: "lru", "lfu", "s3fifo", "arc", "gittins", our own, or
                 "priority", as given to `cache_blocks`
     max_events  how many events wait at most to be drained (see `drain_events`); 0: none are noted
@@ -56,11 +55,9 @@ cdef class PrefixCache(CacheSummary):
     """
 
     def __cinit__(
-        self, BlockAllocator allocator not None, block_size=16, str policy="lru", *, max_events=0, int hash_bits=64
+        self, BlockAllocator allocator not None, block_size=None, str policy="lru", *, max_events=0, int hash_bits=64
     ):
-        size = operator.index(block_size)
-        if not 1 <= size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"block_size must be from 1 to {MAX_BLOCK_SIZE}, not {size}")
+        cdef int32_t size = allocator.read_block_size(block_size)
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self.allocator = allocator

@@ -63,6 +63,17 @@ class BlockAllocator:
         self.attached: WeakSet[Any] = WeakSet()  # pools whose pages follow a block that is copied
         self._holders: WeakSet[Any] = WeakSet()  # sequences and caches
 
+    def read_block_size(self, block_size: int | None) -> int:
+        """The tokens of a block that a holder is to have: those of an attached pool, where there is one."""
+        sizes = [pool.layout.block_size for pool in self.attached]
+        if block_size is None:
+            return 16 if 16 in sizes or not sizes else int(sizes[0])
+        if not count_of("block_size", block_size, 1024):
+            raise ValueError("block_size must be from 1 to 1024, not 0")
+        if sizes and block_size not in sizes:
+            raise ValueError(f"block_size must be {sizes[0]}, that of the pool with these blocks, not {block_size}")
+        return block_size
+
     @property
     def free_count(self) -> int:
         """Blocks that can be allocated."""

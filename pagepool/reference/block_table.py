@@ -38,7 +38,7 @@ class PagedSeqState:
     def __init__(
         self,
         allocator: BlockAllocator,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_blocks_per_seq: int | None = None,
         label: int | str | None = None,
     ) -> None:
@@ -46,9 +46,7 @@ class PagedSeqState:
             raise TypeError(f"a label must be an int, a str or None, not {type(label).__name__}")
         self.allocator = allocator
         self.label = label
-        self.block_size = count_of("block_size", block_size, 1024)
-        if not self.block_size:
-            raise ValueError("block_size must be from 1 to 1024, not 0")
+        self.block_size = allocator.read_block_size(block_size)
         limit = allocator.max_capacity if max_blocks_per_seq is None else max_blocks_per_seq
         self.max_blocks_per_seq = count_of("max_blocks_per_seq", limit)
         self.len = 0

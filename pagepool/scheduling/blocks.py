@@ -73,6 +73,7 @@ class BlockAccount:
         self.evicted = 0
         self._reserve = int(self.capacity * watermark)
         self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
+        self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
 
     def refusal(self, max_tokens: int) -> str | None:
         """Why a sequence of `max_tokens` can never run, or None."""

@@ -130,7 +130,7 @@ OPERATIONS = {
     "share a list": lambda world: world.allocator.share(world.many),
     "bad free": lambda world: world.allocator.free([*world.many, 399]),
     "state": lambda world: PagedSeqState(world.allocator),
-    "state with a large table": lambda world: PagedSeqState(world.allocator, 16, 1 << 20),
+    "state with a large table": lambda world: PagedSeqState(world.allocator, 4, 1 << 20),
     "append": lambda world: world.child.append(3),
     "append of many blocks": lambda world: world.child.append(900),
     "reserve": lambda world: world.child.ensure_capacity(900),

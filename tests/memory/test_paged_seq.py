@@ -5,7 +5,17 @@ import gc
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, InvalidBlock, PagedSeqState, PoolExhausted
+from pagepool import (
+    BlockAllocator,
+    InvalidBlock,
+    KvCachePool,
+    KvLayout,
+    PagedSeqState,
+    PoolExhausted,
+    PrefixCache,
+    Scheduler,
+    SchedulerConfig,
+)
 
 
 @pytest.fixture
@@ -314,3 +324,21 @@ def test_sequences_and_allocators_are_no_business_of_the_garbage_collector():
     """They go by their reference counts: cleared by a collection, one could not give its blocks back."""
     allocator = BlockAllocator(4)
     assert not gc.is_tracked(allocator) and not gc.is_tracked(PagedSeqState(allocator))
+
+
+def test_a_sequence_has_blocks_of_as_many_tokens_as_the_pool_of_its_allocator():
+    """Otherwise two sequences would have slots in one page."""
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=32), 4)
+    for make in (PagedSeqState, PrefixCache):
+        assert make(pool.allocator).block_size == make(pool.allocator, 32).block_size == 32
+        with pytest.raises(ValueError, match="block_size must be 32, that of the pool with these blocks, not 16"):
+            make(pool.allocator, 16)
+    with pytest.raises(ValueError, match="block_size must be 32, that of the pool with these blocks, not 16"):
+        Scheduler(SchedulerConfig(block_size=16), pool.allocator)
+    other = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=16), 4, pool.allocator)
+    assert [PagedSeqState(pool.allocator, size).block_size for size in (None, 16, 32)] == [16, 16, 32]
+    with pytest.raises(ValueError, match="not 8"):
+        PagedSeqState(pool.allocator, 8)
+    del other
+    pool.close()
+    assert PagedSeqState(pool.allocator).block_size == PagedSeqState(KvCachePool(8, 2).allocator).block_size == 16
