@@ -9,7 +9,7 @@ cdef enum:
 
 # 64 bytes.
 cdef struct Node:
-    uint64_t hash  # of its parent and its tokens, where it is in a bucket
+    uint64_t hash  # of its parent and its tokens, where it is in a bucket; the place of a root's key
     int32_t parent  # -1 for a root
     int32_t root  # of its tree; its own for a root
     int32_t next_in_bucket

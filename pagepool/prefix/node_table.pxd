@@ -1,6 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagepool.prefix.node cimport Node
+from pagepool.prefix.root_keys cimport RootKeys
 from pagepool.prefix.unused_nodes cimport UnusedNodes
 
 
@@ -26,9 +27,9 @@ cdef class NodeTable:
     cdef uint64_t hash_mask
     cdef uint64_t seed  # of hashes
     cdef long long collisions
-    cdef dict roots
+    cdef RootKeys root_keys
+    cdef dict roots  # of `root_keys`
     cdef uint64_t stamp  # how often the roots have changed
-    cdef dict root_keys
 
     # Names from now on: before the first node is made.
     cdef void c_give_names(self) noexcept

@@ -6,6 +6,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.prefix.node cimport NOWHERE, Node
+from pagepool.prefix.root_keys cimport RootKeys
 from pagepool.prefix.unused_nodes cimport unused_clear, unused_count, unused_put, unused_take
 
 import os
@@ -43,8 +44,8 @@ cdef class NodeTable:
         self.block_size = block_size
         self.hash_mask = <uint64_t>-1 if hash_bits == 64 else (<uint64_t>1 << hash_bits) - 1
         self.seed = int.from_bytes(os.urandom(8), "little")
-        self.roots = {}
-        self.root_keys = {}
+        self.root_keys = RootKeys()
+        self.roots = self.root_keys.roots
         unused_clear(&self.unused)
 
     def __dealloc__(self):
@@ -108,13 +109,13 @@ cdef class NodeTable:
         cdef object known = self.roots.get(key)
         if known is not None:
             return known
+        cdef int64_t place = self.root_keys.add(key, self.unused.head if self.unused.head >= 0 else self.num_made)
         self.c_make(1, &node)
         self.nodes[node] = childless(-1, node)
+        self.nodes[node].hash = place
         if name is not None:
             memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
         self.stamp += 1
-        self.roots[key] = node
-        self.root_keys[node] = key
         return node
 
     cdef int32_t c_make(self, int32_t n, int32_t *first) noexcept:
@@ -274,7 +275,7 @@ cdef class NodeTable:
                     self.c_out_of_bucket(node)
             else:
                 self.stamp += 1
-                del self.roots[self.root_keys.pop(node)]
+                self.root_keys.c_remove(nodes[node].hash, nodes)
             self.num_alive -= 1
             node = parent
         if n:
@@ -294,8 +295,7 @@ cdef class NodeTable:
         self.num_made = self.num_alive = self.num_hashed = 0
         unused_clear(&self.unused)
         self.stamp += 1
-        self.roots.clear()
-        self.root_keys.clear()
+        self.root_keys.c_clear()
 
     cdef str audit(self):
         """The first equation that does not hold, as a sentence, or None. O(nodes)."""
@@ -311,7 +311,7 @@ cdef class NodeTable:
             if nodes[node].root != (node if nodes[node].parent < 0 else nodes[nodes[node].parent].root):
                 return f"the root of node {node} is not {nodes[node].root}"
             if nodes[node].parent < 0:
-                if self.roots.get(self.root_keys.get(node)) != node:
+                if not self.root_keys.c_is_of(nodes[node].hash, node):
                     return f"node {node} has no parent and is the root of no key"
                 continue
             if not nodes[nodes[node].parent].alive:

@@ -1,0 +1,7 @@
+from typing import final
+
+__all__ = ["RootKeys"]
+
+@final
+class RootKeys:
+    def __new__(cls) -> RootKeys: ...
