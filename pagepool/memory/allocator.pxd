@@ -113,6 +113,8 @@ cdef class BlockAllocator(IdSpace):
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
     # All, PP_INVALID_BLOCK, or PP_OVER_MAXIMUM when a count would pass 2^31 - 1.
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
+    # `c_share_n` with the exceptions of `share`.
+    cdef int c_share_ids(self, IdArray *array) except -1
     # Whether a block that the caller holds a reference to has others; true at most too long.
     cdef bint c_is_shared(self, int32_t block) noexcept nogil
     # Copies the page of src onto that of dst in every attached pool; the caller holds references to both.

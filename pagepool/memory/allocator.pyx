@@ -246,7 +246,11 @@ cdef class BlockAllocator(IdSpace):
         cdef int32_t block
         if self.c_allocate(&block) != PP_OK:
             raise exhausted(1, 0, self.max_capacity)
-        return block
+        try:
+            return block
+        except MemoryError:  # for the int
+            self.c_free(block)
+            raise
 
     def allocate_n(self, n):
         """Takes n blocks, all or none; returns their ids as an int32 array (n,).
@@ -313,16 +317,19 @@ cdef class BlockAllocator(IdSpace):
         2
         """
         cdef IdArray array
-        cdef pp_status status
         read_ids(blocks, &array)
         try:
-            status = self.c_share_n(array.ids, array.count)
-            if status == PP_OVER_MAXIMUM:
-                raise PoolError(f"cannot share {array.count} blocks: a count would pass its maximum of {INT32_MAX}")
-            if status != PP_OK:
-                raise self.invalid(&array, "add")
+            self.c_share_ids(&array)
         finally:
             release_ids(&array)
+
+    cdef int c_share_ids(self, IdArray *array) except -1:
+        cdef pp_status status = self.c_share_n(array.ids, array.count)
+        if status == PP_OVER_MAXIMUM:
+            raise PoolError(f"cannot share {array.count} blocks: a count would pass its maximum of {INT32_MAX}")
+        if status != PP_OK:
+            raise self.invalid(array, "add")
+        return 0
 
     def ref_count(self, block):
         """The number of references to a block, 0 when it is free. Raises `InvalidBlock` when the id is out of range."""

@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 
 from pagepool.errors import StaleHandle
 from pagepool.memory.hybrid_parts import (
+    NO_CHECKPOINTS,
     Checkpoint,
+    Checkpoints,
     KvGroup,
-    all_or_none,
+    Parts,
     audit,
-    begin_all,
     find,
     newest,
-    release_unneeded,
     require_tokens,
 )
+from pagepool.memory.hybrid_transactions import HybridTransactions
 from pagepool.memory.lockstep import append_each
 from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -28,7 +29,7 @@ from pagepool.memory.state_handle import StateHandle
 __all__ = ["HybridSequence"]
 
 
-class HybridSequence:
+class HybridSequence(HybridTransactions):
     """All memory of one sequence, moved together: every call is done in all parts or in none.
 
     groups   a `KvGroup` for each set of layers with a block table of its own: full attention, windows
@@ -61,6 +62,7 @@ class HybridSequence:
         label: int | str | None = None,
         keep: int = 0,
     ) -> None:
+        super().__init__()
         if keep < 0:
             raise ValueError(f"keep must be at least 0, not {keep}")
         self.groups = tuple(groups)
@@ -69,11 +71,19 @@ class HybridSequence:
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
         self.state: StateHandle | None = None
         if states is not None:
-            self.state = states.handle(states.alloc(label if isinstance(label, int) and label else 1))
-        self._len = 0
-        self._closed = False
-        self._checkpoints: list[Checkpoint] = []  # positions rise
-        self._saved: list[tuple[int, bool, list[Checkpoint]]] = []  # of the open transactions, the innermost last
+            self.state = states.lend(label if isinstance(label, int) and label else 1)
+        try:
+            self._parts = Parts(self.kv, self.state)
+        except BaseException:
+            self._close_parts()
+            raise
+
+    def _close_parts(self) -> None:
+        """Of one that cannot be made."""
+        if self.state is not None:
+            self.state.close()
+        for table in self.kv:
+            table.close()
 
     @property
     def len(self) -> int:
@@ -88,12 +98,7 @@ class HybridSequence:
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Those that it can be rolled back to, the oldest first."""
-        return tuple(self._checkpoints)
-
-    @property
-    def open_transactions(self) -> int:
-        """How many transactions have begun and not ended."""
-        return len(self._saved)
+        return self._checkpoints.items
 
     def append(self, n: int = 1) -> list[NDArray[np.int64]]:
         """Makes room for n more tokens in every group; returns their slots, one int64 array (n,) for each group.
@@ -103,8 +108,9 @@ class HybridSequence:
         `PagedSeqState.append`; then nothing has changed.
         """
         self._use()
+        length = self._len + n
         slots = append_each(self.kv, n, self._starts())
-        self._len += n
+        self._len = length
         return slots
 
     def adopt(self, blocks: Iterable[Any], num_tokens: int) -> None:
@@ -123,7 +129,7 @@ class HybridSequence:
             raise ValueError(
                 f"cannot adopt {len(rows)} rows of blocks: there are {len(self.kv)} groups, with {self._len} tokens"
             )
-        with all_or_none(self.kv):
+        with Parts(self.kv, None):
             for state, row in zip(self.kv, rows, strict=True):
                 state.adopt(row, num_tokens)
         self._len = num_tokens
@@ -142,15 +148,15 @@ class HybridSequence:
         self._use()
         child = HybridSequence((), label=self.label if label is None else label, keep=self.keep)
         child.groups = self.groups
-        if self.state is not None:
-            child.state = self.state.fork()
         try:
-            child.kv = [state.fork() for state in self.kv]
+            child.state = None if self.state is None else self.state.fork()
+            for state in self.kv:
+                child.kv.append(state.fork())
+                child.kv[-1].label = child.label
+            child._parts = Parts(child.kv, child.state)
         except BaseException:
-            child.release()
+            child._close_parts()
             raise
-        for state in child.kv:
-            state.label = child.label
         child._len = self._len
         return child
 
@@ -161,17 +167,28 @@ class HybridSequence:
         there is one already, that is returned. Raises `PoolExhausted` when no slot is free; then nothing has changed.
         """
         self._use()
-        if self._checkpoints and self._checkpoints[-1].position == self._len:
-            return self._checkpoints[-1]
-        found = Checkpoint(self._len, None if self.state is None else self.state.fork())
-        self._checkpoints.append(found)
+        known = self._checkpoints
+        if known.items and known.items[-1].position == self._len:
+            return known.items[-1]
+        found = Checkpoint(self._len)
+        kept = Checkpoints((*known.items, found))
+        try:
+            if self.state is not None:
+                found._state = self.state.fork()
+        except BaseException:
+            kept.drop()
+            raise
+        self._checkpoints = kept
+        known.drop()
         return found
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """Gives a checkpoint up, and its slot back. Raises `StaleHandle` when it is none of this sequence's."""
         self._use()
-        find(self._checkpoints, checkpoint)
-        self._keep_checkpoints([known for known in self._checkpoints if known is not checkpoint])
+        known = self._checkpoints
+        find(known.items, checkpoint)
+        self._checkpoints = Checkpoints(tuple(other for other in known.items if other is not checkpoint))
+        known.drop()
 
     def rollback(self, to: int | Checkpoint) -> int:
         """Goes back to a `Checkpoint`, or by n tokens; returns the length that it has then.
@@ -183,7 +200,7 @@ class HybridSequence:
         """
         self._use()
         if isinstance(to, Checkpoint):
-            return self._return_to(find(self._checkpoints, to).position)
+            return self._return_to(find(self._checkpoints.items, to).position)
         if not 0 <= to <= self._len:
             raise ValueError(f"cannot roll back {to} of {self._len} tokens")
         return self._return_to(self._known_at(self._len - to))
@@ -202,99 +219,68 @@ class HybridSequence:
         """Gives everything back for good: whoever uses it later gets `StaleHandle`. Twice does nothing."""
         if self._closed:
             return
-        self._keep_checkpoints([])
-        for state in self.kv:
-            state.close()
-        self._closed = True
-        if self.state is not None and not self._saved:
+        known = self._checkpoints
+        self._parts.close()
+        self._closed, self._checkpoints = True, NO_CHECKPOINTS
+        known.drop()
+        if self.state is not None and self._saved is None:
             self.state.close()
 
     close = release
 
-    def begin(self) -> None:
-        """Begins a transaction on all parts. Raises `PoolExhausted`, `MemoryError`; then nothing has changed."""
-        self._use()
-        begin_all(self._parts())
-        self._saved.append((self._len, self._closed, list(self._checkpoints)))
-
-    def commit(self) -> None:
-        """Ends the innermost transaction; what was done stays. `ValueError` when none is open."""
-        *_, before = self._last_saved()
-        for part in self._parts():
-            part.commit()
-        release_unneeded(before, self._checkpoints, self._saved)
-        if self._closed and not self._saved and self.state is not None:
-            self.state.close()
-
-    def abort(self) -> None:
-        """Ends the innermost transaction; everything is as it was. `ValueError` when none is open."""
-        length, closed, before = self._last_saved()
-        for part in self._parts():
-            part.abort()
-        made, self._checkpoints = self._checkpoints, before
-        self._len, self._closed = length, closed
-        release_unneeded(made, before, self._saved)
-
     def check(self) -> None:
         """Audits the parts against each other; raises `PoolError` naming what does not fit."""
-        audit(self._len, self.groups, self.kv, [known.position for known in self._checkpoints])
+        audit(self._len, self.groups, self.kv, [known.position for known in self._checkpoints.items])
 
     def stats(self) -> dict[str, int]:
         """Blocks of all groups, slots of states and checkpoints, as a dict."""
+        checkpoints = self._checkpoints.items
         return {
             "len": self._len,
             "blocks": sum(len(state.blocks) for state in self.kv),
             "given_back": sum(state.first_block for state in self.kv),
-            "states": (self.state is not None and not self._closed) + len(self._checkpoints) * (self.state is not None),
-            "checkpoints": len(self._checkpoints),
+            "states": ((not self._closed) + len(checkpoints)) * (self.state is not None),
+            "checkpoints": len(checkpoints),
         }
-
-    def _parts(self) -> list[Any]:
-        return [*self.kv, self.state] if self.state is not None else list(self.kv)
 
     def _starts(self) -> list[int]:
         """The first token that each group must keep."""
         anchor = self._len - self.keep
-        if self._checkpoints:
-            anchor = min(anchor, self._checkpoints[0].position)
+        if self._checkpoints.items:
+            anchor = min(anchor, self._checkpoints.items[0].position)
         return [0 if group.window is None else max(0, anchor - group.window) for group in self.groups]
 
     def _known_at(self, length: int) -> int:
         """The greatest length up to `length` at which the recurrent state is known."""
-        return length if self.state is None or length == self._len else newest(self._checkpoints, length)
+        return length if self.state is None or length == self._len else newest(self._checkpoints.items, length)
 
     def _return_to(self, length: int) -> int:
         if length == self._len:
             return length
         require_tokens(length, self.groups, self.kv)
-        at = [known for known in self._checkpoints if known.position == length]
-        with all_or_none(self.kv):
-            for state in self.kv:
-                state.truncate(length)
-            if self.state is not None and at:
-                self.state.copy_from(at[0]._state)  # type: ignore[arg-type]
-        if self.state is not None and not at:  # the beginning: zeros
-            self.state.reset()
-        self._len = length
-        self._keep_checkpoints([known for known in self._checkpoints if known.position <= length])
+        known = self._checkpoints
+        kept = Checkpoints(tuple(one for one in known.items if one.position <= length))
+        try:
+            with Parts(self.kv, None):
+                for table in self.kv:
+                    table.truncate(length)
+                if self.state is not None:
+                    self._restore(self.state, length)
+        except BaseException:
+            kept.drop()
+            raise
+        self._len, self._checkpoints = length, kept
+        known.drop()
         return length
 
-    def _keep_checkpoints(self, kept: list[Checkpoint]) -> None:
-        """Gives up the others; those that an abort needs are kept for it."""
-        gone, self._checkpoints = self._checkpoints, kept
-        release_unneeded(gone, kept, self._saved)
-
-    def _last_saved(self) -> tuple[int, bool, list[Checkpoint]]:
-        if not self._saved:
-            raise ValueError("the sequence is in no transaction")
-        return self._saved.pop()
+    def _restore(self, state: StateHandle, length: int) -> None:
+        """The state as it was after `length` tokens, 0 or those of a checkpoint."""
+        for known in self._checkpoints.items:
+            if known.position == length and known._state is not None:
+                state.copy_from(known._state)
+                return
+        state.reset()
 
     def _use(self) -> None:
         if self._closed:
             raise StaleHandle(f"the sequence {self.label!r} was closed: its blocks may be another's by now")
-
-    def __del__(self) -> None:
-        if hasattr(self, "_saved"):  # the last thing that __init__ makes
-            while self._saved:
-                self.commit()
-            self.release()

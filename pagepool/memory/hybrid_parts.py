@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pagepool.errors import PoolError, StaleHandle
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.journal import Participation, run_all
 from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.state_handle import StateHandle
 
 __all__ = [
+    "NO_CHECKPOINTS",
     "Checkpoint",
+    "Checkpoints",
     "KvGroup",
-    "all_or_none",
+    "Parts",
     "audit",
-    "begin_all",
     "find",
     "newest",
-    "release_unneeded",
     "require_tokens",
 ]
 
@@ -54,29 +54,100 @@ class KvGroup:
 class Checkpoint:
     """Where a sequence can be rolled back to: its `position`, and a copy of its recurrent state."""
 
-    __slots__ = ("_state", "position")
+    __slots__ = ("_lists", "_state", "position")
 
-    def __init__(self, position: int, state: StateHandle | None) -> None:
+    def __init__(self, position: int) -> None:
         self.position = position
-        self._state = state
+        self._state: StateHandle | None = None
+        self._lists = 0  # how many `Checkpoints` have it; the slot of its state goes back with the last of them
 
     def __repr__(self) -> str:
         return f"Checkpoint(position={self.position})"
 
-    def _release(self) -> None:
-        """Gives the slot of its state back."""
-        if self._state is not None:
+    def _leave(self) -> None:
+        self._lists -= 1
+        if not self._lists and self._state is not None:
             self._state.close()
 
 
-def find(checkpoints: list[Checkpoint], wanted: Checkpoint) -> Checkpoint:
+class Checkpoints:
+    """Those of a sequence, or those that an abort of a transaction would bring back: `drop` lets them go.
+
+    All that `drop` needs is made before, since it must not fail.
+    """
+
+    __slots__ = ("_leave", "items")
+
+    def __init__(self, items: tuple[Checkpoint, ...] = ()) -> None:
+        self.items = items
+        self._leave: list[Callable[[], object]] = [known._leave for known in items]
+        for known in items:
+            known._lists += 1
+
+    def drop(self) -> None:
+        """They are no longer needed here."""
+        run_all(self._leave)
+
+
+NO_CHECKPOINTS = Checkpoints()
+
+
+class Parts:
+    """The tables and the recurrent state of a sequence, moved together. What ends a transaction is made before."""
+
+    __slots__ = ("_aborts", "_closes", "_commits", "all", "kv", "state")
+
+    def __init__(self, kv: list[PagedSeqState], state: StateHandle | None) -> None:
+        self.kv = kv
+        self.state = state
+        self.all: list[Any] = kv + ([] if state is None else [state])
+        self._commits: list[Callable[[], object]] = [part.commit for part in self.all]
+        self._aborts: list[Callable[[], object]] = [part.abort for part in self.all]
+        self._closes: list[Callable[[], object]] = [table.close for table in kv]
+
+    def begin(self) -> None:
+        """Begins a transaction on every part; when one raises, on none."""
+        begun = [Participation(part) for part in self.all]
+        undo: list[Callable[[], object]] = [*begun]
+        try:
+            for part in begun:
+                part.begin()
+        except BaseException:
+            run_all(undo)
+            raise
+
+    def commit(self) -> None:
+        """Ends it; what was done stays."""
+        run_all(self._commits)
+
+    def abort(self) -> None:
+        """Ends it; everything is as it was."""
+        run_all(self._aborts)
+
+    def close(self) -> None:
+        """Gives the blocks back."""
+        run_all(self._closes)
+
+    def __enter__(self) -> None:
+        """What is done to the parts within stays, unless it raises."""
+        self.begin()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
+
+
+def find(checkpoints: tuple[Checkpoint, ...], wanted: Checkpoint) -> Checkpoint:
     """`wanted`, which must be one of them: `StaleHandle` when it was given up or is another sequence's."""
-    if not any(known is wanted for known in checkpoints):
-        raise StaleHandle(f"the checkpoint at {wanted.position} is none of the {len(checkpoints)} of this sequence")
-    return wanted
+    for known in checkpoints:
+        if known is wanted:
+            return wanted
+    raise StaleHandle(f"the checkpoint at {wanted.position} is none of the {len(checkpoints)} of this sequence")
 
 
-def newest(checkpoints: list[Checkpoint], length: int) -> int:
+def newest(checkpoints: tuple[Checkpoint, ...], length: int) -> int:
     """The position of the newest at or before `length`, 0 for 0: at the beginning a state is zeros.
 
     Raises `ValueError`, with both numbers, when the oldest comes later.
@@ -88,16 +159,6 @@ def newest(checkpoints: list[Checkpoint], length: int) -> int:
     return max([position for position in known if position <= length], default=0)
 
 
-def release_unneeded(
-    gone: Iterable[Checkpoint], kept: Iterable[Checkpoint], saved: Iterable[tuple[int, bool, list[Checkpoint]]]
-) -> None:
-    """Releases those that are gone, but neither kept nor needed by an abort."""
-    needed = {id(known) for known in kept} | {id(known) for *_, before in saved for known in before}
-    for known in gone:
-        if id(known) not in needed:
-            known._release()
-
-
 def require_tokens(length: int, groups: Iterable[KvGroup], tables: Iterable[PagedSeqState]) -> None:
     """Raises `ValueError` when a window has given back what the next token would see after a cut to `length`."""
     for group, state in zip(groups, tables, strict=True):
@@ -105,33 +166,6 @@ def require_tokens(length: int, groups: Iterable[KvGroup], tables: Iterable[Page
         if length and gone > max(0, start):
             need = f"token {max(0, start)} is needed, the first {gone} were given back"
             raise ValueError(f"cannot roll back to {length} tokens: {need}")
-
-
-def begin_all(parts: Iterable[Any]) -> None:
-    """Begins a transaction on every part; when one raises, on none."""
-    begun: list[Any] = []
-    try:
-        for part in parts:
-            part.begin()
-            begun.append(part)
-    except BaseException:
-        for part in begun:
-            part.abort()
-        raise
-
-
-@contextmanager
-def all_or_none(parts: Sequence[Any]) -> Iterator[None]:
-    """What is done to the parts within stays, unless it raises."""
-    begin_all(parts)
-    try:
-        yield
-    except BaseException:
-        for part in parts:
-            part.abort()
-        raise
-    for part in parts:
-        part.commit()
 
 
 def audit(length: int, groups: Iterable[KvGroup], tables: Iterable[PagedSeqState], positions: list[int]) -> None:

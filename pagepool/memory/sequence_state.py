@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,10 +119,11 @@ class SequenceSlot:
     (1, 0)
     """
 
-    __slots__ = ("position", "request_id", "state")
+    __slots__ = ("_copies", "position", "request_id", "state")
 
     def __init__(self, state: SequenceState) -> None:
         self.state = state
+        self._copies = hasattr(state, "copy_from")
         self.position = state.step_position
         self.request_id = 0
 
@@ -136,10 +137,10 @@ class SequenceSlot:
 
         The state copies itself, by its `copy_from`. Raises `TypeError`, and changes nothing, when it has none.
         """
-        copy = getattr(self.state, "copy_from", None)
-        if copy is None:
-            raise TypeError(f"a {type(self.state).__name__} has no copy_from: it cannot be copied")
-        copy(other.state)
+        state: Any = self.state
+        if not self._copies:
+            raise TypeError(f"a {type(state).__name__} has no copy_from: it cannot be copied")
+        state.copy_from(other.state)
         self.position = other.position
 
     def reset(self) -> None:

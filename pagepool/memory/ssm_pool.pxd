@@ -21,5 +21,7 @@ cdef class SsmStatePool:
     # Copies the states of one lent slot to another; PP_INVALID_SLOT, PP_INVALID_ARGUMENT as c_release.
     cdef pp_status c_copy(self, int32_t dst, int32_t src) noexcept nogil
 
+    cdef int32_t take(self, object request_id) except -1
+    cdef int untake(self, int32_t slot) except -1
     cdef int32_t read_slot(self, object i) except -1
     cdef int32_t read_lent(self, object i) except -1

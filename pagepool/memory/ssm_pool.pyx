@@ -1,7 +1,8 @@
 """SsmStatePool: recurrent states of a fixed size, lent to sequences and zeroed when they come back."""
 
 cimport cython
-from libc.stdint cimport INT32_MAX, int32_t
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_SLOT, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
@@ -93,10 +94,15 @@ cdef class SsmStatePool:
         return PP_OK
 
     cdef int32_t read_slot(self, object i) except -1:
-        number = operator.index(i)
-        if not 0 <= number < self.ids.capacity:
-            raise InvalidSlot(f"slot {number} is out of range: the pool has {self.ids.capacity} slots")
-        return number
+        """Wants no memory where that is a slot."""
+        cdef int overflow = 0
+        cdef long long number
+        if not PyLong_Check(i):
+            i = operator.index(i)
+        number = PyLong_AsLongLongAndOverflow(i, &overflow)
+        if overflow or not 0 <= number < self.ids.c_capacity():
+            raise InvalidSlot(f"slot {i} is out of range: the pool has {self.ids.capacity} slots")
+        return <int32_t>number
 
     cdef int32_t read_lent(self, object i) except -1:
         cdef int32_t slot = self.read_slot(i)
@@ -109,12 +115,40 @@ cdef class SsmStatePool:
 
         The state is at its beginning. Raises `PoolExhausted` when no slot is free.
         """
+        cdef int32_t slot = self.take(request_id)
+        try:
+            return slot
+        except MemoryError:  # for the int
+            self.untake(slot)
+            raise
+
+    def lend(self, request_id):
+        """Lends a slot as `alloc` does; returns a `StateHandle` to it.
+
+        >>> from pagepool import AttentionSequenceState
+        >>> SsmStatePool(2, lambda i: AttentionSequenceState(8)).lend(request_id=7).index
+        0
+        """
+        cdef int32_t slot = self.take(request_id)
+        try:
+            return StateHandle(self, slot)
+        except BaseException:
+            self.untake(slot)
+            raise
+
+    cdef int32_t take(self, object request_id) except -1:
         cdef int32_t slot
         request = operator.index(request_id)
         if self.c_alloc(&slot) != PP_OK:
             raise PoolExhausted(f"asked for 1 slot, 0 of {self.ids.capacity} are free")
         self.slots[slot].request_id = request
         return slot
+
+    cdef int untake(self, int32_t slot) except -1:
+        """Nobody has used it."""
+        self.slots[slot].request_id = 0
+        self.ids.c_free(slot)
+        return 0
 
     def release(self, i):
         """Takes slot i back: its state is reset, so zeroed, its position 0 and its request none.
@@ -154,6 +188,10 @@ cdef class SsmStatePool:
     def generation(self, i):
         """How often slot i was released: a handle holds what it was. Raises `InvalidSlot` out of range."""
         return self.generations[self.read_slot(i)]
+
+    def is_generation(self, i, int64_t generation):
+        """Whether slot i was released that often: so a handle is not stale. Wants no memory. Raises as `generation`."""
+        return self.generations[self.read_slot(i)] == generation
 
     def leaks(self):
         """The slots that are lent: a list of `Leak("state", request_id, [i], [i], slot)`, in order.

@@ -32,17 +32,21 @@ class StateHandle:
         self.pool = pool
         self.index = index
         self.generation: int = pool.generation(index)
-        self._saved: list[StateHandle] = []  # copies in slots of their own, of the open transactions, innermost last
+        # A copy in a slot of its own for the innermost open transaction; the `_saved` of that is for the one around it.
+        self._saved: StateHandle | None = None
 
     @property
     def is_stale(self) -> bool:
         """Whether the slot was released since."""
-        return bool(self.pool.generation(self.index) != self.generation)
+        return not self.pool.is_generation(self.index, self.generation)
 
     @property
     def open_transactions(self) -> int:
         """How many transactions have begun and not ended."""
-        return len(self._saved)
+        count, saved = 0, self._saved
+        while saved is not None:
+            count, saved = count + 1, saved._saved
+        return count
 
     @property
     def slot(self) -> SequenceSlot:
@@ -58,14 +62,13 @@ class StateHandle:
 
     def fork(self) -> StateHandle:
         """A copy of the state in a slot of its own, for the same request. Raises `PoolExhausted`, `StaleHandle`."""
-        request = self.slot.request_id
-        index = self.pool.alloc(request)
+        copy: StateHandle = self.pool.lend(self.slot.request_id)
         try:
-            self.pool.copy(index, self.index)
+            copy.copy_from(self)
         except BaseException:
-            self.pool.release(index)
+            copy.close()
             raise
-        return StateHandle(self.pool, index)
+        return copy
 
     def copy_from(self, other: StateHandle) -> None:
         """Takes over state and position of another handle's slot, of the same pool. Raises `StaleHandle`."""
@@ -92,7 +95,8 @@ class StateHandle:
 
     def begin(self) -> None:
         """Begins a transaction. Raises `PoolExhausted` when no slot is free for the copy; then nothing has changed."""
-        self._saved.append(self.fork())
+        copy = self.fork()
+        copy._saved, self._saved = self._saved, copy
 
     def commit(self) -> None:
         """Ends the innermost transaction; what was done stays. `ValueError` when none is open."""
@@ -104,18 +108,22 @@ class StateHandle:
         A slot that was released meanwhile stays released: it may be another's.
         """
         saved = self._last_saved()
-        if not self.is_stale:
-            self.copy_from(saved)
-        saved.release()
+        try:
+            if not self.is_stale:
+                self.copy_from(saved)
+        finally:
+            saved.release()
 
     def _last_saved(self) -> StateHandle:
-        if not self._saved:
+        saved = self._saved
+        if saved is None:
             raise ValueError(f"slot {self.index} is in no transaction")
-        return self._saved.pop()
+        self._saved = saved._saved
+        return saved
 
     def _use(self) -> None:
-        now = self.pool.generation(self.index)
-        if now != self.generation:
+        if self.is_stale:
+            now = self.pool.generation(self.index)
             raise StaleHandle(
                 f"the handle to slot {self.index} is of generation {self.generation}, the slot is in generation {now}"
             )

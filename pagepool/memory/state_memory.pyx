@@ -80,9 +80,8 @@ cdef class StateMemory:
 
     def copy(self, int32_t dst, int32_t src):
         """Copies every state of row src to row dst. Raises `IndexError` when one is out of range."""
-        for row in (dst, src):
-            if not 0 <= row < self.capacity:
-                raise IndexError(f"row {row} of {self.capacity}")
+        if not (0 <= dst < self.capacity and 0 <= src < self.capacity):
+            raise IndexError(f"rows {dst} and {src} of {self.capacity}")
         self.c_copy(dst, src)
 
     @property

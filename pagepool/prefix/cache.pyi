@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.held_blocks import HeldBlocks
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.prefix.summary import CacheSummary
 
@@ -30,6 +31,9 @@ class PrefixCache(CacheSummary):
     def match_tokens(
         self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
     ) -> tuple[NDArray[np.int32], int]: ...
+    def match_held(
+        self, held: HeldBlocks, tokens: _Ids, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
+    ) -> NDArray[np.int32]: ...
     def cached_tokens(self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()) -> int: ...
     def cache_blocks(
         self,

@@ -5,6 +5,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.held_blocks cimport HeldBlocks
 from pagepool.memory.ids cimport IdArray, read_ids, release_ids
 from pagepool.prefix.cached_blocks cimport CachedBlocks
 from pagepool.prefix.event_log cimport EventLog
@@ -82,7 +83,7 @@ cdef class PrefixCache(CacheSummary):
         from the first to the last. Raises `TypeError` and `ValueError` for what are no tokens or keys, `PoolError` when
         a block was freed behind the cache's back; then nothing has changed.
         """
-        return self.match(tokens, cache_salt, extra_keys, False)[0]
+        return self.match(tokens, cache_salt, extra_keys, False, None)[0]
 
     def match_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
         """As `match_prefix`, and beyond: `(blocks, num_tokens)`, the last block perhaps the same in part only.
@@ -107,9 +108,13 @@ cdef class PrefixCache(CacheSummary):
         >>> state.append().tolist(), state.blocks
         ([10], [0, 2])
         """
-        return self.match(tokens, cache_salt, extra_keys, True)
+        return self.match(tokens, cache_salt, extra_keys, True, None)
 
-    cdef object match(self, tokens, cache_salt, extra_keys, bint in_part):
+    def match_held(self, HeldBlocks held not None, tokens, cache_salt=None, extra_keys=()):
+        """As `match_prefix`; it is `held`, of the same allocator, that has the references. Internal."""
+        return self.match(tokens, cache_salt, extra_keys, False, held)[0]
+
+    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, HeldBlocks held):
         """Blocks and number of tokens. All that can fail is done before anything changes."""
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
@@ -129,16 +134,21 @@ cdef class PrefixCache(CacheSummary):
                 cached.path[num_full] = cached.table.c_find_part(node, &row[i], row.shape[0] - i, &common)
         num_found = num_full + (common > 0)
         blocks = empty(num_found, INT32)
+        result = blocks, num_full * self.block_size + common
         if num_found:
             found = blocks
+            if held is not None:
+                held.c_reserve(num_found)
             for i in range(num_found):
                 found[i] = cached.table.nodes[cached.path[i]].block
             if self.allocator.c_share_n(&found[0], num_found) != PP_OK:
                 raise PoolError("a cached block was freed by someone else, or has all the references a count can hold")
+            if held is not None:
+                held.c_hold(&found[0], num_found)
             cached.c_touch_path(num_found)
         self.looked_up += n
         self.hits += num_full
-        return blocks, num_full * self.block_size + common
+        return result
 
     def cached_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
         """How many of the first of `tokens` are in cached blocks: those of `match_prefix`. Changes nothing.

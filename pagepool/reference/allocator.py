@@ -20,6 +20,7 @@ from weakref import WeakSet
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, PoolExhausted
+from pagepool.reference.held_blocks import HeldBlocks
 
 __all__ = ["BlockAllocator", "count_of"]
 
@@ -120,6 +121,10 @@ class BlockAllocator:
         n = count_of("n", n)
         self.demand(n)
         return np.array([self._take() for _ in range(n)], dtype=np.int32)
+
+    def hold(self) -> HeldBlocks:
+        """What a transaction takes references by."""
+        return HeldBlocks(self)
 
     def free(self, blocks: int | Iterable[int]) -> None:
         """Drops one reference of each block; a block without references is free, the last one given is the next out.

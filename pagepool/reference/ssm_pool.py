@@ -153,6 +153,10 @@ class SsmStatePool:
         self._slots[i].request_id = request_id
         return i
 
+    def lend(self, request_id: int) -> StateHandle:
+        """Gives the request a slot; a handle to it."""
+        return self.handle(self.alloc(request_id))
+
     def release(self, i: int) -> None:
         """Zeroes slot `i` and gives it back. Raises `InvalidSlot` when it is out of range or free."""
         slot = self.slot(i)

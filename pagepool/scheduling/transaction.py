@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import count
-from operator import itemgetter
 from typing import Any
 
 from pagepool.errors import InvalidBlock, PoolError
-from pagepool.scheduling.steps import run_all
+from pagepool.memory.journal import Journal, Made, Participation
+from pagepool.scheduling.deferred import Deferred, Publication, as_ids, hold
 
 __all__ = ["Transaction"]
 
@@ -41,6 +41,8 @@ class Transaction:
         done by commit, not at all by abort    free, release_state, cache_blocks
 
     so that others never find a prefix whose request was aborted, and nothing that an abort needs is handed out again.
+    Each of these calls has its place in the journal before it takes anything: no exception comes between, a
+    `MemoryError` or `KeyboardInterrupt` either, and one that raises has taken nothing.
     Beginning costs a copy of the ids of each sequence; nothing else that is in the pools is looked at. `commit` first
     does what may fail; when that raises, it has changed nothing and the transaction is still open. `abort` cannot fail:
     what a participant of a foreign type raises comes out when all the rest is done. One that is dropped while open
@@ -49,17 +51,11 @@ class Transaction:
     """
 
     def __init__(self, *participants: Any) -> None:
-        self._open = False
         self._parent: Transaction | None = None
         self._child: weakref.ref[Transaction] | None = None  # of the one within that is open
-        self._participants: dict[int, Any] = {}
-        self._undo: list[tuple[int, Any, bool]] = []  # when; what; whether it ends a participant's
-        self._made: set[int] = set()  # the ids of what an abort closes
-        self._done: list[Callable[[], object]] = []
-        self._frees: list[tuple[Any, array[int]]] = []
-        self._releases: list[Any] = []
-        self._publications: list[tuple[Any, Any, list[int], dict[str, Any]]] = []
-        self._open = True
+        self._participants: dict[int, Participation] = {}
+        self._deferred = Deferred()
+        self._journal = Journal()
         try:
             self.enlist(*participants)
         except BaseException:
@@ -69,7 +65,7 @@ class Transaction:
     @property
     def is_open(self) -> bool:
         """Whether it has neither committed nor aborted."""
-        return self._open
+        return self._journal.is_open
 
     def enlist(self, *participants: Any) -> None:
         """Begins a transaction on each participant that is not in this one yet.
@@ -83,17 +79,13 @@ class Transaction:
 
     def allocate_n(self, allocator: Any, n: int) -> Any:
         """Takes n blocks for the caller: see `BlockAllocator.allocate_n`. An abort gives them back."""
-        self._use()
-        blocks = allocator.allocate_n(n)
-        self._take(allocator, blocks.tolist())
-        return blocks
+        held = hold(allocator)
+        return self._perform(held.give_back, held.allocate_n, n)
 
     def share(self, allocator: Any, blocks: Any) -> None:
         """Adds a reference to each block: see `BlockAllocator.share`. An abort drops them."""
-        self._use()
-        ids = _as_ids(blocks)
-        allocator.share(ids)
-        self._take(allocator, ids)
+        held = hold(allocator)
+        self._perform(held.give_back, held.share, blocks)
 
     def free(self, allocator: Any, blocks: Any) -> None:
         """Drops one reference of each block when it commits, until then they are held. The caller's are given up now.
@@ -101,18 +93,16 @@ class Transaction:
         Raises `InvalidBlock` for a block that is free or out of range; then nothing has changed.
         """
         self._use()
-        ids = _as_ids(blocks)
+        ids = as_ids(blocks)
         for block in ids:
             if not allocator.ref_count(block):
                 raise InvalidBlock(f"cannot drop 1 reference of block {block}: it is free and has 0")
-        self._frees.append((allocator, array("i", ids)))
+        self._deferred.frees.append((allocator, array("i", ids)))
 
     def match_prefix(self, cache: Any, tokens: Any, **keys: Any) -> Any:
         """The cached blocks of a prompt: see `PrefixCache.match_prefix`. An abort drops the references."""
-        self._use()
-        blocks = cache.match_prefix(tokens, **keys)
-        self._take(cache.allocator, [int(block) for block in blocks])
-        return blocks
+        held = hold(cache.allocator)
+        return self._perform(held.give_back, partial(held.match_prefix, **keys), cache, tokens)
 
     def cache_blocks(self, cache: Any, tokens: Any, blocks: Any, **keys: Any) -> None:
         """Caches the full blocks when it commits: see `PrefixCache.cache_blocks`.
@@ -120,47 +110,50 @@ class Transaction:
         The blocks are shared until then, so that what is cached is what they hold now, whatever becomes of the
         sequence. Raises `ValueError` for too few blocks, `InvalidBlock` for a free one; then nothing has changed.
         """
+        self._use()
         tokens = tokens.copy() if hasattr(tokens, "copy") else list(tokens)
-        full, ids = len(tokens) // cache.block_size, _as_ids(blocks)
+        full, ids = len(tokens) // cache.block_size, as_ids(blocks)
         if len(ids) < full:
             raise ValueError(f"{len(tokens)} tokens fill {full} blocks, here are {len(ids)}")
-        self.share(cache.allocator, ids[:full])
-        self._frees.append((cache.allocator, array("i", ids[:full])))
-        self._publications.append((cache, tokens, ids[:full], keys))
+        publication = Publication(cache, tokens, ids[:full], keys)
+        held = publication.held
+        self._deferred.publications.append(publication)
+        try:
+            self._perform(held.give_back, held.share, publication.blocks)
+        except BaseException:
+            if not len(held):
+                self._deferred.publications.pop()
+            raise
 
     def alloc_state(self, pool: Any, request_id: int) -> Any:
-        """Lends a recurrent state: a `StateHandle`, see `SsmStatePool.alloc`. An abort takes it back."""
-        self._use()
-        return self.close_on_abort(pool.handle(pool.alloc(request_id)))
+        """Lends a recurrent state: a `StateHandle`, see `SsmStatePool.lend`. An abort takes it back."""
+        return self._make(pool.lend, request_id)
 
     def release_state(self, handle: Any) -> None:
         """Takes the state of a `StateHandle` back when it commits. Raises `StaleHandle` when that was done already."""
         self._use()
-        if any(handle is other for other in self._releases):
+        if any(handle is other for other in self._deferred.releases):
             raise PoolError(f"slot {handle.index} is to be released already")
         _ = handle.slot  # raises for a stale one
-        self._releases.append(handle)
+        self._deferred.releases.append(handle)
 
     def fork(self, sequence: Any) -> Any:
         """A fork of a sequence, closed by an abort."""
-        self._use()
-        return self.close_on_abort(sequence.fork())
+        return self._make(sequence.fork)
 
     def close_on_abort(self, thing: Any) -> Any:
         """Closes what was made within the transaction when it aborts; returns it. `thing` has a `close`."""
-        self.on_abort(thing.close)
-        self._made.add(id(thing))
-        return thing
+        return self._make(_itself, thing)
 
     def on_commit(self, function: Callable[[], object]) -> None:
         """Calls the function at the end of the commit, in order; it must not raise."""
         self._use()
-        self._done.append(function)
+        self._deferred.done.append(function)
 
     def on_abort(self, function: Callable[[], object]) -> None:
         """Calls the function by an abort, among the other steps in reverse order."""
         self._use()
-        self._undo.append((next(_TIMES), function, False))
+        self._journal.add(next(_TIMES), function)
 
     def nested(self, *participants: Any) -> Transaction:
         """A transaction within this one: it ends first, and what it commits is undone when this one aborts.
@@ -185,48 +178,46 @@ class Transaction:
         `PrefixCache.cache_blocks`; `PoolError` when it is not open or one within is.
         """
         self._use()
-        if self._parent is not None:
-            self._join(self._parent)
+        commits: list[Callable[[], object]] = [taking_part.commit for taking_part in self._participants.values()]
+        commits.reverse()
+        parent = self._parent
+        if parent is None:
+            self._deferred.check()
+            last = self._deferred.last(commits)
+            self._deferred.publish()
+            self._journal.keep(last)
             return
-        for handle in self._releases:
-            _ = handle.slot
-        self._check_frees()
-        self._publish()
-        for allocator, blocks in self._frees:
-            allocator.free(blocks)
-        self._close()
-        run_all([participant.commit for participant in reversed(self._participants.values())])
-        run_all([*[handle.release for handle in self._releases], *self._done])
+        deferred, steps = parent._deferred.and_then(self._deferred), self._journal.merged(parent._journal)
+        parent._deferred, parent._child = deferred, None
+        self._journal.join(parent._journal, steps, commits)
 
     def abort(self) -> None:
         """Undoes all changes, the last one first. Does nothing when it is not open. Cannot fail."""
-        if not self._open:
+        if not self._journal.is_open:
             return
-        steps = map(itemgetter(1), reversed(self._undo))  # from here on nothing wants memory
         child = None if self._child is None else self._child()
         if child is not None:
             child.abort()
-        self._close()
-        run_all(steps)
+        if self._parent is not None:
+            self._parent._child = None
+        self._journal.undo()
 
     def __enter__(self) -> Transaction:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
-            if kind is None and self._open:
+            if kind is None and self.is_open:
                 self.commit()
         finally:
             self.abort()
 
     def __del__(self) -> None:
-        """In a cycle with a participant, that may have gone before it, and ended its transaction."""
-        if self._open:
-            self._undo[:] = [step for step in self._undo if not step[2] or step[1].__self__.open_transactions]
+        if hasattr(self, "_journal"):  # the last thing that __init__ makes
             self.abort()
 
     def _use(self) -> None:
-        if not self._open:
+        if not self._journal.is_open:
             raise PoolError("the transaction has ended")
         if self._child is not None:
             raise PoolError("a transaction within this one is open: it ends first")
@@ -236,7 +227,7 @@ class Transaction:
         key = id(participant)
         if key in self._participants:
             return
-        if self._parent is not None and key not in self._made:
+        if self._parent is not None and not self._journal.made(participant):
             self._parent._enlist(participant)
         depth, around = 0, self._parent
         while around is not None:
@@ -245,56 +236,22 @@ class Transaction:
         found = participant.open_transactions
         if found != depth:
             raise PoolError(f"it takes part in {found} transactions, {depth} are around this one")
-        participant.begin()
-        self._participants[key] = participant
-        self._undo.append((next(_TIMES), participant.abort, True))
-
-    def _take(self, allocator: Any, blocks: list[int]) -> None:
-        """The last taken is freed first: the next to be handed out are the same as before. Arrays are read in place."""
-        if blocks:
-            ids = array("i", blocks[::-1])  # to free a long list takes memory, which an abort must not want
-            self.on_abort(lambda: allocator.free(ids))
-
-    def _join(self, parent: Transaction) -> None:
-        """Hands over to the transaction around: what is to be undone, and what is to be done when that commits."""
-        for participant in reversed(self._participants.values()):
-            participant.commit()
-        parent._made |= self._made
-        parent._undo = sorted([*parent._undo, *[step for step in self._undo if not step[2]]], key=itemgetter(0))
-        parent._frees += self._frees
-        parent._releases += self._releases
-        parent._publications += self._publications
-        parent._done += self._done
-        self._close()
-
-    def _check_frees(self) -> None:
-        for allocator in {id(allocator): allocator for allocator, _ in self._frees}.values():
-            times = Counter(block for other, blocks in self._frees if other is allocator for block in blocks)
-            for block, wanted in times.items():
-                count = allocator.ref_count(block)
-                if count < wanted:
-                    raise InvalidBlock(f"cannot drop {wanted} references of block {block}: it has {count}")
-
-    def _publish(self) -> None:
-        """All publications or none: those before one that raises are taken back."""
-        done: list[tuple[Any, list[int]]] = []
+        taking_part = self._participants[key] = Participation(participant)
         try:
-            for cache, tokens, blocks, keys in self._publications:
-                fresh = [block for block in blocks if not cache.holds(block)]
-                cache.cache_blocks(tokens, blocks, **keys)
-                done.append((cache, fresh))
+            self._journal.perform(next(_TIMES), taking_part, taking_part.begin)
         except BaseException:
-            for cache, fresh in reversed(done):
-                cache.discard(fresh)
+            del self._participants[key]
             raise
 
-    def _close(self) -> None:
-        self._open = False
-        if self._parent is not None:
-            self._parent._child = None
+    def _perform(self, undo: Callable[[], object], function: Callable[..., Any], *arguments: Any) -> Any:
+        self._use()
+        return self._journal.perform(next(_TIMES), undo, function, *arguments)
+
+    def _make(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns; an abort closes it."""
+        made = Made()
+        return self._perform(made, made.make, function, *arguments)
 
 
-def _as_ids(blocks: Any) -> list[int]:
-    if hasattr(blocks, "tolist"):
-        blocks = blocks.tolist()
-    return [int(block) for block in blocks] if hasattr(blocks, "__iter__") else [int(blocks)]
+def _itself(thing: Any) -> Any:
+    return thing

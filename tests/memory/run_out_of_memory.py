@@ -4,12 +4,10 @@ Prints, as JSON, how many allocations of each operation failed it; or what went 
 the built module of tests/prefix/foreign_prefix.pyx.
 """
 
-import ctypes
-import gc
-import json
 import sys
 
 import numpy as np
+from failing import fail_all
 
 from pagepool import (
     AttentionSequenceState,
@@ -18,12 +16,10 @@ from pagepool import (
     KvCachePool,
     KvLayout,
     PagedSeqState,
-    PoolError,
     PrefixCache,
     PrefixSpace,
     SsmStatePool,
     StateLayout,
-    Transaction,
     decode,
 )
 from pagepool.memory.block_tables import append_batch, release_batch
@@ -38,10 +34,6 @@ ROW = np.arange(400, dtype=np.int32)
 NO_MEMORY = 5
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
-ROUNDS = 12  # of each failure, to see whether memory is lost
-countdown = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_countdown")
-live = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_live")
-mapped = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_mapped")
 
 
 class World:
@@ -94,33 +86,6 @@ def succeed(status):
     assert status == 0, status
 
 
-def abort(world, inner=False):
-    """A transaction over more blocks than fit on a stack. One that is refused is still open, and can be aborted yet."""
-    n, countdown.value = countdown.value, 0
-    before = world.picture()
-    transaction = Transaction(world.parent)
-    transaction.allocate_n(world.allocator, 150)
-    transaction.share(world.allocator, world.many)
-    transaction.match_prefix(world.cache, PROMPT)
-    world.parent.append(300)
-    if inner:
-        within = transaction.nested(world.child)
-        within.allocate_n(world.allocator, 70)
-        world.child.append(3)
-    countdown.value = n
-    try:
-        transaction.abort()
-    except MemoryError:
-        countdown.value = 0
-        assert transaction.is_open
-        transaction.abort()
-        raise
-    finally:
-        n, countdown.value = countdown.value, 0
-        assert world.picture() == before, "an abort left something"
-        countdown.value = n
-
-
 OPERATIONS = {
     "small allocator": lambda world: BlockAllocator(8),
     "large allocator": lambda world: BlockAllocator(1 << 20),
@@ -138,8 +103,6 @@ OPERATIONS = {
     "adopt": lambda world: PagedSeqState(world.allocator, 4).adopt(world.many, 400),
     "append to groups": lambda world: append_each(world.states, 300, [4, 0]),
     "begin a transaction": lambda world: world.parent.begin(),
-    "abort of a transaction": abort,
-    "abort of a transaction with one within": lambda world: abort(world, inner=True),
     "owners": lambda world: world.allocator.owners(),
     "truncate": lambda world: world.parent.truncate(2),
     "append_batch": lambda world: append_batch(world.states, [2, 700]),
@@ -199,61 +162,8 @@ OPERATIONS = {
 }
 
 
-# Operations that run functions of plain Python on the way.
-PLAIN_PYTHON = [OPERATIONS["bad free"], *list(OPERATIONS.values())[list(OPERATIONS).index("prefix cache") :]]
-
-
-def attempt(operation, world, n):
-    """Whether allocation n failed, and so the operation; whatever it made when it did not is dropped."""
-    countdown.value = n
-    try:
-        operation(world)
-    except MemoryError as error:
-        assert not isinstance(error, PoolError), error
-        return True
-    except PoolError:
-        assert operation is OPERATIONS["bad free"]
-    except SystemError as error:  # CPython 3.11 itself, where it allocates a frame and loses the MemoryError
-        assert operation in PLAIN_PYTHON and str(error) == "error return without exception set"
-        return operation is not OPERATIONS["bad free"] or "survived"
-    finally:
-        fired = countdown.value == 0
-        countdown.value = 0
-    return fired and "survived"
-
-
-def fail_in_turn(operation):
-    """How many allocations fail the operation. Raises AssertionError when one of them changes or loses something."""
-    attempt(operation, World(), 0)  # what is made on first use is there
-    failures = 0
-    for n in range(1, 2000):
-        world = World()
-        before = world.picture()
-        outcome = attempt(operation, world, n)
-        if outcome is False:
-            return failures
-        if outcome == "survived":
-            continue  # whoever asked could do without
-        failures += 1
-        assert world.picture() == before, f"allocation {n} failed and something changed"
-        start = live.value, mapped.value
-        for _ in range(ROUNDS):
-            attempt(operation, world, n)
-        gc.collect()
-        lost = live.value - start[0], mapped.value - start[1]
-        assert lost[0] < ROUNDS and lost[1] <= 0, f"allocation {n} failed and {lost} blocks and mapped bytes were lost"
-    raise AssertionError("no end of allocations")
-
-
-def main():
-    results = {}
-    for name, operation in OPERATIONS.items():
-        try:
-            results[name] = fail_in_turn(operation)
-        except AssertionError as error:
-            results[name] = str(error)
-    print(json.dumps(results))
-
+# Run functions of plain Python on the way.
+PLAIN_PYTHON = ["bad free", *list(OPERATIONS)[list(OPERATIONS).index("prefix cache") :]]
 
 if __name__ == "__main__":
-    main()
+    fail_all(World, OPERATIONS, plain_python=PLAIN_PYTHON, refused=["bad free"])

@@ -1,6 +1,7 @@
 """Transactions over allocator, sequences, prefix cache and recurrent states: all of it stays, or none."""
 
 import gc
+import signal
 import threading
 
 import numpy as np
@@ -282,6 +283,48 @@ def test_functions_run_at_the_end_and_a_foreign_failure_stops_nothing():
     with pytest.raises(RuntimeError, match="foreign"):
         transaction.abort()
     assert calls == ["commit", "fail"] and world.picture() == before
+
+
+class Interrupted(BaseException):
+    """As a KeyboardInterrupt, but only here."""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers that send signals")
+def test_a_signal_at_any_moment_leaves_nothing_behind():
+    def interrupt(number, frame):
+        raise Interrupted
+
+    allocator = BlockAllocator(4000)
+    cache = PrefixCache(allocator, 4)
+    held = allocator.allocate_n(100)
+    cache.cache_blocks(list(range(400)), held)
+    state = PagedSeqState(allocator, 4)
+    state.append(7)
+    before = [allocator.ref_count(block) for block in range(200)], allocator.in_use
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    try:
+        for round in range(400):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + round))
+                with Transaction(state) as transaction:
+                    while True:
+                        transaction.allocate_n(allocator, 3)
+                        transaction.share(allocator, held)
+                        transaction.match_prefix(cache, list(range(400)))
+                        transaction.cache_blocks(cache, list(range(40)), held, cache_salt="s")
+                        transaction.fork(state)
+                        state.append(1)
+            except (Interrupted, PoolExhausted) as error:
+                interrupted += isinstance(error, Interrupted)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert ([allocator.ref_count(block) for block in range(200)], allocator.in_use) == before, round
+            assert state.open_transactions == 0 and state.len == 7
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    allocator.check()
+    assert interrupted > 100
 
 
 def test_transactions_of_several_threads_do_not_meet():

@@ -1,0 +1,102 @@
+"""Makes each allocation of an operation fail in turn, in a process that runs under failing_malloc."""
+
+import ctypes
+import gc
+import json
+
+from pagepool import PoolError
+
+ROUNDS = 12  # of each failure, to see whether memory is lost
+countdown = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_countdown")
+live = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_live")
+mapped = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_mapped")
+
+
+def take_spares():
+    """The objects that CPython keeps to use again, so that what makes one has to ask for memory.
+
+    CPython 3.11 itself does not survive that in the `items` of a dict: only operations without any may want it.
+    """
+    tuples = [[tuple(range(size)) for _ in range(2010)] for size in range(1, 5)]
+    return tuples, [[] for _ in range(100)], [{} for _ in range(100)], [float(i) for i in range(200)]
+
+
+class Failing:
+    """World is what the operations, functions of one, work on; its `picture` must not change when one fails."""
+
+    def __init__(self, world, plain_python, refused):
+        self.once = getattr(world, "once", False)  # what an operation has worked on serves for no other
+        self.world = world
+        self.plain_python = plain_python
+        self.refused = refused
+
+    def attempt(self, operation, world, n):
+        """Whether allocation n failed, and so the operation; whatever it made when it did not is dropped."""
+        spares = take_spares() if self.once else None
+        countdown.value = n
+        try:
+            operation(world)
+        except MemoryError as error:
+            assert not isinstance(error, PoolError), error
+            return True
+        except PoolError:
+            assert operation in self.refused
+        except SystemError as error:  # CPython 3.11 itself, where it allocates a frame and loses the MemoryError
+            assert operation in self.plain_python and str(error) == "error return without exception set"
+            return operation not in self.refused or "survived"
+        finally:
+            fired = countdown.value == 0
+            countdown.value = 0
+            del spares
+        return fired and "survived"
+
+    def settled(self):
+        """A world to which nothing was done."""
+        if self.once:
+            world = self.world()
+            world.settle()
+            return world.picture()
+        return None
+
+    def fail_in_turn(self, operation, stride=1):
+        """How many allocations fail the operation. Raises AssertionError when one changes or loses something."""
+        self.attempt(operation, self.world(), 0)  # what is made on first use is there
+        failures, settled = 0, self.settled()
+        for n in range(1, 2000, stride):
+            world = self.world()
+            before = world.picture()
+            outcome = self.attempt(operation, world, n)
+            if outcome is False:
+                return failures
+            if outcome == "survived":
+                continue  # whoever asked could do without
+            failures += 1
+            now = world.picture()
+            assert now == before, f"allocation {n} failed and something changed"
+            if self.once:
+                world.settle()
+                assert world.picture() == settled, f"allocation {n} failed and something came of it later"
+                continue  # CPython 3.11 loses objects itself, as the list that `list(it)` is to copy
+            start = live.value, mapped.value
+            for _ in range(ROUNDS):
+                self.attempt(operation, world, n)
+            gc.collect()
+            lost = live.value - start[0], mapped.value - start[1]
+            assert lost[0] < ROUNDS and lost[1] <= 0, f"allocation {n} failed and {lost} blocks and bytes were lost"
+        raise AssertionError("no end of allocations")
+
+
+def fail_all(world, operations, plain_python, refused=(), strides=None):
+    """Prints, as JSON, how many allocations of each operation failed it; or what went wrong.
+
+    strides   of those of which not every allocation is to fail, but every so manyth
+    """
+    by_name = operations.__getitem__
+    failing = Failing(world, list(map(by_name, plain_python)), list(map(by_name, refused)))
+    results = {}
+    for name, operation in operations.items():
+        try:
+            results[name] = failing.fail_in_turn(operation, (strides or {}).get(name, 1))
+        except AssertionError as error:
+            results[name] = str(error)
+    print(json.dumps(results))
