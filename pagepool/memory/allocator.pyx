@@ -290,7 +290,6 @@ cdef class BlockAllocator(IdSpace):
         """
         cdef IdArray array
         cdef int32_t block
-        cdef pp_status status
         if PyLong_CheckExact(blocks):
             read_id(blocks, &block)
             if self.c_free(block) != PP_OK:
@@ -298,8 +297,7 @@ cdef class BlockAllocator(IdSpace):
             return
         read_ids(blocks, &array)
         try:
-            status = self.c_free_n(array.ids, array.count)
-            if status != PP_OK:
+            if self.c_free_n(array.ids, array.count) != PP_OK:
                 raise self.invalid(&array, "drop")
         finally:
             release_ids(&array)
