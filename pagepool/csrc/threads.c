@@ -10,8 +10,12 @@
  *
  * A job of one layer may take 20 us, waking a thread 2 to 60 (most where a virtual CPU has halted).  So a worker that
  * has left spins for 50 us, since the next layer's job may come by then, and sleeps afterwards.  It does not spin where
- * that is in the caller's way, on the caller's own CPU: the scheduler puts it there when the other CPUs are busy.  The
- * next jobs wake nobody then unless they take long: two switches of threads cost 8 us and bring nothing. */
+ * that is in the caller's way, on the caller's own CPU.
+ *
+ * That is where the scheduler wakes it when the other CPUs are busy and, on virtual machines, also when they are idle:
+ * KVM calls a halted CPU preempted, and Linux wakes nobody there.  So a worker that finds itself on the caller's CPU
+ * moves to another one, where it is woken from then on.  If it had to wait there, that CPU is busy; the next jobs wake
+ * nobody then unless they take long: two switches of threads cost 8 us and bring nothing. */
 #define _GNU_SOURCE
 #include "pagepool/threads.h"
 
@@ -21,6 +25,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -31,6 +36,7 @@
 
 enum { SPIN_NS = 50000, PAUSES_PER_LOOK = 64, PAUSES_AT_END = 256, STACK_BYTES = 1 << 20, LINE = 64 };
 enum { ALONE_NS = 100000, JOBS_ALONE = 16 }; /* how long a job wakes nobody, and of how many one does at once */
+enum { LATE_NS = 1000000 };                  /* who comes so late was waiting for its CPU */
 
 typedef struct job {
     void (*body)(void *context, int64_t begin, int64_t end);
@@ -46,7 +52,8 @@ static struct {
     int num_workers;         /* started so far; only the holder of `caller` changes it */
     _Alignas(LINE) _Atomic uint64_t gate;
     _Atomic int caller_cpu;  /* where the last job was given */
-    _Atomic int crowded;     /* who was woken last came on the caller's CPU */
+    _Atomic int64_t rung_at; /* when workers were last woken */
+    _Atomic int crowded;     /* who was woken last came late, or cannot leave the caller's CPU */
     unsigned num_alone;      /* jobs that woke nobody at once for that reason; the holder's of `caller` */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung at each job; the futex of sleeping workers */
     _Atomic int num_sleeping;
@@ -105,6 +112,18 @@ static void ring_bell(int num_woken) {
     syscall(SYS_futex, &pool.bell, FUTEX_WAKE | FUTEX_PRIVATE_FLAG, num_woken, NULL, NULL, 0);
 }
 
+/* Moves the calling thread to another CPU of those it may use.  It may use all of them again afterwards, and the
+ * scheduler move it, but wakes it where it ran last unless others wait there.  Whether there was one. */
+static int leave(int cpu) {
+    cpu_set_t all[8], others[8]; /* 8,192 CPUs */
+    if (cpu < 0 || sched_getaffinity(0, sizeof all, all)) return 0;
+    memcpy(others, all, sizeof all);
+    CPU_CLR_S(cpu, sizeof others, others);
+    if (!CPU_COUNT_S(sizeof others, others) || sched_setaffinity(0, sizeof others, others)) return 0;
+    sched_setaffinity(0, sizeof all, all);
+    return 1;
+}
+
 /* Returns the gate when it shows another job than `seen`: spins at first, then sleeps. */
 static uint64_t await_job(uint64_t seen) {
     int64_t until = now_ns() + SPIN_NS;
@@ -127,8 +146,9 @@ static uint64_t await_job(uint64_t seen) {
     }
     atomic_fetch_sub(&pool.num_sleeping, 1);
     const int cpu = atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed);
-    atomic_store_explicit(&pool.crowded, sched_getcpu() == cpu, memory_order_relaxed);
-    return gate;
+    const int late = now_ns() - atomic_load_explicit(&pool.rung_at, memory_order_relaxed) > LATE_NS;
+    atomic_store_explicit(&pool.crowded, late || (sched_getcpu() == cpu && !leave(cpu)), memory_order_relaxed);
+    return atomic_load_explicit(&pool.gate, memory_order_acquire);
 }
 
 static void *worker(void *unused) {
@@ -199,7 +219,10 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
     const int sleeping = atomic_load(&pool.num_sleeping), missing = num_threads - 1 - (pool.num_workers - sleeping);
     if (missing > 0) {
         const int alone = atomic_load_explicit(&pool.crowded, memory_order_relaxed) && pool.num_alone++ % JOBS_ALONE;
-        if (!alone || work_alone(&pool.job)) ring_bell(missing);
+        if (!alone || work_alone(&pool.job)) {
+            atomic_store_explicit(&pool.rung_at, now_ns(), memory_order_relaxed);
+            ring_bell(missing);
+        }
     }
     work(&pool.job);
     atomic_fetch_and_explicit(&pool.gate, ~OPEN, memory_order_relaxed);

@@ -3,6 +3,7 @@
  *
  * Argument: rounds (default 200). */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -100,9 +101,29 @@ static void check_one_cpu(void) {
     CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
 }
 
+/* Workers leave the caller's CPU, and may come back to it: all threads may use what the process may. */
+static void check_masks(void) {
+    cpu_set_t mask, own;
+    CHECK(sched_getaffinity(0, sizeof mask, &mask) == 0);
+    check_all_kinds();
+    pp_threads_quiesce();
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks);
+    int found = 0;
+    for (struct dirent *entry; (entry = readdir(tasks));) {
+        const int task = atoi(entry->d_name);
+        if (!task) continue;
+        CHECK(sched_getaffinity(task, sizeof own, &own) == 0);
+        CHECK(CPU_EQUAL(&own, &mask));
+        found++;
+    }
+    closedir(tasks);
+    CHECK(found > 1);
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) rounds = atoi(argv[1]);
-    check_all_kinds();
+    check_masks();
     check_one_cpu();
     pthread_t threads[CALLERS];
     for (int i = 0; i < CALLERS; i++) CHECK(pthread_create(&threads[i], NULL, caller, NULL) == 0);
