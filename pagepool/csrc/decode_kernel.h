@@ -283,14 +283,17 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                (size_t)((last - first) * work->num_blocks) * sizeof(float));
     /* One row per kv head in 16 bit, or two in f32, read about as fast as memory delivers.  Over long runs the
      * hardware's prefetchers do better then (Zen 4: 0.93 to 0.98 of the limit, not 0.82 to 0.87), if left alone. */
-    const int by_hardware = work->prefetch == PP_PREFETCH_REPEAT && head_rows <= PP_ITEM / 2 &&
-                            (work->part_end - work->part_begin) * layout->head_bytes >= 1 << 17;
+    const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
+    const int is_long = run_bytes >= 1 << 17;
+    const int by_hardware = work->prefetch == PP_PREFETCH_REPEAT && head_rows <= PP_ITEM / 2 && is_long;
+    const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long;
     /* Two tiles at a time are read from where they are.  A prefetch into L1 comes twice as early then: too early for
      * what fits there, if heads are large. */
     const int steps = PP_IN_STEPS && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
                       (work->prefetch != PP_PREFETCH_L1 || layout->head_bytes <= 4096);
     const unsigned char *groups[4], *next[4];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
+    int64_t opened = work->first / PP_GROUP * PP_GROUP; /* the pages of tokens before it are open */
     pp_step_groups(work, first_tile, groups);
     for (int64_t begin = first_tile, after; begin < work->end; begin = after) {
         after = begin + 2 * PP_TILE;
@@ -300,6 +303,8 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
         tile.seen = pp_bits_between(work->first - begin, work->end - begin);
         tile.distance = begin - pp_position(&work->view, 0);
         const int more = after < work->end;
+        while (opens && opened < work->end && opened < after + 2 * PP_TILE)
+            opened = open_pages(work, opened, head_begin * layout->head_bytes, run_bytes);
         pp_step_groups(work, more ? after : begin, next);
         for (int32_t index = work->part_begin, end; index < work->part_end; index = end) {
             const int32_t head = index / parts, head_end = (head + 1) * parts;
