@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import tempfile
 import weakref
@@ -51,11 +52,12 @@ class SwapFile:
             raise TypeError("a swap file is for one KvCachePool or a list of them")
         if any(pool.allocator is not self.pools[0].allocator for pool in self.pools):
             raise ValueError("the pools of a swap file must share one allocator")
+        self.num_blocks = operator.index(num_blocks)
         if num_blocks < 0:
             raise ValueError(f"num_blocks must be at least 0, not {num_blocks}")
-        self.num_blocks = num_blocks
         self._block_bytes = sum(self._bytes_of(pool) for pool in self.pools)
         self._free: list[int] = []
+        self._held: dict[int, int] = {}  # the places of all tickets that are out, with their checksums
         self._fresh = 0
         try:
             descriptor, name = tempfile.mkstemp(prefix="pagepool", dir=directory)
@@ -73,23 +75,27 @@ class SwapFile:
     def store(self, blocks: Iterable[int]) -> Ticket:
         """Write the pages of `blocks`; they may be freed then. Raises `SwapError`, and holds nothing, when the file is
         full or cannot be written."""
-        ids = [int(block) for block in blocks]
+        ids = [operator.index(block) for block in blocks]
         if len(ids) > self.free_blocks:
             raise SwapError(f"{len(ids)} blocks do not fit into the swap file: {self.free_blocks} are free")
         places = [self._take() for _ in ids]
         try:
             checksums = [self._write(block, place) for block, place in zip(ids, places, strict=True)]
-        except OSError as error:
+        except BaseException as error:
             self._free += reversed(places)
-            raise SwapError(f"{len(ids)} blocks cannot be written to the swap file: {error}") from error
+            if isinstance(error, OSError):
+                raise SwapError(f"{len(ids)} blocks cannot be written to the swap file: {error}") from error
+            raise
+        self._held.update(zip(places, checksums, strict=True))
         return Ticket(tuple(places), tuple(checksums))
 
     def load(self, ticket: Ticket, blocks: Iterable[int]) -> None:
         """Read what `ticket` holds into the pages of as many `blocks`, in order, and forget it.
 
         Raises `SwapError` when the file is short, unreadable or changed: the ticket is forgotten then, too, and the
-        pages of `blocks` hold anything.
+        pages of `blocks` hold anything; and for a ticket that was forgotten before, when nothing has changed.
         """
+        self._check_held(ticket)
         try:
             for place, checksum, block in zip(ticket.places, ticket.checksums, blocks, strict=True):
                 self._read(place, checksum, int(block))
@@ -99,7 +105,10 @@ class SwapFile:
             self.drop(ticket)
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget what `ticket` holds."""
+        """Forget what `ticket` holds. Raises `SwapError` for one that was forgotten before."""
+        self._check_held(ticket)
+        for place in ticket.places:
+            del self._held[place]
         self._free += reversed(ticket.places)
 
     def close(self) -> None:
@@ -111,6 +120,12 @@ class SwapFile:
             return self._free.pop()
         self._fresh += 1
         return self._fresh - 1
+
+    def _check_held(self, ticket: Ticket) -> None:
+        """A place that is given back twice would be two tickets' at once."""
+        for place, checksum in zip(ticket.places, ticket.checksums, strict=True):
+            if self._held.get(place) != checksum:
+                raise SwapError(f"the ticket of {len(ticket.places)} blocks was forgotten: place {place} is not its")
 
     def _write(self, block: int, place: int) -> int:
         checksum, offset = 0, place * self._block_bytes

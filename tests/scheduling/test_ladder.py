@@ -10,6 +10,7 @@ from marked_engine import LAYOUT, Engine
 from pressure_run import MODES, run
 
 from pagepool import (
+    InvalidBlock,
     KvCachePool,
     KvLayout,
     PoolExhausted,
@@ -190,6 +191,26 @@ def test_pages_go_to_the_file_and_back_to_the_bit():
         SwapFile([pool, KvCachePool.from_layout(layout, 6)], num_blocks=1)
     with pytest.raises(TypeError, match="KvCachePool"):
         SwapFile(pool.allocator, num_blocks=1)
+
+
+def test_a_swap_file_gives_no_place_away_twice_and_loses_none():
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8), 6)
+    swap = SwapFile(pool, num_blocks=2)
+    for blocks, error in (([0, 6], InvalidBlock), ([0, "1"], TypeError)):
+        with pytest.raises(error):
+            swap.store(blocks)
+        assert swap.free_blocks == 2
+    pool.page(0)[:] = 1
+    pool.page(1)[:] = 2
+    old = swap.store([0])
+    swap.drop(old)
+    new = swap.store([1])
+    for use in (swap.drop, lambda ticket: swap.load(ticket, [3])):
+        with pytest.raises(SwapError, match="the ticket of 1 blocks was forgotten: place 0 is not its"):
+            use(old)
+        assert swap.free_blocks == 1
+    swap.load(new, [3])
+    assert set(pool.page(3)) == {2} and swap.free_blocks == 2
 
 
 def test_calibrate_measures_once_and_leaves_everything_as_it_was():
