@@ -8,7 +8,7 @@ from typing import Any
 
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["check_token", "check_tokens", "read_request", "read_results", "usable"]
+__all__ = ["check_token", "check_tokens", "read_request", "read_results", "read_token", "usable"]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 
@@ -25,8 +25,10 @@ def read_request(
     cache_ttl: float | None,
 ) -> Sequence:
     """The sequence of a request. Raises ValueError for a prompt that is empty or longer than its limit, TypeError for
-    what is no number, or a tenant that cannot be hashed."""
+    what is no integer, or a tenant that cannot be hashed."""
     prompt = _as_list(prompt_tokens)
+    if not _all_integers(prompt):
+        prompt = [read_token(token) for token in prompt]
     limit = operator.index(max_tokens)
     level = 0 if priority is None else operator.index(priority)
     hash(tenant)
@@ -37,13 +39,27 @@ def read_request(
     return Sequence(seq_id, prompt, limit, level, tenant, cache_salt, tuple(extra_keys), cache_priority, cache_ttl)
 
 
-def read_results(tokens: Iterable[Any]) -> list[Any]:
-    """The results of a step, as a new list."""
-    return _as_list(tokens)
+def read_results(tokens: Iterable[Any], rows: bool) -> list[Any]:
+    """The results of a step, as a new list: integers and None, and if `rows`, rows of drafted tokens as they came.
+
+    Raises TypeError for anything else.
+    """
+    results = _as_list(tokens)
+    if _all_integers(results):
+        return results
+    return [token if token is None or (rows and hasattr(token, "__len__")) else read_token(token) for token in results]
+
+
+def read_token(token: Any) -> int:
+    """A token as an int. Raises TypeError for what is no integer."""
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise TypeError(f"a token must be an integer, not {type(token).__name__}") from None
 
 
 def usable(results: list[Any]) -> list[bool]:
-    """Which of the results are tokens. Whatever is wrong with their types is raised here, before anything changes."""
+    """Which of the results, integers and None, are tokens."""
     return [token is not None and token >= 0 for token in results]
 
 
@@ -55,7 +71,7 @@ def check_token(token: Any, least: float = -MAX_TOKEN - 1) -> None:
 
 def check_tokens(results: list[Any]) -> None:
     """`check_token` of all that may be added: None and numbers below 0 pass, of a row of drafts each token counts."""
-    if set(map(type, results)) == {int}:
+    if results and _all_integers(results):
         results = [max(results)]
     rows = [row if hasattr(row, "__len__") else (row,) for row in results]
     for token in [token for row in rows for token in row if token is not None]:
@@ -67,3 +83,11 @@ def _as_list(values: Iterable[Any]) -> list[Any]:
     if type(values) is list:
         return values.copy()
     return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _all_integers(values: list[Any]) -> bool:
+    """Whether all of them are int: their sum is then, which costs less than a look at each one's type."""
+    try:
+        return type(sum(values)) is int
+    except (TypeError, OverflowError):  # None, a row, text; or an int beyond the floats that is added to one
+        return False

@@ -7,7 +7,6 @@ from typing import Any
 
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
-from pagepool.scheduling.intake import usable
 from pagepool.scheduling.request import SeqState, Sequence
 
 __all__ = ["accept_drafts", "drafts_of", "rewind"]
@@ -29,7 +28,6 @@ def accept_drafts(
     row whose result is no token.
     """
     rows = [_as_row(result) for result in results]
-    usable([result for result, tokens in zip(results, rows, strict=True) if tokens is None])
     for row, (tokens, slots) in enumerate(zip(rows, batch.lookahead, strict=True)):
         if tokens is None:
             continue

@@ -11,7 +11,7 @@ from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
 from pagepool.scheduling.floors import TenantFloors
-from pagepool.scheduling.intake import check_token, check_tokens, read_request, read_results, usable
+from pagepool.scheduling.intake import check_token, check_tokens, read_request, read_results, read_token, usable
 from pagepool.scheduling.lookahead import accept_drafts, rewind
 from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.policies import POLICIES
@@ -67,7 +67,10 @@ class Scheduler(Roster):
         prefix_cache: Any = None,
         swap: SwapFile | None = None,
     ) -> None:
-        self.config = config = SchedulerConfig() if config is None else config
+        config = SchedulerConfig() if config is None else config
+        if not isinstance(config, SchedulerConfig):
+            raise TypeError(f"config must be a SchedulerConfig, not {type(config).__name__}")
+        self.config = config
         self._account = account = open_account(pool, config.block_size, config.watermark)
         self._policy = POLICIES[config.policy]
         self._sequences: dict[int, Sequence] = {}
@@ -108,8 +111,8 @@ class Scheduler(Roster):
                        blocks are worth, for how long from the step that stored them, in the unit of `schedule(now)`
 
         Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, or when the pool,
-        the tenant's quota or what the floors of other tenants leave could never hold `max_tokens`. A prompt of exactly
-        `max_tokens` leaves nothing to generate: it is finished at once.
+        the tenant's quota or what the floors of other tenants leave could never hold `max_tokens`; TypeError for what
+        is no integer. A prompt of exactly `max_tokens` leaves nothing to generate: it is finished at once.
         """
         cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
         seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
@@ -137,11 +140,13 @@ class Scheduler(Roster):
     def append_token(self, seq_id: int, token: int) -> None:
         """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored.
 
-        Raises ValueError for a token that the prefix cache, if there is one, cannot hold; then nothing has changed.
+        Raises TypeError for what is no integer, ValueError for a token that the prefix cache, if there is one, cannot
+        hold; then nothing has changed.
         """
         seq = self._sequences.get(seq_id)
         if seq is None or seq.state is FINISHED:
             return
+        token = read_token(token)
         if self._reuse.keeps:
             check_token(token)
         self._planner.settle()
@@ -195,10 +200,10 @@ class Scheduler(Roster):
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
         drafts that were accepted, then one token more; the slots of the others are taken back. Sequences that reach
         their limit finish. Raises ValueError when the lengths differ, the batch was committed before, or a token has
-        more than the 32 bits that a prefix cache holds, TypeError when an entry is not a number; nothing has changed
+        more than the 32 bits that a prefix cache holds, TypeError when an entry is not an integer; nothing has changed
         then.
         """
-        results = read_results(tokens)
+        results = read_results(tokens, self.config.lookahead > 0)
         if len(results) != len(batch._sequences):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(batch._sequences)} sequences")
         if batch._committed:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pagepool import ScheduledBatch, Scheduler, SchedulerConfig, SeqState
+from pagepool import BlockAllocator, PrefixCache, ScheduledBatch, Scheduler, SchedulerConfig, SeqState
 
 
 def run_to_end(scheduler, token=7, limit=100_000):
@@ -350,3 +350,38 @@ def test_a_backlog_of_prompts_holds_admission():
         scheduler.add_request([1] * 8, 20)
     assert scheduler.schedule().num_tokens == [8, 2]
     assert (scheduler.active_count, scheduler.waiting_count) == (2, 2)
+
+
+@pytest.mark.parametrize("wrong", [1.5, "7", float("nan"), np.float32(2), [7], object()])
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
+    """The cache would have cut a float and kept the block under the wrong token."""
+    allocator = BlockAllocator(8)
+    cache = PrefixCache(allocator, block_size=2) if with_cache else None
+    scheduler = Scheduler(SchedulerConfig(block_size=2), allocator, cache)
+    for prompt in ([wrong], [1, wrong], (token for token in (1, wrong))):
+        with pytest.raises((TypeError, ValueError), match="integer"):
+            scheduler.add_request(prompt, 4)
+    numbers = [scheduler.add_request([1, 2, 3], 9) for _ in range(2)]
+    for _ in range(3):  # the second and third step are a cohort's
+        batch = scheduler.schedule()
+        for results in ([4, wrong], [wrong, None]):
+            with pytest.raises(TypeError, match="a token must be an integer"):
+                scheduler.commit(batch, results)
+        with pytest.raises(TypeError, match="a token must be an integer"):
+            scheduler.append_token(numbers[0], wrong)
+        scheduler.commit(batch, np.array([4, 5]))
+    outputs = [scheduler.get_sequence(number).output_tokens for number in numbers]
+    assert outputs == [[4] * 3, [5] * 3] and {type(token) for row in outputs for token in row} == {int}
+
+
+def test_what_is_no_config_is_named():
+    with pytest.raises(TypeError, match="config must be a SchedulerConfig, not int"):
+        Scheduler(3)
+    for name, value, sentence in (
+        ("ladder", "swap", "ladder must be a tuple of rungs, not the text 'swap'"),
+        ("costs", 3, "costs must be a PressureCosts, not int"),
+        ("tenants", [1], "tenants must map names to Tenants, not be a list"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            SchedulerConfig(**{name: value})
