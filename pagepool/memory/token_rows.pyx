@@ -62,6 +62,8 @@ cdef class TokenRows:
             slot_mapping = np.from_dlpack(slot_mapping)
         PyObject_GetBuffer(slot_mapping, view, PyBUF_FORMAT | PyBUF_STRIDES)
         self.has_slots = True
+        if view.itemsize == 8 and <size_t>view.buf % 8:
+            raise ValueError("slot_mapping must be aligned to 8 bytes")
         if view.itemsize != 8 or (view.format[0] != b"l" and view.format[0] != b"q") or view.format[1]:
             raise TypeError(f"slot_mapping must be int64, not {getattr(slot_mapping, 'dtype', view.format.decode())}")
         if view.ndim != 1:

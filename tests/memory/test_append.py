@@ -233,3 +233,11 @@ def test_pages_of_two_sequences_do_not_touch():
     for first, sign in ((0, 1), (8, -1), (12, 1)):
         got, _ = pool.gather(0, [first // 4], 4)
         np.testing.assert_array_equal(got, sign * widened(k[first : first + 4], "float16"))
+
+
+def test_slots_that_are_not_aligned_are_refused():
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8), 2)
+    k = np.zeros((1, 1, 8), np.float32)
+    slots = np.frombuffer(bytes(9), np.int64, offset=1)
+    with pytest.raises(ValueError, match="slot_mapping must be aligned to 8 bytes"):
+        pool.append(0, slots, k, k)
