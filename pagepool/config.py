@@ -118,11 +118,18 @@ class StateLayout:
             if not isinstance(layer, Mapping):
                 raise TypeError(f"layer {index} must map names to (shape, dtype), not be a {type(layer).__name__}")
             states = {}
-            for name, (shape, dtype) in layer.items():
+            for name, state in layer.items():
+                if not isinstance(name, str):
+                    raise TypeError(f"the name of a state of layer {index} must be a str, not {name!r}")
+                if not (isinstance(state, (tuple, list)) and len(state) == 2 and isinstance(state[0], (tuple, list))):
+                    raise TypeError(f"state {name!r} of layer {index} must be (shape, dtype), not {state!r}")
                 where = f"each dimension of state {name!r} of layer {index}"
-                states[str(name)] = (tuple(_integer(where, dim, 1) for dim in shape), dtype)
+                states[name] = (tuple(_integer(where, dim, 1) for dim in state[0]), state[1])
             layers.append(states)
         object.__setattr__(self, "layers", tuple(layers))
+
+    def __hash__(self) -> int:
+        return hash(tuple(frozenset((name, shape) for name, (shape, _) in layer.items()) for layer in self.layers))
 
     @property
     def num_layers(self) -> int:
@@ -203,8 +210,9 @@ class SchedulerConfig:
     tenants               what each tenant may have; one that is not named has no bounds and weight 1
     ladder                how a sequence may give way, besides being recomputed whole: "partial": it gives only the
                           blocks that are needed, from its end, and keeps the others while it waits; "swap": what it
-                          gives is written to the swap file, when that costs less. Cached prefixes always go first
-    costs                 the table by which the rung is chosen
+                          gives is written to the swap file, if the scheduler has one and `costs` knows that it costs
+                          less. Cached prefixes always go first
+    costs                 the table by which the rung is chosen: see `calibrate`
     hysteresis            blocks per active sequence that must be left over when a preempted sequence comes back
     max_records           steps down the ladder that `Scheduler.pressure` remembers
     """
@@ -244,10 +252,16 @@ class SchedulerConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        if isinstance(self.ladder, str):
+            raise TypeError(f"ladder must be a tuple of rungs, not the text {self.ladder!r}")
         object.__setattr__(self, "ladder", tuple(self.ladder))
         for rung in self.ladder:
             if rung not in RUNGS:
                 raise ValueError(f"a rung of the ladder is {' or '.join(map(repr, RUNGS))}, not {rung!r}")
+        if not isinstance(self.costs, PressureCosts):
+            raise TypeError(f"costs must be a PressureCosts, not {type(self.costs).__name__}")
+        if not isinstance(self.tenants, Mapping):
+            raise TypeError(f"tenants must map names to Tenants, not be a {type(self.tenants).__name__}")
         object.__setattr__(self, "tenants", dict(self.tenants))
         for tenant, limits in self.tenants.items():
             if not isinstance(limits, Tenant):

@@ -53,7 +53,10 @@ cdef class SsmStatePool:
         self.generations = np.zeros(number, np.int64)
         self.slots = [None] * number
         for i in range(number):
-            self.slots[i] = SequenceSlot(make_state(i))
+            state = make_state(i)
+            if not hasattr(state, "step_position"):
+                raise TypeError(f"make_state({i}) must return a SequenceState, not {type(state).__name__}")
+            self.slots[i] = SequenceSlot(state)
 
     @staticmethod
     def from_layout(layout, capacity):
@@ -236,6 +239,9 @@ cdef class SsmStatePool:
         if self.memory is None:
             raise ValueError("the pool has no layout: make it with SsmStatePool.from_layout")
         return self.memory.view(operator.index(layer), name)
+
+    def __repr__(self):
+        return f"<{type(self).__name__}: {self.used_count} of {self.ids.capacity} slots used>"
 
     def check(self):
         """Audits the free list; raises `PoolError` naming an equation that is broken."""

@@ -83,6 +83,7 @@ def test_sizes_out_of_range(make):
         lambda: AttentionSequenceState(1.0),
         lambda: SsmStatePool(1.0, mamba),
         lambda: SsmStatePool(1, None),
+        lambda: SsmStatePool(1, lambda i: i),
         lambda: SsmStatePool.from_layout(None, 1),
     ],
 )
@@ -269,3 +270,14 @@ def test_a_layout_without_any_state():
     pool = SsmStatePool.from_layout(StateLayout(layers=[{}, {}]), 2)
     pool.release(pool.alloc(1))
     assert pool.free_count == 2
+
+
+@pytest.mark.parametrize("layer", [{3: ((2,), "float32")}, {"h": (2, "float32")}, {"h": "x"}, {"h": ((2,),)}])
+def test_a_layout_names_what_is_no_state(layer):
+    with pytest.raises(TypeError, match=r"must be a str, not 3|state 'h' of layer 1 must be \(shape, dtype\), not"):
+        StateLayout(layers=[{}, layer])
+
+
+def test_equal_layouts_of_states_are_one_key():
+    layouts = [StateLayout(layers=[{"a": (shape, "float32"), "b": ([3], "int8")}]) for shape in ((2, 1), [2, 1])]
+    assert len({layouts[0]: 1, layouts[1]: 2, StateLayout(layers=[{}]): 3}) == 2
