@@ -119,6 +119,9 @@ cdef class BlockTables:
         self.query_starts[row + 1] = start + <int32_t>num_tokens
         state.c_slots(state.length - num_tokens, num_tokens, &self.slots[start])
 
+    def __repr__(self):
+        return f"<{type(self).__name__}: {self.num_seqs} of {self.max_seqs} rows filled>"
+
     @property
     def block_tables(self):
         """int32 (n, max_blocks_per_seq): the blocks that hold tokens, then zeros."""

@@ -87,6 +87,9 @@ cdef class IdSpace(HolderRegistry):
             return min(limit - start, most)
         return end - start
 
+    def __repr__(self):
+        return f"<{type(self).__name__}: {self.in_use} of {self.max_capacity} blocks in use>"
+
     @property
     def capacity(self):
         """How many blocks there are now, free and in use."""

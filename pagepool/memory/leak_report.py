@@ -34,6 +34,8 @@ def _sentence(leak: Leak) -> str:
     number, alone = len(leak.blocks), len(leak.alone)
     if leak.kind == "state":
         return f"request {leak.label} has state {leak.blocks[0]} still"
-    who = "nobody who is known" if leak.kind == "other" else f"{leak.kind} {leak.label!r}"
+    who = f"a {leak.kind} without a label" if leak.label is None else f"{leak.kind} {leak.label!r}"
+    if leak.kind == "other":
+        who = "nobody who is known"
     blocks = "1 block" if number == 1 else f"{number} blocks"
     return f"{who} holds {blocks} still, {alone} of them alone"

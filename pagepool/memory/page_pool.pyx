@@ -88,6 +88,14 @@ cdef class PagePool:
         self.c_unpin()
         return given
 
+    def __repr__(self):
+        if self.buffer.base == NULL:
+            return f"<{type(self).__name__}: closed>"
+        return (
+            f"<{type(self).__name__}: {self.used_pages} of {self.max_blocks} pages in use, "
+            f"{self.c_pool.layout.block_bytes} bytes each>"
+        )
+
     @property
     def total_pages(self):
         """Pages that can be named now: as many as there are blocks, if the pool may grow."""

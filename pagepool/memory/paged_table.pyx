@@ -259,6 +259,13 @@ cdef class PagedTable(Holder):
         saved_abort(saved, self.allocator, self.c_blocks, first, end)
         return PP_OK
 
+    def __repr__(self):
+        name = type(self).__name__ if self._label is None else f"{type(self).__name__} {self._label!r}"
+        if self.is_closed:
+            return f"<{name}: closed>"
+        held = self.num_blocks - self.first_block
+        return f"<{name}: {self.length} tokens, {held} blocks of {self.block_size}>"
+
     @property
     def open_transactions(self):
         """How many transactions have begun and not ended."""

@@ -16,6 +16,10 @@ cdef class CacheSummary:
 
     kind = "cache"
 
+    def __repr__(self):
+        cached = f"{self.num_cached} of {self.allocator.max_capacity} blocks cached"
+        return f"<{type(self).__name__} {self.policy}: {cached}>"
+
     @property
     def label(self):
         """What `BlockAllocator.owners` calls it: its policy."""

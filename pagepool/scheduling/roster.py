@@ -25,6 +25,10 @@ class Roster:
     _ladder: PressureLadder
     num_steps: int
 
+    def __repr__(self) -> str:
+        counts = f"{self.active_count} active, {self.waiting_count} waiting, {len(self._finished)} finished"
+        return f"<{type(self).__name__}: {counts}>"
+
     def drain_finished(self) -> list[Sequence]:
         """Remove and return the finished sequences, in the order in which they finished."""
         drained = list(self._finished.values())
