@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
 
-__all__ = ["HeldBlocks"]
+__all__ = ["HeldBlocks", "hold"]
 
 @final
 class HeldBlocks:
@@ -18,3 +18,5 @@ class HeldBlocks:
     def share(self, blocks: int | Sequence[int] | NDArray[np.integer]) -> None: ...
     def match_prefix(self, cache: Any, tokens: Any, **keys: Any) -> NDArray[np.int32]: ...
     def give_back(self) -> None: ...
+
+def hold(allocator: Any) -> HeldBlocks: ...

@@ -16,7 +16,7 @@ import numpy as np
 from pagepool.errors import InvalidBlock
 from pagepool.memory.explain import exhausted
 
-__all__ = ["HeldBlocks"]
+__all__ = ["HeldBlocks", "hold"]
 
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)
@@ -107,3 +107,8 @@ cdef class HeldBlocks:
         if count and self.allocator.c_free_n(self.ids, count) != PP_OK:
             raise InvalidBlock(f"one of the {count} blocks of a transaction was freed by someone else")
         self.count = 0
+
+
+def hold(allocator):
+    """A new `HeldBlocks`. An allocator that is not the compiled one brings its own."""
+    return HeldBlocks(allocator) if isinstance(allocator, BlockAllocator) else allocator.hold()

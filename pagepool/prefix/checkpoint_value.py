@@ -53,9 +53,9 @@ class ValueQueue:
         """Works out the priority anew: after a use, and when the state before it came or went. O(log num_states)."""
         mark, above = mark_of(node), node.above()
         saves = node.end - (above.end if above is not None else 0)
-        mark.priority = mark.age + self.value(mark.uses, saves)
-        mark.version += 1
-        heappush(self._heap, (mark.priority, mark.birth, mark.version, node))
+        priority, version = mark.age + self.value(mark.uses, saves), mark.version + 1
+        heappush(self._heap, (priority, mark.birth, version, node))
+        mark.priority, mark.version = priority, version
         if len(self._heap) > 64 + 4 * num_states:
             self._heap = [entry for entry in self._heap if _is_current(entry)]
             heapify(self._heap)

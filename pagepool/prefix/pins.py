@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from pagepool.errors import PoolError
+from pagepool.memory.held_blocks import HeldBlocks, hold
 from pagepool.prefix.cache import PrefixCache
 
 __all__ = ["PrefixPins"]
@@ -47,15 +48,15 @@ class PrefixPins:
         self.budget = operator.index(budget)
         if self.budget < 0:
             raise ValueError(f"the budget must be 0 blocks or more, not {self.budget}")
-        self._pins: dict[int, list[int]] = {}
-        self._times: Counter[int] = Counter()  # how many pins a block has
+        self._pins: dict[int, tuple[HeldBlocks, list[int]]] = {}
+        self._times: dict[int, int] = {}  # how many pins a block has
         self._due: list[tuple[Any, int]] = []  # a heap of ends and pins; those let go before are passed over
         self._next = count(1)
         cache.allocator.add_holder(self)
 
     def __del__(self) -> None:
-        for blocks in getattr(self, "_pins", {}).values():
-            self.cache.allocator.free(blocks)
+        for held, _ in getattr(self, "_pins", {}).values():
+            held.give_back()
 
     @property
     def num_pinned(self) -> int:
@@ -68,7 +69,7 @@ class PrefixPins:
 
     def references(self) -> list[int]:
         """The ids of its blocks, one entry for each reference."""
-        return list(self._times.elements())
+        return [block for _, blocks in self._pins.values() for block in blocks]
 
     def pin(
         self,
@@ -88,51 +89,55 @@ class PrefixPins:
         """
         if ttl is not None and not ttl >= 0:
             raise ValueError(f"ttl must be 0 or more, not {ttl}")
-        blocks = self.cache.match_prefix(tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
-        kept = False
-        try:
-            pinned = len(self._times.keys() | set(blocks))
-            if pinned > self.budget:
-                raise PoolError(f"{pinned} blocks would be pinned, the budget is {self.budget}")
-            number = next(self._next)
-            if ttl is not None:
-                heappush(self._due, (now + ttl, number))
-            self._pins[number] = blocks
-            self._times.update(blocks)
-            kept = True
-        finally:
-            if not kept:
-                self.cache.allocator.free(blocks)
         if len(self._due) > 64 + 2 * len(self._pins):
             self._due = [due for due in self._due if due[1] in self._pins]
             heapify(self._due)
+        held = hold(self.cache.allocator)
+        try:
+            blocks = held.match_prefix(self.cache, tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
+            times = self._times.copy()
+            for block in blocks:
+                times[block] = times.get(block, 0) + 1
+            if len(times) > self.budget:
+                raise PoolError(f"{len(times)} blocks would be pinned, the budget is {self.budget}")
+            number = next(self._next)
+            if ttl is not None:
+                heappush(self._due, (now + ttl, number))
+            self._pins[number] = held, blocks
+            self._times = times
+        except BaseException:
+            held.give_back()
+            raise
         return number
 
     def unpin(self, pin: int) -> int:
         """Lets a pin go; returns how many of its blocks have none any more. Raises `KeyError` for one that is gone."""
-        blocks = self._pins[pin]
-        self.cache.allocator.free(blocks)
+        held, blocks = self._pins[pin]
+        times = self._times
+        gone, each = len([block for block in blocks if times[block] == 1]), iter(blocks)
+        held.give_back()  # from here on nothing wants memory
+        for block in each:
+            if times[block] == 1:
+                del times[block]
+            else:
+                times[block] -= 1
         del self._pins[pin]
-        before = len(self._times)
-        self._times.subtract(blocks)
-        for block in blocks:
-            if not self._times[block]:
-                del self._times[block]
-        return before - len(self._times)
+        return gone
 
     def expire(self, now: float) -> int:
         """Lets go every pin whose time has come; returns how many. O(log pins) each."""
         done = 0
         while self._due and self._due[0][0] <= now:
-            number = heappop(self._due)[1]
+            number = self._due[0][1]
             if number in self._pins:
-                self.unpin(number)
+                self.unpin(number)  # first: one that raises is due still
                 done += 1
+            heappop(self._due)
         return done
 
     def check(self) -> None:
         """Raises `PoolError` when one of the equations does not hold."""
-        times = Counter(block for blocks in self._pins.values() for block in blocks)
+        times = Counter(block for _, blocks in self._pins.values() for block in blocks)
         if times != self._times or len(times) > self.budget:
             raise PoolError(f"{len(times)} blocks have pins, {len(self._times)} are counted, {self.budget} allowed")
         for block in times:

@@ -84,15 +84,21 @@ class StateCheckpoints:
         """Brings `slot` of the pool to the longest kept prefix of `tokens` within `kv_tokens`; returns its length.
 
         0 when there is none: then the slot is as it was. The slot's position becomes the length. One token at least is
-        left to compute. Raises `InvalidSlot` for a slot that is out of range, or free.
+        left to compute. Raises `InvalidSlot` for a slot that is out of range, or free. What comes in the middle of the
+        copy, a `MemoryError` or a signal, leaves the slot at its beginning.
         """
         theirs = self._lent(slot)
         found = self.index.find(tokens, kv_tokens, cache_salt=cache_salt, extra_keys=extra_keys)
         if found is None:
             return 0
         position, kept = found
-        for target, source in zip(self._theirs, self._ours, strict=True):
-            target[slot] = source[kept]
+        try:
+            for target, source in zip(self._theirs, self._ours, strict=True):
+                target[slot] = source[kept]
+        except BaseException:
+            theirs.state.reset()
+            theirs.position = 0
+            raise
         theirs.state.step_position = theirs.position = position
         return position
 
@@ -129,14 +135,21 @@ class StateCheckpoints:
         reason  why: that of the stop, or "end" when the request has ended
 
         States of less value go when the budget asks for it. Raises `InvalidSlot`, `ValueError` for a position or a
-        reason that is none; then nothing has changed.
+        reason that is none; then nothing has changed. What comes in the middle, a `MemoryError` or a signal, makes it
+        forget every state: better none than one that was copied in part.
         """
         self._lent(slot)
-        kept = self.index.admit(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
-        if kept < 0:
-            return False
-        for target, source in zip(self._ours, self._theirs, strict=True):
-            target[kept] = source[slot]
+        try:
+            kept = self.index.admit(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
+            if kept < 0:
+                return False
+            for target, source in zip(self._ours, self._theirs, strict=True):
+                target[kept] = source[slot]
+        except (TypeError, ValueError):
+            raise
+        except BaseException:
+            self.index.reset()
+            raise
         return True
 
     def reset(self) -> None:

@@ -55,9 +55,9 @@ class PrefixPins:
         return self._made
 
     def unpin(self, pin: int) -> int:
-        """Lets a pin go; how many of its blocks have none any more."""
+        """Lets a pin go, the last block first; how many of its blocks have none any more."""
         _, blocks = self._pins.pop(pin)
-        self.cache.allocator.free(blocks)
+        self.cache.allocator.free(blocks[::-1])
         return len(set(blocks) - set(self.references()))
 
     def expire(self, now: float) -> int:

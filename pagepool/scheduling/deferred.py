@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from pagepool.errors import InvalidBlock
-from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.held_blocks import HeldBlocks
+from pagepool.memory.held_blocks import hold
 from pagepool.memory.journal import run_all
 
-__all__ = ["Deferred", "Publication", "as_ids", "hold"]
+__all__ = ["Deferred", "Publication", "as_ids"]
 
 
 class Publication:
@@ -88,11 +87,6 @@ class Deferred:
         frees = [partial(allocator.free, blocks) for allocator, blocks in self.frees]
         held = [publication.held.give_back for publication in self.publications]
         return [*frees, *held, *commits, *[handle.release for handle in self.releases], *self.done]
-
-
-def hold(allocator: Any) -> Any:
-    """A new `HeldBlocks`. An allocator that is not the compiled one brings its own."""
-    return HeldBlocks(allocator) if isinstance(allocator, BlockAllocator) else allocator.hold()
 
 
 def as_ids(blocks: Any) -> list[int]:

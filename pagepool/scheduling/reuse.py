@@ -102,10 +102,11 @@ class PrefixReuse:
         try:
             if len(blocks) < least:
                 return False
-            account.give_back([seq.kv])
-            seq.kv = account.open(seq.max_tokens, seq.id)
-            account.adopt(seq.kv, blocks)
-            seq._fed = seq.kv.len
+            old, state = [seq.kv], account.open(seq.max_tokens, seq.id)
+            account.adopt(state, blocks)
+            account.give_back(old)
+            seq.kv = state
+            seq._fed = state.len
             seq._kept = len(blocks)
         finally:
             self._cache.allocator.free(blocks)

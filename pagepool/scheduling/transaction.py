@@ -10,8 +10,9 @@ from itertools import count
 from typing import Any
 
 from pagepool.errors import InvalidBlock, PoolError
+from pagepool.memory.held_blocks import hold
 from pagepool.memory.journal import Journal, Made, Participation
-from pagepool.scheduling.deferred import Deferred, Publication, as_ids, hold
+from pagepool.scheduling.deferred import Deferred, Publication, as_ids
 
 __all__ = ["Transaction"]
 

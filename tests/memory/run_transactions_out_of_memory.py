@@ -8,7 +8,9 @@ from pagepool import (
     KvGroup,
     PagedSeqState,
     PrefixCache,
+    PrefixPins,
     SsmStatePool,
+    StateCheckpoints,
     StateLayout,
     Transaction,
 )
@@ -20,13 +22,13 @@ STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")
 
 
 def pause():
-    """For what a test does beside the operation that may fail; returns what `resume` wants."""
+    """For what a test does beside the operation that may fail; returns what `resume_countdown` wants."""
     left = countdown.value
     countdown.value = 0
     return left
 
 
-def resume(left):
+def resume_countdown(left):
     countdown.value = left
 
 
@@ -57,16 +59,29 @@ class World:
             self.hybrid.state.view(0, "a")[:] = n
             self.marks.append(self.hybrid.checkpoint())
         self.hybrid.append(6)
+        self.pins = PrefixPins(self.cache, 1000)
+        self.pin = self.pins.pin(PROMPT[:1120], ttl=5)
+        self.pins.pin(PROMPT[:40])
+        self.checkpoints = StateCheckpoints(STATES, self.pool, 100_000)
+        self.lent.view(0, "a")[:] = 5
+        self.checkpoints.save(self.lent.index, PROMPT, 500, "end")
         self.new = HybridSequence(self.groups, self.pool)
         self.transaction = Transaction()
         self.transaction.free(self.allocator, self.many[:3])
 
     def picture(self):
-        for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new):
+        for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new, self.pins, self.checkpoints):
             one.check()
         return (
             [self.allocator.ref_count(block) for block in range(BLOCKS)],
-            [self.pool.used_count, self.cache.num_cached, self.state.len, self.transaction.is_open],
+            [
+                len(self.pins),
+                self.pins.num_pinned,
+                self.pool.used_count,
+                self.cache.num_cached,
+                self.state.len,
+                self.transaction.is_open,
+            ],
             [self.hybrid.stats(), self.hybrid.closed, [mark.position for mark in self.hybrid.checkpoints]],
             [one.view(0, "a").tolist() for one in (self.handle, self.hybrid.state) if not one.is_stale],
             [one.open_transactions for one in (self.state, self.handle, self.hybrid, self.new)],
@@ -76,6 +91,7 @@ class World:
         """The end of what was done before an operation that failed."""
         if self.transaction.is_open:
             self.transaction.commit()
+        self.pins.expire(6)
 
     def change_everything(self, transaction):
         transaction.enlist(self.state, self.handle, self.hybrid)
@@ -120,7 +136,7 @@ def end(world, how):
     if how == "commit":
         inner.commit()
     open_one = world.picture()
-    resume(left)
+    resume_countdown(left)
     failed = None
     try:
         ended.abort() if how == "abort" else ended.commit()
@@ -134,7 +150,7 @@ def end(world, how):
     else:
         transaction.abort()
         assert world.picture() == before, "an abort left something"
-    resume(left)
+    resume_countdown(left)
     if failed:
         raise failed
 
@@ -149,7 +165,7 @@ def end_of_hybrid(world, commits):
     world.hybrid.append(50)
     world.hybrid.checkpoint()
     world.hybrid.discard(world.marks[0])
-    resume(left)
+    resume_countdown(left)
     world.hybrid.commit() if commits else world.hybrid.abort()
     world.hybrid.commit() if commits else world.hybrid.abort()
     left = pause()
@@ -158,7 +174,31 @@ def end_of_hybrid(world, commits):
         assert world.pool.used_count == MANY - 1 + 6, "those lent, of two sequences, and of the two checkpoints"
     else:
         assert world.picture() == before
-    resume(left)
+    resume_countdown(left)
+
+
+def save(world):
+    """What it forgets is right; what it keeps has to be."""
+    try:
+        world.checkpoints.save(world.handle.index, PROMPT, 900, "end")
+    except (MemoryError, SystemError):
+        left = pause()
+        kept = world.checkpoints.index.num_states
+        assert world.checkpoints.resume(world.lent.index, PROMPT, 1000) == 500 * kept
+        assert world.lent.view(0, "a").tolist() == [5] * 4
+        resume_countdown(left)
+        raise
+
+
+def resume(world):
+    """All of a state or its beginning."""
+    try:
+        world.checkpoints.resume(world.handle.index, PROMPT, 1000)
+    except (MemoryError, SystemError):
+        left = pause()
+        assert world.handle.slot.position == 0 and world.handle.view(0, "a").tolist() == [0] * 4
+        resume_countdown(left)
+        raise
 
 
 OPERATIONS = {
@@ -200,12 +240,17 @@ OPERATIONS = {
     "truncate": lambda world: world.hybrid.truncate(800),
     "begin of a hybrid": lambda world: world.hybrid.begin(),
     "commit of a hybrid": lambda world: end_of_hybrid(world, True),
+    "pin": lambda world: world.pins.pin(PROMPT, ttl=7),
+    "unpin": lambda world: world.pins.unpin(world.pin),
+    "expire": lambda world: world.pins.expire(5),
+    "save a state": save,
+    "resume a state": resume,
     "abort of a hybrid": lambda world: end_of_hybrid(world, False),
     "release of a hybrid": lambda world: world.hybrid.release(),
 }
 
 # Of the long ones not every allocation fails.
-STRIDES = {"whole": 31, "whole, with one within": 29, "commit": 7, "cache_blocks in a transaction": 3}
+STRIDES = {"pin": 5, "whole": 31, "whole, with one within": 29, "commit": 7, "cache_blocks in a transaction": 3}
 
 if __name__ == "__main__":
     fail_all(World, OPERATIONS, plain_python=OPERATIONS, strides=STRIDES)
