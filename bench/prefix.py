@@ -1,11 +1,15 @@
 """The cost of the prefix cache, a block: look-up and insertion of recorded prompts, as an engine does them.
 
-    python bench/prefix.py TRACE [--requests N] [--capacity N] [--policy NAME]
+    python bench/prefix.py TRACE [--requests N] [--capacity N,N,...] [--policy NAME] [--reference]
     python bench/prefix.py --runs [--policy NAME]
 
-For each prompt: `match_prefix`, room made with `evict`, blocks for the rest, `cache_blocks`, and all references given
-back. Only calls of the cache are timed; the tokens are made before. Ours takes all N requests, the reference the first
-of them, as many as have 200,000 blocks. Both must find the same blocks there.
+For each prompt: `match_prefix`, room made with `evict`, blocks for the rest, `cache_blocks` behind what was found, and
+all references given back. Only calls of the cache are timed; the tokens are made before. Every block of a prompt counts
+once, found or inserted, with the eviction that it forced; the part of evictions is told beside. A prompt longer than
+half of the blocks is cut there; capacity 0 stands for as many blocks as the prompts have, so that none is evicted.
+
+With `--reference`, the first prompts with 200,000 blocks in all also go through the reference, where the same blocks
+must be found, and its time is told beside ours for these.
 
 With `--runs`, instead: a look-up of 4,096 blocks of 16 tokens that were cached in turn with those of another prompt, so
 that 1, 8, 64 or 512 of them at a time lie in one piece.
@@ -14,6 +18,7 @@ that 1, 8, 64 or 512 of them at a time lie in one piece.
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
@@ -25,28 +30,42 @@ from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import read_trace
 
 
-def serve(memory: Any, prompts: list[tuple[np.ndarray, int]], block_size: int, capacity: int, policy: str) -> tuple:
-    """Blocks of the prompts, blocks found, and nanoseconds in the cache."""
+@dataclass
+class Costs:
+    """Blocks looked up, found and evicted, and nanoseconds in all calls of the cache and in `evict`."""
+
+    blocks: int = 0
+    found: int = 0
+    evicted: int = 0
+    all: int = 0
+    evict: int = 0
+
+
+def serve(memory: Any, prompts: list[tuple[np.ndarray, int]], block_size: int, capacity: int, policy: str) -> Costs:
+    """All prompts through a cache of `capacity` blocks."""
     allocator = memory.BlockAllocator(capacity)
     cache = memory.PrefixCache(allocator, block_size, policy)
     offsets = np.arange(block_size, dtype=np.int32)
-    blocks = hits = nanoseconds = 0
+    costs = Costs()
     for ids, session in prompts:
         tokens = (ids[: capacity // 2, None] * np.int32(block_size) + offsets).reshape(-1)
-        start = perf_counter_ns()
+        begin = perf_counter_ns()
         found = cache.match_prefix(tokens, cache_salt=session)
         missing = len(tokens) // block_size - len(found)
-        if missing > allocator.free_count:
-            cache.evict(missing - allocator.free_count)
-        nanoseconds += perf_counter_ns() - start
-        table = np.concatenate([found, allocator.allocate_n(missing)])
         start = perf_counter_ns()
-        cache.cache_blocks(tokens, table, cache_salt=session)
-        nanoseconds += perf_counter_ns() - start
+        if missing > allocator.free_count:
+            costs.evicted += cache.evict(missing - allocator.free_count)
+        end = perf_counter_ns()
+        table = np.concatenate([found, allocator.allocate_n(missing)])
+        costs.evict += end - start
+        costs.all += end - begin
+        begin = perf_counter_ns()
+        cache.cache_blocks(tokens, table, cache_salt=session, start=len(found))
+        costs.all += perf_counter_ns() - begin
         allocator.free(table)
-        blocks += len(table)
-        hits += len(found)
-    return blocks, hits, nanoseconds
+        costs.blocks += len(table)
+        costs.found += len(found)
+    return costs
 
 
 def look_up(run: int, policy: str) -> float:
@@ -67,14 +86,33 @@ def look_up(run: int, policy: str) -> float:
     return min(times)
 
 
+def compare(prompts: list[tuple[np.ndarray, int]], block_size: int, capacity: int, policy: str) -> None:
+    """Print how much faster ours is, for the first prompts. Raises `SystemExit` when the two find different blocks."""
+    few, blocks = [], 0
+    for prompt in prompts:
+        blocks += len(prompt[0])
+        if blocks > 200_000:
+            break
+        few.append(prompt)
+    ours = serve(pagepool, few, block_size, capacity, policy)
+    theirs = serve(reference, few, block_size, capacity, policy)
+    if (ours.blocks, ours.found, ours.evicted) != (theirs.blocks, theirs.found, theirs.evicted):
+        raise SystemExit(f"ours {ours} and the reference {theirs} do not agree")
+    print(
+        f"{'':<20}the first {len(few)} prompts: {ours.all / ours.blocks:.1f} ns a block, the reference "
+        f"{theirs.all / theirs.blocks:,.0f}: {theirs.all / ours.all:.0f} times"
+    )
+
+
 def main() -> None:
-    """Print a line for each side."""
+    """Print a line for each capacity."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?")
     parser.add_argument("--runs", action="store_true")
-    parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--capacity", type=int, default=30_000)
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--capacity", default="1000,3000,5859,10000,20000,30000,0")
     parser.add_argument("--policy", default="lru")
+    parser.add_argument("--reference", action="store_true")
     options = parser.parse_args()
     if options.runs:
         for run in (1, 8, 64, 512):
@@ -84,23 +122,17 @@ def main() -> None:
         parser.error("a trace, or --runs")
     source = Prompts(read_trace(options.trace, options.requests, prefixes=True), None, False)
     prompts = [(ids, session) for ids, _, session in source]
-    few, blocks = [], 0
-    for prompt in prompts:
-        if blocks + len(prompt[0]) > 200_000:
-            break
-        blocks += len(prompt[0])
-        few.append(prompt)
-    sides = []
-    for name, memory, part in (("ours", pagepool, prompts), ("ours", pagepool, few), ("reference", reference, few)):
-        blocks, hits, nanoseconds = serve(memory, part, source.block_size, options.capacity, options.policy)
-        sides.append((hits, nanoseconds / max(1, blocks)))
+    most = 2 * max((len(ids) for ids, _ in prompts), default=0)
+    for number in map(int, options.capacity.split(",")):
+        capacity = number or max(most, source.full_blocks)
+        costs = serve(pagepool, prompts, source.block_size, capacity, options.policy)
         print(
-            f"{name:<10}{options.policy:<9}{len(part):>7,} prompts {blocks:>11,} blocks of {source.block_size} tokens "
-            f"{hits / max(1, blocks):>7.1%} found {sides[-1][1]:>9.1f} ns a block"
+            f"{options.policy:<9}{number or 'no bound':>10} {len(prompts):>7,} prompts {costs.blocks:>11,} blocks, "
+            f"{costs.found:,} found, {costs.blocks - costs.found:,} inserted, {costs.evicted:,} evicted: "
+            f"{costs.all / max(1, costs.blocks):.1f} ns a block, {costs.evict / max(1, costs.blocks):.1f} to evict"
         )
-    if sides[1][0] != sides[2][0]:
-        raise SystemExit(f"ours found {sides[1][0]} blocks, the reference {sides[2][0]}")
-    print(f"ours is {sides[2][1] / sides[1][1]:.0f} times as fast as the reference")
+        if options.reference:
+            compare(prompts, source.block_size, capacity, options.policy)
 
 
 if __name__ == "__main__":
