@@ -49,7 +49,7 @@ cdef class GittinsPolicy(GroupedPolicy):
 
     cdef void c_clear(self) noexcept:
         GroupedPolicy.c_clear(self)
-        self.last = -1
+        self.last = self.chosen_at = -1
         self.continued = False
         self.next_lesson = LESSON
         self.ages.c_clear()
@@ -141,7 +141,10 @@ cdef class GittinsPolicy(GroupedPolicy):
         cdef int32_t node
         while True:
             if self.victims < 0 or self.budget <= 0:
-                self.victims = self.c_choose()
+                if self.victims < 0 or not self.c_is_fresh():
+                    self.victims = self.c_choose()
+                    self.chosen_at = self.clock
+                    self.chosen_of = self.cells.stamp
                 self.budget = BUDGET
                 if self.victims < 0:
                     return self.lists[WAITING].head  # children that stay are held by sequences
@@ -168,7 +171,7 @@ cdef class GittinsPolicy(GroupedPolicy):
     cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
         """From the tail of the group up, while each is the parent of the one before and has no other cached child."""
         cdef Node *nodes = self.table.nodes
-        cdef int32_t low = node, end = node - min(n, self.budget)
+        cdef int32_t low = node, end = node - (n if self.c_is_fresh() else min(n, self.budget))
         step[0] = -1
         if self.victims < 0:
             return 1
@@ -183,6 +186,8 @@ cdef class GittinsPolicy(GroupedPolicy):
         cdef int32_t low = node - n + 1, i
         if n > 1:
             self.budget -= n - 1
+            while self.budget <= 0:
+                self.budget += BUDGET
             self.c_part(low + 1, n - 1)
             for i in range(node, low, -1):
                 nodes[i - 1].cached_children = 0
@@ -286,6 +291,9 @@ cdef class GittinsPolicy(GroupedPolicy):
             for node in range(first, first + n):
                 nodes[node].uses += 1
         self.c_leave(first, n)
+
+    cdef bint c_is_fresh(self) noexcept:
+        return self.chosen_at == self.clock and self.chosen_of == self.cells.stamp
 
     cdef int32_t c_choose(self) noexcept:
         """The longest unused group of the cell that is worth least, or of all, or -1; all groups are aged first."""

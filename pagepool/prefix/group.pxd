@@ -22,6 +22,7 @@ cdef struct Group:
 cdef struct Cells:
     int32_t ends[8][64][2]  # first and last group of a kind and age class, or -1
     unsigned long long filled[8]  # bit a of a kind: its cell of age class a is not empty
+    unsigned long long stamp  # how often groups came into cells or left them
 
 
 # `ends`: the first and the last group of a row, or -1. The longest unused group of a row is its first: one that comes
@@ -56,6 +57,7 @@ cdef inline void row_take(int32_t *ends, Group *groups, int32_t number) noexcept
 
 cdef inline void cells_clear(Cells *self) noexcept nogil:
     cdef int kind, age
+    self.stamp = 0
     for kind in range(8):
         self.filled[kind] = 0
         for age in range(64):
@@ -67,6 +69,7 @@ cdef inline void cells_put(Cells *self, Group *groups, int32_t number, int age) 
     groups[number].age = <uint8_t>age
     row_put(&self.ends[kind][age][0], groups, number)
     self.filled[kind] |= 1ull << age
+    self.stamp += 1
 
 
 cdef inline void cells_take(Cells *self, Group *groups, int32_t number) noexcept nogil:
@@ -74,3 +77,4 @@ cdef inline void cells_take(Cells *self, Group *groups, int32_t number) noexcept
     row_take(&self.ends[kind][age][0], groups, number)
     if self.ends[kind][age][0] < 0:
         self.filled[kind] &= ~(1ull << age)
+    self.stamp += 1

@@ -7,14 +7,29 @@ cdef enum:
 
 cdef extern from *:
     """
+    #include <stdint.h>
     /* Of what was counted, each time that values are learnt. */
     #define PP_FADE 0.97
+    static inline int pp_age_class(int64_t age)
+    {
+        int octave;
+        if (age < 2) return 0;
+        octave = 63 - __builtin_clzll((unsigned long long)age);
+        octave = 2 * octave + (int)((age >> (octave - 1)) & 1) - 1;
+        return octave < 64 ? octave : 63;
+    }
+    static inline double pp_first_age(int age_class)
+    {
+        int octave = (age_class + 1) / 2;
+        double first = (double)((uint64_t)1 << octave);
+        return (age_class + 1) % 2 && octave > 0 ? first * 1.5 : first;
+    }
     """
     double FADE "PP_FADE"
-
-
-# The class of an age, two to each doubling: 0 for 1, then 2, 3, 4-5, 6-7, 8-11, 12-15, ...
-cdef int age_class(int64_t age) noexcept nogil
+    # The class of an age, two to each doubling: 0 for 1, then 2, 3, 4-5, 6-7, 8-11, 12-15, ...
+    int age_class "pp_age_class"(int64_t age) noexcept nogil
+    # The first age of a class.
+    double first_age "pp_first_age"(int age_class) noexcept nogil
 
 
 # count + 1 + ... + 1, each sum rounded as when they come one at a time: what is decided must not depend on that.

@@ -18,32 +18,6 @@ __all__ = ["ReuseAges"]
 cdef double SHARED = 100.0  # blocks of all kinds together that each kind is taken to have beside its own
 
 
-cdef extern from *:
-    """
-    static inline int pp_age_class(int64_t age)
-    {
-        int octave;
-        if (age < 2) return 0;
-        octave = 63 - __builtin_clzll((unsigned long long)age);
-        octave = 2 * octave + (int)((age >> (octave - 1)) & 1) - 1;
-        return octave < 64 ? octave : 63;
-    }
-    /* The first age of a class. */
-    static inline double pp_first_age(int age_class)
-    {
-        int octave = (age_class + 1) / 2;
-        double first = (double)((uint64_t)1 << octave);
-        return (age_class + 1) % 2 && octave > 0 ? first * 1.5 : first;
-    }
-    """
-    int pp_age_class(int64_t age) noexcept nogil
-    double pp_first_age(int age_class) noexcept nogil
-
-
-cdef int age_class(int64_t age) noexcept nogil:
-    return pp_age_class(age)
-
-
 @cython.final
 @cython.auto_pickle(False)
 cdef class ReuseAges:
@@ -52,7 +26,7 @@ cdef class ReuseAges:
     def __cinit__(self):
         cdef int age
         for age in range(AGES + 1):
-            self.first[age] = pp_first_age(age)
+            self.first[age] = first_age(age)
         self.c_clear()
 
     cdef void c_clear(self) noexcept:
@@ -67,7 +41,7 @@ cdef class ReuseAges:
         cdef int64_t end = age + n, after
         cdef int now
         while age < end:
-            now = pp_age_class(age)
+            now = age_class(age)
             after = end if now == AGES - 1 else min(end, <int64_t>self.first[now + 1])
             self.used[kind][now] = add_ones(self.used[kind][now], after - age)
             age = after
