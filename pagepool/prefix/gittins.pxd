@@ -11,8 +11,11 @@ cdef class GittinsPolicy(GroupedPolicy):
     cdef int64_t next_lesson
     cdef int64_t max_ghosts
     cdef int32_t budget  # blocks to take from `victims` before all groups are looked at again
-    cdef int64_t chosen_at  # the clock and the stamp of the cells when that was done: they alone, the values and
-    cdef unsigned long long chosen_of  # whom the rival follows, which change with the clock, decide
+    cdef int32_t chosen  # when that was done last
+    # The clock and the stamp of the cells then: they alone decide, beside the values and whom the rival follows, which
+    # change with the clock.
+    cdef int64_t chosen_at
+    cdef unsigned long long chosen_of
 
     cdef void c_arrive(self, int32_t node) noexcept
     cdef void c_into_ghosts(self, int32_t node) noexcept
@@ -23,6 +26,6 @@ cdef class GittinsPolicy(GroupedPolicy):
     # the parent of the first, and was inserted just now.
     cdef void c_insert_alike(self, int32_t first, int32_t n) noexcept
     cdef void c_used(self, int32_t first, int32_t n, bint here) noexcept
-    # Whether looking at all groups now would lead to `victims` again.
+    # Whether looking at all groups now would lead to `chosen` again.
     cdef bint c_is_fresh(self) noexcept
     cdef int32_t c_choose(self) noexcept

@@ -141,10 +141,11 @@ cdef class GittinsPolicy(GroupedPolicy):
         cdef int32_t node
         while True:
             if self.victims < 0 or self.budget <= 0:
-                if self.victims < 0 or not self.c_is_fresh():
-                    self.victims = self.c_choose()
+                if not self.c_is_fresh():
+                    self.chosen = self.c_choose()
                     self.chosen_at = self.clock
                     self.chosen_of = self.cells.stamp
+                self.victims = self.chosen
                 self.budget = BUDGET
                 if self.victims < 0:
                     return self.lists[WAITING].head  # children that stay are held by sequences

@@ -22,7 +22,12 @@ cdef struct Group:
 cdef struct Cells:
     int32_t ends[8][64][2]  # first and last group of a kind and age class, or -1
     unsigned long long filled[8]  # bit a of a kind: its cell of age class a is not empty
-    unsigned long long stamp  # how often groups came into cells or left them
+    # A number of its own for each state of the cells: the first of a row that leaves, and comes back as the first
+    # before any other comes or goes, has changed nothing.
+    unsigned long long stamp
+    unsigned long long last_stamp  # the largest so far
+    unsigned long long before_take  # the stamp when `taken` left
+    int32_t taken  # the group that was the last to come or go, if it left, and was the first of its row; or -1
 
 
 # `ends`: the first and the last group of a row, or -1. The longest unused group of a row is its first: one that comes
@@ -57,7 +62,8 @@ cdef inline void row_take(int32_t *ends, Group *groups, int32_t number) noexcept
 
 cdef inline void cells_clear(Cells *self) noexcept nogil:
     cdef int kind, age
-    self.stamp = 0
+    self.stamp = self.last_stamp = self.before_take = 0
+    self.taken = -1
     for kind in range(8):
         self.filled[kind] = 0
         for age in range(64):
@@ -66,15 +72,24 @@ cdef inline void cells_clear(Cells *self) noexcept nogil:
 
 cdef inline void cells_put(Cells *self, Group *groups, int32_t number, int age) noexcept nogil:
     cdef int kind = groups[number].kind
+    cdef bint is_back = self.taken == number and groups[number].age == age
     groups[number].age = <uint8_t>age
     row_put(&self.ends[kind][age][0], groups, number)
     self.filled[kind] |= 1ull << age
-    self.stamp += 1
+    if is_back and self.ends[kind][age][0] == number:
+        self.stamp = self.before_take
+    else:
+        self.last_stamp += 1
+        self.stamp = self.last_stamp
+    self.taken = -1
 
 
 cdef inline void cells_take(Cells *self, Group *groups, int32_t number) noexcept nogil:
     cdef int kind = groups[number].kind, age = groups[number].age
+    self.before_take = self.stamp
+    self.taken = number if self.ends[kind][age][0] == number else -1
+    self.last_stamp += 1
+    self.stamp = self.last_stamp
     row_take(&self.ends[kind][age][0], groups, number)
     if self.ends[kind][age][0] < 0:
         self.filled[kind] &= ~(1ull << age)
-    self.stamp += 1
