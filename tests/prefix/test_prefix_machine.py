@@ -203,3 +203,31 @@ def test_long_runs_that_part_agree_with_the_reference(policy, hash_bits):
     ours.check()
     assert ours.stats()["evicted"] == plain.evicted > 500
     assert longest > 20
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_sessions_that_grow_by_turns_agree_with_the_reference(policy):
+    """A loop longer than the cache, with branches: much is learnt, groups come and go, found blocks wait in use."""
+    random = np.random.default_rng(3)
+    ours, plain = PrefixCache(BlockAllocator(400), 1, policy), PlainCache(PlainAllocator(400), 1, policy)
+    sessions = [random.integers(0, 1000, random.integers(20, 180)) for _ in range(12)]
+    found_in_all = 0
+    for turn in range(900):
+        number = turn % 12 if random.integers(8) else random.integers(12)
+        shared = sessions[number][: random.integers(len(sessions[number])) if random.integers(12) == 0 else None]
+        prompt = np.concatenate([shared, random.integers(0, 1000, random.integers(1, 12))])
+        sessions[number] = prompt[:190] if random.integers(40) else prompt[:20]
+        found = ours.match_prefix(prompt)
+        assert found.tolist() == plain.match_prefix(prompt).tolist()
+        missing = len(prompt) - len(found)
+        want = max(0, missing - ours.allocator.free_count)
+        assert ours.evict(want) == plain.evict(want)
+        blocks = np.concatenate([found, ours.allocator.allocate_n(missing)])
+        plain.allocator.allocate_n(missing)
+        for side in (ours, plain):
+            side.cache_blocks(prompt, blocks, start=len(found))
+            side.allocator.free(blocks)
+        found_in_all += len(found)
+    ours.check()
+    assert found_in_all > (10_000 if policy == "gittins" else 100)
+    assert ours.stats()["evicted"] == plain.evicted > 10_000
