@@ -31,6 +31,10 @@ enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
  * on, which is what it may take to wake it. */
 enum { PRODUCTS_PER_FETCH = 4, PRODUCTS_PER_THREAD = 1 << 18 };
 
+/* Units are not cut smaller than this (about 20 us), but one for each thread: where a unit begins nothing has been
+ * prefetched, and heads that lie next to each other are read best by one thread. */
+enum { PRODUCTS_PER_UNIT = 1 << 20 };
+
 typedef struct measures {
     int64_t num_chunks, num_blocks, num_queries; /* of all sequences */
     int64_t num_records;                         /* elements of all records */
@@ -109,6 +113,12 @@ static int64_t num_queries_of(const pp_decode_args *args, int32_t s) {
     return args->query_start_loc ? args->query_start_loc[s + 1] - (int64_t)args->query_start_loc[s] : 1;
 }
 
+/* How many units there should be for each thread, so that none waits long for another's last one. */
+static int64_t units_per_thread(const measures *all, int32_t num_threads) {
+    const double units = all->products / PRODUCTS_PER_UNIT / num_threads;
+    return units < 2 ? 1 : units < UNITS_PER_THREAD ? (int64_t)units : UNITS_PER_THREAD;
+}
+
 static pp_status measure(const pp_decode_args *args, measures *all) {
     const pp_kv_layout *layout = &args->pool->layout;
     pp_status status = pp_check_decode(args);
@@ -121,7 +131,7 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
         status = add_sequence(args, args->seq_lens[s], num_queries_of(args, s), all);
         if (status != PP_OK) return status;
     }
-    const int64_t wanted = (int64_t)UNITS_PER_THREAD * (args->num_threads < 2 ? 0 : args->num_threads);
+    const int64_t wanted = args->num_threads < 2 ? 0 : args->num_threads * units_per_thread(all, args->num_threads);
     int64_t slices = 1, most = layout->num_kv_heads;
     if (all->num_chunks && all->num_chunks < wanted) slices = ceil_div(wanted, all->num_chunks);
     if (most < args->num_threads) most *= parts_of((int32_t)(group_size * all->most_queries));
@@ -340,13 +350,30 @@ static void set_next(pp_chunk *work, const pp_chunk *after) {
     for (int i = 0; i < 4; i++) work->next[i] += after->part_begin / parts * after->pool->layout.head_bytes;
 }
 
+/* Prefetches the K of four groups that the unit reads first, at once: reading alone waits for it line after line. */
+enum { MOST_AT_ONCE = 2048 }; /* bytes of a group */
+static void begin_reading(const pp_chunk *work) {
+    const pp_kv_layout *layout = &work->pool->layout;
+    const int32_t parts = parts_of(work->group_size * work->view.num_queries);
+    const unsigned char *groups[4];
+    if (!layout->tiled || work->part_begin == work->part_end) return;
+    pp_step_groups(work, work->first / PP_TILE * PP_TILE, groups);
+    for (int i = 0; i < 4; i++) {
+        const unsigned char *k = groups[i] + work->part_begin / parts * layout->head_bytes;
+        for (int64_t at = 0; at < layout->k_bytes && at < MOST_AT_ONCE; at += 64) __builtin_prefetch(k + at, 0, 2);
+    }
+}
+
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     const pp_kernels *kernels = pp_kernels_get();
     void (*kernel)(const pp_chunk *) = plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype]
                                                                          : kernels->chunk_dot;
     pp_chunk work, after;
     int32_t sequence, slice, sequence_after, slice_after;
-    if (begin < end) chunk_of(plan, begin, &after, &sequence_after, &slice_after);
+    if (begin < end) {
+        chunk_of(plan, begin, &after, &sequence_after, &slice_after);
+        begin_reading(&after);
+    }
     for (int64_t unit = begin; unit < end; unit++) {
         work = after;
         sequence = sequence_after;

@@ -189,12 +189,48 @@ static void check_decode(scenario *s, pp_arithmetic arithmetic) {
     free(one_lse);
 }
 
+/* Units of `tokens` tokens and 4 kv heads for 32 query heads of 64 dims. */
+static int64_t units_of(int32_t tokens, int num_threads) {
+    pp_kv_pool pool = {.num_blocks = tokens / 16};
+    CHECK(pp_kv_layout_init(&pool.layout, 1, 4, 64, 16, PP_BF16) == PP_OK);
+    pool.base = scenario_memory((size_t)(pool.num_blocks * pool.layout.block_bytes));
+    float *q = scenario_memory(32 * 64 * sizeof(float)), *out = scenario_memory(32 * 64 * sizeof(float));
+    int32_t *table = scenario_memory((size_t)pool.num_blocks * sizeof(int32_t));
+    for (int32_t b = 0; b < pool.num_blocks; b++) table[b] = b;
+    pp_decode_args args = {.pool = &pool, .num_seqs = 1, .num_qo_heads = 32, .q = q, .q_stride_seq = 32 * 64,
+                           .q_stride_head = 64, .block_tables = table, .block_tables_stride = pool.num_blocks,
+                           .block_tables_width = pool.num_blocks, .seq_lens = &tokens, .sm_scale = 0.125f,
+                           .num_threads = num_threads, .out = out};
+    size_t bytes;
+    pp_decode_plan plan;
+    CHECK(pp_decode_workspace(&args, &bytes) == PP_OK);
+    void *workspace = scenario_memory(bytes);
+    CHECK(pp_decode_plan_init(&plan, &args, workspace, bytes) == PP_OK);
+    free(workspace);
+    free(table);
+    free(out);
+    free(q);
+    free(pool.base);
+    return plan.num_units;
+}
+
+/* Little work is cut into a unit for each thread, more into several; where there are enough chunks, into those. */
+static void check_units(void) {
+    CHECK(units_of(512, 1) == 1);
+    CHECK(units_of(512, 2) == 2);
+    CHECK(units_of(512, 4) == 4);
+    CHECK(units_of(1024, 2) == 4);
+    CHECK(units_of(2048, 2) == 8);
+    CHECK(units_of(8192, 2) == 16);
+}
+
 int main(void) {
     static const struct {
         int32_t num_kv_heads, group, head_dim, block_size;
     } shapes[] = {{2, 4, 64, 16}, {1, 7, 8, 32}, {3, 1, 128, 16}, {2, 2, 72, 5}};
     check_versions();
     check_layout();
+    check_units();
     for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
         for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
             scenario s;
