@@ -11,7 +11,7 @@ CSRC := $(wildcard pagepool/csrc/*.c)
 HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h pagepool/csrc/*.inc tests/capi/*.h)
 AARCH64 := aarch64-linux-gnu
 
-.PHONY: help demo test model-test build debug bench figures lint format san san-c san-python aarch64 wheel test-wheel test-sdist test-pythons ci clean
+.PHONY: help demo test model-test build debug bench figures lint format san san-c san-python san-threads aarch64 wheel test-wheel test-sdist test-pythons ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -83,7 +83,7 @@ format: $(VENV)/.lint  ## write Python as ruff wants it
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-san: san-c san-python  ## the C stress program and the kernel tests under sanitizers
+san: san-c san-python san-threads  ## the C stress program, the memory and kernel tests and those of threads, sanitized
 
 # The sanitized library is the one that san-python's extensions link, too.
 san-c: $(VENV)/.build
@@ -113,6 +113,15 @@ san-python: $(VENV)/.build $(VENV)/.test
 	cd $(SAN) && PYTHONPATH=lib PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 		$(abspath $(PY)) -m pytest -q -p no:cacheprovider $(addprefix tests/,$(SAN_TESTS))
+
+THREAD_TESTS ?= test_threads.py memory/test_nogil.py
+san-threads: SAN = build/thread
+san-threads: $(VENV)/.build $(VENV)/.test  ## the tests of threads under TSan
+	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build --build-lib $(SAN)/lib
+	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
+	cd $(SAN) && PYTHONPATH=lib LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
+		$$(setarch -R true 2>/dev/null && echo setarch -R) \
+		$(abspath $(PY)) -m pytest -q -p no:cacheprovider $(addprefix tests/,$(THREAD_TESTS))
 
 # Cross-compiled with warnings as errors; run under qemu-user when it is there.
 aarch64:  ## compile the C for aarch64 and run its program, where a cross compiler is installed

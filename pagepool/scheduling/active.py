@@ -48,14 +48,21 @@ class ActiveSequences:
         self.reserved = 0
 
     def add(self, seq: Sequence) -> None:
-        """Put `seq`, just admitted and PREFILLING, at the tail."""
-        self._ring.append(seq)
-        self._prefills.append(seq)
+        """Put `seq`, about to be PREFILLING, at the tail; or, where memory ends, leave all as it is."""
+        size, reserved = self.size + 1, self.reserved + self._blocks_for(seq.max_tokens)
+        num_prefills, (unread, promised) = self.num_prefills + 1, self._owed(seq)
+        unread, promised = self.unread + unread, self.promised + promised
         insort(self._ranks, seq._rank)
-        self.size += 1
-        self.reserved += self._blocks_for(seq.max_tokens)
-        self.num_prefills += 1
-        self._expect(seq, 1)
+        try:
+            self._ring.append(seq)
+            self._prefills.append(seq)
+        except BaseException:
+            self._ranks.remove(seq._rank)
+            if self._ring and self._ring[-1] is seq:
+                self._ring.pop()
+            raise
+        self.size, self.reserved = size, reserved
+        self.num_prefills, self.unread, self.promised = num_prefills, unread, promised
 
     def leave(self, seq: Sequence) -> None:
         """Drop `seq`, which finishes: the caller sets its state to FINISHED right after."""
@@ -134,10 +141,9 @@ class ActiveSequences:
             line.popleft()
         return line[0] if line else None
 
-    def _expect(self, seq: Sequence, sign: int) -> None:
-        """Add what `seq` still has to read to the sums, or take it out of them."""
-        self.unread += sign * (seq._prefill_end - seq._fed)
-        self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq._fed))
+    def _owed(self, seq: Sequence) -> tuple[int, int]:
+        """Tokens that `seq` still has to read, and the blocks that these need."""
+        return seq._prefill_end - seq._fed, self._blocks_for(seq._prefill_end) - self._blocks_for(seq._fed)
 
     def _unrank(self, seq: Sequence) -> None:
         del self._ranks[bisect_left(self._ranks, seq._rank)]
@@ -145,4 +151,6 @@ class ActiveSequences:
         self.reserved -= self._blocks_for(seq.max_tokens)
         if seq.state is PREFILLING:
             self.num_prefills -= 1
-            self._expect(seq, -1)
+            unread, promised = self._owed(seq)
+            self.unread -= unread
+            self.promised -= promised

@@ -15,6 +15,8 @@ from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Admission"]
 
+PREFILLING = SeqState.PREFILLING
+
 
 class Admission:
     """Moves sequences from the waiting line to the active ones, with the blocks that the prefix cache has for them.
@@ -65,34 +67,46 @@ class Admission:
                 self._short = (waiting.version, room)
                 return
             self._short = None
-            waiting.remove(seq)
             if waiting.is_aged(seq, now):
                 seq._rank = (0, 0, seq.id)
+            # It waits, whatever raises, until it is active.
             self._tenants.start(seq)
             self._floors.enter(seq)
             seq.num_cached = seq._fed
             seq._prefill_end = seq.total_tokens
-            seq.state = SeqState.PREFILLING
             active.add(seq)
+            seq.state = PREFILLING
+            try:
+                waiting.remove(seq)
+            except BaseException:
+                waiting.remove(seq)  # unless that was done
+                raise
 
     def _start(self, seq: Sequence, now: int) -> bool:
         """Give `seq` its state, with all that is cached, kept or swapped; False, with nothing changed, when it does not
         fit."""
-        kept, state = seq._fed, seq.kv
-        if state is None:
-            seq.kv = self._account.open(seq.max_tokens, seq.id)
-        found = self._reuse.adopt(seq)
-        if self._fits(seq, now):
-            self._ladder.restore(seq, now)
-            return True
-        if state is None and seq.kv is not None:
+        kept, state, fits = seq._fed, seq.kv, False
+        try:
+            if state is None:
+                seq.kv = self._account.open(seq.max_tokens, seq.id)
+            self._reuse.adopt(seq)
+            fits = self._fits(seq, now)
+            if fits:
+                self._ladder.restore(seq, now)
+        finally:
+            if not fits:
+                self._stay(seq, kept, state is None)
+        return fits
+
+    def _stay(self, seq: Sequence, kept: int, had_none: bool) -> None:
+        """Give back what it was to start with."""
+        if had_none and seq.kv is not None:
             self._account.give_back([seq.kv])
             seq.kv = None
-        elif found:
+        elif seq.kv is not None and seq.kv.len > kept:
             self._account.cut(seq.kv, kept)
         seq._fed = kept
         seq._kept = self._account.blocks_for(kept)
-        return False
 
     def _fits(self, seq: Sequence, now: int) -> bool:
         account, active, config = self._account, self._active, self._config

@@ -108,13 +108,17 @@ class PressureLadder:
     def restore(self, seq: Sequence, now: int) -> None:
         """Bring back what `seq`, whose blocks fit, has in the swap file; what cannot be read will be recomputed."""
         self._now = now
-        self.parked.pop(seq.id, None)
-        swapped, seq._swapped = seq._swapped, None
+        swapped = seq._swapped
         if swapped is None or self._swap is None:
+            seq._swapped = None
+            self.parked.pop(seq.id, None)
             return
         first, ticket, end = swapped
         self._wanted = len(ticket.places)
-        if first != seq._fed or not self._account.take([seq.kv], [end - first], [seq._group]):
+        taken = first == seq._fed and self._account.take([seq.kv], [end - first], [seq._group])
+        seq._swapped = None
+        self.parked.pop(seq.id, None)
+        if not taken:
             self._swap.drop(ticket)  # more of it was found in the prefix cache
             return
         try:

@@ -68,8 +68,8 @@ class Tenants:
     def start(self, seq: Sequence) -> None:
         """A request was admitted, perhaps again."""
         if not seq._counted:
-            seq._counted = True
             self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
+            seq._counted = True
 
     def may_start(self, seq: Sequence) -> bool:
         """True when the quota of its tenant has room for all that `seq` may need."""

@@ -116,8 +116,9 @@ class WaitingQueue:
         return self._max_wait is not None and now - seq._arrived >= self._max_wait
 
     def remove(self, seq: Sequence) -> None:
-        """Take out `seq`, wherever it stands."""
-        del self._live[seq.id]
+        """Take out `seq`, wherever it stands. Nothing, if that was done."""
+        if self._live.pop(seq.id, None) is None:
+            return
         lane = self._lanes[seq.tenant]
         lane.removed()
         if not lane.size:

@@ -60,6 +60,11 @@ def test_transactions_and_hybrid_sequences_leave_nothing_behind_and_their_ends_w
     assert len(results) > 35 and sum(results.values()) > 800
 
 
+def test_a_scheduler_that_memory_failed_leaves_nothing_behind_and_goes_on(run):
+    result = json.loads(run(HERE / "run_scheduler_out_of_memory.py"))
+    assert result["wrong"] == [] and result["failures"] > 400
+
+
 def test_a_random_program_goes_on_after_each_allocation_that_fails(run):
     said = run(HERE.parent / "model_run.py", "--ops", "20000", "--seed", "7", "--failing")
     assert int(said.split(" allocations failed")[0].split()[-1]) > 100, said
