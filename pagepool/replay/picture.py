@@ -56,18 +56,12 @@ def pass_picture(
 ) -> dict[str, Any]:
     """Of passes without a clock: for each policy its points (capacity in blocks, hit rate), and LRU's whole curve."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    lines = [
-        {
-            "policy": policy,
-            "points": sorted(
-                (row["capacity_blocks"], _rate(row))
-                for row in rows
-                if row["policy"] == policy and row["capacity_blocks"] is not None
-            ),
-            "curve": curve if policy == "lru" else None,
-        }
-        for policy in policies
-    ]
+    lines = []
+    for policy in policies:
+        chosen = [row for row in rows if row["policy"] == policy and row["capacity_blocks"] is not None]
+        points = sorted((row["capacity_blocks"], _rate(row)) for row in chosen)
+        whole = sorted({*curve, *points}) if curve and policy == "lru" else None  # its line meets its points
+        lines.append({"policy": policy, "points": points, "curve": whole})
     unlimited = next((_rate(row) for row in rows if row["capacity_blocks"] is None), curve[-1][1] if curve else None)
     rates = {(row["policy"], row["capacity_blocks"]): f"{_rate(row):.2%}" for row in rows}
     capacities = dict.fromkeys(row["capacity_blocks"] for row in rows)

@@ -133,6 +133,7 @@ def test_the_page_of_passes(make_trace, tmp_path, capsys):
     assert [line["policy"] for line in (lru, arc)] == ["lru", "arc"] and arc["curve"] is None
     assert [capacity for capacity, _ in arc["points"]] == [2, 4, 100] and found["timeline"] is None
     assert lru["points"][-1][1] == lru["curve"][-1][1] == found["curve"]["unlimited"] == 56 / 60
+    assert all(point in lru["curve"] for point in lru["points"])
     assert found["table"][0] == ["capacity, blocks", "lru", "arc"] and found["table"][3] == ["100", "93.33%", "93.33%"]
     assert len(drawn(tmp_path / "page.html", *arguments).data["curve"]["lines"][0]["points"]) > 2
     capsys.readouterr()
