@@ -8,7 +8,7 @@ from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.held_blocks cimport HeldBlocks
 from pagepool.memory.ids cimport IdArray, read_ids, release_ids
 from pagepool.prefix.cached_blocks cimport CachedBlocks
-from pagepool.prefix.event_log cimport EventLog
+from pagepool.prefix.event_log cimport Event, EventLog
 from pagepool.prefix.summary cimport CacheSummary
 from pagepool.prefix.terms cimport time_key
 from pagepool.prefix.uninterrupted cimport Uninterrupted
@@ -296,6 +296,11 @@ cdef class PrefixCache(CacheSummary):
     def snapshot(self):
         """All that is cached, as a `PrefixSnapshot` to begin a mirror with. O(nodes). Raises as `drain_events`."""
         return self.log().snapshot()
+
+    cdef int64_t c_next_event(self, Event *event, int32_t *tokens) noexcept nogil:
+        if self.cached.log is None:
+            return 0
+        return self.cached.log.c_next(event, tokens)
 
     cdef EventLog log(self):
         if self.cached.log is None:

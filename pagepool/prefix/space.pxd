@@ -19,7 +19,8 @@ cdef class PrefixSpace:
     # How many of the first blocks are cached. Changes nothing. -1: no memory.
     cdef int64_t c_cached_blocks(self, const int32_t *tokens, int64_t n) noexcept nogil
     # As PrefixCache.match_prefix: writes `found` ids to blocks, each with one reference more. PP_NO_MEMORY;
-    # PP_INVALID_BLOCK: a cached block was freed by someone else; PP_OVER_MAXIMUM: it has 2^31 - 1 references.
+    # PP_INVALID_BLOCK: a cached block was freed by someone else; PP_OVER_MAXIMUM: it has 2^31 - 1 references. Whoever
+    # keeps those references has pinned the prefix: PrefixPins does no more, but for times and a budget.
     cdef pp_status c_match_prefix(
         self, const int32_t *tokens, int64_t n, int32_t *blocks, int64_t *found
     ) noexcept nogil

@@ -5,6 +5,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from pagepool cimport BlockAllocator, PrefixCache, PrefixSpace
 from pagepool.csrc cimport PP_OK, pp_status
+from pagepool.prefix.event_log cimport CLEARED, REMOVED, STORED, Event
 
 
 cdef double seconds() noexcept nogil:
@@ -87,6 +88,24 @@ def cache(PrefixSpace space, const int32_t[::1] tokens, const int32_t[::1] block
     with nogil:
         status = space.c_cache_blocks(&tokens[0], n, &blocks[0], start, priority, &fresh)
     return status, fresh
+
+
+def next_events(PrefixCache cache, int64_t most):
+    """Up to so many events, as tuples like PrefixEvent, each taken without the GIL."""
+    cdef int32_t tokens[1024]
+    cdef Event event
+    cdef int64_t number
+    kinds, found = {STORED: "stored", REMOVED: "removed", CLEARED: "cleared"}, []
+    while len(found) < most:
+        with nogil:
+            number = cache.c_next_event(&event, tokens)
+        if number == 0:
+            break
+        named = 16 if event.kind != CLEARED else 0
+        row = <bytes>(<char *>tokens)[: 4 * cache.block_size] if event.kind == STORED else b""
+        names = <bytes>(<char *>event.name)[:named], <bytes>(<char *>event.parent)[:named]
+        found.append((number, kinds[event.kind], event.block, *names, row))
+    return found
 
 
 # Of these the status alone, so that nothing but the call itself wants memory.

@@ -106,3 +106,16 @@ def test_what_is_wrong_is_a_status_and_changes_nothing(foreign):
     assert foreign.cache(space, row(1, 2), blocks, 2, 0) == (OK, 0)
     with pytest.raises(TypeError):
         PrefixSpace(cache, cache_salt=1.5)
+
+
+def test_events_without_the_gil_are_those_of_python(foreign):
+    caches = [PrefixCache(BlockAllocator(6), 2, max_events=16) for _ in range(2)]
+    for cache in caches:
+        for prompt in ([1, 2, 3, 4, 5, 6], [1, 2, 9, 9], [7] * 12):
+            cache.touch(prompt, cache_salt="s")
+        cache.reset_prefix_cache()
+    wanted = [tuple(event) for event in caches[0].drain_events()]
+    assert {event[1] for event in wanted} == {"stored", "removed", "cleared"}
+    assert foreign.next_events(caches[1], 3) == wanted[:3]
+    assert foreign.next_events(caches[1], 100) == wanted[3:] and caches[1].drain_events() == []
+    assert foreign.next_events(PrefixCache(BlockAllocator(4), 2), 1) == []
