@@ -6,7 +6,7 @@ from libc.string cimport memcpy
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.csrc cimport PP_OK, pp_status
-from pagepool.memory.ids cimport read_count
+from pagepool.memory.ids cimport read_count, read_counts
 from pagepool.memory.paged_seq cimport PagedSeqState
 from pagepool.memory.saved_table cimport saved_needs
 
@@ -90,8 +90,9 @@ def append_batch(list states not None, list counts not None):
     cdef Py_ssize_t i, n = len(states)
     cdef int64_t wanted, total = 0, used = 0
     cdef int32_t *taken
-    if len(counts) != n:
-        raise ValueError(f"{n} sequences and {len(counts)} counts do not match")
+    counts = read_counts(counts)
+    if len(counts) != n or len(states) != n:
+        raise ValueError(f"{len(states)} sequences and {len(counts)} counts do not match")
     allocator = common_allocator(states)
     for i in range(n):
         state = <PagedSeqState>states[i]

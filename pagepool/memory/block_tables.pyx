@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.memory.ids cimport read_count
+from pagepool.memory.ids cimport read_count, read_counts
 from pagepool.memory.paged_seq cimport PagedSeqState
 
 import operator
@@ -62,6 +62,8 @@ cdef class BlockTables:
             if num_tokens is not None:
                 raise ValueError("num_tokens comes with the batch and cannot be given beside it")
             states, num_tokens = states.states, states.num_tokens
+        if num_tokens is not None:
+            num_tokens = read_counts(num_tokens)
         rows = states if type(states) is list else list(states)
         n = len(rows)
         if n > self.max_seqs:

@@ -13,6 +13,8 @@ cdef struct IdArray:
 
 cdef int read_id(object value, int32_t *block) except -1
 cdef int64_t read_count(object value) except? -1
+# Numbers of tokens, each read before anything else is looked at: an __index__ may do anything.
+cdef list read_counts(object values)
 cdef int64_t read_number(str name, object value) except? -1
 cdef int read_ids(object blocks, IdArray *array) except -1
 # A new list of ids.

@@ -1,7 +1,7 @@
 """Block ids as callers give them: an int, a sequence of ints, an array. Contiguous int32 arrays are read in place."""
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
-from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyIndex_Check, PyNumber_Index
 from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_SIZE, PySequence_Fast_ITEMS
@@ -35,6 +35,14 @@ cdef int read_id(object value, int32_t *block) except -1:
 cdef int64_t read_count(object value) except? -1:
     """A number of tokens, see `read_number`."""
     return read_number("a number of tokens", value)
+
+
+cdef list read_counts(object values):
+    cdef list counts = values if type(values) is list else list(values)
+    for value in counts:
+        if not PyLong_CheckExact(value):
+            return [read_count(number) for number in list(counts)]
+    return counts
 
 
 cdef int64_t read_number(str name, object value) except? -1:

@@ -223,3 +223,30 @@ def test_a_batch_takes_or_grows_for_no_block_that_the_last_sharer_keeps():
     append_batch([parent, child], [1, 1])  # the first takes a copy, then the block is the second's alone
     assert (allocator.capacity, allocator.in_use) == (3, 3)
     append_batch([], [])
+
+
+def test_a_number_may_do_anything_while_it_is_read():
+    """What it changes is seen, and nothing is read or written where it was."""
+    allocator = BlockAllocator(5000)
+    states = [PagedSeqState(allocator, 1) for _ in range(2)]
+
+    class Shrinking:
+        def __index__(self):
+            states[0].release()
+            return 1
+
+    states[0].ensure_capacity(4000)
+    append_batch(states, [900, Shrinking()])
+    assert [state.len for state in states] == [900, 1] and allocator.in_use == 901
+    with pytest.raises(ValueError, match="sequence 0 has 0 tokens, its last 900 cannot be computed"):
+        BlockTables(2, 5000).fill(states, [900, Shrinking()])
+    fewer = [*states]
+
+    class Removing:
+        def __index__(self):
+            fewer.pop()
+            return 1
+
+    with pytest.raises(ValueError, match="1 sequences and 2 counts do not match"):
+        append_batch(fewer, [1, Removing()])
+    allocator.check(others=0)
