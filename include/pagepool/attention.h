@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 #define PP_CHUNK 512 /* tokens of a chunk: where a sequence may be split, in absolute positions */
-#define PP_TILE 32   /* tokens between two updates of the running maximum */
+#define PP_TILE 32   /* tokens between two looks at what scores are shifted by */
 
 /* What decode computes in.
  *

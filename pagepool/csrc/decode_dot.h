@@ -209,9 +209,9 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         pp_v highest = v_load(s + g * PP_TILE);
         PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
-        above |= v_any_above(highest, m[g]);
+        above |= v_any_above(highest, m[g] + PP_SLACK);
     }
-    if (above) raise_maxima(HEADS, s, m, rows, tile->row_stride, rescale);
+    if (above) raise_shifts(HEADS, s, m, rows, tile->row_stride, rescale);
     const float *scales = above ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE;

@@ -6,7 +6,7 @@
  * groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
- *   softmax  running maximum, rescale, exp
+ *   softmax  running shift, rescale, exp
  *   values   64 dims side by side, tokens one after another; each V load serves all heads
  *
  * While a head is worked on, the next head's bytes are prefetched (after the last head, the next tile's first).
@@ -155,7 +155,7 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
 #endif
 
 /* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries
- * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their maxima at m. */
+ * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their shifts at m. */
 PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
                              int prefetch) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));

@@ -1,7 +1,7 @@
 /* decode_math.h: exp and merging of partial results, in an instruction set's vocabulary.  Included once per ISA. */
 
-/* exp(x) for x <= 0, to 5 ulp (to 2 from -1 on): x = n ln 2 + r, a polynomial of degree 5 in r (minimax: 9e-8 of the
- * value), times 2^n.  0 below about -87.68, where n is -127; NaN stays NaN.  8 operations of units that multiply. */
+/* exp(x) for x <= PP_SLACK, to 5 ulp (to 2 from -1 on): x = n ln 2 + r, a polynomial of degree 5 in r (minimax: 9e-8 of
+ * the value), times 2^n.  0 below about -87.68, where n is -127; NaN stays NaN.  8 operations of units that multiply. */
 PP_INLINE pp_v v_exp(pp_v x) {
     const pp_v magic = v_set1(12583039.0f); /* 1.5 * 2^23 + 127 */
     const pp_v bounded = v_max(v_set1(-88.0f), x);
@@ -22,20 +22,25 @@ static inline float exp_one(float x) {
     return lanes[0];
 }
 
-/* What scores are shifted by: the maximum, or 0 while every score is -inf: exp(-inf - shift) is 0 then and not NaN. */
+/* What scores are shifted by: m, or 0 while every score is -inf: exp(-inf - shift) is 0 then and not NaN. */
 PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-/* Raises the running maxima of `heads` heads to those of their scores s where these are higher: rescale becomes
- * exp(old - new), or 1, of each head, and its running sums are scaled.  Rare but in a chunk's first tiles: all heads at
- * once, so that neither the exps nor the branches are one head's. */
+/* Scores may lie this much above what they are shifted by before that is raised: a weight is e^5.5 = 245 at most, as if
+ * there were 245 times as many tokens, and a shift is raised once or twice a chunk and not in one of three tiles (lazy
+ * rescaling, as in FlashAttention-4). */
+#define PP_SLACK 5.5f
+
+/* Raises the shifts m of `heads` heads to the maxima of their scores s where these are higher by more than the slack:
+ * rescale becomes exp(old - new), or 1, of each head, and its running sums are scaled.  Rare but in a chunk's first
+ * tile: all heads at once, so that neither the exps nor the branches are one head's. */
 enum { PP_RESCALES = (PP_MAX_HEADS + PP_LANES - 1) / PP_LANES * PP_LANES };
-static __attribute__((noinline)) void raise_maxima(int heads, const float *s, float *m, float *rows, int64_t row_stride,
-                                                   float *rescale) {
+static __attribute__((noinline)) void raise_shifts(int heads, const float *s, float *m, float *rows,
+                                                   int64_t row_stride, float *rescale) {
     for (int g = 0; g < PP_RESCALES; g++) rescale[g] = 0.0f;
     for (int g = 0; g < heads; g++) {
         pp_v highest = v_load(s + g * PP_TILE);
         for (int t = PP_LANES; t < PP_TILE; t += PP_LANES) highest = v_max(highest, v_load(s + g * PP_TILE + t));
-        if (!v_any_above(highest, m[g])) continue;
+        if (!v_any_above(highest, m[g] + PP_SLACK)) continue;
         const float higher = v_highest(highest);
         rescale[g] = m[g] - higher;
         m[g] = higher;
@@ -48,7 +53,7 @@ static __attribute__((noinline)) void raise_maxima(int heads, const float *s, fl
     }
 }
 
-/* Makes the scores s of a tile weights, and adds them to the running sums; whether some maximum rose, and rescale was
+/* Makes the scores s of a tile weights, and adds them to the running sums; whether some shift rose, and rescale was
  * set. */
 PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
@@ -56,9 +61,9 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         pp_v highest = v_load(s + g * PP_TILE);
         PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
-        above |= v_any_above(highest, m[g]);
+        above |= v_any_above(highest, m[g] + PP_SLACK);
     }
-    if (above) raise_maxima(HEADS, s, m, rows, row_stride, rescale);
+    if (above) raise_shifts(HEADS, s, m, rows, row_stride, rescale);
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE, *sums = rows + (g + 1) * row_stride - PP_GROUP;
         const pp_v shift = v_set1(shift_of(m[g]));

@@ -11,7 +11,8 @@ sequence's last token, or before it where there are several query tokens.
     4 cap     with a soft cap: score = cap * tanh(score * (1 / cap))
     5 slope   with an ALiBi slope: score = fma(slope, distance, score), distance = t - position, a whole number rounded
               to float32
-    6 shift   new = max(m, scores of the tile); if new != m: c = exp(m - new), l = l * c, o = o * c
+    6 shift   new = max(scores of the tile) if that is above m + 5.5, else m; if new != m: c = exp(m - new), l = l * c,
+              o = o * c. So p is below 256
     7 weight  p[t] = exp(score[t] - new)
     8 sum     16 running sums: l[i] = l[i] + (p[i] + p[i+16]), p being 0 where the tile has no token; when the chunk is
               done l[i] += l[i+8], then l[i+4], l[i+2], l[i+1], and l is l[0]
@@ -68,6 +69,7 @@ __all__ = ["CHUNK", "TILE", "attend", "attend_with_scores"]
 CHUNK = 512
 TILE = 32
 LANES = 16
+SLACK = 5.5
 
 Vectors = list[list[float]]
 
@@ -89,7 +91,7 @@ class Head(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What a chunk leaves: the maximum, the sum of weights, the weighted sum of V, and the sum of weights by block."""
+    """What a chunk leaves: the shift, the sum of weights, the weighted sum of V, and the sum of weights by block."""
 
     m: float
     l: float  # noqa: E741 - the name that the literature uses
@@ -219,8 +221,10 @@ def _score(head: Head, t: int) -> float:
 def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple[Partial, list[float]]:
     o, blocks = old.o, dict(old.blocks)
     scores = [_score(head, t) for t in seen]
-    m = _maximum(old.m, *scores)
-    if m != old.m:
+    m = old.m
+    highest = _maximum(*scores)
+    if highest > f32(m + SLACK):
+        m = highest
         c = _weight(old.m, m, head.fma)
         sums, o = [f32(x * c) for x in sums], [f32(x * c) for x in o]
         blocks = {block: f32(x * c) for block, x in blocks.items()}

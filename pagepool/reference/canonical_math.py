@@ -57,7 +57,7 @@ def flushed(x: float) -> float:
 
 
 def exp(x: float, fma: Fma) -> float:
-    """exp(x) for x <= 0: x = n ln 2 + r with n whole, a polynomial in r, times 2**n; 0 where n is -127 or below.
+    """exp(x) for x <= SLACK: x = n ln 2 + r with n whole, a polynomial in r, times 2**n; 0 where n is -127 or below.
 
     >>> exp(-1.0, fma), exp(-87.7, fma)
     (0.3678794801235199, 0.0)

@@ -144,6 +144,20 @@ def test_variants_follow_the_canonical_order(dtype, block_size, kv_heads, group,
     assert_canonical(case, per_head(options, kv_heads * group))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shifts_are_raised_by_rises_beyond_the_slack_alone(dtype):
+    """Scores climb from tile to tile, by less than the slack of 5.5, by more, in sum by more, and fall; each head of
+    the group has its share of the climb. A chunk begins anew at token 512."""
+    heights = [0, 5, 5.4, 11, 4, 11.2, 40, 45, 46, -30, 90, 90, 95.4, 95.6, 200, 0, 7, 1, 12.6, 12.6, 18]
+    tokens = 32 * len(heights) - 9
+    (k, v), *_ = random_kv(KvLayout(1, 1, 64), [tokens])
+    k[..., 0] = np.repeat(heights, 32)[:tokens, None]
+    for block_size in (16, 24):
+        case = make_case(KvLayout(1, 1, 64, block_size, dtype), 4, [tokens], kv=[(k, v)])
+        case.q[:, :, 0] = np.array([8.0, 4.0, 0.0, -8.0])
+        assert_canonical(case, {})
+
+
 @pytest.mark.parametrize("cap", [0.01, 0.625, 1.0, 9.0])
 def test_capped_scores_on_both_sides_of_the_border_of_tanh(cap):
     """The lse of a lone token is its score: log(1) is 0."""
