@@ -1,7 +1,8 @@
 /* decode_math.h: exp and merging of partial results, in an instruction set's vocabulary.  Included once per ISA. */
 
-/* exp(x) for x <= PP_SLACK, to 5 ulp (to 2 from -1 on): x = n ln 2 + r, a polynomial of degree 5 in r (minimax: 9e-8 of
- * the value), times 2^n.  0 below about -87.68, where n is -127; NaN stays NaN.  8 operations of units that multiply. */
+/* exp(x) for x <= PP_SLACK, to 5 ulp (to 2 from -1 on): x = n ln 2 + r, a polynomial of degree 5 in r (minimax: 9e-8
+ * of the value), times 2^n.  0 below about -87.68, where n is -127; NaN stays NaN.  8 operations of units that
+ * multiply. */
 PP_INLINE pp_v v_exp(pp_v x) {
     const pp_v magic = v_set1(12583039.0f); /* 1.5 * 2^23 + 127 */
     const pp_v bounded = v_max(v_set1(-88.0f), x);
