@@ -27,8 +27,8 @@ static inline float exp_one(float x) {
 PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 /* Scores may lie this much above what they are shifted by before that is raised: a weight is e^5.5 = 245 at most, as if
- * there were 245 times as many tokens, and a shift is raised once or twice a chunk and not in one of three tiles (lazy
- * rescaling, as in FlashAttention-4). */
+ * there were 245 times as many tokens, and hardly any tile but a chunk's first raises a shift (lazy rescaling, as in
+ * FlashAttention-4).  Of 7 heads with normally distributed scores one has a new maximum in 10 of a chunk's 16 tiles. */
 #define PP_SLACK 5.5f
 
 /* Raises the shifts m of `heads` heads to the maxima of their scores s where these are higher by more than the slack:

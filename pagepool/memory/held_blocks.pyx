@@ -3,7 +3,7 @@
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
@@ -69,9 +69,12 @@ cdef class HeldBlocks:
         """Takes n blocks, see `BlockAllocator.allocate_n`."""
         cdef Py_buffer view
         cdef pp_status status
+        cdef int64_t available = self.allocator.c_available()
         number = operator.index(n)
-        if not 0 <= number <= self.allocator.c_available():
+        if number < 0:
             return self.allocator.allocate_n(number)  # which raises
+        if number > available:
+            raise exhausted(number, available, self.allocator.max_capacity)
         self.c_reserve(number)
         blocks = empty(number, INT32)
         PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
