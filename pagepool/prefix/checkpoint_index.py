@@ -17,6 +17,9 @@ import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagepool.errors import PoolError
 from pagepool.prefix.checkpoint_value import PRIOR, TOKEN_BYTES, Mark, ValueQueue, mark_of
 from pagepool.prefix.keys import root_key
@@ -165,15 +168,28 @@ class CheckpointIndex:
         """The slot that the state after `tokens[:position]` is to be copied to now, or -1 when it is not worth one.
 
         It is not when it is kept already, or another is less than `spacing` before it, or only states of more value
-        would have to go. Those of the least value go until there is room. Raises `ValueError` for a position that is no
-        multiple of `align`, or not among the tokens, and for an unknown reason.
+        would have to go. Those of the least value go until there is room. Raises as `asked`; then nothing has changed.
+        """
+        return self.place(*self.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys))
+
+    def asked(
+        self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
+    ) -> tuple[bytes, NDArray[np.int32], str]:
+        """What `place` takes, from what `admit` takes. Changes nothing.
+
+        Raises `ValueError` for a position that is no multiple of `align`, or not among the tokens, and for an unknown
+        reason.
         """
         row, at = token_row(tokens), operator.index(position)
         if not 1 <= at <= len(row) or at % self.align:
             raise ValueError(f"position must be a multiple of {self.align} from 1 to {len(row)}, not {at}")
         if reason not in REASONS:
             raise ValueError(f"reason must be one of {', '.join(REASONS)}, not {reason!r}")
-        key, row = root_key(cache_salt, extra_keys), row[:at]
+        return root_key(cache_salt, extra_keys), row[:at], reason
+
+    def place(self, key: bytes, row: NDArray[np.int32], reason: str) -> int:
+        """What `admit` does, once it is asked properly."""
+        at = len(row)
         uses = (self.used[reason] + PRIOR) / (self.saved[reason] + PRIOR)
         while True:
             node, same = self._tree.walk(key, row)

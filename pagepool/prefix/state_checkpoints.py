@@ -139,14 +139,13 @@ class StateCheckpoints:
         forget every state: better none than one that was copied in part.
         """
         self._lent(slot)
+        asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
         try:
-            kept = self.index.admit(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
+            kept = self.index.place(*asked)
             if kept < 0:
                 return False
             for target, source in zip(self._ours, self._theirs, strict=True):
                 target[kept] = source[slot]
-        except (TypeError, ValueError):
-            raise
         except BaseException:
             self.index.reset()
             raise
