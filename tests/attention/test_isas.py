@@ -28,12 +28,15 @@ def test_the_forced_instruction_set_is_in_use():
 @pytest.mark.parametrize("isa", [isa for isa in cpu_info()["available"] if isa != cpu_info()["isa"]])
 def test_kernels_with(isa):
     files = [str(FOLDER / name) for name in [*KERNEL_TESTS, "test_isas.py::test_the_forced_instruction_set_is_in_use"]]
+    # What is compared with the canonical order in plain Python reaches no code that the others do not, and sanitizers
+    # make that slow.
+    chosen = ["-k", "not canonical_order"] if "asan" in os.environ.get("LD_PRELOAD", "") else []
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, *files],
         env={**os.environ, "PAGEPOOL_ISA": isa},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert run.returncode == 0, f"PAGEPOOL_ISA={isa}\n{run.stdout[-4000:]}\n{run.stderr[-2000:]}"
     assert " passed" in run.stdout
