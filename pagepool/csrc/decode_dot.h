@@ -205,14 +205,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     }
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
-    int above = 0;
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        pp_v highest = v_load(s + g * PP_TILE);
-        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
-        above |= v_any_above(highest, m[g] + PP_SLACK);
-    }
-    if (above) raise_shifts(HEADS, s, m, rows, tile->row_stride, rescale);
-    const float *scales = above ? rescale : NULL;
+    const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE;
         const pp_v shift = v_set1(shift_of(m[g]));

@@ -54,17 +54,25 @@ static __attribute__((noinline)) void raise_shifts(int heads, const float *s, fl
     }
 }
 
+/* The same unless none is higher, which is the rule; whether some shift rose, and rescale was set. */
+PP_INLINE int raise_if_above(const int HEADS, const float *s, float *m, float *rows, int64_t row_stride,
+                             float *rescale) {
+    int above = 0;
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        pp_v highest = v_load(s + g * PP_TILE);
+        PP_UNROLL for (int t = PP_LANES; t < PP_TILE; t += PP_LANES)
+            highest = v_max(highest, v_load(s + g * PP_TILE + t));
+        above |= v_any_above(highest, m[g] + PP_SLACK);
+    }
+    if (above) raise_shifts(HEADS, s, m, rows, row_stride, rescale);
+    return above;
+}
+
 /* Makes the scores s of a tile weights, and adds them to the running sums; whether some shift rose, and rescale was
  * set. */
 PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
-    int above = 0;
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        pp_v highest = v_load(s + g * PP_TILE);
-        PP_UNROLL for (int j = 1; j < VECTORS; j++) highest = v_max(highest, v_load(s + g * PP_TILE + j * PP_LANES));
-        above |= v_any_above(highest, m[g] + PP_SLACK);
-    }
-    if (above) raise_shifts(HEADS, s, m, rows, row_stride, rescale);
+    const int above = raise_if_above(HEADS, s, m, rows, row_stride, rescale);
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE, *sums = rows + (g + 1) * row_stride - PP_GROUP;
         const pp_v shift = v_set1(shift_of(m[g]));
@@ -220,8 +228,7 @@ static __attribute__((noinline)) int64_t open_pages(const pp_chunk *work, int64_
     const pp_kv_layout *layout = &work->pool->layout;
     int64_t block = from / layout->block_size - work->first_block, offset = from % layout->block_size;
     for (int64_t left = OPEN_LINES; left > 0 && from < work->end; from += PP_GROUP) {
-        const unsigned char *at = work->layer + work->blocks[block] * layout->block_bytes +
-                                  offset / PP_GROUP * layout->group_bytes + first;
+        const unsigned char *at = pp_group(work, block, offset) + first;
         for (int64_t i = 0; i < bytes; i += OPEN_BYTES, left--) prefetch_into_l2(at + i, 1);
         offset += PP_GROUP;
         if (offset == layout->block_size) {

@@ -48,6 +48,12 @@ typedef struct pp_chunk {
     const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
 } pp_chunk;
 
+/* The first byte (of all heads) of the group, in a tiled layout, of the token at `offset` of page blocks[index]. */
+static inline const unsigned char *pp_group(const pp_chunk *work, int64_t index, int64_t offset) {
+    const pp_kv_layout *layout = &work->pool->layout;
+    return work->layer + work->blocks[index] * layout->block_bytes + offset / PP_GROUP * layout->group_bytes;
+}
+
 /* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; for one without a token
  * that is seen the other stands.  In plain layouts tiles are packed first, and the layer's first byte stands for both.
  */
@@ -57,9 +63,7 @@ static inline void pp_tile_groups(const pp_chunk *work, int64_t begin, const uns
     for (int i = 0; i < 2 && layout->tiled; i++) {
         const int64_t token = begin + i * PP_GROUP;
         if (token >= work->end || token + PP_GROUP <= work->first) continue;
-        const int64_t block = work->blocks[token / layout->block_size - work->first_block];
-        groups[i] = work->layer + block * layout->block_bytes +
-                    token % layout->block_size / PP_GROUP * layout->group_bytes;
+        groups[i] = pp_group(work, token / layout->block_size - work->first_block, token % layout->block_size);
     }
     if (!groups[0]) groups[0] = groups[1];
     if (!groups[1]) groups[1] = groups[0];
