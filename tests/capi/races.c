@@ -4,15 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "check.h"
 #include "pagepool/layout.h"
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);      \
-            exit(1);                                                             \
-        }                                                                        \
-    } while (0)
 
 enum { TOKENS = 64, DIMS = 64, CALLS = 20000 };
 

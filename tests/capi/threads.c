@@ -13,15 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "pagepool/threads.h"
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);      \
-            exit(1);                                                             \
-        }                                                                        \
-    } while (0)
 
 enum { MOST_UNITS = 100, CALLERS = 4 };
 

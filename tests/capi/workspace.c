@@ -4,18 +4,12 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "check.h"
+
 /* Of pagepool/csrc/workspace.h, which is not installed. */
 void *pp_workspace_borrow(size_t bytes);
 void pp_workspace_return(void *memory);
 enum { KEPT = 8 << 20 };
-
-#define CHECK(condition) \
-    do \
-        if (!(condition)) { \
-            fprintf(stderr, "line %d: %s\n", __LINE__, #condition); \
-            return (void *)1; \
-        } \
-    while (0)
 
 static void *of_a_thread(void *other) {
     unsigned char *first = pp_workspace_borrow(1000);
@@ -60,14 +54,11 @@ int main(void) {
     for (int i = 0; i < 50; i++) {
         pthread_t threads[4];
         for (int t = 0; t < 4; t++)
-            if (pthread_create(&threads[t], NULL, of_a_thread, mine)) return 1;
-        for (int t = 0; t < 4; t++) {
-            void *failed;
-            if (pthread_join(threads[t], &failed) || failed) return 1;
-        }
+            CHECK(pthread_create(&threads[t], NULL, of_a_thread, mine) == 0);
+        for (int t = 0; t < 4; t++) CHECK(pthread_join(threads[t], NULL) == 0);
     }
     pp_workspace_return(mine);
-    if (of_a_thread(NULL)) return 1;
+    of_a_thread(NULL);
     puts("ok");
     return 0;
 }
