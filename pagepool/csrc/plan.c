@@ -342,26 +342,22 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
     });
 }
 
-/* What the next unit will read first, for prefetching. */
-static void set_next(pp_chunk *work, const pp_chunk *after) {
-    const int32_t parts = parts_of(after->group_size * after->view.num_queries);
-    if (after->part_begin == after->part_end) return;
-    pp_step_groups(after, after->first / PP_TILE * PP_TILE, work->next);
-    for (int i = 0; i < 4; i++) work->next[i] += after->part_begin / parts * after->pool->layout.head_bytes;
+/* What a unit with rows reads first: the K of its first head in four groups. */
+static void first_read(const pp_chunk *work, const unsigned char **k) {
+    const int32_t parts = parts_of(work->group_size * work->view.num_queries);
+    pp_step_groups(work, work->first / PP_TILE * PP_TILE, k);
+    for (int i = 0; i < 4; i++) k[i] += work->part_begin / parts * work->pool->layout.head_bytes;
 }
 
-/* Prefetches the K of four groups that the unit reads first, at once: reading alone waits for it line after line. */
+/* Prefetches that at once: reading alone waits for it line after line. */
 enum { MOST_AT_ONCE = 2048 }; /* bytes of a group */
 static void begin_reading(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
-    const int32_t parts = parts_of(work->group_size * work->view.num_queries);
-    const unsigned char *groups[4];
+    const unsigned char *k[4];
     if (!layout->tiled || work->part_begin == work->part_end) return;
-    pp_step_groups(work, work->first / PP_TILE * PP_TILE, groups);
-    for (int i = 0; i < 4; i++) {
-        const unsigned char *k = groups[i] + work->part_begin / parts * layout->head_bytes;
-        for (int64_t at = 0; at < layout->k_bytes && at < MOST_AT_ONCE; at += 64) __builtin_prefetch(k + at, 0, 2);
-    }
+    first_read(work, k);
+    for (int i = 0; i < 4; i++)
+        for (int64_t at = 0; at < layout->k_bytes && at < MOST_AT_ONCE; at += 64) __builtin_prefetch(k[i] + at, 0, 2);
 }
 
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
@@ -380,7 +376,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
         slice = slice_after;
         if (unit + 1 < end) {
             chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
-            set_next(&work, &after);
+            if (after.part_begin < after.part_end) first_read(&after, work.next);
         }
         if (work.part_begin < work.part_end) kernel(&work);
         int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
