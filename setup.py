@@ -80,7 +80,13 @@ class BuildPy(build_py):
 
 
 class BuildClib(build_clib):
-    """build_clib that compiles what changed, several files at a time."""
+    """build_clib that compiles what changed, several files at a time; what it makes serves every Python."""
+
+    def finalize_options(self):
+        base = self.get_finalized_command("build").build_base
+        self.build_clib = self.build_clib or str(Path(base, "clib"))
+        self.build_temp = self.build_temp or str(Path(base, "clib"))
+        super().finalize_options()
 
     def build_libraries(self, libraries):
         archive = Path(self.build_clib, ARCHIVE)

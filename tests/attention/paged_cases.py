@@ -1,6 +1,7 @@
 """What the tests of attention share: paged sequences with known K and V, and attention over them in float64."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,7 +62,8 @@ def stored_dims(layout):
 def garbage(layout, count):
     """K and V of `count` tokens: NaN and infinities of both signs."""
     values = np.array([np.nan, np.inf, -np.inf], np.float32)
-    return [np.resize(values, (count, layout.num_kv_heads, dim)) for dim in stored_dims(layout)]
+    shapes = [(count, layout.num_kv_heads, dim) for dim in stored_dims(layout)]
+    return [np.tile(values, np.prod(shape) // 3 + 1)[: np.prod(shape)].reshape(shape) for shape in shapes]
 
 
 def slots_of(row, length, block_size):
@@ -96,7 +98,61 @@ def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0):
     return Case(pool, num_blocks, layer, tables, np.array(lengths, np.int32), q)
 
 
-def attention_f64(
+def attention_f64(case, sm_scale=None, **options):
+    """out and lse in float64 on the values that the pool stores; the options are those of decode."""
+    num_tokens, heads, _ = case.q.shape
+    out = np.zeros((num_tokens, heads, case.pool.layout.v_head_dim))
+    lse = np.full((num_tokens, heads), -np.inf)
+    for seen in weigh_f64(case, sm_scale, **options):
+        out[seen.row] = flat(seen.weights @ seen.v)
+        lse[seen.row] = seen.lse.ravel()
+    return out, lse
+
+
+def block_scores_f64(case, **options):
+    """The scores of blocks in float64."""
+    scores = np.zeros((*case.q.shape[:2], case.block_tables.shape[1]))
+    for seen in weigh_f64(case, **options):
+        np.add.at(scores[seen.row].T, seen.tokens // case.pool.layout.block_size, flat(seen.weights).T)
+    return scores
+
+
+def rounding_bounds(case, **options):
+    """By how much arithmetic of bf16 may change each output and each lse, as `decode` documents it. They are made of
+    sum_t weight[t] |V[t]| and, of the tokens that are seen, the largest sm_scale sum_d |q[d] K[t][d]|."""
+    num_tokens, heads, _ = case.q.shape
+    sizes = np.zeros((num_tokens, heads, case.pool.layout.v_head_dim))
+    score_sizes = np.zeros((num_tokens, heads))
+    for seen in weigh_f64(case, **options):
+        sizes[seen.row] = flat(seen.weights @ np.abs(seen.v))
+        products = np.abs(seen.q) @ np.abs(seen.k).transpose(0, 2, 1)
+        score_sizes[seen.row] = products.max(axis=2).ravel() * abs(seen.scale)
+    unit = 2.0**-9
+    off = unit * score_sizes
+    relative = np.exp(2 * off) * (1 + unit) / (1 - unit) - 1
+    return relative[:, :, None] * sizes, off + 2 * unit
+
+
+def flat(per_group):
+    """(kv head, query head of its group, ...) as (query head, ...)."""
+    return per_group.reshape(-1, *per_group.shape[2:])
+
+
+class Seen(NamedTuple):
+    """What one query token sees, in float64: the first axis of q, k, v, weights and lse is the K/V head; the second
+    that of the query heads of its group or, of k and v, of the `tokens`."""
+
+    row: int
+    tokens: np.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    weights: np.ndarray
+    lse: np.ndarray
+    scale: float
+
+
+def weigh_f64(
     case,
     sm_scale=None,
     *,
@@ -107,72 +163,32 @@ def attention_f64(
     alibi_slopes=None,
     sinks=None,
 ):
-    """out and lse in float64 on the values that the pool stores; `query_start_loc` and `custom_mask` as in decode."""
-    return weigh_f64(case, sm_scale, query_start_loc, custom_mask, window_left, logits_soft_cap, alibi_slopes, sinks)[
-        :2
-    ]
-
-
-def block_scores_f64(case, **options):
-    """The scores of blocks in float64."""
-    return weigh_f64(case, **options)[2]
-
-
-def rounding_bounds(case, **options):
-    """By how much arithmetic of bf16 may change each output and each lse, as `decode` documents it."""
-    *_, sizes, score_sizes = weigh_f64(case, **options)
-    unit = 2.0**-9
-    off = unit * score_sizes
-    relative = np.exp(2 * off) * (1 + unit) / (1 - unit) - 1
-    return relative[:, :, None] * sizes, off + 2 * unit
-
-
-def weigh_f64(
-    case,
-    sm_scale=None,
-    query_start_loc=None,
-    custom_mask=None,
-    window_left=-1,
-    logits_soft_cap=0.0,
-    alibi_slopes=None,
-    sinks=None,
-):
-    """out, lse and scores of blocks, and what bounds of errors are made of: sum_t weight[t] |V[t]| and, of the tokens
-    that are seen, the largest sm_scale sum_d |q[d] K[t][d]|."""
-    cap, slopes = logits_soft_cap, alibi_slopes
-    layout = case.pool.layout
-    num_tokens, heads, dim = case.q.shape
-    group, size = heads // layout.num_kv_heads, layout.block_size
+    """Of each query token that sees any: what it sees and by which weights."""
+    kv_heads = case.pool.layout.num_kv_heads
+    _, heads, dim = case.q.shape
     scale = 1 / np.sqrt(dim) if sm_scale is None else sm_scale
-    out, lse = np.zeros((num_tokens, heads, layout.v_head_dim)), np.full((num_tokens, heads), -np.inf)
-    blocks = np.zeros((num_tokens, heads, case.block_tables.shape[1]))
-    sizes, score_sizes = np.zeros_like(out), np.zeros_like(lse)
-    sink = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    grouped = (kv_heads, heads // kv_heads, 1)
+    slopes = np.zeros(grouped) if alibi_slopes is None else alibi_slopes.astype(np.float64).reshape(grouped)
+    sink = np.full(grouped, -np.inf) if sinks is None else sinks.astype(np.float64).reshape(grouped)
     stored = [
-        [x.astype(np.float64).repeat(group, axis=1) for x in case.pool.gather(case.layer, table, int(length))]
+        [x.astype(np.float64).transpose(1, 0, 2) for x in case.pool.gather(case.layer, table, int(length))]
         for table, length in zip(case.block_tables, case.seq_lens, strict=True)
     ]
     for row, view in enumerate(views(query_start_loc, case.seq_lens.tolist(), window_left, custom_mask)):
         if not view.seen:
             continue
-        k, v = (x[view.seen] for x in stored[view.sequence])
-        q = case.q[row].astype(np.float64)
-        scores = np.einsum("hd,thd->ht", q, k) * scale
-        score_sizes[row] = np.einsum("hd,thd->ht", np.abs(q), np.abs(k)).max(axis=1) * abs(scale)
-        if cap:
-            scores = cap * np.tanh(scores / cap)
-        seen = np.array(view.seen)
-        if slopes is not None:
-            scores = scores + slopes.astype(np.float64)[:, None] * (seen - view.position)
-        top = np.maximum(scores.max(axis=1), sink)
-        weights = np.exp(scores - top[:, None])
-        total = weights.sum(axis=1) + np.exp(sink - top)
-        weights /= total[:, None]
-        out[row] = np.einsum("ht,thd->hd", weights, v)
-        sizes[row] = np.einsum("ht,thd->hd", weights, np.abs(v))
-        lse[row] = np.log(total) + top
-        np.add.at(blocks[row].T, seen // size, weights.T)
-    return out, lse, blocks, sizes, score_sizes
+        tokens = np.array(view.seen)
+        every = len(tokens) == view.end - view.first
+        k, v = (x[:, view.first : view.end] if every else x[:, tokens] for x in stored[view.sequence])
+        q = case.q[row].astype(np.float64).reshape(kv_heads, -1, dim)
+        scores = q @ k.transpose(0, 2, 1) * scale
+        if logits_soft_cap:
+            scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+        scores += slopes * (tokens - view.position)
+        top = np.maximum(scores.max(axis=2, keepdims=True), sink)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=2, keepdims=True) + np.exp(sink - top)
+        yield Seen(row, tokens, q, k, v, weights / total, np.log(total) + top, scale)
 
 
 def assert_close(got, expected, limit=LIMIT):

@@ -3,6 +3,7 @@
 On every instruction set: on some the CPU has dot products of bf16, on the others they are made of something else.
 """
 
+import canonical_answers as canonical
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from test_decode_bits import VARIANTS, assert_canonical, per_head
 from test_several_queries import COUNTS, lone, random_masks, trees
 
 from pagepool import KvLayout, cpu_info, decode, merge_state, reference
-from pagepool.reference import canonical
 from pagepool.reference.views import views
 
 ROUNDED = {"arithmetic": "bf16"}

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import canonical_answers as canonical
 import numpy as np
 import pytest
 from paged_cases import DTYPES, assert_same_bits, block_scores_f64, make_case, random_kv
@@ -9,7 +10,6 @@ from test_decode_bits import VARIANTS, per_head
 from test_decode_variants import variants
 
 from pagepool import KvLayout, cpu_info, decode
-from pagepool.reference import canonical
 
 LENGTHS = [0, 1, 15, 16, 33, 511, 512, 1100]
 LIMIT = 1e-5  # of 1, which the weights of a row add up to

@@ -1,12 +1,12 @@
 """decode against float64 on the same stored values: every dtype, head shape, block size and length."""
 
+import canonical_answers as canonical
 import ml_dtypes
 import numpy as np
 import pytest
 from paged_cases import DTYPES, assert_close, assert_same_bits, attention_f64, make_case
 
 from pagepool import KvLayout, cpu_info, decode, reference
-from pagepool.reference import canonical
 
 GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
 HEAD_DIMS = [8, 16, 24, 40, 64, 72, 80, 96, 128, 256]

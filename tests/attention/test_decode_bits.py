@@ -3,12 +3,12 @@
 And those that `pagepool.reference.canonical` spells out, with every variant.
 """
 
+import canonical_answers as canonical
 import numpy as np
 import pytest
 from paged_cases import DTYPES, assert_same_bits, garbage, make_case, random_kv, slots_of
 
 from pagepool import KvLayout, cpu_info
-from pagepool.reference import canonical
 from pagepool.reference.canonical_math import TANH_BORDER, rounding_once_or_twice, tanh
 
 LENGTHS = [1, 16, 512, 0, 513, 33, 2600, 1024]

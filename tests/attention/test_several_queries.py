@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import canonical_answers as canonical
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,6 @@ from test_decode_bits import VARIANTS, per_head
 from test_decode_variants import variants
 
 from pagepool import InvalidBlock, KvLayout, cpu_info, decode, reference
-from pagepool.reference import canonical
 from pagepool.reference.views import views
 
 LENGTHS = [0, 1, 15, 33, 512, 530, 1100]

@@ -1,0 +1,15 @@
+import os
+
+import pytest
+from canonical_answers import FOLDER
+
+
+@pytest.fixture(scope="session", autouse=True)
+def answers(tmp_path_factory):
+    """The folder of canonical_answers: a given one, or a new one for this process and those that it starts."""
+    if FOLDER in os.environ:
+        yield
+        return
+    os.environ[FOLDER] = str(tmp_path_factory.mktemp("answers"))
+    yield
+    del os.environ[FOLDER]
