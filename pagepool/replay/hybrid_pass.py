@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from pagepool.prefix.checkpoint_index import CheckpointIndex
 from pagepool.replay.prompts import MAX_IDS, Prompts
 
 __all__ = ["HybridPass", "StateOptions", "hybrid_pass"]
+
+Watch = Callable[[int, int, int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,21 @@ class HybridPass:
     states: dict[str, Any]
 
 
-def hybrid_pass(memory: Any, prompts: Prompts, policy: str, capacity: int | None, options: StateOptions) -> HybridPass:
+def hybrid_pass(
+    memory: Any,
+    prompts: Prompts,
+    policy: str,
+    capacity: int | None,
+    options: StateOptions,
+    watch: Watch | None = None,
+) -> HybridPass:
     """One pass through a cache of `capacity` blocks with states beside it: each prompt goes on from the longest prefix
     that has both, keeps states where the index wants them, and one at its last full block, where it ends.
 
     Everything is counted in blocks: the ids stand for them, and sizes and grid are divided by the tokens of one. As in
-    a model, the last token of a prompt is always computed. Raises `PoolError` if an equation is broken at the end.
+    a model, the last token of a prompt is always computed. `watch` is called after each prompt with its full blocks,
+    those that hit and those of them that are usable, and with the states and the blocks that are kept then. Raises
+    `PoolError` if an equation is broken at the end.
     """
     size = prompts.block_size
     allocator = memory.BlockAllocator(min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity)
@@ -68,6 +80,8 @@ def hybrid_pass(memory: Any, prompts: Prompts, policy: str, capacity: int | None
         hits += blocks
         usable += begin
         peak = max(peak, cache.num_cached)
+        if watch is not None:
+            watch(full, blocks, begin, index.num_states, cache.num_cached)
     index.check()
     cache.check()
     stats = cache.stats()

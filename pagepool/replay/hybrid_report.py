@@ -9,7 +9,7 @@ from pagepool.replay.prefix_report import about_pass, footer, title
 from pagepool.replay.prompts import Prompts
 from pagepool.replay.table import show
 
-__all__ = ["hybrid_results", "print_hybrid"]
+__all__ = ["about_states", "hybrid_results", "hybrid_table", "print_hybrid"]
 
 
 def hybrid_results(
@@ -44,10 +44,25 @@ def hybrid_results(
 
 def print_hybrid(numbers: dict[str, Any]) -> None:
     """Print a line for each pass to stdout."""
-    rows = numbers["hybrid"] if isinstance(numbers["hybrid"], list) else [numbers["hybrid"]]
+    header, *lines = hybrid_table(numbers)
+    show(f"{title(numbers)}\n{about_states(numbers)}", header, lines, "")
+    rows = _rows(numbers)
+    kinds = [
+        [row["policy"], line[1], *(f"{row['saved'][kind]:,} / {row['used'][kind]:,}" for kind in row["saved"])]
+        for row, line in zip(rows, lines, strict=True)
+    ]
+    show("states kept / times used", ["policy", "capacity", *rows[0]["saved"]], kinds, footer(numbers))
+
+
+def about_states(numbers: dict[str, Any]) -> str:
+    """How large a state is, what all of them may take, and the grid."""
     sizes = numbers["states"]
     budget = "no bound" if sizes["budget_bytes"] is None else f"at most {sizes['budget_bytes'] / 2**20:,.1f} MiB"
-    about = f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; a grid of {sizes['grid']:,} tokens"
+    return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; a grid of {sizes['grid']:,} tokens"
+
+
+def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
+    """A header, and a line for each pass."""
     lines = [
         [
             row["policy"],
@@ -59,15 +74,14 @@ def print_hybrid(numbers: dict[str, Any]) -> None:
             f"{row['state_share']:.1%}",
             f"{row['peak_state_share']:.1%}",
         ]
-        for row in rows
+        for row in _rows(numbers)
     ]
-    header = ["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"]
-    show(f"{title(numbers)}\n{about}", header, lines, "")
-    kinds = [
-        [row["policy"], line[1], *(f"{row['saved'][kind]:,} / {row['used'][kind]:,}" for kind in row["saved"])]
-        for row, line in zip(rows, lines, strict=True)
-    ]
-    show("states kept / times used", ["policy", "capacity", *rows[0]["saved"]], kinds, footer(numbers))
+    return [["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"], *lines]
+
+
+def _rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = numbers["hybrid"] if isinstance(numbers["hybrid"], list) else [numbers["hybrid"]]
+    return found
 
 
 def _ratio(part: float, whole: float) -> float:

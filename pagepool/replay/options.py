@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         metavar="FILE",
         help="draw a PNG: the pool, batches and latency over time, or with --clock none the hit rate over capacity; "
-        "needs matplotlib",
+        "with --hybrid what is usable over the bytes of states and over the trace; needs matplotlib",
     )
     add("--html", metavar="FILE", help="the same as a page to look into; it needs nothing but a browser")
     add("--json", metavar="FILE", help="write the results to FILE as JSON; - is standard output, without the table")

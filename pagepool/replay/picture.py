@@ -48,6 +48,7 @@ def replay_picture(numbers: dict[str, Any], timeline: Timeline) -> dict[str, Any
         },
         "table": None,
         "curve": None,
+        "hybrid": None,
     }
 
 
@@ -76,6 +77,7 @@ def pass_picture(
         "timeline": None,
         "table": [["capacity, blocks", *policies], *table],
         "curve": {"lines": lines, "unlimited": unlimited},
+        "hybrid": None,
     }
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from pagepool.replay.hybrid_plot import draw_hybrid
+from pagepool.replay.plot_style import COLOURS, INK, MUTED, SURFACE, legend, style
+
 __all__ = ["draw", "load"]
 
-COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#8a63d2", "#e87ba4", "#008300", "#52514e")
-INK, MUTED, GRID, SURFACE = "#0b0b0b", "#52514e", "#e4e3df", "#fcfcfb"
 BLUES = ("#eef4fc", "#b7d3f6", "#5598e7", "#2a78d6", "#184f95", "#0d366b")
 
 
@@ -27,8 +28,8 @@ def load() -> Any:
 def draw(picture: dict[str, Any], path: str | Path) -> None:
     """Writes the picture to `path` as a PNG. Raises ImportError, OSError."""
     Figure, Canvas, ColourMap = load()
-    timeline = picture["timeline"]
-    figure = Figure(figsize=(11, 9.5 if timeline else 5.5), dpi=130, facecolor=SURFACE)
+    timeline, hybrid = picture["timeline"], picture["hybrid"]
+    figure = Figure(figsize=(11, 9.5 if timeline or hybrid else 5.5), dpi=130, facecolor=SURFACE)
     Canvas(figure)
     left = 0.075
     figure.text(left, 0.972, picture["title"], color=INK, fontsize=14, fontweight="bold", va="top", parse_math=False)
@@ -41,6 +42,9 @@ def draw(picture: dict[str, Any], path: str | Path) -> None:
         _counts(axes[2], timeline, "tokens of a step", (("prefill_tokens", "prompt"), ("decode_tokens", "decode")), 2)
         _latency(axes[3], timeline)
         axes[3].set_xlabel("virtual time, seconds", color=MUTED, fontsize=9)
+    elif hybrid:
+        draw_hybrid(figure, hybrid)
+        figure.subplots_adjust(left=left, right=0.985, top=0.915, bottom=0.085, hspace=0.32)
     else:
         axis = figure.subplots()
         figure.subplots_adjust(left=left, right=0.985, top=0.86, bottom=0.15)
@@ -48,24 +52,8 @@ def draw(picture: dict[str, Any], path: str | Path) -> None:
     figure.savefig(path, format="png", facecolor=SURFACE)
 
 
-def _style(axis: Any, title: str) -> None:
-    axis.set_facecolor(SURFACE)
-    axis.set_title(title, loc="left", color=INK, fontsize=10)
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(colors=MUTED, labelsize=8, length=0, which="both")
-    for side, spine in axis.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#c3c2b7")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-
-
-def _legend(axis: Any) -> None:
-    axis.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=4, frameon=False, fontsize=8, labelcolor=MUTED)
-
-
 def _map(axis: Any, timeline: dict[str, Any], colours: Any) -> None:
-    _style(axis, f"blocks in use: the pool of {timeline['capacity']:,} over time, block 0 below")
+    style(axis, f"blocks in use: the pool of {timeline['capacity']:,} over time, block 0 below")
     axis.grid(False)
     if not timeline["begin"] or not timeline["rows"]:
         return
@@ -82,21 +70,21 @@ def _steps(axis: Any, timeline: dict[str, Any], name: str, label: str, colour: s
 def _counts(
     axis: Any, timeline: dict[str, Any], title: str, lines: tuple[tuple[str, str], ...], first_colour: int = 0
 ) -> None:
-    _style(axis, title)
+    style(axis, title)
     for (name, label), colour in zip(lines, COLOURS[first_colour:], strict=False):
         _steps(axis, timeline, name, label, colour)
     axis.set_ylim(bottom=0)
-    _legend(axis)
+    legend(axis)
 
 
 def _latency(axis: Any, timeline: dict[str, Any]) -> None:
-    _style(axis, "latency, milliseconds")
+    style(axis, "latency, milliseconds")
     _steps(axis, timeline, "step_ms", "a step: between tokens", COLOURS[0])
     axis.plot(timeline["end"], _bridged(timeline["ttft_ms"]), color=COLOURS[4], lw=1.2, label="to the first token, p50")
     axis.plot(timeline["end"], _bridged(timeline["ttft_p99_ms"]), color=COLOURS[5], lw=1.2, label="p99")
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    _legend(axis)
+    legend(axis)
 
 
 def _bridged(values: list[float | None]) -> list[float]:
@@ -109,15 +97,15 @@ def _bridged(values: list[float | None]) -> list[float]:
 
 
 def _curve(axis: Any, curve: dict[str, Any]) -> None:
-    _style(axis, "hit rate of full blocks over the capacity of the prefix cache, in blocks")
+    style(axis, "hit rate of full blocks over the capacity of the prefix cache, in blocks")
     axis.set_xscale("log")
     for line, colour in zip(curve["lines"], COLOURS * 8, strict=False):
         points, whole = line["points"], line["curve"]
         if whole:
             axis.plot(*zip(*whole, strict=True), color=colour, lw=1.6, label=line["policy"])
         if points:
-            style = {"ls": "none"} if whole else {"lw": 1.4, "label": line["policy"]}
-            axis.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4.5, **style)
+            look = {"ls": "none"} if whole else {"lw": 1.4, "label": line["policy"]}
+            axis.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4.5, **look)
     if curve["unlimited"] is not None:
         axis.axhline(curve["unlimited"], color=MUTED, lw=1, ls=(0, (4, 3)))
         axis.annotate(
@@ -131,4 +119,4 @@ def _curve(axis: Any, curve: dict[str, Any]) -> None:
     axis.set_ylim(bottom=0)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _legend(axis)
+    legend(axis)

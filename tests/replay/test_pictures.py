@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from html.parser import HTMLParser
+from operator import mul
 
 import pytest
 from trace_bytes import lines_of
@@ -139,6 +140,31 @@ def test_the_page_of_passes(make_trace, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_the_page_of_a_hybrid_model(make_trace, tmp_path, capsys):
+    """Windows add up to the passes, and the ends of the lines over the bytes are what passes without a picture say."""
+    path = make_trace([[at, 40, 1, [0, 2, 7 * (at % 5), 4, 100 + 9 * at, 4]] for at in range(400)], block=4)
+    arguments = [str(path), "--clock", "none", "--hybrid", "1k", "--policy", "lru,arc", "--capacity", "30,500"]
+    for budget in ([], ["--state-budget", "9k"]):
+        assert main(["replay", *arguments, *budget, "--json", "-"]) == 0
+        rows = json.loads(capsys.readouterr().out)["hybrid"]
+        found = drawn(tmp_path / "page.html", *arguments, *budget).data
+        capsys.readouterr()
+        ends, lines = found["hybrid"]["ends"], found["hybrid"]["lines"]
+        assert [line["name"] for line in lines] == [f"{p}, {n} blocks" for p in ("lru", "arc") for n in (30, 500)]
+        assert len(found["table"]) == 5 and 100 < len(ends) <= 160 and ends[-1] == 400
+        sizes = [10 * (end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+        for line, row in zip(lines, rows, strict=True):
+            assert line["hit_rate"] == row["hit_blocks"] / row["full_blocks"]
+            for name, total in (("hit", row["hit_blocks"]), ("usable", row["usable_blocks"])):
+                assert round(sum(map(mul, line[name], sizes)), 6) == total
+            assert max(line["states"]) <= row["peak_states"] and line["every_block"][-1] <= row["capacity_blocks"]
+            rooms = [room for room, _ in line["budgets"]]
+            assert rooms == sorted(set(rooms)) and rooms[0] < 4096 and rooms[-1] % 1024 == 0
+            (rate,) = {rate for room, rate in line["budgets"] if room == (9 << 10 if budget else rooms[-1])}
+            assert rate == row["usable_blocks"] / row["full_blocks"]
+            assert all(rate <= line["hit_rate"] for _, rate in line["budgets"])
+
+
 def test_the_curve_of_lru_is_that_of_the_sweep(make_trace):
     path = make_trace([[at, 12, 1, [5 * (at % 7), 3]] for at in range(50)], block=4)
     curve = lru_curve(Prompts(read_trace(path, prefixes=True), None, False))
@@ -172,6 +198,7 @@ def test_hostile_names_stay_text(make_trace, tmp_path, capsys):
 def test_an_empty_trace_has_a_picture(make_trace, tmp_path, capsys):
     arguments = ["replay", str(make_trace([], block=4)), "--html", str(tmp_path / "page.html")]
     assert main(arguments) == 0 and main([*arguments, "--clock", "none"]) == 0
+    assert main([*arguments, "--clock", "none", "--hybrid", "1"]) == 0
     assert main([*arguments, "--blocks", "0"]) == 0
     capsys.readouterr()
 
@@ -179,10 +206,7 @@ def test_an_empty_trace_has_a_picture(make_trace, tmp_path, capsys):
 def test_pictures_that_cannot_be_are_refused_first(make_trace, tmp_path, capsys, monkeypatch):
     path = make_trace([[0, 8, 1, [0, 2]]], block=4)
     assert main(["replay", str(path), "--html", str(tmp_path)]) == 2
-    assert main(["replay", str(path), "--clock", "none", "--hybrid", "1", "--html", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err == (
-        f"pagepool: {tmp_path}: cannot be written\npagepool: --hybrid has no picture: leave out --plot and --html\n"
-    )
+    assert capsys.readouterr().err == f"pagepool: {tmp_path}: cannot be written\n"
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -196,11 +220,12 @@ def test_a_png_is_drawn(make_trace, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     target = tmp_path / "picture.png"
     prefixes = make_trace([[at, 12, 1, [0, 2, 3 + at % 2, 1]] for at in range(20)], block=4)
-    for arguments in (["--requests", "30"], [str(prefixes), "--clock", "none", "--compare", "lru,arc"]):
+    passes = [str(prefixes), "--clock", "none", "--compare", "lru,arc"]
+    for arguments in (["--requests", "30"], passes, [*passes, "--hybrid", "1k", "--capacity", "4,40"]):
         assert main(["replay", *arguments, "--plot", str(target)]) == 0
         data = target.read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", data[16:24])) >= 700
-    for empty in ([], ["--clock", "none"]):
+    for empty in ([], ["--clock", "none"], ["--clock", "none", "--hybrid", "1"]):
         assert main(["replay", str(make_trace([], block=4)), "--plot", str(target), *empty]) == 0
     capsys.readouterr()
 
@@ -211,6 +236,7 @@ def test_a_browser_draws_the_page(make_trace, tmp_path, capsys):
     for arguments, charts in (
         (["--requests", "30"], 4),
         ([str(prefixes), "--clock", "none", "--compare", "lru,arc"], 1),
+        ([str(prefixes), "--clock", "none", "--compare", "lru,arc", "--hybrid", "1k", "--capacity", "4,40"], 3),
     ):
         drawn(tmp_path / "page.html", *arguments)
         command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900"]
