@@ -60,7 +60,7 @@ $(VENV)/.test $(VENV)/.lint $(VENV)/.package $(VENV)/.plot: $(VENV)/.%: $(VENV)/
 DEBUG_TESTS ?= attention foreign memory prefix replay scheduling test_model.py test_state_machine.py test_threads.py
 # Assertions on, warnings of our C are errors. The build lies apart; the tests run against it from its own folder.
 debug: VARIANT = build/debug$(if $(filter-out default,$(origin CC)),-$(notdir $(firstword $(CC))))
-debug: $(VENV)/.build $(VENV)/.test  ## the tests against a build with assertions; CC=clang for the other compiler
+debug: $(VENV)/.build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
 	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(VARIANT)/lib
 	rm -rf $(VARIANT)/tests && cp -r tests $(VARIANT)/tests
 	cd $(VARIANT) && PYTHONPATH=lib $(abspath $(PY)) -m pytest -q -p no:cacheprovider \
@@ -148,7 +148,7 @@ wheel: $(VENV)/.package  ## dist/: an sdist, and a wheel built from it in isolat
 # In an environment and a folder of their own, so that nothing of the checkout can be imported. The code is that of
 # `make test`; what may be missing or lie elsewhere are modules, headers, the library and data.
 WHEEL_TESTS ?= attention capi foreign integrations memory packaging prefix replay scheduling
-test-wheel:  ## the tests against the built wheel, in a clean environment and from another directory
+test-wheel:  ## what users do with the built wheel, in a clean environment and from another directory
 	test -n "$(wildcard dist/*.whl)" || $(MAKE) --no-print-directory wheel
 	rm -rf build/wheel-venv && $(PY) -m venv build/wheel-venv
 	$(PY) .ci/requirements.py test > build/wheel-venv/requirements.txt
