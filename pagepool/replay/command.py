@@ -133,9 +133,11 @@ def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:
         allocator = pool.allocator
         width = -(-longest // size)
         attention = Attention(memory, pool, geometry, options.max_batch, budget, width, options.threads)
-    account = MeteredAccount(allocator, size, config.watermark)
+    cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0])) if options.policy else None
+    tokens = TraceTokens(trace) if options.policy else None
+    if options.reference:
+        account = importlib.import_module("pagepool.replay.plain").PlainAccount(config, allocator, cache)
+    else:
+        account = MeteredAccount(allocator, size, config.watermark)
     arrivals = Users(trace, options.users) if options.users else None
-    if not options.policy:
-        return Replay(trace, config, account, options.cost, attention, arrivals)
-    cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0]))
-    return Replay(trace, config, account, options.cost, attention, arrivals, cache, TraceTokens(trace))
+    return Replay(trace, config, account, options.cost, attention, arrivals, cache, tokens)

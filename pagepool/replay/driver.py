@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.replay.arrivals import Arrivals, OpenLoop
@@ -16,6 +16,9 @@ from pagepool.replay.meter import MeteredAccount, MeteredCache
 from pagepool.replay.ptrace import Trace
 from pagepool.replay.trace_tokens import TraceTokens
 from pagepool.scheduling import ScheduledBatch, Scheduler
+
+if TYPE_CHECKING:
+    from pagepool.replay.plain import PlainAccount
 
 __all__ = ["Replay", "ReplayFailed", "Totals"]
 
@@ -49,7 +52,7 @@ class Replay:
 
     trace      the requests; those that could never fit the pool are counted as refused
     config     the scheduler's
-    account    the metered account with the pool's allocator
+    account    the metered account with the pool's allocator, or a plain scheduler's, whose requests these become
     cost       the virtual clock
     attention  appends and attends on real memory, or None
     arrivals   when the requests come; None: at their recorded times
@@ -61,7 +64,7 @@ class Replay:
         self,
         trace: Trace,
         config: SchedulerConfig,
-        account: MeteredAccount,
+        account: MeteredAccount | PlainAccount,
         cost: CostModel,
         attention: Attention | None = None,
         arrivals: Arrivals | None = None,
@@ -76,7 +79,8 @@ class Replay:
         self.totals = Totals()
         self.cache = cache
         self.cached_at_end = 0
-        self.scheduler = Scheduler(config, account, cache)
+        plain: Any = getattr(account, "scheduler", None)
+        self.scheduler: Any = Scheduler(config, account, cache) if plain is None else plain
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # by sequence, where tokens matter
         self._cost = cost
@@ -129,9 +133,9 @@ class Replay:
 
     def _add(self, index: int, prompt: int, limit: int) -> int:
         if self._tokens is None:
-            return self.scheduler.add_request([TOKEN] * prompt, limit)
+            return int(self.scheduler.add_request([TOKEN] * prompt, limit))
         tokens, output = self._tokens.of(index)
-        seq_id = self.scheduler.add_request(tokens, limit, cache_salt=self._tokens.salt(index))
+        seq_id: int = self.scheduler.add_request(tokens, limit, cache_salt=self._tokens.salt(index))
         self._outputs[seq_id] = output
         return seq_id
 

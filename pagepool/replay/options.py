@@ -110,7 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages, with --attend; default: bfloat16")
     add("--threads", type=_between(1, 1024), metavar="N", help="threads of decode, with --attend; default: all cores")
-    add("--reference", action="store_true", help="use the pure-Python memory instead, to compare")
+    add(
+        "--reference",
+        action="store_true",
+        help="allocator, prefix cache, scheduler and attention in plain Python instead, to compare; slow",
+    )
     add(
         "--clock",
         choices=("virtual", "none"),

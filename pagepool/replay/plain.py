@@ -1,0 +1,103 @@
+"""`--reference`: the plain scheduler over plain memory, with the counts and times that the replay wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+from pagepool import reference
+from pagepool.config import SchedulerConfig
+
+__all__ = ["PlainAccount", "PlainScheduler"]
+
+
+class PlainScheduler(reference.Scheduler):
+    """The plain scheduler, which counts blocks taken and given back and the wall time of it, as `MeteredAccount` does:
+    of whole batches of appends and of states that end or are cut, without what the cache evicts meanwhile."""
+
+    block_allocs = block_frees = nanoseconds = 0
+
+    @property
+    def active_count(self) -> int:
+        """Those that run."""
+        return len(self.ring)
+
+    @property
+    def waiting_count(self) -> int:
+        """Those that wait."""
+        return len(self.waiting)
+
+    def append(self, requests: list[Any], counts: list[int]) -> bool:
+        """See `Ladder`."""
+        before, spent = self.allocator.in_use + self.evicted, self._cache_time()
+        start = perf_counter_ns()
+        try:
+            return super().append(requests, counts)
+        finally:
+            self.nanoseconds += perf_counter_ns() - start - (self._cache_time() - spent)
+            self.block_allocs += self.allocator.in_use + self.evicted - before
+
+    def give_back(self, call: Callable[..., None], *given: Any) -> None:
+        """A call of a state that gives blocks back."""
+        before, start = self.allocator.in_use, perf_counter_ns()
+        call(*given)
+        self.nanoseconds += perf_counter_ns() - start
+        self.block_frees += before - self.allocator.in_use
+
+    def _open(self, request: Any) -> reference.PagedSeqState:
+        return _State(self, self.blocks_for(request.max_tokens))
+
+    def _cache_time(self) -> int:
+        return 0 if self.cache is None else int(self.cache.nanoseconds)
+
+
+class _State(reference.PagedSeqState):
+    """A sequence whose scheduler meters what it gives back."""
+
+    def __init__(self, scheduler: PlainScheduler, max_blocks: int) -> None:
+        super().__init__(scheduler.allocator, scheduler.block_size, max_blocks)
+        self._scheduler = scheduler
+
+    def truncate(self, len: int) -> None:
+        """See `PagedSeqState`."""
+        if len < self.len:
+            self._scheduler.give_back(super().truncate, len)
+
+    def close(self) -> None:
+        """See `PagedSeqState`."""
+        self._scheduler.give_back(super().close)
+
+
+class PlainAccount:
+    """What the replay asks of a `MeteredAccount`, of a plain scheduler."""
+
+    def __init__(self, config: SchedulerConfig, allocator: Any, cache: Any) -> None:
+        self.allocator = allocator
+        self.block_size = config.block_size
+        self.scheduler = PlainScheduler(config, allocator, cache)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the states of all requests."""
+        return sum(request.kv.len for request in self.scheduler.requests() if request.kv is not None)
+
+    @property
+    def block_allocs(self) -> int:
+        """Blocks taken."""
+        return self.scheduler.block_allocs
+
+    @property
+    def block_frees(self) -> int:
+        """Blocks given back, but for those of the cache."""
+        return self.scheduler.block_frees
+
+    @property
+    def nanoseconds(self) -> int:
+        """The wall time of it."""
+        return self.scheduler.nanoseconds
+
+    def refusal(self, max_tokens: int) -> str | None:
+        """Why a sequence of `max_tokens` can never run, or None."""
+        needed, capacity = self.scheduler.blocks_for(max_tokens), self.allocator.max_capacity
+        return None if needed <= capacity else f"{max_tokens} tokens need {needed} blocks, the pool has {capacity}"
