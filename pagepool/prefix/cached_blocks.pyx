@@ -41,16 +41,14 @@ cdef class CachedBlocks(EvictableBlocks):
         cdef int64_t size = self.table.block_size, i = 0, end
         cdef int32_t node = root
         while i < n:
-            end = i + self.table.c_follow(node, tokens + i * size, n - i)
+            end = i + self.table.c_follow(node, tokens + i * size, n - i, cached_only)
             if end == i:
                 node = self.table.c_find(node, tokens + i * size) - 1
-                if node < -1:
+                if node < -1 or (cached_only and nodes[node + 1].block < 0):
                     return i
                 end = i + 1
             while i < end:
                 node += 1
-                if cached_only and nodes[node].block < 0:
-                    return i
                 self.path[i] = node
                 i += 1
         return n

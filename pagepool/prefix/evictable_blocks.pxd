@@ -43,14 +43,16 @@ cdef class EvictableBlocks:
     # Nodes first, first + 1, ..., each the parent of the next, get blocks whose references are the cache's.
     cdef void c_put_run(self, int32_t first, int32_t n, const int32_t *blocks) noexcept
     # Drops the node, in a list of the policy, and those that go after it as long as nothing has to be asked, AT_ONCE
-    # and `most` at most; returns how many. `looked`: whether held nodes were looked at for the next one already.
-    cdef int32_t c_drop_run(self, int32_t node, int64_t most, uint8_t own, bint *looked) noexcept
+    # and `most` at most; returns how many.
+    cdef int32_t c_drop_run(self, int32_t node, int64_t most, uint8_t own) noexcept
     # Drops the cache's reference to a block wherever it is; false when it is not cached.
     cdef bint c_discard(self, int32_t block) noexcept
     cdef bint c_in_use(self, int32_t node) noexcept
+    # Whether one of the `most` longest held is free again; if none is, all of these were looked at.
+    cdef bint c_held_returns(self, int32_t most) noexcept
     # How many came back to the policy.
     cdef int32_t c_return_held(self, int32_t most) noexcept
-    cdef int32_t c_victim(self, uint8_t own, bint looked) noexcept
+    cdef int32_t c_victim(self, uint8_t own) noexcept
     # Out of the list beside the policy's that it is in, and back to the policy.
     cdef void c_relink(self, int32_t node) noexcept
     # `own` is the mark of the group that needs room.

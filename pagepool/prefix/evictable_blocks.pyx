@@ -88,51 +88,74 @@ cdef class EvictableBlocks:
         self.inserted += n
         self.order.c_insert_run(first, n)
 
-    cdef int32_t c_drop_run(self, int32_t node, int64_t most, uint8_t own, bint *looked) noexcept:
+    cdef int32_t c_drop_run(self, int32_t node, int64_t most, uint8_t own) noexcept:
         """The policy may forget ghosts meanwhile, these among them: all are pinned until they have been dropped."""
         cdef Node *nodes = self.table.nodes
+        cdef int64_t *cached = self.floors.cached_blocks
+        cdef const int64_t *least = self.floors.least
+        cdef const uint8_t *marks = self.kept.counts.marks
         cdef int32_t blocks[AT_ONCE]
-        cdef int32_t step = 1, n = 1, done = 0, next = node, i
+        cdef int32_t step = 1, n = 1, done = 0, next = node, block = nodes[node].block, i
+        cdef uint8_t mark
         if most > 1 and self.floors.due.size == 0:
             n = self.order.c_victims(node, <int32_t>min(most, <int64_t>AT_ONCE), &step)
         while True:
-            blocks[done] = nodes[next].block
+            blocks[done] = block
             nodes[next].block = -1
             nodes[next].num_children += 1
-            self.owners[blocks[done]] = 0
-            self.floors.c_removed(self.kept.counts.marks[blocks[done]])
+            self.owners[block] = 0
+            cached[marks[block]] -= 1
             if self.log is not None:
-                self.log.c_add(REMOVED, next, blocks[done])
+                self.log.c_add(REMOVED, next, block)
             done += 1
             next += step
-            if done == n or self.c_in_use(next) or self.floors.c_protects(next, own):
+            if done == n:
                 break
-            if self.held.size and self.c_return_held(2):
-                looked[0] = True
+            block = nodes[next].block
+            mark = marks[block]
+            if pp_get_count(&self.allocator.c_counts[block]) > 1 or (cached[mark] <= least[mark] and mark != own):
+                break
+            if self.held.size and self.c_held_returns(2):
                 break
         self.num_cached -= done
         self.evicted += done
         self.order.c_evicted_run(node, done, step)
         for i in range(done):
-            self.c_unpin(node + i * step)
+            next = node + i * step
+            nodes[next].num_children -= 1
+            if nodes[next].num_children == 0 and not nodes[next].ghost:
+                self.table.c_collect(next)
         self.kept.c_drop_n(blocks, done)
         return done
 
     cdef bint c_discard(self, int32_t block) noexcept:
         """For the policy it is an eviction like any other."""
         cdef int32_t node = self.owners[block] - 1
-        cdef bint looked
         if node < 0:
             return False
         if self.table.nodes[node].held:
             self.c_relink(node)
-        self.c_drop_run(node, 1, 0, &looked)
+        self.c_drop_run(node, 1, 0)
         self.evicted -= 1
         self.cleared += 1
         return True
 
     cdef bint c_in_use(self, int32_t node) noexcept:
         return pp_get_count(&self.allocator.c_counts[self.table.nodes[node].block]) > 1
+
+    cdef bint c_held_returns(self, int32_t most) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node = self.held.head
+        most = min(most, self.held.size)
+        for _ in range(most):
+            if not self.c_in_use(node):
+                return True
+            node = nodes[node].next
+        for _ in range(most):
+            node = self.held.head
+            list_remove(&self.held, nodes, node)
+            list_push(&self.held, nodes, node)
+        return False
 
     cdef int32_t c_return_held(self, int32_t most) noexcept:
         """Looks at up to `most` held nodes, the longest held first, and gives the policy those that are free again."""
@@ -148,12 +171,11 @@ cdef class EvictableBlocks:
                 self.order.c_link(node)
         return size - self.held.size
 
-    cdef int32_t c_victim(self, uint8_t own, bint looked) noexcept:
+    cdef int32_t c_victim(self, uint8_t own) noexcept:
         """Who goes next, or -1; for the moment in a list of the policy, in use or not."""
         cdef int32_t node = self.floors.c_next_due()
         if node < 0:
-            if not looked:
-                self.c_return_held(2)
+            self.c_return_held(2)
             node = self.order.c_victim()
             if node < 0:
                 self.c_return_held(self.held.size)
@@ -169,10 +191,8 @@ cdef class EvictableBlocks:
         of a group at its floor is spared, at most once until the group has more."""
         cdef int64_t done = 0
         cdef int32_t node
-        cdef bint looked = False
         while done < n:
-            node = self.c_victim(own, looked)
-            looked = False
+            node = self.c_victim(own)
             if node < 0:
                 break
             if self.c_in_use(node):
@@ -183,7 +203,7 @@ cdef class EvictableBlocks:
                 self.order.c_unlink(node)
                 self.floors.c_spare(node)
             else:
-                done += self.c_drop_run(node, n - done, own, &looked)
+                done += self.c_drop_run(node, n - done, own)
         return done
 
     cdef str audit(self):

@@ -28,9 +28,8 @@ cdef class CacheFloors:
     cdef int top
 
     cdef int mark_of(self, group) except -1
-    # A block has a node from now on; the node has none any more, and is LINKED.
+    # A block has a node from now on. One less: cached_blocks[mark] -= 1, once its node is LINKED.
     cdef void c_added(self, uint8_t mark) noexcept
-    cdef void c_removed(self, uint8_t mark) noexcept
     # Whether its group has no block to give but for requests of the group `own`, a mark.
     cdef bint c_protects(self, int32_t node, uint8_t own) noexcept
     # The next node that is due, or -1; it stays.

@@ -97,9 +97,6 @@ cdef class CacheFloors:
             nodes[node].held = DUE
             list_push(&self.due, nodes, node)
 
-    cdef void c_removed(self, uint8_t mark) noexcept:
-        self.cached_blocks[mark] -= 1
-
     cdef bint c_protects(self, int32_t node, uint8_t own) noexcept:
         cdef uint8_t mark = self.kept.counts.marks[self.table.nodes[node].block]
         return self.cached_blocks[mark] <= self.least[mark] and mark != own

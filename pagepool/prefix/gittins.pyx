@@ -19,7 +19,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from pagepool.prefix.group cimport Group, cells_put, cells_take
 from pagepool.prefix.grouped cimport CONTINUED, COUNT, GHOSTS, MOST_USES, WAITING, WAITS, GroupedPolicy
 from pagepool.prefix.lru_rival cimport rival_count, rival_learn, rival_turns
-from pagepool.prefix.node cimport Node, list_append, list_cut, list_push, list_remove
+from pagepool.prefix.node cimport Node, NodeList, list_append, list_cut, list_push, list_remove, list_remove_run
 from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.reuse_ages cimport AGES, FADE, KINDS, ReuseAges, add_ones, age_class
 
@@ -84,9 +84,9 @@ cdef class GittinsPolicy(GroupedPolicy):
         self.clock += n
         self.last = end - 1
         if nodes[first].ghost:
+            list_remove_run(&self.lists[GHOSTS], nodes, first, end - 1)
             for node in range(first, end):
                 nodes[node].ghost = 0
-                list_remove(&self.lists[GHOSTS], nodes, node)
             self.c_used(first, n, False)
         else:
             for node in range(first, end):
@@ -117,12 +117,17 @@ cdef class GittinsPolicy(GroupedPolicy):
         self.c_join(node, 1)
 
     cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
-        """As one by one: what is linked behind a node touched, and alike, goes where that went, up to a lesson."""
+        """As one by one: what is linked behind a node touched, or waits like it, and is alike goes where that went, up
+        to a lesson."""
         cdef Node *nodes = self.table.nodes
-        cdef int32_t end = first + n, last
+        cdef int32_t end = first + n, last, node
+        cdef bint waits
         while first < end:
+            waits = nodes[first].uses & WAITS
             last = first
-            while last + 1 < end and nodes[last].next == last + 1 and nodes[last + 1].uses == nodes[first].uses < WAITS:
+            while last + 1 < end and nodes[last + 1].uses == nodes[first].uses and (
+                nodes[last + 1].list == nodes[first].list if waits else nodes[last].next == last + 1
+            ):
                 last += 1
             self.c_touch(first)
             n = <int32_t>min(<int64_t>(last - first), self.next_lesson - self.clock - 1)
@@ -130,7 +135,14 @@ cdef class GittinsPolicy(GroupedPolicy):
             if n > 0:
                 self.clock += n
                 self.last = first + n - 1
-                self.c_part(first, n)
+                if waits:
+                    list_remove_run(&self.lists[WAITING], nodes, first, self.last)
+                    for node in range(first, first + n):
+                        nodes[node].uses ^= WAITS
+                        nodes[node].previous = node - 1
+                        nodes[node].next = node + 1
+                else:
+                    self.c_part(first, n)
                 self.c_used(first, n, True)
                 self.c_place(first, n)
                 self.c_join(first, n)
@@ -170,26 +182,47 @@ cdef class GittinsPolicy(GroupedPolicy):
         self.c_into_ghosts(node)
 
     cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
-        """From the tail of the group up, while each is the parent of the one before and has no other cached child."""
+        """From the tail of the group up, while each is the parent of the one before and has no other cached child.
+
+        When the group has no more, those of it that wait for just that come back one by one, and it is chosen again.
+        """
         cdef Node *nodes = self.table.nodes
-        cdef int32_t low = node, end = node - (n if self.c_is_fresh() else min(n, self.budget))
+        cdef bint fresh = self.c_is_fresh()
+        cdef int32_t low = node, end = node - (n if fresh else min(n, self.budget)), up
         step[0] = -1
         if self.victims < 0:
             return 1
-        while low - 1 > end and nodes[low].previous == low - 1 == nodes[low].parent:
-            if nodes[low - 1].cached_children != 1:
+        while low - 1 > end and nodes[low].parent == low - 1 and nodes[low - 1].cached_children == 1:
+            up = low - 1
+            if nodes[up].uses & WAITS:
+                if not fresh or nodes[up].list != self.victims:
+                    break
+                if not nodes[low].uses & WAITS and nodes[low].previous >= 0:
+                    break
+            elif nodes[low].previous != up:
                 break
-            low -= 1
+            low = up
         return node - low + 1
 
     cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept:
         cdef Node *nodes = self.table.nodes
-        cdef int32_t low = node - n + 1, i
+        cdef NodeList *linked = &self.groups[nodes[node].list].nodes
+        cdef int32_t low = node - n + 1, top = low, i
         if n > 1:
-            self.budget -= n - 1
-            while self.budget <= 0:
-                self.budget += BUDGET
-            self.c_part(low + 1, n - 1)
+            while nodes[top].uses & WAITS:
+                nodes[top].uses ^= WAITS
+                top += 1
+            if top > low:
+                # The group has left its cell and come back for each of them; what it has now is the last one.
+                list_remove_run(&self.lists[WAITING], nodes, low, top - 1)
+                list_cut(linked, nodes, top, node, node - top + 1)
+                list_append(linked, nodes, low, low, 1)
+                self.budget = BUDGET
+            else:
+                self.c_part(low + 1, n - 1)
+                self.budget -= n - 1
+                while self.budget <= 0:
+                    self.budget += BUDGET
             for i in range(node, low, -1):
                 nodes[i - 1].cached_children = 0
                 nodes[i].ghost = 1

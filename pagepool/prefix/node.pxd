@@ -61,6 +61,17 @@ cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept
     list_cut(self, nodes, node, node, 1)
 
 
+# Nodes first, first + 1, ... last of it, wherever they are; most often each comes before the one with the id below.
+cdef inline void list_remove_run(NodeList *self, Node *nodes, int32_t first, int32_t last) noexcept nogil:
+    cdef int32_t low
+    while last >= first:
+        low = last
+        while low > first and nodes[low].next == low - 1:
+            low -= 1
+        list_cut(self, nodes, last, low, last - low + 1)
+        last = low - 1
+
+
 # n nodes that are linked with each other, from `first` to `last`.
 cdef inline void list_append(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
     nodes[first].previous = self.tail

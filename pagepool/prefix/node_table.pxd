@@ -41,8 +41,9 @@ cdef class NodeTable:
     cdef int32_t root(self, tuple named_key) except -1
     # The child with these tokens, every one compared, or -1.
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil
-    # How many of n blocks of tokens are those of nodes node + 1, node + 2, ..., each the child of the one before it.
-    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept nogil
+    # How many of n blocks of tokens are those of nodes node + 1, node + 2, ..., each the child of the one before
+    # it, and cached if only those are asked for.
+    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil
     # The child with a block whose first tokens, of at most n, are the same for longest, or -1, and for how long; of
     # several the one in the lowest block. The 1,024 youngest children are looked at.
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept

@@ -127,7 +127,7 @@ cdef class NodeTable:
         self.num_alive += count
         return count
 
-    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n) noexcept nogil:
+    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil:
         """Tokens of a run lie in one piece: they are compared in steps of 4 KiB, and no hash is taken."""
         cdef Node *nodes = self.nodes + node + 1
         cdef size_t row = self.block_size
@@ -137,6 +137,8 @@ cdef class NodeTable:
         while done < most:
             end = done
             while end < min(most, done + step) and nodes[end].parent == node + end and nodes[end].alive:
+                if cached_only and nodes[end].block < 0:
+                    break
                 end += 1
             if memcmp(known + done * row, tokens + done * row, (end - done) * row * sizeof(int32_t)) != 0:
                 while memcmp(known + done * row, tokens + done * row, row * sizeof(int32_t)) == 0:
