@@ -9,7 +9,7 @@
  *
  * Lengths, query counts and block ids are copied into the workspace as they are checked: what another thread does to
  * the caller's arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the
- * kernel reads them.
+ * kernel reads them: with the rest, or, where pp_decode waits for the units and each has queries of its own, by those.
  *
  * Each chunk of each sequence has a record in the workspace, those of sequence s from record_begin[s] on: for its R =
  * num_qo_heads * (query tokens) rows, rows (R, row_stride), m (R,), seen (R,) unless there is one query token and no
@@ -123,7 +123,7 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     const pp_kv_layout *layout = &args->pool->layout;
     pp_status status = pp_check_decode(args);
     if (status != PP_OK) return status;
-    const int64_t size = layout->block_size, group_size = args->num_qo_heads / layout->num_kv_heads;
+    const int64_t size = layout->block_size;
     *all = (measures){.row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP};
     if (args->block_scores) all->blocks_per_chunk = PP_CHUNK % size ? PP_CHUNK / size + 2 : PP_CHUNK / size;
     all->row_elements = all->row_stride + 1 + may_differ(args) + all->blocks_per_chunk;
@@ -131,6 +131,13 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
         status = add_sequence(args, args->seq_lens[s], num_queries_of(args, s), all);
         if (status != PP_OK) return status;
     }
+    return PP_OK;
+}
+
+/* Cuts what was measured into slices for the threads, and says how much memory that takes. */
+static pp_status cut(const pp_decode_args *args, measures *all) {
+    const pp_kv_layout *layout = &args->pool->layout;
+    const int64_t group_size = args->num_qo_heads / layout->num_kv_heads;
     const int64_t wanted = args->num_threads < 2 ? 0 : args->num_threads * units_per_thread(all, args->num_threads);
     int64_t slices = 1, most = layout->num_kv_heads;
     if (all->num_chunks && all->num_chunks < wanted) slices = ceil_div(wanted, all->num_chunks);
@@ -158,6 +165,7 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
 pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes) {
     measures all;
     pp_status status = measure(args, &all);
+    if (status == PP_OK) status = cut(args, &all);
     if (status == PP_OK) *bytes = all.bytes;
     return status;
 }
@@ -211,49 +219,69 @@ static void write_nothing(const pp_decode_plan *plan, int32_t s) {
                (size_t)(rows * args->block_tables_width) * sizeof(float));
 }
 
-pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) {
-    measures all;
-    pp_status status = measure(args, &all);
-    if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
-    if (status == PP_OK) status = pp_check_apart(args, all.num_queries, workspace, all.bytes);
+/* Whether units lay out the queries of a sequence of so many chunks, each those that it alone reads: its heads'. */
+static int is_packed_by_units(const pp_decode_plan *plan, int64_t chunks) {
+    return plan->args.q && chunks == 1 && plan->slices <= plan->args.pool->layout.num_kv_heads;
+}
+
+/* Lays out the queries of a sequence for kv heads [head_begin, head_end). */
+static void pack(const pp_decode_plan *plan, const float *q, int32_t s, int32_t head_begin, int32_t head_end) {
+    const pp_decode_args *args = &plan->args;
+    const int32_t dims = args->pool->layout.head_dim, group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
+    const int32_t num_queries = queries_of(plan, s), row_floats = args->arithmetic == PP_EXACT ? dims : dims / 2;
+    const int64_t first = plan->query_begin[s], rows_before = (int64_t)head_begin * group_size * num_queries;
+    pp_kernels_get()->pack_queries[args->arithmetic](
+        plan->q + first * args->num_qo_heads * dims + rows_before * row_floats,
+        q + first * args->q_stride_seq + (int64_t)head_begin * group_size * args->q_stride_head, args->q_stride_seq,
+        args->q_stride_head, head_end - head_begin, group_size, num_queries, dims);
+}
+
+/* Plans what was measured and cut, in a workspace of all->bytes.  While plan->args.q stands, units may read it. */
+static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, const measures *all, void *workspace,
+                            int units_read_q) {
+    pp_status status = pp_check_apart(args, all->num_queries, workspace, all->bytes);
     if (status != PP_OK) return status;
     char *at = workspace;
     *plan = (pp_decode_plan){.args = *args,
-                             .slices = all.slices,
-                             .row_stride = all.row_stride,
-                             .row_elements = all.row_elements,
-                             .blocks_per_chunk = all.blocks_per_chunk};
+                             .slices = all->slices,
+                             .row_stride = all->row_stride,
+                             .row_elements = all->row_elements,
+                             .blocks_per_chunk = all->blocks_per_chunk};
     plan->remaining = (int32_t *)at;
-    plan->unit_begin = (int64_t *)(at += all.counters);
-    plan->ids_begin = (int64_t *)(at += all.begins);
-    plan->record_begin = (int64_t *)(at += all.begins);
-    plan->query_begin = (int32_t *)(at += all.begins);
-    plan->seq_lens = (int32_t *)(at += all.starts);
-    plan->ids = (int32_t *)(at += all.lengths);
-    plan->q = (float *)(at += all.ids);
-    plan->partial = (float *)(at += all.queries);
-    status = copy_tables(plan, args, &all);
+    plan->unit_begin = (int64_t *)(at += all->counters);
+    plan->ids_begin = (int64_t *)(at += all->begins);
+    plan->record_begin = (int64_t *)(at += all->begins);
+    plan->query_begin = (int32_t *)(at += all->begins);
+    plan->seq_lens = (int32_t *)(at += all->starts);
+    plan->ids = (int32_t *)(at += all->lengths);
+    plan->q = (float *)(at += all->ids);
+    plan->partial = (float *)(at += all->queries);
+    status = copy_tables(plan, args, all);
     if (status != PP_OK) return status;
-    const pp_kv_layout *layout = &args->pool->layout;
-    const int64_t query_size = (int64_t)args->num_qo_heads * layout->head_dim;
-    __typeof__(pp_kernels_get()->pack_queries[0]) pack = pp_kernels_get()->pack_queries[args->arithmetic];
+    if (!units_read_q) plan->args.q = NULL;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t num_queries = queries_of(plan, s);
         const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
-        const int64_t chunks = seen.end_chunk - seen.first_chunk, first = plan->query_begin[s];
+        const int64_t chunks = seen.end_chunk - seen.first_chunk;
         plan->unit_begin[s] = plan->num_units;
-        plan->num_units += chunks * all.slices;
-        for (int32_t slice = 0; slice < all.slices; slice++)
-            plan->remaining[(int64_t)s * all.slices + slice] = (int32_t)chunks;
-        if (chunks)
-            pack(plan->q + first * query_size, args->q + first * args->q_stride_seq, args->q_stride_seq,
-                 args->q_stride_head, layout->num_kv_heads, args->num_qo_heads / layout->num_kv_heads, num_queries,
-                 layout->head_dim);
-        else
+        plan->num_units += chunks * all->slices;
+        for (int32_t slice = 0; slice < all->slices; slice++)
+            plan->remaining[(int64_t)s * all->slices + slice] = (int32_t)chunks;
+        if (!chunks)
             write_nothing(plan, s);
+        else if (!is_packed_by_units(plan, chunks))
+            pack(plan, args->q, s, 0, args->pool->layout.num_kv_heads);
     }
     plan->unit_begin[args->num_seqs] = plan->num_units;
     return PP_OK;
+}
+
+pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) {
+    measures all;
+    pp_status status = measure(args, &all);
+    if (status == PP_OK) status = cut(args, &all);
+    if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
+    return status == PP_OK ? plan_units(plan, args, &all, workspace, 0) : status;
 }
 
 /* The sequence that unit belongs to: the last one that begins at or before it and is not empty. */
@@ -349,15 +377,23 @@ static void first_read(const pp_chunk *work, const unsigned char **k) {
     for (int i = 0; i < 4; i++) k[i] += work->part_begin / parts * work->pool->layout.head_bytes;
 }
 
-/* Prefetches that at once: reading alone waits for it line after line. */
+/* Prefetches that at once, by turns from each group: reading alone waits for it line after line, and a page that is not
+ * translated yet holds up those behind it. */
 enum { MOST_AT_ONCE = 2048 }; /* bytes of a group */
 static void begin_reading(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     const unsigned char *k[4];
     if (!layout->tiled || work->part_begin == work->part_end) return;
     first_read(work, k);
-    for (int i = 0; i < 4; i++)
-        for (int64_t at = 0; at < layout->k_bytes && at < MOST_AT_ONCE; at += 64) __builtin_prefetch(k[i] + at, 0, 2);
+    for (int64_t at = 0; at < layout->k_bytes && at < MOST_AT_ONCE; at += 64)
+        for (int i = 0; i < 4; i++) __builtin_prefetch(k[i] + at, 0, 2);
+}
+
+/* Lays out the queries that a unit of sequence s reads, if that is its to do. */
+static void pack_own(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
+    const int32_t parts = parts_of(work->group_size * work->view.num_queries);
+    if (is_packed_by_units(plan, (plan->unit_begin[s + 1] - plan->unit_begin[s]) / plan->slices))
+        pack(plan, plan->args.q, s, work->part_begin / parts, work->part_end / parts);
 }
 
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
@@ -378,6 +414,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
             chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
             if (after.part_begin < after.part_end) first_read(&after, work.next);
         }
+        pack_own(plan, sequence, &work);
         if (work.part_begin < work.part_end) kernel(&work);
         int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
         if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, slice);
@@ -393,21 +430,19 @@ pp_status pp_merge_states(const pp_merge_args *args) {
 static void run_range(void *plan, int64_t begin, int64_t end) { pp_decode_run(plan, begin, end); }
 
 pp_status pp_decode(const pp_decode_args *args, int num_threads) {
-    pp_decode_args cut = *args;
+    pp_decode_args own = *args;
     pp_decode_plan plan;
     measures all;
-    size_t bytes;
-    void *workspace;
-    pp_status status = measure(&cut, &all);
+    pp_status status = measure(&own, &all);
     if (status != PP_OK) return status;
     if (num_threads > 1 + all.products / PRODUCTS_PER_THREAD)
         num_threads = (int)(1 + all.products / PRODUCTS_PER_THREAD);
-    cut.num_threads = num_threads;
-    status = pp_decode_workspace(&cut, &bytes);
+    own.num_threads = num_threads;
+    status = cut(&own, &all);
     if (status != PP_OK) return status;
-    workspace = pp_workspace_borrow(bytes);
+    void *workspace = pp_workspace_borrow(all.bytes);
     if (!workspace) return PP_NO_MEMORY;
-    status = pp_decode_plan_init(&plan, &cut, workspace, bytes);
+    status = plan_units(&plan, &own, &all, workspace, 1);
     if (status == PP_OK) pp_parallel_for(num_threads, plan.num_units, run_range, &plan);
     pp_workspace_return(workspace);
     return status;
