@@ -214,9 +214,10 @@ cdef class Arguments:
             raise ValueError("out is read-only: it is where the result is written")
         if not is_float32(&self.out):
             raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
-        shape = self.q.shape[0], self.q.shape[1], self.pool.c_pool.layout.v_head_dim
-        got = tuple([self.out.shape[axis] for axis in range(self.out.ndim)])
-        if got != shape:
+        if (self.out.ndim != 3 or self.out.shape[0] != self.q.shape[0] or self.out.shape[1] != self.q.shape[1]
+                or self.out.shape[2] != self.pool.c_pool.layout.v_head_dim):
+            shape = self.q.shape[0], self.q.shape[1], self.pool.c_pool.layout.v_head_dim
+            got = tuple([self.out.shape[axis] for axis in range(self.out.ndim)])
             raise ValueError(f"out must have the shape {shape}, not {got}")
         for axis in range(2, -1, -1):
             if self.out.shape[axis] > 1 and self.out.strides[axis] != step:

@@ -140,15 +140,13 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     if out is None:
         out = empty((call.q.shape[0], call.q.shape[1], pool.c_pool.layout.v_head_dim), FLOAT32)
     call.read_out(out)
-    results = [out]
+    lse = scores = None
     if return_lse:
         lse = empty((call.q.shape[0], call.q.shape[1]), FLOAT32)
-        results.append(lse)
         lse_rows = lse
         call.args.lse = &lse_rows[0, 0] if lse.size else NULL
     if return_block_scores:
         scores = empty((call.q.shape[0], call.q.shape[1], call.args.block_tables_width), FLOAT32)
-        results.append(scores)
         score_rows = scores
         call.args.block_scores = &score_rows[0, 0, 0] if scores.size else NULL
     pool.c_pin()
@@ -159,4 +157,6 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
         pool.c_unpin()
     if status != PP_OK:
         raise call.failure(status)
-    return tuple(results) if len(results) > 1 else out
+    if not (return_lse or return_block_scores):
+        return out
+    return tuple([array for array in (out, lse, scores) if array is not None])

@@ -241,9 +241,10 @@ int pp_default_num_threads(void) {
         long asked = strtol(text, &end, 10);
         if (!*end && asked >= 1 && asked <= PP_MAX_THREADS) return (int)asked;
     }
-    cpu_set_t set[8]; /* 8,192 CPUs */
-    if (sched_getaffinity(0, sizeof set, set)) return 1;
-    int count = CPU_COUNT_S(sizeof set, set);
+    cpu_set_t set[8]; /* 8,192 CPUs, of which the kernel fills in those that there may be: so many bytes */
+    const long bytes = syscall(SYS_sched_getaffinity, 0, sizeof set, set);
+    if (bytes < 1) return 1;
+    int count = CPU_COUNT_S((size_t)bytes, set);
     return count < 1 ? 1 : count > PP_MAX_THREADS ? PP_MAX_THREADS : count;
 }
 
