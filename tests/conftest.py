@@ -13,19 +13,16 @@ import pagepool
 
 SETUP = """
 import sys
-from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-import pagepool
-
-name = sys.argv.pop()
+name, include, library = (sys.argv.pop() for _ in range(3))
 extension = Extension(
     name,
     [f"{name}.pyx"],
-    include_dirs=[pagepool.get_include()],
-    library_dirs=[pagepool.get_library_dir()],
+    include_dirs=[include],
+    library_dirs=[library],
     libraries=["pagepool"],
     extra_compile_args=["-std=c11", "-O2", "-pthread"],
     extra_link_args=["-pthread"],
@@ -46,13 +43,16 @@ def build_foreign(tmp_path_factory):
             shutil.copy(source, folder)
             (folder / "setup.py").write_text(SETUP)
             path = os.pathsep.join([str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+            # Without LD_PRELOAD: a sanitizer need not watch Cython and the compiler, which it makes slow.
+            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+            places = [pagepool.get_library_dir(), pagepool.get_include(), source.stem]
             done = subprocess.run(
-                [sys.executable, "setup.py", "-q", "build_ext", "--inplace", source.stem],
+                [sys.executable, "setup.py", "-q", "build_ext", "--inplace", *places],
                 cwd=folder,
                 capture_output=True,
                 text=True,
                 timeout=300,
-                env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+                env={**environment, "PYTHONPATH": path.rstrip(os.pathsep)},
             )
             assert done.returncode == 0, done.stdout + done.stderr
             [library] = folder.glob(f"{source.stem}*.so")
