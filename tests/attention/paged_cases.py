@@ -1,6 +1,7 @@
 """What the tests of attention share: paged sequences with known K and V, and attention over them in float64."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -48,11 +49,15 @@ class Case:
 
 def random_kv(layout, lengths, seed=0):
     """What `append` takes of each sequence: K and, unless it is within K, V, float32 `(length, num_kv_heads, dim)`."""
+    made = normal_kv(layout.num_kv_heads, tuple(stored_dims(layout)), tuple(lengths), seed)
+    return [tuple(x.copy() for x in both) for both in made]
+
+
+@lru_cache(maxsize=32)
+def normal_kv(num_kv_heads, dims, lengths, seed):
+    """Made once for all dtypes and block sizes."""
     rng = np.random.default_rng([seed, 1])
-    return [
-        tuple(rng.standard_normal((length, layout.num_kv_heads, dim), np.float32) for dim in stored_dims(layout))
-        for length in lengths
-    ]
+    return [tuple(rng.standard_normal((length, num_kv_heads, dim), np.float32) for dim in dims) for length in lengths]
 
 
 def stored_dims(layout):
@@ -61,9 +66,15 @@ def stored_dims(layout):
 
 def garbage(layout, count):
     """K and V of `count` tokens: NaN and infinities of both signs."""
+    return [special((count, layout.num_kv_heads, dim)) for dim in stored_dims(layout)]
+
+
+@lru_cache(maxsize=32)
+def special(shape):
     values = np.array([np.nan, np.inf, -np.inf], np.float32)
-    shapes = [(count, layout.num_kv_heads, dim) for dim in stored_dims(layout)]
-    return [np.tile(values, np.prod(shape) // 3 + 1)[: np.prod(shape)].reshape(shape) for shape in shapes]
+    found = np.tile(values, np.prod(shape) // 3 + 1)[: np.prod(shape)].reshape(shape)
+    found.flags.writeable = False
+    return found
 
 
 def slots_of(row, length, block_size):
@@ -171,7 +182,7 @@ def weigh_f64(
     slopes = np.zeros(grouped) if alibi_slopes is None else alibi_slopes.astype(np.float64).reshape(grouped)
     sink = np.full(grouped, -np.inf) if sinks is None else sinks.astype(np.float64).reshape(grouped)
     stored = [
-        [x.astype(np.float64).transpose(1, 0, 2) for x in case.pool.gather(case.layer, table, int(length))]
+        [x.transpose(1, 0, 2).astype(np.float64, order="C") for x in case.pool.gather(case.layer, table, int(length))]
         for table, length in zip(case.block_tables, case.seq_lens, strict=True)
     ]
     for row, view in enumerate(views(query_start_loc, case.seq_lens.tolist(), window_left, custom_mask)):
