@@ -29,6 +29,17 @@ cdef struct Node:
     uint8_t alive
 
 
+cdef extern from *:
+    void ask_line "__builtin_prefetch"(const void *place) noexcept nogil
+
+
+# So many bytes are on their way to the first cache.
+cdef inline void ask(const void *place, size_t num_bytes) noexcept nogil:
+    cdef size_t at
+    for at in range(0, num_bytes, 64):
+        ask_line(<const char *>place + at)
+
+
 # Oldest first. size nodes are linked from head to tail by next, and back by previous; -1 ends both ways.
 cdef struct NodeList:
     int32_t head

@@ -5,7 +5,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from pagepool.prefix.node cimport NOWHERE, Node
+from pagepool.prefix.node cimport NOWHERE, Node, ask
 from pagepool.prefix.root_keys cimport RootKeys
 from pagepool.prefix.unused_nodes cimport unused_clear, unused_count, unused_put, unused_take
 
@@ -134,12 +134,18 @@ cdef class NodeTable:
         cdef const int32_t *known = self.tokens + (node + 1) * row
         cdef int64_t most = min(n, <int64_t>self.num_made - node - 1), step = max(1, 1024 // self.block_size)
         cdef int64_t done = 0, end
+        cdef int32_t child
         while done < most:
             end = done
             while end < min(most, done + step) and nodes[end].parent == node + end and nodes[end].alive:
                 if cached_only and nodes[end].block < 0:
                     break
                 end += 1
+            if done < end < done + step:
+                child = nodes[end - 1].last_child  # what most likely comes behind the run is on its way meanwhile
+                if child >= 0:
+                    ask(self.nodes + child, 4 * sizeof(Node))
+                    ask(self.tokens + child * row, min(1024, 4 * row))
             if memcmp(known + done * row, tokens + done * row, (end - done) * row * sizeof(int32_t)) != 0:
                 while memcmp(known + done * row, tokens + done * row, row * sizeof(int32_t)) == 0:
                     done += 1
