@@ -60,6 +60,8 @@ def test_cython_example_compiles_and_runs_without_the_gil(tmp_path):
     run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], tmp_path)
     use = "from example import *; from pagepool import BlockAllocator as A; a = A(3); print(take_and_give_back(a, 10))"
     assert run([sys.executable, "-c", f"{use}; a.check(); assert a.free_count == 3"], tmp_path) == "10"
+    use = "import example, pytest; pytest.raises(TypeError, example.take_and_give_back, None, 3)"
+    run([sys.executable, "-c", use], tmp_path)
 
 
 def test_c_example_compiles_and_runs(tmp_path):
