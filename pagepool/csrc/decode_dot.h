@@ -43,7 +43,7 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
             a[j] = v_load((const float *)(rows[j] + at));
             b[j] = v_load((const float *)(rows[j] + at + ROW));
             if (prefetch && column[j] == 0)
-                prefetch_walk(prefetch, 2 * ROW, ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
+                prefetch_walk(prefetch, 1, 2 * ROW, ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
                               rows[j] + at + PP_NEARER);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++) {
@@ -132,7 +132,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         }
         for (; t + 1 < tokens; t += 2, weights++, row += row_bytes) {
             if (prefetch) {
-                prefetch_walk(prefetch, row_bytes, ahead, half, near, row + (row + PP_NEARER < end ? PP_NEARER : 0));
+                prefetch_walk(prefetch, 1, row_bytes, ahead, half, near,
+                              row + (row + PP_NEARER < end ? PP_NEARER : 0));
                 ahead += row_bytes, half += row_bytes, near += row_bytes;
             }
             PP_NAME(value_pair)(HEADS, NV, HALF, ALL_SEEN, row, weights, sum);

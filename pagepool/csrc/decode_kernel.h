@@ -53,8 +53,8 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
         PP_UNROLL for (int j = 0; j < NV; j++) {
             LOAD2(rows[j] + at, PP_GROUP, column[j], &a[j], &b[j]);
             if (prefetch && column[j] == 0)
-                prefetch_walk(prefetch, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
-                              rows[j] + at + PP_NEARER);
+                prefetch_walk(prefetch, PP_ITEM == 4, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at,
+                              rows[j] + at + PP_NEAR, rows[j] + at + PP_NEARER);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++)
             PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -122,7 +122,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         }
         for (; t + 1 < tokens; t += 2, weight += 2, rows += pair_bytes) {
             if (prefetch) {
-                prefetch_walk(prefetch, pair_bytes, ahead, half, near, rows + (rows + PP_NEARER < end ? PP_NEARER : 0));
+                prefetch_walk(prefetch, PP_ITEM == 4, pair_bytes, ahead, half, near,
+                              rows + (rows + PP_NEARER < end ? PP_NEARER : 0));
                 ahead += pair_bytes, half += pair_bytes, near += pair_bytes;
             }
             PP_NAME(value_pair)(HEADS, NV, HALF, 1, 1, rows, width, column % PP_V_RUN, weight, sum);
@@ -295,6 +296,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const unsigned char *groups[4], *next[4];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
     int64_t opened = work->first / PP_GROUP * PP_GROUP; /* the pages of tokens before it are open */
+    rows_ahead ahead = rows_ahead_of(work);
     pp_step_groups(work, first_tile, groups);
     for (int64_t begin = first_tile, after; begin < work->end; begin = after) {
         after = begin + 2 * PP_TILE;
@@ -306,6 +308,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
         const int more = after < work->end;
         while (opens && opened < work->end && opened < after + 2 * PP_TILE)
             opened = open_pages(work, opened, head_begin * layout->head_bytes, run_bytes);
+        prefetch_rows(&ahead);
         pp_step_groups(work, more ? after : begin, next);
         for (int32_t index = work->part_begin, end; index < work->part_end; index = end) {
             const int32_t head = index / parts, head_end = (head + 1) * parts;

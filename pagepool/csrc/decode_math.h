@@ -241,6 +241,25 @@ static __attribute__((noinline)) int64_t open_pages(const pp_chunk *work, int64_
     return from;
 }
 
+/* The rows that the next chunk begins with zeros lie in lines that nobody has touched for long, and would wait for
+ * memory: they are asked for along a chunk, a share with every two tiles. */
+typedef struct rows_ahead {
+    const unsigned char *at;
+    int64_t left, share; /* bytes */
+} rows_ahead;
+
+PP_INLINE rows_ahead rows_ahead_of(const pp_chunk *work) {
+    enum { MOST = 1 << 15, TURNS = PP_CHUNK / PP_TILE / 2 }; /* what is worth a place in the second cache */
+    const int64_t wanted = work->prefetch == PP_PREFETCH_NONE ? 0 : work->next_bytes;
+    const int64_t bytes = wanted < MOST ? wanted : MOST;
+    return (rows_ahead){.at = work->next_rows, .left = bytes, .share = bytes / TURNS};
+}
+
+PP_INLINE void prefetch_rows(rows_ahead *ahead) {
+    for (int64_t asked = 0; asked <= ahead->share && ahead->left > 0; asked += 64, ahead->at += 64, ahead->left -= 64)
+        prefetch_into_l2(ahead->at, 1);
+}
+
 /* Packs queries part by part, pair by pair of dims, as kernels.h says; a pair takes `size` floats. */
 PP_INLINE void pack_pairs(const int size, float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
                           int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim) {

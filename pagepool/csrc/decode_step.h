@@ -26,8 +26,8 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const pp_tile
             const int column = (first + j) % PER_GROUP * PP_LANES;
             LOAD2(rows[j] + at, PP_GROUP, column, &a[j], &b[j]);
             if (prefetch && column == 0)
-                prefetch_walk(prefetch, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
-                              rows[j] + at + PP_NEARER);
+                prefetch_walk(prefetch, PP_ITEM == 4, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at,
+                              rows[j] + at + PP_NEAR, rows[j] + at + PP_NEARER);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++)
             PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -68,7 +68,7 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const pp_tile
         for (int64_t at = 0; at < RUN_BYTES; at += PAIR_BYTES, weight += 2) {
             pp_v a[8], b[8];
             if (prefetch)
-                prefetch_walk(prefetch, part, ahead + at, half + at, near + at,
+                prefetch_walk(prefetch, PP_ITEM == 4, part, ahead + at, half + at, near + at,
                               nearer + at + (!last_run || nearer + at < end ? PP_NEARER : 0));
             PP_UNROLL for (int j = 0; j < NV; j++)
                 LOAD2(rows + at, PP_V_RUN, column % PP_V_RUN + j * PP_LANES, &a[j], &b[j]);

@@ -43,19 +43,20 @@ PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-/* Prefetches `bytes` (whole lines) at each of the places that are read later: a head's visit later, half a visit later,
- * a run of V or PP_NEAR bytes later and PP_NEARER bytes later.  The next head's or page's are found through the block
- * table; hardware prefetchers stop at the end of a 4 KB page and know nothing of the table. */
+/* Prefetches `bytes` (whole lines) at places that are read later: a head's visit later and, where lines are asked for
+ * again, half a visit later and, by what reads FAST (f32, dot products), also a run of V or PP_NEAR bytes later and
+ * PP_NEARER bytes later.  The next head's or page's are found through the block table; hardware prefetchers stop at the
+ * end of a 4 KB page and know nothing of the table. */
 enum { PP_NEAR = 2048, PP_NEARER = 512 };
-PP_INLINE void prefetch_walk(int mode, int bytes, const unsigned char *visit, const unsigned char *half,
+PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned char *visit, const unsigned char *half,
                              const unsigned char *near, const unsigned char *nearer) {
     if (mode == PP_PREFETCH_L1) {
         prefetch_into_l1(visit, bytes);
         return;
     }
     prefetch_into_l2(visit, bytes);
-    if (mode == PP_PREFETCH_REPEAT) {
-        prefetch_into_l2(half, bytes);
+    if (mode == PP_PREFETCH_REPEAT) prefetch_into_l2(half, bytes);
+    if (mode == PP_PREFETCH_REPEAT && FAST) {
         prefetch_into_l2(near, bytes);
         prefetch_into_l1(nearer, bytes);
     }

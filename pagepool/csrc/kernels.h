@@ -6,9 +6,9 @@
 #include "view.h"
 
 /* Where to prefetch, as measured on shuffled pages.  Intel server cores (16 line fill buffers in L1) gain 5 to 20 %
- * with L2, AMD's Zen 5 with L1.  Zen 4 gains most when each line is asked for again on the way, ever nearer, and the
- * last time into L1: presumably L1 has too few buffers, and a prefetch into L2 is dropped while their queue is full.
- * Zen 3, of the same family, is taken to be alike. */
+ * with L2, AMD's Zen 5 with L1.  Zen 4 gains most when each line is asked for again on the way, where it is read fast
+ * ever nearer and the last time into L1: presumably L1 has too few buffers, and a prefetch into L2 is dropped while
+ * their queue is full.  Zen 3, of the same family, is taken to be alike. */
 enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT };
 int pp_prefetch_mode(void);
 
@@ -46,6 +46,8 @@ typedef struct pp_chunk {
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
     int prefetch;                 /* one of PP_PREFETCH_... */
     const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
+    const unsigned char *next_rows; /* and what will be written: so many bytes from here on; or NULL */
+    int64_t next_bytes;
 } pp_chunk;
 
 /* The first byte (of all heads) of the group, in a tiled layout, of the token at `offset` of page blocks[index]. */
