@@ -189,9 +189,12 @@ cdef class GittinsPolicy(GroupedPolicy):
         cdef Node *nodes = self.table.nodes
         cdef bint fresh = self.c_is_fresh()
         cdef int32_t low = node, end = node - (n if fresh else min(n, self.budget)), up
+        cdef int32_t behind
         step[0] = -1
         if self.victims < 0:
             return 1
+        behind = self.groups[self.victims].next  # in its row, whose first it is when it has come back, or is not
+        fresh = fresh and (behind < 0 or self.groups[self.victims].time < self.groups[behind].time)
         while low - 1 > end and nodes[low].parent == low - 1 and nodes[low - 1].cached_children == 1:
             up = low - 1
             if nodes[up].uses & WAITS:
