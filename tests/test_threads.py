@@ -189,3 +189,23 @@ def test_transactions_of_several_threads_share_allocator_cache_and_states(switch
     allocator.check(others=0)
     cache.reset_prefix_cache()
     assert allocator.in_use == 0 and states.used_count == 0
+
+
+def test_owners_and_leaks_may_be_asked_for_while_another_thread_shrinks(switching):
+    """Blocks that are gone by the time that they are counted belong to nobody; those that stay have their owners."""
+    allocator = BlockAllocator(1, max_blocks=64)
+    state = PagedSeqState(allocator, 4, label="stays")
+    state.append(9)
+
+    def work(rng, number):
+        if number == 0:
+            allocator.free(allocator.allocate_n(60))
+            allocator.shrink()
+        elif number % 2:
+            assert [owner.label for block in state.blocks for owner in allocator.owners()[block]] == ["stays"] * 3
+        else:
+            assert allocator.leaks()[0].label == "stays"
+
+    together(work)
+    assert [leak[:3] for leak in allocator.leaks()] == [("sequence", "stays", [0, 1, 2])]
+    allocator.check(others=0)

@@ -287,8 +287,9 @@ cdef class Arguments:
             for index in range(self.first_block(seq), (self.args.seq_lens[seq] + size - 1) // size):
                 block = self.args.block_tables[seq * self.args.block_tables_stride + index]
                 if not 0 <= block < self.pool.c_pool.num_blocks:
+                    hint = ": this query sees tokens of a block that was given back" if block == -1 else ""
                     return InvalidBlock(
                         f"block_tables[{seq}, {index}] is {block}, "
-                        f"and the pool has {self.pool.c_pool.num_blocks} blocks"
+                        f"and the pool has {self.pool.c_pool.num_blocks} blocks{hint}"
                     )
         return ValueError(f"{self.args.num_seqs} sequences of these lengths need more memory than can be addressed")

@@ -12,8 +12,8 @@ from pagepool.memory.saved_table cimport saved_needs
 
 from collections import Counter
 
-from pagepool.errors import InvalidBlock, StaleHandle
-from pagepool.memory.explain import exhausted
+from pagepool.errors import InvalidBlock
+from pagepool.memory.explain import closed, exhausted
 
 __all__ = ["append_batch", "release_batch"]
 
@@ -99,7 +99,7 @@ def append_batch(list states not None, list counts not None):
         state.pending = read_count(counts[i])
         wanted = state.c_blocks_to_append(state.pending)
         if state.is_closed:
-            raise StaleHandle(f"sequence {i}, {state._label!r}, was closed: its blocks may be another's by now")
+            raise closed(f"sequence {i}", state._label)
         if wanted < 0:
             raise ValueError(
                 f"cannot append {state.pending} tokens to the {state.length} of sequence {i}: "
@@ -150,7 +150,7 @@ def release_batch(list states not None, bint close=False):
     for i in range(n):
         state = <PagedSeqState>states[i]
         if state.is_closed:
-            raise StaleHandle(f"sequence {i}, {state._label!r}, was closed already")
+            raise closed(f"sequence {i}", state._label)
         if state.saved == NULL:
             total += state.num_blocks - state.first_block
         elif not state.c_holds_all():

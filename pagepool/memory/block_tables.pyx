@@ -11,7 +11,7 @@ import operator
 
 import numpy as np
 
-from pagepool.errors import StaleHandle
+from pagepool.memory.explain import closed
 from pagepool.memory.batch import append_batch, release_batch
 
 __all__ = ["BlockTables", "append_batch", "release_batch"]
@@ -76,7 +76,7 @@ cdef class BlockTables:
                 raise TypeError(f"sequence {i} must be a PagedSeqState, not {type(item).__name__}")
             state = <PagedSeqState>item
             if state.is_closed:
-                raise StaleHandle(f"sequence {i}, {state._label!r}, was closed: its blocks may be another's by now")
+                raise closed(f"sequence {i}", state._label)
             if state.length > self.max_blocks_per_seq * <int64_t>state.block_size:
                 raise ValueError(
                     f"sequence {i} has {(state.length + state.block_size - 1) // state.block_size} blocks of tokens, "

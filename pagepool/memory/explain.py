@@ -6,9 +6,20 @@ from collections import Counter
 
 import numpy as np
 
-from pagepool.errors import InvalidBlock, InvalidSlot, PoolExhausted
+from pagepool.errors import InvalidBlock, InvalidSlot, PoolExhausted, StaleHandle
 
-__all__ = ["exhausted", "invalid_blocks", "invalid_slot"]
+__all__ = ["closed", "exhausted", "invalid_blocks", "invalid_slot"]
+
+
+def closed(what: str, label: int | str | None) -> StaleHandle:
+    """The error of a sequence that was closed; `what` it is without its label.
+
+    >>> closed("sequence 3", None), closed("the sequence", "a")
+    (StaleHandle("sequence 3 was closed: its blocks may be another's by now"),
+     StaleHandle("the sequence 'a' was closed: its blocks may be another's by now"))
+    """
+    who = what if label is None else f"{what} {label!r}"
+    return StaleHandle(f"{who} was closed: its blocks may be another's by now")
 
 
 def exhausted(asked: int, free_count: int, capacity: int) -> PoolExhausted:

@@ -111,7 +111,8 @@ cdef class HolderRegistry:
 
         kind is "sequence", "cache", that of a holder which was added, or "other" for references that were taken by
         `allocate`, `allocate_n` or `share` and belong to no holder. Asks every holder: for the search of a fault, not
-        for every step. Raises `InvalidBlock` when the id is out of range.
+        for every step. What other threads take and give back meanwhile may be in it or not. Raises `InvalidBlock`
+        when the id is out of range.
 
         >>> from pagepool import BlockAllocator, PagedSeqState
         >>> allocator = BlockAllocator(4)
@@ -132,7 +133,8 @@ cdef class HolderRegistry:
                 if number in found:
                     found[number].append(Owner(holder.kind, holder.label, times, holder))
         for number, owners in found.items():
-            others = self.ref_count(number) - sum(owner.references for owner in owners)
+            # Not `ref_count`: another thread may have shrunk the allocator since, so that there is no such block.
+            others = self.c_ref_count(number) - sum(owner.references for owner in owners)
             if others > 0:
                 owners.append(Owner("other", None, others, None))
         return {number: owners for number, owners in found.items() if owners} if block is None else found[wanted[0]]

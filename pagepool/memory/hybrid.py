@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool.errors import StaleHandle
+from pagepool.memory.arguments import integer, wrong
+from pagepool.memory.explain import closed
 from pagepool.memory.hybrid_parts import (
     NO_CHECKPOINTS,
     Checkpoint,
@@ -17,6 +18,7 @@ from pagepool.memory.hybrid_parts import (
     Parts,
     audit,
     find,
+    groups_of,
     newest,
     require_tokens,
 )
@@ -63,10 +65,12 @@ class HybridSequence(HybridTransactions):
         keep: int = 0,
     ) -> None:
         super().__init__()
-        if keep < 0:
-            raise ValueError(f"keep must be at least 0, not {keep}")
-        self.groups = tuple(groups)
-        self.keep = keep
+        self.keep = integer("keep", keep, 0)
+        self.groups = groups_of(groups)
+        if states is not None and not isinstance(states, SsmStatePool):
+            raise wrong("states", "an SsmStatePool or None", states)
+        if label is not None and not isinstance(label, (int, str)):
+            raise wrong("label", "an int, a str or None", label)
         self.label = label
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
         self.state: StateHandle | None = None
@@ -108,8 +112,9 @@ class HybridSequence(HybridTransactions):
         `PagedSeqState.append`; then nothing has changed.
         """
         self._use()
-        length = self._len + n
-        slots = append_each(self.kv, n, self._starts())
+        number = integer("n", n)
+        length = self._len + number
+        slots = append_each(self.kv, number, self._starts())
         self._len = length
         return slots
 
@@ -124,6 +129,9 @@ class HybridSequence(HybridTransactions):
         has changed.
         """
         self._use()
+        length = integer("num_tokens", num_tokens, 0)
+        if not isinstance(blocks, Iterable):
+            raise wrong("blocks", "a row of ids for each group", blocks)
         rows = list(blocks)
         if self._len or len(rows) != len(self.kv):
             raise ValueError(
@@ -131,8 +139,8 @@ class HybridSequence(HybridTransactions):
             )
         with Parts(self.kv, None):
             for state, row in zip(self.kv, rows, strict=True):
-                state.adopt(row, num_tokens)
-        self._len = num_tokens
+                state.adopt(row, length)
+        self._len = length
 
     def trim(self) -> None:
         """Gives back now what the windows have left, instead of at the next `append`."""
@@ -185,6 +193,8 @@ class HybridSequence(HybridTransactions):
     def discard(self, checkpoint: Checkpoint) -> None:
         """Gives a checkpoint up, and its slot back. Raises `StaleHandle` when it is none of this sequence's."""
         self._use()
+        if not isinstance(checkpoint, Checkpoint):
+            raise wrong("checkpoint", "a Checkpoint", checkpoint)
         known = self._checkpoints
         find(known.items, checkpoint)
         self._checkpoints = Checkpoints(tuple(other for other in known.items if other is not checkpoint))
@@ -201,19 +211,21 @@ class HybridSequence(HybridTransactions):
         self._use()
         if isinstance(to, Checkpoint):
             return self._return_to(find(self._checkpoints.items, to).position)
-        if not 0 <= to <= self._len:
-            raise ValueError(f"cannot roll back {to} of {self._len} tokens")
-        return self._return_to(self._known_at(self._len - to))
+        number = integer("to, unless it is a Checkpoint,", to)
+        if not 0 <= number <= self._len:
+            raise ValueError(f"cannot roll back {number} of {self._len} tokens")
+        return self._return_to(self._known_at(self._len - number))
 
     def truncate(self, len: int) -> None:
         """Keeps the first `len` tokens. Raises `ValueError` when the state there is not known, and as `rollback`."""
         self._use()
-        if not 0 <= len <= self._len:
-            raise ValueError(f"cannot truncate {self._len} tokens to {len}")
-        known = self._known_at(len)
-        if known != len:
-            raise ValueError(f"cannot truncate to {len} tokens: the state is known after {known}")
-        self._return_to(len)
+        length = integer("len", len)
+        if not 0 <= length <= self._len:
+            raise ValueError(f"cannot truncate {self._len} tokens to {length}")
+        known = self._known_at(length)
+        if known != length:
+            raise ValueError(f"cannot truncate to {length} tokens: the state is known after {known}")
+        self._return_to(length)
 
     def release(self) -> None:
         """Gives everything back for good: whoever uses it later gets `StaleHandle`. Twice does nothing."""
@@ -283,4 +295,4 @@ class HybridSequence(HybridTransactions):
 
     def _use(self) -> None:
         if self._closed:
-            raise StaleHandle(f"the sequence {self.label!r} was closed: its blocks may be another's by now")
+            raise closed("the sequence", self.label)

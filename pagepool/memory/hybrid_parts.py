@@ -8,6 +8,7 @@ from typing import Any
 
 from pagepool.errors import PoolError, StaleHandle
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.arguments import integer, wrong
 from pagepool.memory.journal import Participation, run_all
 from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.state_handle import StateHandle
@@ -20,9 +21,14 @@ __all__ = [
     "Parts",
     "audit",
     "find",
+    "groups_of",
     "newest",
     "require_tokens",
 ]
+
+
+MAX_BLOCK_SIZE = 1024
+MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,16 @@ class KvGroup:
     max_blocks_per_seq: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 0:
-            raise ValueError(f"window must be None or at least 0, not {self.window}")
+        if not callable(getattr(self.allocator, "allocate_n", None)):  # the reference has its own
+            raise wrong("allocator", "a BlockAllocator", self.allocator)
+        for name, low, high in (
+            ("block_size", 1, MAX_BLOCK_SIZE),
+            ("window", 0, None),
+            ("max_blocks_per_seq", 0, MAX_BLOCKS),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, integer(name, value, low, high))
 
     @property
     def most_blocks(self) -> int | None:
@@ -137,6 +151,17 @@ class Parts:
             self.commit()
         else:
             self.abort()
+
+
+def groups_of(groups: Iterable[KvGroup]) -> tuple[KvGroup, ...]:
+    """All of them, in their order. Raises `TypeError` for anything else."""
+    if not isinstance(groups, Iterable):
+        raise wrong("groups", "an iterable of KvGroup", groups)
+    found = tuple(groups)
+    for place, group in enumerate(found):
+        if not isinstance(group, KvGroup):
+            raise wrong(f"groups[{place}]", "a KvGroup", group)
+    return found
 
 
 def find(checkpoints: tuple[Checkpoint, ...], wanted: Checkpoint) -> Checkpoint:

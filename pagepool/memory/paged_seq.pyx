@@ -24,7 +24,7 @@ import operator
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, StaleHandle
-from pagepool.memory.explain import exhausted
+from pagepool.memory.explain import closed, exhausted
 
 __all__ = ["PagedSeqState", "SequenceHandle"]
 
@@ -306,7 +306,7 @@ cdef class PagedSeqState(PagedTable):
     cdef object failed(self, pp_status status, object number, object wanted):
         """The exception for a status: `number` tokens were asked for (in all, or more), and `wanted` blocks."""
         if self.is_closed:
-            return StaleHandle(f"the sequence {self._label!r} was closed: its blocks may be another's by now")
+            return closed("the sequence", self._label)
         if status == PP_OVER_MAXIMUM:
             needed = needed_blocks(number, self.block_size)
             return ValueError(f"{number} tokens need {needed} blocks, the maximum is {self.max_blocks_per_seq}")
@@ -350,9 +350,8 @@ cdef class SequenceHandle:
         """The state. Raises `StaleHandle` once it was released, whoever uses it by now."""
         if self.lent.generation != self.generation or self.lent.is_closed:
             now = "closed" if self.lent.is_closed else f"in generation {self.lent.generation}"
-            raise StaleHandle(
-                f"the handle is of generation {self.generation}, the sequence {self.lent._label!r} is {now}"
-            )
+            who = "the sequence" if self.lent._label is None else f"the sequence {self.lent._label!r}"
+            raise StaleHandle(f"the handle is of generation {self.generation}, {who} is {now}")
         return self.lent
 
     @property

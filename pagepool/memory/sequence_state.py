@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.errors import PoolExhausted
+from pagepool.memory.arguments import integer
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState"]
 
@@ -32,13 +32,6 @@ class SequenceState(Protocol):
         """Returns to the beginning: position 0, and zeros where there is memory."""
 
 
-def size(name: str, value: int, low: int) -> int:
-    number = operator.index(value)
-    if number < low:
-        raise ValueError(f"{name} must be at least {low}, not {number}")
-    return number
-
-
 class AttentionSequenceState:
     """The position of a sequence whose keys and values are in pages. `max_context` is the most tokens it may have.
 
@@ -49,7 +42,7 @@ class AttentionSequenceState:
     """
 
     def __init__(self, max_context: int) -> None:
-        self._capacity = size("max_context", max_context, 0)
+        self._capacity = integer("max_context", max_context, 0)
         self._position = 0
 
     @property
@@ -89,7 +82,7 @@ class Mamba2SequenceState(AttentionSequenceState):
 
     def __init__(self, n_layers: int, d_state: int, d_inner: int, max_context: int) -> None:
         super().__init__(max_context)
-        shape = (size("n_layers", n_layers, 0), size("d_inner", d_inner, 0), size("d_state", d_state, 0))
+        shape = (integer("n_layers", n_layers, 0), integer("d_inner", d_inner, 0), integer("d_state", d_state, 0))
         self._h = np.zeros(shape, np.float32)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagepool.errors import StaleHandle
+from pagepool.memory.arguments import integer, wrong
 from pagepool.memory.sequence_state import SequenceSlot
 
 __all__ = ["StateHandle"]
@@ -30,7 +31,7 @@ class StateHandle:
 
     def __init__(self, pool: Any, index: int) -> None:
         self.pool = pool
-        self.index = index
+        self.index = integer("index", index)
         self.generation: int = pool.generation(index)
         # A copy in a slot of its own for the innermost open transaction; the `_saved` of that is for the one around it.
         self._saved: StateHandle | None = None
@@ -71,7 +72,14 @@ class StateHandle:
         return copy
 
     def copy_from(self, other: StateHandle) -> None:
-        """Takes over state and position of another handle's slot, of the same pool. Raises `StaleHandle`."""
+        """Takes over state and position of another handle's slot, of the same pool. Raises `StaleHandle`.
+
+        `ValueError` when that is of another pool; then nothing has changed.
+        """
+        if not isinstance(other, StateHandle):
+            raise wrong("other", "a StateHandle", other)
+        if other.pool is not self.pool:
+            raise ValueError(f"slot {self.index} cannot become a copy of slot {other.index} of another pool")
         self._use()
         other._use()
         self.pool.copy(self.index, other.index)

@@ -228,7 +228,9 @@ class PagedSeqState:
 
     def _use(self) -> None:
         if self.closed:
-            raise StaleHandle(f"the sequence {self.label!r} was closed")
+            raise StaleHandle(
+                "the sequence was closed" if self.label is None else f"the sequence {self.label!r} was closed"
+            )
 
     def _drop(self, place: int, block: int) -> None:
         """Drops the table's reference to a block: to the allocator, or to the transaction that may need it again."""

@@ -98,6 +98,7 @@ class HybridSequence:
     def adopt(self, blocks: Iterable[Any], num_tokens: int) -> None:
         """Begins with tokens that are in blocks of every group already."""
         self._use()
+        num_tokens = count_of("num_tokens", num_tokens)
         rows = [[int(block) for block in row] for row in blocks]
         if self.len or len(rows) != len(self.kv):
             raise ValueError(f"{len(rows)} rows of blocks for {len(self.kv)} groups of a sequence of {self.len} tokens")
@@ -263,4 +264,6 @@ class HybridSequence:
 
     def _use(self) -> None:
         if self.closed:
-            raise StaleHandle(f"the sequence {self.label!r} was closed")
+            raise StaleHandle(
+                "the sequence was closed" if self.label is None else f"the sequence {self.label!r} was closed"
+            )

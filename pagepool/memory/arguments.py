@@ -1,0 +1,48 @@
+"""What callers hand over, read once at the entry: no type of theirs is kept, so that none can wrap or round later."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+__all__ = ["integer", "wrong"]
+
+
+def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """`value`, any integer, as an int from `low` to `high`.
+
+    Raises `TypeError` for what is no integer and `ValueError` for one that is out of range, with name and value.
+
+    >>> integer("keep", 3, low=0)
+    3
+    >>> integer("keep", -3, low=0)
+    Traceback (most recent call last):
+    ValueError: keep must be at least 0, not -3
+    >>> integer("keep", 3.0)
+    Traceback (most recent call last):
+    TypeError: keep must be an integer, not float: 3.0
+    """
+    try:
+        number = int(operator.index(value))
+    except TypeError:
+        raise wrong(name, "an integer", value) from None
+    if (low is not None and number < low) or (high is not None and number > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {bounds}, not {number}")
+    return number
+
+
+def wrong(name: str, wanted: str, value: Any) -> TypeError:
+    """The error of an argument of another type.
+
+    >>> wrong("states", "an SsmStatePool or None", 5)
+    TypeError('states must be an SsmStatePool or None, not int: 5')
+    """
+    if value is None:
+        return TypeError(f"{name} must be {wanted}, not None")
+    return TypeError(f"{name} must be {wanted}, not {type(value).__name__}: {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

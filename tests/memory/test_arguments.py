@@ -1,0 +1,142 @@
+"""What callers hand over: integers of any type count as ints, everything else is refused in one sentence."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from pagepool import (
+    AttentionSequenceState,
+    BlockAllocator,
+    HybridSequence,
+    KvGroup,
+    PagedSeqState,
+    SsmStatePool,
+    StaleHandle,
+    StateLayout,
+)
+from pagepool.memory.batch import append_batch
+
+LAYOUT = StateLayout(layers=[{"h": ((2,), "float32")}])
+
+
+def sequence(**options):
+    allocator = BlockAllocator(400)
+    return HybridSequence([KvGroup(allocator, 4), KvGroup(allocator, 4, window=4)], **options)
+
+
+def test_small_integers_of_numpy_do_not_wrap():
+    hybrid = sequence(keep=np.uint8(200))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            hybrid.append(np.int8(100))
+        assert hybrid.len == 300 and type(hybrid.len) is int
+        back = hybrid.rollback(np.uint8(5))
+        assert back == 295 and type(back) is int
+        hybrid.truncate(np.int16(290))
+        hybrid.append(np.uint8(255))
+        hybrid.trim()
+    hybrid.check()
+    assert hybrid.len == 545 and type(hybrid.len) is int and type(hybrid.keep) is int
+    assert [table.len for table in hybrid.kv] == [545, 545]
+    assert [type(number) for number in hybrid.stats().values()] == [int] * 5
+    assert type(hybrid.checkpoint().position) is int
+
+    allocator = BlockAllocator(100)
+    group = KvGroup(allocator, np.int8(2), np.int8(100), np.uint8(200))
+    assert [type(number) for number in (group.block_size, group.window, group.max_blocks_per_seq)] == [int] * 3
+    cached = PagedSeqState(allocator, 2)
+    cached.append(100)
+    adopted = HybridSequence([group])
+    adopted.adopt([cached.blocks], np.int8(100))
+    adopted.append(np.int8(100))
+    adopted.check()
+    assert adopted.len == 200 and type(adopted.len) is int
+
+
+def test_a_handle_has_an_int_for_its_slot():
+    pool = SsmStatePool(200, lambda i: AttentionSequenceState(8))
+    handle = pool.handle(np.uint8(pool.alloc(request_id=7)))
+    assert type(handle.index) is int and type(handle.generation) is int
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (lambda: KvGroup(None), TypeError, "allocator must be a BlockAllocator, not None"),
+        (lambda: KvGroup("x"), TypeError, "allocator must be a BlockAllocator, not str: 'x'"),
+        (lambda: KvGroup(BlockAllocator(1), 4, window=1.5), TypeError, "window must be an integer, not float: 1.5"),
+        (lambda: KvGroup(BlockAllocator(1), window=float("nan")), TypeError, "window must be an integer, .*: nan"),
+        (lambda: KvGroup(BlockAllocator(1), window=-1), ValueError, "window must be at least 0, not -1"),
+        (lambda: KvGroup(BlockAllocator(1), 0), ValueError, "block_size must be from 1 to 1024, not 0"),
+        (lambda: KvGroup(BlockAllocator(1), "4"), TypeError, "block_size must be an integer, not str: '4'"),
+        (
+            lambda: KvGroup(BlockAllocator(1), 4, None, -1),
+            ValueError,
+            "max_blocks_per_seq must be from 0 to .*, not -1",
+        ),
+        (lambda: sequence(keep=1.5), TypeError, "keep must be an integer, not float: 1.5"),
+        (lambda: sequence(keep=float("nan")), TypeError, "keep must be an integer, not float: nan"),
+        (lambda: sequence(keep=None), TypeError, "keep must be an integer, not None"),
+        (lambda: sequence(keep=-1), ValueError, "keep must be at least 0, not -1"),
+        (lambda: sequence(label=1.5), TypeError, "label must be an int, a str or None, not float: 1.5"),
+        (lambda: sequence(states=5), TypeError, "states must be an SsmStatePool or None, not int: 5"),
+        (lambda: HybridSequence([1]), TypeError, r"groups\[0\] must be a KvGroup, not int: 1"),
+        (lambda: HybridSequence(5), TypeError, "groups must be an iterable of KvGroup, not int: 5"),
+        (lambda: HybridSequence([[0] * 999]), TypeError, r"not list: \[0, 0, .*\.\.\.$"),
+        (lambda: AttentionSequenceState(1.5), TypeError, "max_context must be an integer, not float: 1.5"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_sentence(make, error, sentence):
+    with pytest.raises(error, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda it: it.append(1.0), "n must be an integer, not float: 1.0"),
+        (lambda it: it.append(None), "n must be an integer, not None"),
+        (lambda it: it.rollback(None), "to, unless it is a Checkpoint, must be an integer, not None"),
+        (lambda it: it.rollback(0.0), "to, unless it is a Checkpoint, must be an integer, not float: 0.0"),
+        (lambda it: it.truncate("x"), "len must be an integer, not str: 'x'"),
+        (lambda it: it.truncate(0.0), "len must be an integer, not float: 0.0"),
+        (lambda it: it.discard(3), "checkpoint must be a Checkpoint, not int: 3"),
+        (lambda it: it.adopt([[], []], None), "num_tokens must be an integer, not None"),
+        (lambda it: it.adopt(5, 0), "blocks must be a row of ids for each group, not int: 5"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_a_call_with_a_wrong_type_changes_nothing(use, sentence, tokens):
+    hybrid = sequence(states=SsmStatePool.from_layout(LAYOUT, 4))
+    hybrid.append(tokens)
+    hybrid.checkpoint()
+    before = hybrid.stats(), [table.blocks for table in hybrid.kv]
+    with pytest.raises(TypeError, match=sentence):
+        use(hybrid)
+    hybrid.check()
+    assert (hybrid.stats(), [table.blocks for table in hybrid.kv]) == before
+
+
+def test_a_state_is_copied_from_a_slot_of_its_own_pool_alone():
+    pool, other = SsmStatePool.from_layout(LAYOUT, 2), SsmStatePool.from_layout(LAYOUT, 2)
+    handle = pool.lend(7)
+    handle.view(0, "h")[...] = 3
+    with pytest.raises(ValueError, match="slot 0 cannot become a copy of slot 0 of another pool"):
+        handle.copy_from(other.lend(8))
+    with pytest.raises(TypeError, match="other must be a StateHandle, not int: 0"):
+        handle.copy_from(0)
+    assert handle.view(0, "h").tolist() == [3, 3]
+
+
+def test_what_was_closed_without_a_label_is_called_by_what_it_is():
+    hybrid, state = sequence(), PagedSeqState(BlockAllocator(4), 4)
+    handle = state.handle()
+    hybrid.close()
+    state.close()
+    for use in (lambda: hybrid.append(1), lambda: state.append(1), lambda: append_batch([state], [1])):
+        with pytest.raises(StaleHandle, match=r"^(the sequence|sequence 0) was closed: its blocks may be another's"):
+            use()
+    with pytest.raises(StaleHandle, match="of generation 0, the sequence is closed"):
+        _ = handle.state
