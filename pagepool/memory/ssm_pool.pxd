@@ -8,7 +8,7 @@ from pagepool.memory.state_memory cimport StateMemory
 cdef class SsmStatePool:
     cdef BlockAllocator ids
     cdef StateMemory memory  # None when the states are Python objects
-    cdef list slots
+    cdef list slots  # lists of slots, None where none was made yet
     cdef int64_t[::1] generations  # how often each slot was released
     cdef object __weakref__
 
@@ -21,6 +21,7 @@ cdef class SsmStatePool:
     # Copies the states of one lent slot to another; PP_INVALID_SLOT, PP_INVALID_ARGUMENT as c_release.
     cdef pp_status c_copy(self, int32_t dst, int32_t src) noexcept nogil
 
+    cdef object slot_at(self, int32_t i)
     cdef int32_t take(self, object request_id) except -1
     cdef int untake(self, int32_t slot) except -1
     cdef int32_t read_slot(self, object i) except -1

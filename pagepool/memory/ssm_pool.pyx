@@ -23,6 +23,10 @@ from pagepool.memory.state_memory import StateRow
 __all__ = ["SsmStatePool"]
 
 
+# Slots are kept in lists of so many, which are made when one of theirs is asked for.
+cdef int32_t SLOTS = 1024
+
+
 cdef object read_capacity(object capacity):
     number = operator.index(capacity)
     if not 0 <= number <= INT32_MAX:
@@ -30,9 +34,16 @@ cdef object read_capacity(object capacity):
     return number
 
 
+cdef object slot_made_by(object make_state, object i):
+    state = make_state(i)
+    if not hasattr(state, "step_position"):
+        raise TypeError(f"make_state({i}) must return a SequenceState, not {type(state).__name__}")
+    return SequenceSlot(state)
+
+
 @cython.final
 cdef class SsmStatePool:
-    """`capacity` states: `make_state(i)` builds each, at once.
+    """`capacity` states: `make_state(i)` builds each, at once. Those of a layout cost memory as they are first used.
 
     A fresh pool lends 0, 1, 2, ...; later the slot released last comes first. Any number of threads may use one pool, a
     slot belongs to one of them at a time. Raises `ValueError` for a capacity out of range, `TypeError` when
@@ -47,16 +58,18 @@ cdef class SsmStatePool:
 
     def __cinit__(self, capacity, make_state):
         number = read_capacity(capacity)
-        if not callable(make_state):
+        # from_layout's
+        is_memory = isinstance(make_state, StateMemory) and make_state.capacity == number
+        if not is_memory and not callable(make_state):
             raise TypeError(f"make_state must be callable, not {type(make_state).__name__}")
         self.ids = BlockAllocator(number)
         self.generations = np.zeros(number, np.int64)
-        self.slots = [None] * number
-        for i in range(number):
-            state = make_state(i)
-            if not hasattr(state, "step_position"):
-                raise TypeError(f"make_state({i}) must return a SequenceState, not {type(state).__name__}")
-            self.slots[i] = SequenceSlot(state)
+        if is_memory:
+            self.memory = make_state
+            self.slots = [None] * -(-number // SLOTS)
+        else:
+            made = [slot_made_by(make_state, i) for i in range(number)]
+            self.slots = [made[i : i + SLOTS] for i in range(0, number, SLOTS)]
 
     @staticmethod
     def from_layout(layout, capacity):
@@ -67,13 +80,10 @@ cdef class SsmStatePool:
         >>> SsmStatePool.from_layout(layout, 3).view(0, "conv_states").shape
         (3, 16, 4)
         """
-        cdef SsmStatePool pool
         if not isinstance(layout, StateLayout):
             raise TypeError(f"layout must be a StateLayout, not {type(layout).__name__}")
         memory = StateMemory(layout, read_capacity(capacity))
-        pool = SsmStatePool(memory.capacity, lambda i: StateRow(memory, i))
-        pool.memory = memory
-        return pool
+        return SsmStatePool(memory.capacity, memory)
 
     cdef pp_status c_alloc(self, int32_t *slot) noexcept nogil:
         return self.ids.c_allocate(slot)
@@ -95,6 +105,18 @@ cdef class SsmStatePool:
             return PP_INVALID_SLOT
         self.memory.c_copy(dst, src)
         return PP_OK
+
+    cdef object slot_at(self, int32_t i):
+        """Slot i, which is in range. Wants no memory once it was made, as it is when it was lent."""
+        cdef list some = self.slots[i // SLOTS]
+        cdef int32_t at = i % SLOTS
+        if some is None:
+            some = self.slots[i // SLOTS] = [None] * min(SLOTS, self.ids.c_capacity() - (i - at))
+        if some[at] is None:
+            made = SequenceSlot(StateRow(self.memory, i))
+            if some[at] is None:  # no other thread was faster
+                some[at] = made
+        return some[at]
 
     cdef int32_t read_slot(self, object i) except -1:
         """Wants no memory where that is a slot."""
@@ -144,12 +166,16 @@ cdef class SsmStatePool:
         request = operator.index(request_id)
         if self.c_alloc(&slot) != PP_OK:
             raise PoolExhausted(f"asked for 1 slot, 0 of {self.ids.capacity} are free")
-        self.slots[slot].request_id = request
+        try:
+            self.slot_at(slot).request_id = request
+        except BaseException:  # no memory for the slot
+            self.ids.c_free(slot)
+            raise
         return slot
 
     cdef int untake(self, int32_t slot) except -1:
         """Nobody has used it."""
-        self.slots[slot].request_id = 0
+        self.slot_at(slot).request_id = 0
         self.ids.c_free(slot)
         return 0
 
@@ -160,7 +186,7 @@ cdef class SsmStatePool:
         stays as lent as it was.
         """
         cdef int32_t slot = self.read_lent(i)
-        self.slots[slot].reset()
+        self.slot_at(slot).reset()
         self.generations[slot] += 1
         self.ids.c_free(slot)
 
@@ -179,7 +205,7 @@ cdef class SsmStatePool:
         array([5., 5.], dtype=float32)
         """
         cdef int32_t target = self.read_lent(dst), source = self.read_lent(src)
-        self.slots[target].copy_from(self.slots[source])
+        self.slot_at(target).copy_from(self.slot_at(source))
 
     def handle(self, i):
         """A `StateHandle` to slot i as it is lent now: stale once the slot was released.
@@ -201,10 +227,12 @@ cdef class SsmStatePool:
 
         Slots that were taken without the GIL have request id 0. Ask when an engine is idle, or at its end.
         """
+        cdef int32_t i
         found = []
-        for i in range(self.ids.capacity):
+        for i in range(self.ids.taken):  # no others were ever lent
             if self.ids.c_ref_count(i) > 0:
-                found.append(Leak("state", self.slots[i].request_id, [i], [i], self.slots[i]))
+                slot = self.slot_at(i)
+                found.append(Leak("state", slot.request_id, [i], [i], slot))
         return found
 
     def warn_of_leaks(self):
@@ -229,7 +257,7 @@ cdef class SsmStatePool:
 
     def slot(self, i):
         """The `SequenceSlot` number i, free or not (request_id 0 when it is). Raises `InvalidSlot` out of range."""
-        return self.slots[self.read_slot(i)]
+        return self.slot_at(self.read_slot(i))
 
     def view(self, layer, name):
         """A writable view (capacity, *shape) of the states `name` of a layer, one row per slot. It keeps the memory.

@@ -26,7 +26,7 @@ from pagepool.prefix.keys import root_key
 from pagepool.prefix.token_tree import TokenNode, TokenTree
 from pagepool.prefix.tokens import token_row
 
-__all__ = ["REASONS", "CheckpointIndex", "Stop"]
+__all__ = ["REASONS", "CheckpointIndex", "Stop", "at_least", "integer"]
 
 REASONS = ("branch", "end", "grid")
 
@@ -72,11 +72,11 @@ class CheckpointIndex:
         spacing: int = 16,
         align: int = 1,
     ) -> None:
-        self.state_bytes = _at_least("state_bytes", state_bytes, 1)
-        self.budget_bytes = None if budget_bytes is None else _at_least("budget_bytes", budget_bytes, 0)
-        self.grid = _at_least("grid", grid, 0)
-        self.spacing = _at_least("spacing", spacing, 1)
-        self.align = _at_least("align", align, 1)
+        self.state_bytes = at_least("state_bytes", state_bytes, 1)
+        self.budget_bytes = None if budget_bytes is None else at_least("budget_bytes", budget_bytes, 0)
+        self.grid = at_least("grid", grid, 0)
+        self.spacing = at_least("spacing", spacing, 1)
+        self.align = at_least("align", align, 1)
         self._forget()
 
     def _forget(self) -> None:
@@ -107,7 +107,7 @@ class CheckpointIndex:
         limit   no position beyond it: how many tokens have their keys and values. One token at least is left to compute
         """
         row = token_row(tokens)
-        most = len(row) - 1 if limit is None else min(operator.index(limit), len(row) - 1)
+        most = len(row) - 1 if limit is None else min(integer("limit", limit), len(row) - 1)
         node, _ = self._tree.walk(root_key(cache_salt, extra_keys), row)
         while node is not None and (node.mark is None or node.end > most):
             node = node.parent
@@ -135,7 +135,7 @@ class CheckpointIndex:
         begin      the position from which it is computed, that of the state found
         """
         row = token_row(tokens)
-        last, known = len(row) - 1, min(operator.index(kv_tokens), len(row) - 1)
+        last, known = len(row) - 1, min(integer("kv_tokens", kv_tokens), len(row) - 1)
         node, same = self._tree.walk(root_key(cache_salt, extra_keys), row)
         wanted = {self.aligned(position): "branch" for position in (min(same, last), known) if position > 0}
         if self.grid:
@@ -180,7 +180,7 @@ class CheckpointIndex:
         Raises `ValueError` for a position that is no multiple of `align`, or not among the tokens, and for an unknown
         reason.
         """
-        row, at = token_row(tokens), operator.index(position)
+        row, at = token_row(tokens), integer("position", position)
         if not 1 <= at <= len(row) or at % self.align:
             raise ValueError(f"position must be a multiple of {self.align} from 1 to {len(row)}, not {at}")
         if reason not in REASONS:
@@ -273,8 +273,17 @@ class CheckpointIndex:
             self._queue.push(one, self.num_states)
 
 
-def _at_least(name: str, value: Any, low: int) -> int:
-    number = operator.index(value)
+def integer(name: str, value: Any) -> int:
+    """The value as an int; `TypeError` with its name when it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
+
+
+def at_least(name: str, value: Any, low: int) -> int:
+    """As `integer`; `ValueError` below `low`."""
+    number = integer(name, value)
     if number < low:
         raise ValueError(f"{name} must be at least {low}, not {number}")
     return number

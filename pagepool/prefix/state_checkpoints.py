@@ -9,9 +9,12 @@ from typing import Any
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot
 from pagepool.memory.ssm_pool import SsmStatePool
-from pagepool.prefix.checkpoint_index import CheckpointIndex, Stop
+from pagepool.memory.state_memory import StateMemory
+from pagepool.prefix.checkpoint_index import CheckpointIndex, Stop, at_least, integer
 
 __all__ = ["StateCheckpoints"]
+
+MAX_STATES = 2**31 - 1
 
 
 class StateCheckpoints:
@@ -19,7 +22,8 @@ class StateCheckpoints:
 
     layout        of the states
     pool          the engine's `SsmStatePool.from_layout(layout, ...)`: states are copied out of its slots and into them
-    budget_bytes  for the copies and the tokens that find them. Their memory is committed as it is used
+    budget_bytes  for the copies and the tokens that find them, up to that of 2**31 - 1 states. Their memory is
+                  committed as it is used
     grid, spacing, align    where states may be kept: as `CheckpointIndex` has them
 
     A state is kept at the end of requests, where prompts part, and on a sparse grid; in what order they go, see
@@ -60,8 +64,12 @@ class StateCheckpoints:
         spacing: int = 16,
         align: int = 1,
     ) -> None:
+        if not isinstance(layout, StateLayout):
+            raise TypeError(f"layout must be a StateLayout, not {type(layout).__name__}")
+        if not hasattr(pool, "view"):
+            raise TypeError(f"pool must be an SsmStatePool made from a layout, not {type(pool).__name__}")
         names = [(layer, name) for layer, states in enumerate(layout.layers) for name in states]
-        empty = SsmStatePool.from_layout(layout, 0)
+        empty = StateMemory(layout, 0)
         views = [empty.view(layer, name) for layer, name in names]
         self._theirs = [pool.view(layer, name) for layer, name in names]
         for ours, theirs, (layer, name) in zip(views, self._theirs, names, strict=True):
@@ -73,10 +81,17 @@ class StateCheckpoints:
         self.state_bytes = sum(prod(view.shape[1:]) * view.itemsize for view in views)
         if not self.state_bytes:
             raise ValueError("the layout has no state to keep")
-        self.index = CheckpointIndex(self.state_bytes, budget_bytes, grid=grid, spacing=spacing, align=align)
+        budget = at_least("budget_bytes", budget_bytes, 0)
+        most = budget // self.state_bytes
+        if most > MAX_STATES:
+            raise ValueError(
+                f"budget_bytes must be at most {(MAX_STATES + 1) * self.state_bytes - 1}, that of {MAX_STATES} states "
+                f"of {self.state_bytes} bytes, not {budget}"
+            )
+        self.index = CheckpointIndex(self.state_bytes, budget, grid=grid, spacing=spacing, align=align)
         self._pool = pool
-        self._copies = SsmStatePool.from_layout(layout, budget_bytes // self.state_bytes)
-        self._ours = [self._copies.view(layer, name) for layer, name in names]
+        copies = StateMemory(layout, most)
+        self._ours = [copies.view(layer, name) for layer, name in names]
 
     def resume(
         self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
@@ -84,11 +99,12 @@ class StateCheckpoints:
         """Brings `slot` of the pool to the longest kept prefix of `tokens` within `kv_tokens`; returns its length.
 
         0 when there is none: then the slot is as it was. The slot's position becomes the length. One token at least is
-        left to compute. Raises `InvalidSlot` for a slot that is out of range, or free. What comes in the middle of the
-        copy, a `MemoryError` or a signal, leaves the slot at its beginning.
+        left to compute. Raises `InvalidSlot` for a slot that is out of range, or free, `TypeError` for a `kv_tokens`
+        that is no integer; then nothing has changed. What comes in the middle of the copy, a `MemoryError` or a signal,
+        leaves the slot at its beginning.
         """
         theirs = self._lent(slot)
-        found = self.index.find(tokens, kv_tokens, cache_salt=cache_salt, extra_keys=extra_keys)
+        found = self.index.find(tokens, integer("kv_tokens", kv_tokens), cache_salt=cache_salt, extra_keys=extra_keys)
         if found is None:
             return 0
         position, kept = found

@@ -136,6 +136,15 @@ def test_alloc_is_lifo():
         pool.check()
 
 
+def test_slots_of_a_layout_are_made_as_they_are_used():
+    pool = SsmStatePool.from_layout(LAYOUT, 100_000)
+    last = pool.slot(99_999)
+    assert last is pool.slot(99_999) and last.request_id == 0
+    slots = [pool.slot(pool.alloc(i + 1)) for i in range(3000)]
+    assert [slot.request_id for slot in slots] == list(range(1, 3001)) and slots[2999] is pool.slot(2999)
+    assert [leak.label for leak in pool.leaks()] == list(range(1, 3001))
+
+
 def test_exhaustion():
     for pool in pools(1):
         pool.alloc(1)

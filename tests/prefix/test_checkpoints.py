@@ -1,5 +1,7 @@
 """States of hybrid models: kept where prompts part, end and at a grid; found by exact tokens; dropped by value."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -285,3 +287,38 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_budget_costs_what_is_used_of_it_however_small_the_states_are():
+    """2**31 bytes are room for 268 million states of 8 bytes."""
+    layout = StateLayout(layers=[{"h": ((2,), "float32")}])
+    pool = SsmStatePool.from_layout(layout, 2**28)
+    tracemalloc.start()
+    try:
+        checkpoints = StateCheckpoints(layout, SsmStatePool.from_layout(layout, 2**28), 2**31)
+        slot = pool.alloc(7)
+        pool.view(0, "h")[slot] = 3
+        assert checkpoints.index.budget_bytes == 2**31 and len(pool.leaks()) == 1
+        assert sum(trace.count for trace in tracemalloc.take_snapshot().statistics("lineno")) < 10_000
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ValueError, match=rf"at most {2**34 - 1}, that of {2**31 - 1} states of 8 bytes, not {2**34}"):
+        StateCheckpoints(layout, pool, 2**34)
+
+
+def test_checkpoints_are_made_of_what_they_say():
+    pool = SsmStatePool.from_layout(LAYOUT, 2)
+    slot = pool.alloc(7)
+    checkpoints = StateCheckpoints(LAYOUT, pool, 1 << 20)
+    checkpoints.save(slot, range(8), 8, "end")
+    for make, words in (
+        (lambda: StateCheckpoints(None, pool, 100), "layout must be a StateLayout, not NoneType"),
+        (lambda: StateCheckpoints(LAYOUT, 5, 100), "pool must be an SsmStatePool made from a layout, not int"),
+        (lambda: StateCheckpoints(LAYOUT, pool, None), "budget_bytes must be an integer, not NoneType"),
+        (lambda: checkpoints.resume(slot, range(9), None), "kv_tokens must be an integer, not NoneType"),
+        (lambda: checkpoints.stops(range(9), "x"), "kv_tokens must be an integer, not str"),
+        (lambda: checkpoints.save(slot, range(9), 1.5, "end"), "position must be an integer, not float"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            make()
+    assert checkpoints.stats()["used"]["end"] == 0 and checkpoints.stats()["states"] == 1
