@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+
+import numpy as np
 
 __all__ = ["KV_DTYPES", "KvLayout", "PressureCosts", "SchedulerConfig", "StateLayout", "Tenant"]
 
@@ -35,6 +37,20 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, not {number}")
     return number
+
+
+def _state_item_bytes(who: str, dtype: Any) -> int:
+    """Bytes of an element of this dtype; TypeError / ValueError, which names the state, when a state cannot have it."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return 2
+    try:
+        found = np.dtype(object if dtype is None else dtype)
+    except (TypeError, ValueError, SyntaxError):
+        found = np.dtype(object)
+    if found.hasobject or not found.itemsize:
+        error = ValueError if isinstance(dtype, (str, type, np.dtype)) else TypeError
+        raise error(f"the dtype of {who} must be one of numbers that numpy.dtype takes, not {dtype!r}")
+    return found.itemsize
 
 
 @dataclass(frozen=True)
@@ -103,8 +119,8 @@ class KvLayout:
 class StateLayout:
     """The recurrent states of one sequence: for each layer a mapping from name to `(shape, dtype)`.
 
-    A layer may have no, one or several states; a state may have any shape without zeros. `dtype` is anything that
-    `numpy.dtype` takes, for example "float32".
+    A layer may have no, one or several states; a state may have any shape without zeros, up to a terabyte. `dtype` is
+    "bfloat16" or anything that `numpy.dtype` takes, for example "float32", but no objects.
 
     >>> StateLayout(layers=[{"conv_states": ((64, 4), "float32")}, {}]).num_layers
     2
@@ -114,6 +130,8 @@ class StateLayout:
 
     def __post_init__(self) -> None:
         layers = []
+        if not isinstance(self.layers, Iterable):
+            raise TypeError(f"layers must be an iterable of mappings, not {type(self.layers).__name__}")
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, Mapping):
                 raise TypeError(f"layer {index} must map names to (shape, dtype), not be a {type(layer).__name__}")
@@ -123,8 +141,12 @@ class StateLayout:
                     raise TypeError(f"the name of a state of layer {index} must be a str, not {name!r}")
                 if not (isinstance(state, (tuple, list)) and len(state) == 2 and isinstance(state[0], (tuple, list))):
                     raise TypeError(f"state {name!r} of layer {index} must be (shape, dtype), not {state!r}")
-                where = f"each dimension of state {name!r} of layer {index}"
-                states[name] = (tuple(_integer(where, dim, 1) for dim in state[0]), state[1])
+                who = f"state {name!r} of layer {index}"
+                shape = tuple(_integer(f"each dimension of {who}", dim, 1) for dim in state[0])
+                size = prod(shape) * _state_item_bytes(who, state[1])
+                if size >= MAX_BLOCK_BYTES:
+                    raise ValueError(f"{who} has {size} bytes, not below the limit of {MAX_BLOCK_BYTES}")
+                states[name] = (shape, state[1])
             layers.append(states)
         object.__setattr__(self, "layers", tuple(layers))
 

@@ -26,11 +26,10 @@ from pagepool.csrc cimport (
 )
 from pagepool.memory.page_buffer cimport PageBuffer
 
-import operator
-
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
+from pagepool.memory.arguments import integer
 from pagepool.memory.explain import exhausted, invalid_blocks
 
 __all__ = ["BlockAllocator"]
@@ -76,12 +75,8 @@ cdef class BlockAllocator(IdSpace):
     """
 
     def __cinit__(self, num_blocks, max_blocks=None):
-        number = operator.index(num_blocks)
-        most = number if max_blocks is None else operator.index(max_blocks)
-        if not 0 <= number <= INT32_MAX:
-            raise ValueError(f"num_blocks must be from 0 to {INT32_MAX}, not {number}")
-        if not number <= most <= INT32_MAX:
-            raise ValueError(f"max_blocks must be from {number} to {INT32_MAX}, not {most}")
+        number = integer("num_blocks", num_blocks, 0, INT32_MAX)
+        most = number if max_blocks is None else integer("max_blocks", max_blocks, number, INT32_MAX)
         self.freed = PageBuffer(most, "i")
         cdef int32_t[::1] counts = PageBuffer(most + SKEW, "i")
         self.ref_counts = counts[SKEW:]
@@ -262,7 +257,7 @@ cdef class BlockAllocator(IdSpace):
         """
         cdef Py_buffer view
         cdef pp_status status
-        number = operator.index(n)
+        number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             raise ValueError(f"cannot allocate {number} blocks")
         if number > self.c_available():

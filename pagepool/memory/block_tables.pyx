@@ -7,10 +7,9 @@ from libc.string cimport memcpy, memset
 from pagepool.memory.ids cimport read_count, read_counts
 from pagepool.memory.paged_seq cimport PagedSeqState
 
-import operator
-
 import numpy as np
 
+from pagepool.memory.arguments import integer
 from pagepool.memory.explain import closed
 from pagepool.memory.batch import append_batch, release_batch
 
@@ -33,10 +32,8 @@ cdef class BlockTables:
     """
 
     def __cinit__(self, max_seqs, max_blocks_per_seq):
-        rows, width = operator.index(max_seqs), operator.index(max_blocks_per_seq)
-        for name, number in (("max_seqs", rows), ("max_blocks_per_seq", width)):
-            if not 0 <= number < INT32_MAX:
-                raise ValueError(f"{name} must be from 0 to {INT32_MAX - 1}, not {number}")
+        rows = integer("max_seqs", max_seqs, 0, INT32_MAX - 1)
+        width = integer("max_blocks_per_seq", max_blocks_per_seq, 0, INT32_MAX - 1)
         self.max_seqs = rows
         self.max_blocks_per_seq = width
         self._tables = self.tables = np.zeros((rows, width), np.int32)

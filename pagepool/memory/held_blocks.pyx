@@ -2,6 +2,7 @@
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int32_t, int64_t
 
@@ -9,11 +10,10 @@ from pagepool.csrc cimport PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.ids cimport IdArray, read_ids, release_ids
 
-import operator
-
 import numpy as np
 
 from pagepool.errors import InvalidBlock
+from pagepool.memory.arguments import integer
 from pagepool.memory.explain import exhausted
 
 __all__ = ["HeldBlocks", "hold"]
@@ -70,7 +70,7 @@ cdef class HeldBlocks:
         cdef Py_buffer view
         cdef pp_status status
         cdef int64_t available = self.allocator.c_available()
-        number = operator.index(n)
+        number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             return self.allocator.allocate_n(number)  # which raises
         if number > available:

@@ -4,11 +4,11 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t
 
-import operator
 import weakref
 from collections import Counter
 
 from pagepool.errors import PoolError
+from pagepool.memory.arguments import integer
 from pagepool.memory.leak_report import warn_of
 from pagepool.memory.owners import Leak, Owner
 
@@ -125,7 +125,7 @@ cdef class HolderRegistry:
         if block is None:
             wanted = range(self.c_ids_used())
         else:
-            wanted = (operator.index(block),)
+            wanted = (integer("block", block),)
             self.ref_count(block)
         found = {number: [] for number in wanted}
         for holder in self.holders():
@@ -210,9 +210,7 @@ cdef class HolderRegistry:
     cdef int32_t read_block_size(self, object block_size) except -1:
         if block_size is None:
             return self.c_other_block_size(DEFAULT_BLOCK_SIZE) or DEFAULT_BLOCK_SIZE
-        size = operator.index(block_size)
-        if not 1 <= size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"block_size must be from 1 to {MAX_BLOCK_SIZE}, not {size}")
+        size = integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
         other = self.c_other_block_size(size)
         if other:
             raise ValueError(f"block_size must be {other}, that of the pool with these blocks, not {size}")

@@ -6,7 +6,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
 from pagepool.memory.holders cimport Holder, HolderRegistry
 
-import operator
+from pagepool.memory.arguments import integer
 
 __all__ = ["IdSpace"]
 
@@ -148,7 +148,7 @@ cdef class IdSpace(HolderRegistry):
 
     def grow(self, num_blocks):
         """Raises the capacity to `num_blocks`. Raises `ValueError` when it is above that, or the maximum below."""
-        number = operator.index(num_blocks)
+        number = integer("num_blocks", num_blocks)
         if not 0 <= number <= INT32_MAX or not self.c_grow(number):
             raise ValueError(f"num_blocks must be from {self.c_capacity()} to {self.max_capacity}, not {number}")
 
@@ -165,7 +165,7 @@ cdef class IdSpace(HolderRegistry):
         >>> allocator.capacity, allocator.shrink(), allocator.available
         (5, 3, 5)
         """
-        number = operator.index(num_blocks)
+        number = integer("num_blocks", num_blocks)
         if not 0 <= number <= self.c_capacity():
             raise ValueError(f"num_blocks must be from 0 to {self.c_capacity()}, not {number}")
         return self.c_shrink(number)

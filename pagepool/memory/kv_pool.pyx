@@ -17,13 +17,13 @@ from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.memory.page_pool cimport PagePool
 from pagepool.memory.token_rows cimport TokenRows
 
-import operator
 from importlib import import_module
 
 import numpy as np
 
 from pagepool.config import KV_DTYPES, KvLayout
 from pagepool.errors import InvalidBlock
+from pagepool.memory.arguments import integer
 from pagepool.memory.leak_report import warn_of
 from pagepool.memory.explain import invalid_slot
 
@@ -64,7 +64,7 @@ cdef class KvCachePool(PagePool):
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         if name not in KINDS:
             raise ValueError(f"dtype must be one of {', '.join(KINDS)}, not {name!r}")
-        elements, pages = operator.index(page_size), operator.index(initial_pages)
+        elements, pages = integer("page_size", page_size), integer("initial_pages", initial_pages)
         if not 1 <= elements <= MAX_PAGE_SIZE:
             raise ValueError(f"page_size must be from 1 to {MAX_PAGE_SIZE}, not {elements}")
         if not 0 <= pages <= INT32_MAX:
@@ -129,9 +129,8 @@ cdef class KvCachePool(PagePool):
             raise ValueError(f"a pool cannot have this layout: {layout}")
         if allocator is None:
             allocator = BlockAllocator(num_blocks, max_blocks)
-        most = num_blocks if max_blocks is None else operator.index(max_blocks)
-        if most < operator.index(num_blocks):
-            raise ValueError(f"max_blocks must be at least {num_blocks}, not {most}")
+        number = integer("num_blocks", num_blocks)
+        most = number if max_blocks is None else integer("max_blocks", max_blocks, number)
         pool = KvCachePool(layout.page_size, most, layout.dtype)
         pool.c_pool.layout = c_layout
         pool.elastic = max_blocks is not None

@@ -19,11 +19,10 @@ from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_ids, releas
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.memory.paged_table cimport PagedTable
 
-import operator
-
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, StaleHandle
+from pagepool.memory.arguments import integer
 from pagepool.memory.explain import closed, exhausted
 
 __all__ = ["PagedSeqState", "SequenceHandle"]
@@ -58,9 +57,9 @@ cdef class PagedSeqState(PagedTable):
 
     def __cinit__(self, BlockAllocator allocator not None, block_size=None, max_blocks_per_seq=None, label=None):
         cdef int32_t size = allocator.read_block_size(block_size)
-        maximum = allocator.max_capacity if max_blocks_per_seq is None else operator.index(max_blocks_per_seq)
-        if not 0 <= maximum <= INT32_MAX:
-            raise ValueError(f"max_blocks_per_seq must be from 0 to {INT32_MAX}, not {maximum}")
+        maximum = allocator.max_capacity
+        if max_blocks_per_seq is not None:
+            maximum = integer("max_blocks_per_seq", max_blocks_per_seq, 0, INT32_MAX)
         self.memory = PageBuffer(maximum, "i")
         self.allocator = allocator
         self.block_size = size

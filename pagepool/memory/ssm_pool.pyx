@@ -8,12 +8,11 @@ from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_SLOT, PP_OK, pp_statu
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.state_memory cimport StateMemory
 
-import operator
-
 import numpy as np
 
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolExhausted
+from pagepool.memory.arguments import integer
 from pagepool.memory.leak_report import warn_of
 from pagepool.memory.owners import Leak
 from pagepool.memory.sequence_state import SequenceSlot
@@ -28,10 +27,7 @@ cdef int32_t SLOTS = 1024
 
 
 cdef object read_capacity(object capacity):
-    number = operator.index(capacity)
-    if not 0 <= number <= INT32_MAX:
-        raise ValueError(f"capacity must be from 0 to {INT32_MAX}, not {number}")
-    return number
+    return integer("capacity", capacity, 0, INT32_MAX)
 
 
 cdef object slot_made_by(object make_state, object i):
@@ -123,7 +119,7 @@ cdef class SsmStatePool:
         cdef int overflow = 0
         cdef long long number
         if not PyLong_Check(i):
-            i = operator.index(i)
+            i = integer("a slot", i)
         number = PyLong_AsLongLongAndOverflow(i, &overflow)
         if overflow or not 0 <= number < self.ids.c_capacity():
             raise InvalidSlot(f"slot {i} is out of range: the pool has {self.ids.capacity} slots")
@@ -163,7 +159,7 @@ cdef class SsmStatePool:
 
     cdef int32_t take(self, object request_id) except -1:
         cdef int32_t slot
-        request = operator.index(request_id)
+        request = integer("request_id", request_id)
         if self.c_alloc(&slot) != PP_OK:
             raise PoolExhausted(f"asked for 1 slot, 0 of {self.ids.capacity} are free")
         try:
@@ -266,7 +262,7 @@ cdef class SsmStatePool:
         """
         if self.memory is None:
             raise ValueError("the pool has no layout: make it with SsmStatePool.from_layout")
-        return self.memory.view(operator.index(layer), name)
+        return self.memory.view(integer("layer", layer), name)
 
     def __repr__(self):
         return f"<{type(self).__name__}: {self.used_count} of {self.ids.capacity} slots used>"

@@ -56,6 +56,15 @@ def test_a_block_out_of_range(call, place, block):
     refused(call, InvalidBlock, str(block), block_tables=changed(place, block))
 
 
+def test_a_block_that_was_given_back_says_so(call):
+    refused(
+        call,
+        InvalidBlock,
+        "is -1, .*: this query sees tokens of a block that was given",
+        block_tables=changed((0, 1), -1),
+    )
+
+
 def test_a_length_beyond_the_table(call):
     width = 5  # of 16 tokens each
     call(seq_lens=changed(1, 0), block_tables=changed(np.s_[1], 0))

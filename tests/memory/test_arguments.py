@@ -8,8 +8,11 @@ import pytest
 from pagepool import (
     AttentionSequenceState,
     BlockAllocator,
+    BlockTables,
     HybridSequence,
+    KvCachePool,
     KvGroup,
+    KvLayout,
     PagedSeqState,
     SsmStatePool,
     StaleHandle,
@@ -140,3 +143,57 @@ def test_what_was_closed_without_a_label_is_called_by_what_it_is():
             use()
     with pytest.raises(StaleHandle, match="of generation 0, the sequence is closed"):
         _ = handle.state
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("num_blocks", lambda value: BlockAllocator(value)),
+        ("max_blocks", lambda value: BlockAllocator(1, value)),
+        ("n", lambda value: BlockAllocator(1).allocate_n(value)),
+        ("num_blocks", lambda value: BlockAllocator(1).grow(value)),
+        ("num_blocks", lambda value: BlockAllocator(1).shrink(value)),
+        ("block", lambda value: BlockAllocator(1).owners(value)),
+        ("block_size", lambda value: PagedSeqState(BlockAllocator(1), value)),
+        ("max_blocks_per_seq", lambda value: PagedSeqState(BlockAllocator(1), 4, value)),
+        ("max_seqs", lambda value: BlockTables(value, 1)),
+        ("max_blocks_per_seq", lambda value: BlockTables(1, value)),
+        ("page_size", lambda value: KvCachePool(value, 1)),
+        ("initial_pages", lambda value: KvCachePool(8, value)),
+        ("num_blocks", lambda value: KvCachePool.from_layout(KvLayout(1, 1, 8), value)),
+        ("capacity", lambda value: SsmStatePool.from_layout(LAYOUT, value)),
+        ("request_id", lambda value: SsmStatePool.from_layout(LAYOUT, 1).alloc(value)),
+        ("a slot", lambda value: SsmStatePool.from_layout(LAYOUT, 1).release(value)),
+        ("layer", lambda value: SsmStatePool.from_layout(LAYOUT, 1).view(value, "h")),
+    ],
+)
+def test_what_is_no_integer_is_named(name, call):
+    with pytest.raises(TypeError, match=f"^{name} must be an integer, not str: 'x'$"):
+        call("x")
+    with pytest.raises(TypeError, match=f"^{name} must be an integer, not float: 1.0$"):
+        call(1.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "sentence"),
+    [
+        (5, TypeError, "layers must be an iterable of mappings, not int"),
+        (
+            [{"h": ((2,), object())}],
+            TypeError,
+            "the dtype of state 'h' of layer 0 must be one of numbers",
+        ),
+        ([{}, {"h": ((2,), None)}], TypeError, "the dtype of state 'h' of layer 1 must be .*, not None"),
+        ([{"h": ((2,), 5)}], TypeError, "the dtype of state 'h' of layer 0 must be .*, not 5"),
+        ([{"h": ((2,), "float33")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'float33'"),
+        ([{"h": ((2,), "f4,(")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'f4,\\('"),
+        ([{"h": ((2,), "O")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'O'"),
+        ([{"h": ((2,), "S0")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'S0'"),
+        ([{"h": ((10**30,), "int8")}], ValueError, f"state 'h' of layer 0 has {10**30} bytes, not below the limit"),
+        ([{"h": ((1 << 39, 2), "int8")}], ValueError, f"has {1 << 40} bytes, not below the limit of {1 << 40}"),
+        ([{"h": ((2.0,), "int8")}], TypeError, "each dimension of state 'h' of layer 0 must be an integer, not float"),
+    ],
+)
+def test_a_layout_of_states_is_checked_when_it_is_made(layers, error, sentence):
+    with pytest.raises(error, match=sentence):
+        StateLayout(layers=layers)
