@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from pagepool._version import __version__
 from pagepool.errors import PoolError
@@ -20,14 +21,19 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line, and where to read more, in place of all the options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"pagepool: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 for a replay that failed, 2 for bad input, 130 for ^C.
 
     Errors are one line on stderr. With options that argparse refuses, and for --help, SystemExit is raised as usual.
     """
-    parser = argparse.ArgumentParser(
-        prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False
-    )
+    parser = OneLineParser(prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     summary = "Replay recorded LLM traffic through the pool and the scheduler, under a virtual clock."
@@ -35,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_arguments(replay)
     summary = "Make a trace of prompts with their token ids, which are not written down."
     convert.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
-    chosen = parser.parse_args(arguments)
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if chosen.command == "record":
             print(f"{convert.run(chosen):,} requests in {chosen.output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -17,7 +18,7 @@ from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.meter import MeteredAccount, MeteredCache
 from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
 from pagepool.replay.outcome import Outcome, bundled_trace
-from pagepool.replay.page import write_page
+from pagepool.replay.page import page, write_page
 from pagepool.replay.passes import run_passes
 from pagepool.replay.picture import replay_picture
 from pagepool.replay.plot import draw, load
@@ -37,23 +38,30 @@ CLOCKLESS = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
 
 def run(options: argparse.Namespace) -> None:
     """Read the trace, replay it, write the results. Raises `TraceError`, `UsageError`, `ReplayFailed`."""
+    streamed = [f"--{name}" for name in ("json", "plot", "html") if getattr(options, name) == "-"]
+    if len(streamed) > 1:
+        raise UsageError(f"{' and '.join(streamed)} cannot both be standard output; name a file for one of them")
     for name in (options.json, options.plot, options.html):
         if name and name != "-":
             _check_writable(Path(name))
     if options.plot:
         _check_plot()
     outcome = run_passes(options) if options.clock == "none" else _replay(options)
+    if not outcome.numbers["requests"]:
+        print("pagepool: the trace has no requests", file=sys.stderr)
     if options.plot:
-        draw(outcome.picture, options.plot)
-    if options.html:
+        draw(outcome.picture, sys.stdout.buffer if options.plot == "-" else options.plot)
+    if options.html == "-":
+        print(page(outcome.picture), end="")
+    elif options.html:
         write_page(outcome.picture, options.html)
     if options.json == "-":
         json.dump(outcome.numbers, sys.stdout, indent=2)
         print()
-        return
-    if options.json:
+    elif options.json:
         Path(options.json).write_text(json.dumps(outcome.numbers, indent=2) + "\n")
-    outcome.show(outcome.numbers)
+    if not streamed:
+        outcome.show(outcome.numbers)
 
 
 def _replay(options: argparse.Namespace) -> Outcome:
@@ -98,9 +106,17 @@ def _check_plot() -> None:
 
 def _check_writable(path: Path) -> None:
     """Raise now what would be raised after the whole replay."""
-    target = path if path.exists() else path.parent
-    if path.is_dir() or not os.access(target, os.W_OK):
-        raise UsageError(f"{path}: cannot be written")
+    if path.is_dir():
+        reason = errno.EISDIR
+    elif not path.parent.exists():
+        reason = errno.ENOENT
+    elif not path.parent.is_dir():
+        reason = errno.ENOTDIR
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = errno.EACCES
+    else:
+        return
+    raise UsageError(f"{path}: cannot be written: {os.strerror(reason)}")
 
 
 def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:

@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
             with JsonLines(options.input) as lines:
                 for line in lines:
                     _request(recorder, parse(line))
+        if not recorder.num_requests:
+            raise UsageError(f"{options.input}: has no requests")
         if target.suffix == ".xz":
             packed = Path(folder) / "packed"
             with lzma.open(packed, "wb") as stream:

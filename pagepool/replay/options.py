@@ -72,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "trace", nargs="?", metavar="TRACE", help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's"
     )
-    add("--requests", type=_between(0, MAX_BLOCKS), metavar="N", help="replay only the first N requests")
+    add("--requests", type=_between(1, MAX_BLOCKS), metavar="N", help="replay only the first N requests")
     add(
         "--blocks",
-        type=_between(0, MAX_BLOCKS),
+        type=_between(1, MAX_BLOCKS),
         metavar="N",
         help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or as many as the longest request needs; with --attend "
         "at most as many as 2 GiB hold",
@@ -183,4 +183,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with --hybrid what is usable over the bytes of states and over the trace; needs matplotlib",
     )
     add("--html", metavar="FILE", help="the same as a page to look into; it needs nothing but a browser")
-    add("--json", metavar="FILE", help="write the results to FILE as JSON; - is standard output, without the table")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the results to FILE as JSON; - is standard output, without the table, here and for --plot and "
+        "--html, one of the three",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -25,8 +25,8 @@ def load() -> Any:
     return Figure, FigureCanvasAgg, LinearSegmentedColormap
 
 
-def draw(picture: dict[str, Any], path: str | Path) -> None:
-    """Writes the picture to `path` as a PNG. Raises ImportError, OSError."""
+def draw(picture: dict[str, Any], target: str | Path | BinaryIO) -> None:
+    """Writes the picture to a file, by its path or open, as a PNG. Raises ImportError, OSError."""
     Figure, Canvas, ColourMap = load()
     timeline, hybrid = picture["timeline"], picture["hybrid"]
     figure = Figure(figsize=(11, 9.5 if timeline or hybrid else 5.5), dpi=130, facecolor=SURFACE)
@@ -49,7 +49,7 @@ def draw(picture: dict[str, Any], path: str | Path) -> None:
         axis = figure.subplots()
         figure.subplots_adjust(left=left, right=0.985, top=0.86, bottom=0.15)
         _curve(axis, picture["curve"])
-    figure.savefig(path, format="png", facecolor=SURFACE)
+    figure.savefig(target, format="png", facecolor=SURFACE)
 
 
 def _map(axis: Any, timeline: dict[str, Any], colours: Any) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from operator import mul
+from pathlib import Path
 
 import pytest
 from trace_bytes import lines_of
@@ -199,14 +200,14 @@ def test_an_empty_trace_has_a_picture(make_trace, tmp_path, capsys):
     arguments = ["replay", str(make_trace([], block=4)), "--html", str(tmp_path / "page.html")]
     assert main(arguments) == 0 and main([*arguments, "--clock", "none"]) == 0
     assert main([*arguments, "--clock", "none", "--hybrid", "1"]) == 0
-    assert main([*arguments, "--blocks", "0"]) == 0
+    assert main([*arguments, "--blocks", "1"]) == 0
     capsys.readouterr()
 
 
 def test_pictures_that_cannot_be_are_refused_first(make_trace, tmp_path, capsys, monkeypatch):
     path = make_trace([[0, 8, 1, [0, 2]]], block=4)
     assert main(["replay", str(path), "--html", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"pagepool: {tmp_path}: cannot be written\n"
+    assert capsys.readouterr().err == f"pagepool: {tmp_path}: cannot be written: Is a directory\n"
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -214,6 +215,26 @@ def test_pictures_that_cannot_be_are_refused_first(make_trace, tmp_path, capsys,
     printed = capsys.readouterr().err
     assert printed.startswith("pagepool: --plot needs matplotlib, which is not installed") and printed.count("\n") == 1
     assert not (tmp_path / "x.png").exists()
+
+
+def test_pictures_go_to_standard_output(make_trace, tmp_path, capsysbinary, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["replay", str(make_trace([[0, 8, 1, [0, 2]]], block=4))]
+    assert main([*arguments, "--html", "page.html"]) == 0
+    capsysbinary.readouterr()
+    assert main([*arguments, "--html", "-", "--json", "numbers.json"]) == 0
+    printed = capsysbinary.readouterr().out
+    assert printed.startswith(b"<!") and printed.rstrip().endswith(b"</html>") and Path("numbers.json").exists()
+    for options, words in (
+        (["--html", "-", "--json", "-"], b"--json and --html cannot both be standard output"),
+        (["--plot", "-", "--html", "-"], b"--plot and --html cannot both be standard output"),
+    ):
+        assert main([*arguments, *options]) == 2
+        captured = capsysbinary.readouterr()
+        assert captured.out == b"" and words in captured.err and captured.err.count(b"\n") == 1
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    assert main([*arguments, "--plot", "-"]) == 0
+    assert capsysbinary.readouterr().out.startswith(b"\x89PNG\r\n\x1a\n") and not Path("-").exists()
 
 
 def test_a_png_is_drawn(make_trace, tmp_path, capsys):

@@ -212,8 +212,10 @@ def test_hostile_lines_are_one_sentence_and_leave_no_file(jsonl, tmp_path, capsy
 
 
 def test_record_refuses_what_cannot_work(jsonl, tmp_path, capsys):
-    source = jsonl({"tokens": [1, 2]})
+    source, empty = jsonl({"tokens": [1, 2]}), tmp_path / "empty"
+    empty.touch()
     for arguments, message in (
+        ([str(empty), str(tmp_path / "made")], f"{empty}: has no requests"),
         ([str(source), str(source)], "exists; give another name"),
         ([str(source), str(tmp_path / "no" / "made")], "No such file or directory"),
         ([str(tmp_path / "missing"), str(tmp_path / "made")], "cannot be read: No such file"),
@@ -223,7 +225,7 @@ def test_record_refuses_what_cannot_work(jsonl, tmp_path, capsys):
         assert cli.main(["record", *arguments]) == 2
         printed = capsys.readouterr().err
         assert message in printed and printed.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, empty.name}
 
 
 @pytest.mark.skipif(not SHAREGPT.is_file(), reason="the recorded traces are not beside the checkout")

@@ -174,15 +174,22 @@ def test_a_bad_trace_is_one_line_and_exit_2(make_trace, capsys):
 
 
 def test_results_that_cannot_be_written_are_refused_before_the_replay(tmp_path, capsys):
-    for target in (tmp_path, tmp_path / "no" / "out.json"):
+    (tmp_path / "file").touch()
+    for target, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no" / "out.json", "No such file or directory"),
+        (tmp_path / "file" / "out.json", "Not a directory"),
+    ):
         assert main(["replay", "--json", str(target)]) == 2
-        assert capsys.readouterr().err == f"pagepool: {target}: cannot be written\n"
+        assert capsys.readouterr().err == f"pagepool: {target}: cannot be written: {reason}\n"
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--requests", "-1"],
+        ["--requests", "0"],
+        ["--blocks", "0"],
         ["--blocks", "x"],
         ["--budget", "0"],
         ["--cost", "1,2"],
@@ -193,7 +200,16 @@ def test_results_that_cannot_be_written_are_refused_before_the_replay(tmp_path, 
 def test_bad_arguments_exit_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["replay", *arguments])
-    assert caught.value.code == 2 and arguments[0] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and arguments[0] in said
+    assert said.startswith("pagepool: ") and said.endswith("; see pagepool replay --help\n") and said.count("\n") == 1
+
+
+def test_a_trace_without_requests_is_said(make_trace, capsys):
+    path = str(make_trace([], block=4))
+    for arguments in ([], ["--clock", "none"], ["--clock", "none", "--hybrid", "1"]):
+        assert main(["replay", path, *arguments]) == 0
+        assert capsys.readouterr().err == "pagepool: the trace has no requests\n"
 
 
 def test_interrupted_is_one_line_and_exit_130(monkeypatch, capsys):
