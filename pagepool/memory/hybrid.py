@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class HybridSequence(HybridTransactions):
         states: SsmStatePool | None = None,
         *,
         label: int | str | None = None,
-        keep: int = 0,
+        keep: SupportsIndex = 0,
     ) -> None:
         super().__init__()
         self.keep = integer("keep", keep, 0)
@@ -104,7 +104,7 @@ class HybridSequence(HybridTransactions):
         """Those that it can be rolled back to, the oldest first."""
         return self._checkpoints.items
 
-    def append(self, n: int = 1) -> list[NDArray[np.int64]]:
+    def append(self, n: SupportsIndex = 1) -> list[NDArray[np.int64]]:
         """Makes room for n more tokens in every group; returns their slots, one int64 array (n,) for each group.
 
         First it gives back the blocks that the windows have left: of their queries, the next is that of the first new
@@ -118,7 +118,7 @@ class HybridSequence(HybridTransactions):
         self._len = length
         return slots
 
-    def adopt(self, blocks: Iterable[Any], num_tokens: int) -> None:
+    def adopt(self, blocks: Iterable[Any], num_tokens: SupportsIndex) -> None:
         """Begins with tokens that are in blocks already, as those that a prefix cache has found; `len` is their number.
 
         blocks  for each group those that hold the tokens, as `PagedSeqState.adopt` takes them; the caller's references
@@ -200,7 +200,7 @@ class HybridSequence(HybridTransactions):
         self._checkpoints = Checkpoints(tuple(other for other in known.items if other is not checkpoint))
         known.drop()
 
-    def rollback(self, to: int | Checkpoint) -> int:
+    def rollback(self, to: SupportsIndex | Checkpoint) -> int:
         """Goes back to a `Checkpoint`, or by n tokens; returns the length that it has then.
 
         With a recurrent state and n tokens, that is the newest checkpoint at or before them: the tokens from there on
@@ -216,7 +216,7 @@ class HybridSequence(HybridTransactions):
             raise ValueError(f"cannot roll back {number} of {self._len} tokens")
         return self._return_to(self._known_at(self._len - number))
 
-    def truncate(self, len: int) -> None:
+    def truncate(self, len: SupportsIndex) -> None:
         """Keeps the first `len` tokens. Raises `ValueError` when the state there is not known, and as `rollback`."""
         self._use()
         length = integer("len", len)

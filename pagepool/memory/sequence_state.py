@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.errors import PoolExhausted
-from pagepool.memory.arguments import integer
+from pagepool.memory.arguments import integer, wrong
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState"]
 
@@ -67,6 +67,8 @@ class AttentionSequenceState:
 
     def copy_from(self, other: AttentionSequenceState) -> None:
         """Takes over the position of `other`. Raises `ValueError` when that is past the capacity."""
+        if not isinstance(other, AttentionSequenceState):
+            raise wrong("other", "an AttentionSequenceState", other)
         if other._position > self._capacity:
             raise ValueError(f"position {other._position} is past the {self._capacity} steps of this state")
         self._position = other._position

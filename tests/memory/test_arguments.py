@@ -131,6 +131,10 @@ def test_a_state_is_copied_from_a_slot_of_its_own_pool_alone():
     with pytest.raises(TypeError, match="other must be a StateHandle, not int: 0"):
         handle.copy_from(0)
     assert handle.view(0, "h").tolist() == [3, 3]
+    state = AttentionSequenceState(4)
+    with pytest.raises(TypeError, match="other must be an AttentionSequenceState, not int: 5"):
+        state.copy_from(5)
+    assert state.step_position == 0
 
 
 def test_what_was_closed_without_a_label_is_called_by_what_it_is():
