@@ -203,6 +203,8 @@ class PressureCosts:
     def __post_init__(self) -> None:
         for name in ("recompute_us_per_token", "swap_us_per_block"):
             cost = getattr(self, name)
+            if (cost is None and name == "recompute_us_per_token") or isinstance(cost, str):
+                raise TypeError(f"{name} must be a number, not {cost!r}")
             if cost is not None and not 0.0 <= cost < float("inf"):
                 raise ValueError(f"{name} must be at least 0 and finite, not {cost}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-__all__ = ["integer", "wrong"]
+__all__ = ["integer", "real", "wrong"]
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -30,6 +30,29 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, not {number}")
     return number
+
+
+def real(name: str, value: Any, low: float = float("-inf")) -> float:
+    """`value`, any real number from `low` on, as it is. Raises `TypeError` and `ValueError` as `integer`.
+
+    >>> real("ttl", 2.5, low=0)
+    2.5
+    >>> real("ttl", float("nan"))
+    Traceback (most recent call last):
+    ValueError: ttl must be a number, not nan
+    """
+    try:
+        number = float(value) if not isinstance(value, str | bytes | bytearray) else None
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None:
+        raise wrong(name, "a number", value)
+    if number != number:
+        raise ValueError(f"{name} must be a number, not {value}")
+    if number < low:
+        raise ValueError(f"{name} must be {low} or more, not {value}")
+    found: float = value
+    return found
 
 
 def wrong(name: str, wanted: str, value: Any) -> TypeError:

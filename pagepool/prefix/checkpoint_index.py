@@ -13,7 +13,6 @@ Which goes when the bytes run out: `pagepool.prefix.checkpoint_value`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -21,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.errors import PoolError
+from pagepool.memory.arguments import integer
 from pagepool.prefix.checkpoint_value import PRIOR, TOKEN_BYTES, Mark, ValueQueue, mark_of
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.token_tree import TokenNode, TokenTree
 from pagepool.prefix.tokens import token_row
 
-__all__ = ["REASONS", "CheckpointIndex", "Stop", "at_least", "integer"]
+__all__ = ["REASONS", "CheckpointIndex", "Stop"]
 
 REASONS = ("branch", "end", "grid")
 
@@ -72,11 +72,11 @@ class CheckpointIndex:
         spacing: int = 16,
         align: int = 1,
     ) -> None:
-        self.state_bytes = at_least("state_bytes", state_bytes, 1)
-        self.budget_bytes = None if budget_bytes is None else at_least("budget_bytes", budget_bytes, 0)
-        self.grid = at_least("grid", grid, 0)
-        self.spacing = at_least("spacing", spacing, 1)
-        self.align = at_least("align", align, 1)
+        self.state_bytes = integer("state_bytes", state_bytes, 1)
+        self.budget_bytes = None if budget_bytes is None else integer("budget_bytes", budget_bytes, 0)
+        self.grid = integer("grid", grid, 0)
+        self.spacing = integer("spacing", spacing, 1)
+        self.align = integer("align", align, 1)
         self._forget()
 
     def _forget(self) -> None:
@@ -271,19 +271,3 @@ class CheckpointIndex:
         self._tree.unmark(node)
         for one in below:
             self._queue.push(one, self.num_states)
-
-
-def integer(name: str, value: Any) -> int:
-    """The value as an int; `TypeError` with its name when it is none."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
-
-
-def at_least(name: str, value: Any, low: int) -> int:
-    """As `integer`; `ValueError` below `low`."""
-    number = integer(name, value)
-    if number < low:
-        raise ValueError(f"{name} must be at least {low}, not {number}")
-    return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
@@ -10,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from pagepool.errors import PoolError
+from pagepool.memory.arguments import integer, real
 from pagepool.memory.held_blocks import HeldBlocks, hold
 from pagepool.prefix.cache import PrefixCache
 
@@ -45,7 +45,7 @@ class PrefixPins:
 
     def __init__(self, cache: PrefixCache, budget: int) -> None:
         self.cache = cache
-        self.budget = operator.index(budget)
+        self.budget = integer("budget", budget)
         if self.budget < 0:
             raise ValueError(f"the budget must be 0 blocks or more, not {self.budget}")
         self._pins: dict[int, tuple[HeldBlocks, list[int]]] = {}
@@ -87,8 +87,9 @@ class PrefixPins:
         It counts as a look-up. Raises `PoolError` when the blocks would pass the budget, `ValueError` when ttl is below
         0; then nothing is pinned.
         """
-        if ttl is not None and not ttl >= 0:
-            raise ValueError(f"ttl must be 0 or more, not {ttl}")
+        if ttl is not None:
+            ttl = real("ttl", ttl, low=0)
+        now = real("now", now)
         if len(self._due) > 64 + 2 * len(self._pins):
             self._due = [due for due in self._due if due[1] in self._pins]
             heapify(self._due)

@@ -9,6 +9,8 @@ from pagepool.prefix.terms cimport time_key
 
 import operator
 
+from pagepool.memory.arguments import real
+
 __all__ = ["EvictionPolicy"]
 
 
@@ -136,8 +138,8 @@ cdef class EvictionPolicy:
         if ttl is None:
             return 0
         if not self.takes_priority:
-            raise ValueError(f"policy {name} takes no ttl but None, not {ttl}")
-        span = ttl
+            raise ValueError(f"policy {name} takes no ttl but None, not {ttl!r}")
+        span = real("ttl", ttl)
         if not span >= 0:
             raise ValueError(f"ttl must be 0 or more, not {ttl}")
         if now + span != now + span:

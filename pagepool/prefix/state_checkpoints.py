@@ -8,9 +8,10 @@ from typing import Any
 
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot
+from pagepool.memory.arguments import integer
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state_memory import StateMemory
-from pagepool.prefix.checkpoint_index import CheckpointIndex, Stop, at_least, integer
+from pagepool.prefix.checkpoint_index import CheckpointIndex, Stop
 
 __all__ = ["StateCheckpoints"]
 
@@ -81,7 +82,7 @@ class StateCheckpoints:
         self.state_bytes = sum(prod(view.shape[1:]) * view.itemsize for view in views)
         if not self.state_bytes:
             raise ValueError("the layout has no state to keep")
-        budget = at_least("budget_bytes", budget_bytes, 0)
+        budget = integer("budget_bytes", budget_bytes, 0)
         most = budget // self.state_bytes
         if most > MAX_STATES:
             raise ValueError(

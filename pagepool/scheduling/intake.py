@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from pagepool.memory.arguments import integer, real, wrong
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["check_token", "check_tokens", "read_request", "read_results", "read_token", "usable"]
@@ -26,11 +27,14 @@ def read_request(
 ) -> Sequence:
     """The sequence of a request. Raises ValueError for a prompt that is empty or longer than its limit, TypeError for
     what is no integer, or a tenant that cannot be hashed."""
-    prompt = _as_list(prompt_tokens)
+    prompt = _as_list("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
         prompt = [read_token(token) for token in prompt]
-    limit = operator.index(max_tokens)
-    level = 0 if priority is None else operator.index(priority)
+    limit = integer("max_tokens", max_tokens)
+    level = 0 if priority is None else integer("priority", priority)
+    if cache_ttl is not None:
+        real("cache_ttl", cache_ttl)
+    integer("cache_priority", cache_priority)
     hash(tenant)
     if not prompt:
         raise ValueError("a prompt needs at least 1 token, got 0")
@@ -44,7 +48,7 @@ def read_results(tokens: Iterable[Any], rows: bool) -> list[Any]:
 
     Raises TypeError for anything else.
     """
-    results = _as_list(tokens)
+    results = _as_list("tokens", tokens)
     if _all_integers(results):
         return results
     return [token if token is None or (rows and hasattr(token, "__len__")) else read_token(token) for token in results]
@@ -78,11 +82,14 @@ def check_tokens(results: list[Any]) -> None:
         check_token(token, float("-inf"))
 
 
-def _as_list(values: Iterable[Any]) -> list[Any]:
+def _as_list(name: str, values: Iterable[Any]) -> list[Any]:
     """A new list of the values; of Python ints, when they come from an array."""
     if type(values) is list:
         return values.copy()
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+    found = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(found, Iterable):
+        raise wrong(name, "a sequence of integers", values)
+    return found if type(found) is list else list(found)
 
 
 def _all_integers(values: list[Any]) -> bool:

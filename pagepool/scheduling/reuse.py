@@ -23,7 +23,8 @@ class NoReuse:
     block_size = 0
 
     def row(self, seq: Sequence) -> None:
-        return None
+        if seq.cache_salt is not None or seq.extra_keys:
+            root_key(seq.cache_salt, seq.extra_keys)  # raises as it would with a cache
 
     def cached(self, seq: Sequence) -> int:
         return 0

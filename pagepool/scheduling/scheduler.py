@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from pagepool.config import SchedulerConfig
+from pagepool.memory.arguments import real, wrong
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
@@ -70,6 +71,8 @@ class Scheduler(Roster):
         config = SchedulerConfig() if config is None else config
         if not isinstance(config, SchedulerConfig):
             raise TypeError(f"config must be a SchedulerConfig, not {type(config).__name__}")
+        if swap is not None and not isinstance(swap, SwapFile):
+            raise wrong("swap", "a SwapFile or None", swap)
         self.config = config
         self._account = account = open_account(pool, config.block_size, config.watermark)
         self._policy = POLICIES[config.policy]
@@ -86,6 +89,7 @@ class Scheduler(Roster):
         self._finished: dict[int, Sequence] = {}
         self._out: ScheduledBatch | None = None  # the last batch, until it is committed
         self._next_id = 1
+        self._now = float("-inf")  # the latest time that `schedule` was told
         self.num_steps = 0
 
     def add_request(
@@ -179,8 +183,12 @@ class Scheduler(Roster):
         Admits waiting sequences, picks by turns, shares out the tokens, and lets others give way when the pool is out.
         The batch before counts as run. The new one is empty when there is no work, or when blocks that others hold
         (forks, another scheduler on the same pool) leave not even one sequence room: `has_work` stays True then, and
-        the caller has to free blocks or wait.
+        the caller has to free blocks or wait. Raises TypeError for a `now` that is no number, ValueError for an earlier
+        one than the last; then nothing has changed.
         """
+        if now is not None:
+            now = real("now", now, low=self._now)
+            self._now = now
         self.num_steps += 1
         if self._out is not None:
             self._close(self._out)
@@ -203,6 +211,8 @@ class Scheduler(Roster):
         more than the 32 bits that a prefix cache holds, TypeError when an entry is not an integer; nothing has changed
         then.
         """
+        if not isinstance(batch, ScheduledBatch):
+            raise wrong("batch", "a ScheduledBatch", batch)
         results = read_results(tokens, self.config.lookahead > 0)
         if len(results) != len(batch._sequences):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(batch._sequences)} sequences")

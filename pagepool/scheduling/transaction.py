@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from pagepool.errors import InvalidBlock, PoolError
+from pagepool.memory.arguments import wrong
 from pagepool.memory.held_blocks import hold
 from pagepool.memory.journal import Journal, Made, Participation
 from pagepool.scheduling.deferred import Deferred, Publication, as_ids
@@ -234,7 +235,9 @@ class Transaction:
         while around is not None:
             depth += key in around._participants
             around = around._parent
-        found = participant.open_transactions
+        found = getattr(participant, "open_transactions", None)
+        if found is None:
+            raise wrong("a participant", "a sequence, a StateHandle or what has begin, commit and abort", participant)
         if found != depth:
             raise PoolError(f"it takes part in {found} transactions, {depth} are around this one")
         taking_part = self._participants[key] = Participation(participant)

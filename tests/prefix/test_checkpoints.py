@@ -314,8 +314,8 @@ def test_checkpoints_are_made_of_what_they_say():
     for make, words in (
         (lambda: StateCheckpoints(None, pool, 100), "layout must be a StateLayout, not NoneType"),
         (lambda: StateCheckpoints(LAYOUT, 5, 100), "pool must be an SsmStatePool made from a layout, not int"),
-        (lambda: StateCheckpoints(LAYOUT, pool, None), "budget_bytes must be an integer, not NoneType"),
-        (lambda: checkpoints.resume(slot, range(9), None), "kv_tokens must be an integer, not NoneType"),
+        (lambda: StateCheckpoints(LAYOUT, pool, None), "budget_bytes must be an integer, not None"),
+        (lambda: checkpoints.resume(slot, range(9), None), "kv_tokens must be an integer, not None"),
         (lambda: checkpoints.stops(range(9), "x"), "kv_tokens must be an integer, not str"),
         (lambda: checkpoints.save(slot, range(9), 1.5, "end"), "position must be an integer, not float"),
     ):

@@ -1,0 +1,49 @@
+"""What is no argument is refused in one sentence with its name, and nothing has changed."""
+
+import pytest
+
+from pagepool import BlockAllocator, PrefixCache, PrefixPins, PressureCosts, Scheduler, SchedulerConfig, Transaction
+
+
+def test_a_scheduler_names_what_is_wrong():
+    scheduler = Scheduler(SchedulerConfig(), BlockAllocator(8))
+    scheduler.add_request([1, 2], 4)
+    scheduler.schedule(5.0)
+    before = (scheduler.num_steps, scheduler.total_count)
+    for call, error, words in (
+        (lambda: Scheduler(SchedulerConfig(), None, None, 5), TypeError, "swap must be a SwapFile or None, not int: 5"),
+        (lambda: scheduler.schedule("x"), TypeError, "now must be a number, not str: 'x'"),
+        (lambda: scheduler.schedule(float("nan")), ValueError, "now must be a number, not nan"),
+        (lambda: scheduler.schedule(1.0), ValueError, "now must be 5.0 or more, not 1.0"),
+        (lambda: scheduler.commit(None, []), TypeError, "batch must be a ScheduledBatch, not None"),
+        (lambda: scheduler.commit(scheduler._out, 5), TypeError, "tokens must be a sequence of integers, not int: 5"),
+        (lambda: scheduler.add_request(5, 4), TypeError, "prompt_tokens must be a sequence of integers, not int: 5"),
+        (lambda: scheduler.add_request([1], 4, "x"), TypeError, "priority must be an integer, not str: 'x'"),
+        (lambda: scheduler.add_request([1], 1.5), TypeError, "max_tokens must be an integer, not float: 1.5"),
+        (lambda: scheduler.add_request([1], 4, cache_ttl="x"), TypeError, "cache_ttl must be a number, not str: 'x'"),
+        (lambda: scheduler.add_request([1], 4, cache_salt=1.5), TypeError, "salt"),
+        (lambda: scheduler.add_request([1], 4, cache_priority=None), TypeError, "cache_priority must be an integer"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+        assert (scheduler.num_steps, scheduler.total_count) == before
+    scheduler.schedule(5.0)
+
+
+def test_others_do_too():
+    cache = PrefixCache(BlockAllocator(8), 4)
+    worth = PrefixCache(BlockAllocator(8), 4, "priority")
+    blocks = cache.allocator.allocate_n(1)
+    pins = PrefixPins(cache, 2)
+    for call, words in (
+        (lambda: PressureCosts(None), "recompute_us_per_token must be a number, not None"),
+        (lambda: Transaction(5), "a participant must be a sequence, a StateHandle or .*, not int: 5"),
+        (lambda: PrefixPins(cache, None), "budget must be an integer, not None"),
+        (lambda: pins.pin([1], ttl="x"), "ttl must be a number, not str: 'x'"),
+        (lambda: worth.cache_blocks([1, 2, 3, 4], blocks, ttl="x"), "ttl must be a number, not str: 'x'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+    with pytest.raises(ValueError, match="policy lru takes no ttl but None, not 'x'"):
+        cache.cache_blocks([1, 2, 3, 4], blocks, ttl="x")
+    assert len(pins) == 0 and cache.num_cached == 0
