@@ -139,9 +139,7 @@ cdef class EvictionPolicy:
             return 0
         if not self.takes_priority:
             raise ValueError(f"policy {name} takes no ttl but None, not {ttl!r}")
-        span = real("ttl", ttl)
-        if not span >= 0:
-            raise ValueError(f"ttl must be 0 or more, not {ttl}")
+        span = real("ttl", ttl, low=0)
         if now + span != now + span:
             raise ValueError(f"ttl and now must add up to a time, not {ttl} and {now}")
         return time_key(now + span)
