@@ -289,6 +289,10 @@ class Interrupted(BaseException):
     """As a KeyboardInterrupt, but only here."""
 
 
+# One that comes within the __del__ of a transaction that has ended is shown by Python and goes no further.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function Transaction.__del__:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers that send signals")
 def test_a_signal_at_any_moment_leaves_nothing_behind():
     def interrupt(number, frame):
