@@ -232,11 +232,10 @@ class SchedulerConfig:
                           soon as they are; "end": when it has ended or given way. Those of prompts always at once
     lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
     tenants               what each tenant may have; one that is not named has no bounds and weight 1
-    ladder                how a sequence may give way, besides giving all of its blocks to be recomputed: "partial":
-                          it gives only the blocks that are needed, from its end, and keeps the others while it waits;
-                          "swap": what it gives is written to the swap file, if the scheduler has one and `costs` knows
-                          that it costs less. Cached prefixes always go first; with a prefix cache the full blocks that
-                          are given are cached themselves, and found again unless they were evicted meanwhile
+    ladder                how a sequence may give way, besides being recomputed whole: "partial": it gives only the
+                          blocks that are needed, from its end, and keeps the others while it waits; "swap": what it
+                          gives is written to the swap file, if the scheduler has one and `costs` knows that it costs
+                          less. Cached prefixes always go first
     costs                 the table by which the rung is chosen: see `calibrate`
     hysteresis            blocks per active sequence that must be left over when a preempted sequence comes back
     max_records           steps down the ladder that `Scheduler.pressure` remembers

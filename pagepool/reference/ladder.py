@@ -30,7 +30,7 @@ class Ladder:
         self.cache = cache
         self.swap: Any = swap if "swap" in config.ladder else None
         self.tenants = tenants
-        self.partial = "partial" in config.ladder
+        self.partial = "partial" in config.ladder or cache is not None
         self.now = self.wanted = self.evicted = self.num_preemptions = 0
         self.records: list[tuple[int, str, int, int, int, int]] = []
 

@@ -23,12 +23,10 @@ __all__ = ["PressureLadder"]
 
 class PressureLadder:
     """The rungs, from the first: cached prefixes that nobody uses; what preempted sequences were left with; then active
-    sequences, the greatest rank first. Tenants at their floor are spared. Each gives all of its blocks or, with the
-    rung "partial", the last ones, no more than are needed; they are written to the swap file when the cost table says
-    that this is cheaper than reading their tokens again. The full ones of them go to the prefix cache, if there is one,
-    which evicts no more than are needed: until then they can be found again. The oldest active sequence never gives
-    way: with the pool to itself it always finds room, since no request larger than the pool is accepted, so every call
-    of the scheduler makes progress.
+    sequences, the greatest rank first. Tenants at their floor are spared. Each gives its last blocks, no more than are
+    needed ("partial"), or all; they are written to the swap file when the cost table says that this is cheaper than
+    reading their tokens again. The oldest active sequence never gives way: with the pool to itself it always finds
+    room, since no request larger than the pool is accepted, so every call of the scheduler makes progress.
 
     Invariants: `parked` holds exactly the preempted sequences that have blocks or a ticket; `fed == kv.len` for them;
     a ticket holds the tokens that follow `fed`.
@@ -47,7 +45,8 @@ class PressureLadder:
         swap: SwapFile | None,
     ) -> None:
         self._costs = config.costs
-        self._partial = "partial" in config.ladder
+        # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
+        self._partial = "partial" in config.ladder or isinstance(reuse, PrefixReuse)
         self._swap = swap if "swap" in config.ladder else None
         self._sequences = sequences
         self._active = active
@@ -57,7 +56,6 @@ class PressureLadder:
         self._floors = floors
         self._evicted = 0
         self._now = 0
-        self._gave = 0  # the step in which someone gave way last
         self._wanted = 0
         self.parked: dict[int, Sequence] = {}
         self.num_preemptions = 0
@@ -74,10 +72,7 @@ class PressureLadder:
             needs = [blocks_for(a + b) - blocks_for(a) for a, b in zip(before, step.grow, strict=True)]
             self._now, self._wanted = now, sum(needs)
             evicted, self._evicted = self._account.evicted - self._evicted, self._account.evicted
-            why = "cached prefixes that nobody uses go first"
-            if self._gave == now:  # when nothing was left to evict
-                why = "what was given in this step was cached, and no more of it goes than is needed"
-            self._record("evict", 0, evicted, 0, why)
+            self._record("evict", 0, evicted, 0, "cached prefixes that nobody uses go first")
         return taken
 
     def make_room(self, step: Step, now: int) -> bool:
@@ -197,7 +192,6 @@ class PressureLadder:
             self.parked[seq.id] = seq
         else:
             self.parked.pop(seq.id, None)
-        self._gave = self._now
         self._record(rung, seq.id, given, free, reason)
 
     def _choose(self, seq: Sequence, keep: int, end: int, blocks: int) -> tuple[str, str]:
@@ -208,8 +202,6 @@ class PressureLadder:
         way, why = ("partial", "its last blocks are enough") if keep else ("recompute", "all of its blocks are needed")
         if not self._partial:
             why = "the ladder has no partial preemption"
-            if self._reuse.keeps:
-                why += "; its full blocks are cached until they are evicted"
         if self._swap is not None and end > keep:
             if not cheaper_to_swap(self._costs, blocks, lost):
                 why += f"; reading {lost} tokens again costs no more than swapping {blocks} blocks"

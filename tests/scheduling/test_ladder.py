@@ -78,39 +78,6 @@ def test_partial_preemption_takes_the_last_blocks_and_only_those_are_read_again(
     assert len(run_to_end(scheduler, engine)) == 2 and engine.pool.allocator.in_use == 0
 
 
-@pytest.mark.parametrize("cache_policy", [None, "lru"])
-def test_without_the_rung_one_gives_all_of_its_blocks_at_once_with_a_cache_too(cache_policy):
-    scheduler, engine, _ = make(9, 0, cache_policy)
-    for head in (0, 100, 200):
-        scheduler.add_request(range(head, head + 10), 30)
-    until_pressure(scheduler, engine)
-    [record] = [record for record in scheduler.pressure.records if record.rung == "recompute"]
-    victim = scheduler.get_sequence(record.seq_id)
-    assert victim.kv is None and victim.fed == 0 and record.blocks == 3
-    assert record.reason.startswith("the ladder has no partial preemption")
-    assert ("cached until they are evicted" in record.reason) == bool(cache_policy)
-    assert len(run_to_end(scheduler, engine)) == 3
-    assert set(scheduler.pressure.counts) == ({"recompute", "evict"} if cache_policy else {"recompute"})
-
-
-def test_what_is_evicted_after_someone_gave_way_is_what_that_one_gave():
-    scheduler, engine, _ = make(6, 0, "lru")
-    scheduler.add_request(range(50, 60), 11)
-    run_to_end(scheduler, engine)
-    for head in (7, 20):
-        scheduler.add_request(range(head, head + 8), 20)
-    run_to_end(scheduler, engine)
-    records, given = scheduler.pressure.records, set()
-    reasons = set()
-    for record in records:
-        if record.rung == "evict":
-            assert record.reason.startswith("what was given in this step") == (record.step in given)
-            reasons.add(record.reason)
-        else:
-            given.add(record.step)
-    assert len(reasons) == 2
-
-
 def test_what_is_left_of_a_preempted_one_goes_before_another_is_preempted():
     scheduler, engine, _ = make(9, ladder=("partial",), hysteresis=4)
     for _ in range(3):
