@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import numpy as np
+
+from pagepool.arguments import integer, real
 
 __all__ = ["KV_DTYPES", "KvLayout", "PressureCosts", "SchedulerConfig", "StateLayout", "Tenant"]
 
@@ -25,18 +26,6 @@ CHOICES = {
 RUNGS = ("partial", "swap")
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int from `low` to `high`, or TypeError / ValueError naming it and the bound it breaks."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
-    if number < low or (high is not None and number > high):
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be {bounds}, not {number}")
-    return number
 
 
 def _state_item_bytes(who: str, dtype: Any) -> int:
@@ -80,11 +69,11 @@ class KvLayout:
 
     def __post_init__(self) -> None:
         for name, high in (("num_layers", None), ("num_kv_heads", None), ("block_size", MAX_BLOCK_SIZE)):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), 1, high))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1, high))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         for name in ("head_dim", "v_head_dim"):
-            dim = _integer(name, getattr(self, name), 8, MAX_HEAD_DIM)
+            dim = integer(name, getattr(self, name), 8, MAX_HEAD_DIM)
             if dim % 8:
                 raise ValueError(f"{name} must be a multiple of 8, not {dim}")
             object.__setattr__(self, name, dim)
@@ -142,7 +131,7 @@ class StateLayout:
                 if not (isinstance(state, (tuple, list)) and len(state) == 2 and isinstance(state[0], (tuple, list))):
                     raise TypeError(f"state {name!r} of layer {index} must be (shape, dtype), not {state!r}")
                 who = f"state {name!r} of layer {index}"
-                shape = tuple(_integer(f"each dimension of {who}", dim, 1) for dim in state[0])
+                shape = tuple(integer(f"each dimension of {who}", dim, 1) for dim in state[0])
                 size = prod(shape) * _state_item_bytes(who, state[1])
                 if size >= MAX_BLOCK_BYTES:
                     raise ValueError(f"{who} has {size} bytes, not below the limit of {MAX_BLOCK_BYTES}")
@@ -180,11 +169,11 @@ class Tenant:
     min_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.weight < float("inf"):
+        if not 0.0 < real("weight", self.weight) < float("inf"):
             raise ValueError(f"weight must be above 0 and finite, not {self.weight}")
         if self.max_blocks is not None:
-            object.__setattr__(self, "max_blocks", _integer("max_blocks", self.max_blocks, 0))
-        object.__setattr__(self, "min_blocks", _integer("min_blocks", self.min_blocks, 0))
+            object.__setattr__(self, "max_blocks", integer("max_blocks", self.max_blocks, 0))
+        object.__setattr__(self, "min_blocks", integer("min_blocks", self.min_blocks, 0))
         if self.max_blocks is not None and self.min_blocks > self.max_blocks:
             raise ValueError(f"a floor of {self.min_blocks} blocks is above the quota of {self.max_blocks}")
 
@@ -203,9 +192,9 @@ class PressureCosts:
     def __post_init__(self) -> None:
         for name in ("recompute_us_per_token", "swap_us_per_block"):
             cost = getattr(self, name)
-            if (cost is None and name == "recompute_us_per_token") or isinstance(cost, str):
-                raise TypeError(f"{name} must be a number, not {cost!r}")
-            if cost is not None and not 0.0 <= cost < float("inf"):
+            if cost is None and name == "swap_us_per_block":
+                continue
+            if not 0.0 <= real(name, cost) < float("inf"):
                 raise ValueError(f"{name} must be at least 0 and finite, not {cost}")
 
 
@@ -262,17 +251,17 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), 1))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         if self.max_prefill_backlog is not None:
-            backlog = _integer("max_prefill_backlog", self.max_prefill_backlog, 1)
+            backlog = integer("max_prefill_backlog", self.max_prefill_backlog, 1)
             object.__setattr__(self, "max_prefill_backlog", backlog)
-        object.__setattr__(self, "block_size", _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
-        if not 0.0 <= self.watermark < 1.0:
+        object.__setattr__(self, "block_size", integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
+        if not 0.0 <= real("watermark", self.watermark) < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")
         if self.max_wait_steps is not None:
-            object.__setattr__(self, "max_wait_steps", _integer("max_wait_steps", self.max_wait_steps, 1))
+            object.__setattr__(self, "max_wait_steps", integer("max_wait_steps", self.max_wait_steps, 1))
         for name in ("lookahead", "hysteresis", "max_records"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), 0))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 0))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")

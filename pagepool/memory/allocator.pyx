@@ -29,7 +29,7 @@ from pagepool.memory.page_buffer cimport PageBuffer
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 from pagepool.memory.explain import exhausted, invalid_blocks
 
 __all__ = ["BlockAllocator"]

@@ -9,7 +9,7 @@ from pagepool.memory.paged_seq cimport PagedSeqState
 
 import numpy as np
 
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 from pagepool.memory.explain import closed
 from pagepool.memory.batch import append_batch, release_batch
 

@@ -13,7 +13,7 @@ from pagepool.memory.ids cimport IdArray, read_ids, release_ids
 import numpy as np
 
 from pagepool.errors import InvalidBlock
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 from pagepool.memory.explain import exhausted
 
 __all__ = ["HeldBlocks", "hold"]

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 
 from pagepool.errors import PoolError
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 from pagepool.memory.leak_report import warn_of
 from pagepool.memory.owners import Leak, Owner
 

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool.memory.arguments import integer, wrong
+from pagepool.arguments import integer, wrong
 from pagepool.memory.explain import closed
 from pagepool.memory.hybrid_parts import (
     NO_CHECKPOINTS,

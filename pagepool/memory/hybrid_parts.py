@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pagepool.arguments import integer, wrong
 from pagepool.errors import PoolError, StaleHandle
 from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.arguments import integer, wrong
 from pagepool.memory.journal import Participation, run_all
 from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.state_handle import StateHandle

@@ -6,7 +6,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
 from pagepool.memory.holders cimport Holder, HolderRegistry
 
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 
 __all__ = ["IdSpace"]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from pagepool.config import KV_DTYPES, KvLayout
 from pagepool.errors import InvalidBlock
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 from pagepool.memory.leak_report import warn_of
 from pagepool.memory.explain import invalid_slot
 

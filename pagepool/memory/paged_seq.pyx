@@ -22,7 +22,7 @@ from pagepool.memory.paged_table cimport PagedTable
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, StaleHandle
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 from pagepool.memory.explain import closed, exhausted
 
 __all__ = ["PagedSeqState", "SequenceHandle"]

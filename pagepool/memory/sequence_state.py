@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from pagepool.arguments import integer, wrong
 from pagepool.errors import PoolExhausted
-from pagepool.memory.arguments import integer, wrong
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState"]
 

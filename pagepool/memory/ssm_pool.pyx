@@ -12,7 +12,7 @@ import numpy as np
 
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolExhausted
-from pagepool.memory.arguments import integer
+from pagepool.arguments import integer
 from pagepool.memory.leak_report import warn_of
 from pagepool.memory.owners import Leak
 from pagepool.memory.sequence_state import SequenceSlot

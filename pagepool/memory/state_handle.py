@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagepool.arguments import integer, wrong
 from pagepool.errors import StaleHandle
-from pagepool.memory.arguments import integer, wrong
 from pagepool.memory.sequence_state import SequenceSlot
 
 __all__ = ["StateHandle"]

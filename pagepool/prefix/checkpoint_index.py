@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagepool.arguments import integer
 from pagepool.errors import PoolError
-from pagepool.memory.arguments import integer
 from pagepool.prefix.checkpoint_value import PRIOR, TOKEN_BYTES, Mark, ValueQueue, mark_of
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.token_tree import TokenNode, TokenTree

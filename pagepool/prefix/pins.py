@@ -8,8 +8,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
+from pagepool.arguments import integer, real
 from pagepool.errors import PoolError
-from pagepool.memory.arguments import integer, real
 from pagepool.memory.held_blocks import HeldBlocks, hold
 from pagepool.prefix.cache import PrefixCache
 
@@ -45,9 +45,7 @@ class PrefixPins:
 
     def __init__(self, cache: PrefixCache, budget: int) -> None:
         self.cache = cache
-        self.budget = integer("budget", budget)
-        if self.budget < 0:
-            raise ValueError(f"the budget must be 0 blocks or more, not {self.budget}")
+        self.budget = integer("budget", budget, low=0)
         self._pins: dict[int, tuple[HeldBlocks, list[int]]] = {}
         self._times: dict[int, int] = {}  # how many pins a block has
         self._due: list[tuple[Any, int]] = []  # a heap of ends and pins; those let go before are passed over

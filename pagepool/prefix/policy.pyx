@@ -9,7 +9,7 @@ from pagepool.prefix.terms cimport time_key
 
 import operator
 
-from pagepool.memory.arguments import real
+from pagepool.arguments import real
 
 __all__ = ["EvictionPolicy"]
 

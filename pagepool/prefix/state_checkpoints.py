@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+from pagepool.arguments import integer
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot
-from pagepool.memory.arguments import integer
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state_memory import StateMemory
 from pagepool.prefix.checkpoint_index import CheckpointIndex, Stop

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from pagepool.memory.arguments import integer, real, wrong
+from pagepool.arguments import integer, real, wrong
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["check_token", "check_tokens", "read_request", "read_results", "read_token", "usable"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+from pagepool.arguments import real, wrong
 from pagepool.config import SchedulerConfig
-from pagepool.memory.arguments import real, wrong
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch

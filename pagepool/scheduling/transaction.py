@@ -9,8 +9,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from pagepool.arguments import wrong
 from pagepool.errors import InvalidBlock, PoolError
-from pagepool.memory.arguments import wrong
 from pagepool.memory.held_blocks import hold
 from pagepool.memory.journal import Journal, Made, Participation
 from pagepool.scheduling.deferred import Deferred, Publication, as_ids

@@ -2,7 +2,17 @@
 
 import pytest
 
-from pagepool import BlockAllocator, PrefixCache, PrefixPins, PressureCosts, Scheduler, SchedulerConfig, Transaction
+from pagepool import (
+    BlockAllocator,
+    KvLayout,
+    PrefixCache,
+    PrefixPins,
+    PressureCosts,
+    Scheduler,
+    SchedulerConfig,
+    Tenant,
+    Transaction,
+)
 
 
 def test_a_scheduler_names_what_is_wrong():
@@ -47,3 +57,19 @@ def test_others_do_too():
     with pytest.raises(ValueError, match="policy lru takes no ttl but None, not 'x'"):
         cache.cache_blocks([1, 2, 3, 4], blocks, ttl="x")
     assert len(pins) == 0 and cache.num_cached == 0
+
+
+def test_a_config_names_what_is_wrong():
+    for call, error, words in (
+        (lambda: SchedulerConfig(max_sequences=2.5), TypeError, "max_sequences must be an integer, not float: 2.5"),
+        (lambda: SchedulerConfig(hysteresis=-1), ValueError, "hysteresis must be at least 0, not -1"),
+        (lambda: SchedulerConfig(watermark="1"), TypeError, "watermark must be a number, not str: '1'"),
+        (lambda: SchedulerConfig(watermark=float("nan")), ValueError, "watermark must be a number, not nan"),
+        (lambda: Tenant(weight=None), TypeError, "weight must be a number, not None"),
+        (lambda: Tenant(min_blocks="2"), TypeError, "min_blocks must be an integer, not str: '2'"),
+        (lambda: PressureCosts(swap_us_per_block=b"1"), TypeError, "swap_us_per_block must be a number, not bytes"),
+        (lambda: KvLayout(1, 1, 8, block_size=2000), ValueError, "block_size must be from 1 to 1024, not 2000"),
+        (lambda: PrefixPins(PrefixCache(BlockAllocator(1)), -1), ValueError, "budget must be at least 0, not -1"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
