@@ -124,7 +124,9 @@ class PrefixPins:
         return gone
 
     def expire(self, now: float) -> int:
-        """Lets go every pin whose time has come; returns how many. O(log pins) each."""
+        """Lets go every pin whose time has come; returns how many. O(log pins) each. Raises `ValueError` when `now` is
+        no number."""
+        now = real("now", now)
         done = 0
         while self._due and self._due[0][0] <= now:
             number = self._due[0][1]

@@ -7,9 +7,7 @@ from pagepool.prefix.node cimport Node, list_append, list_clear, list_cut, list_
 from pagepool.prefix.node_table cimport NodeTable
 from pagepool.prefix.terms cimport time_key
 
-import operator
-
-from pagepool.arguments import real
+from pagepool.arguments import integer, real
 
 __all__ = ["EvictionPolicy"]
 
@@ -126,15 +124,15 @@ cdef class EvictionPolicy:
         self.table.c_collect(node)
 
     cdef int level_of(self, priority, str name) except -1:
-        level = operator.index(priority)
-        if not 0 <= level <= 255:
-            raise ValueError(f"a priority must be from 0 to 255, not {level}")
+        level = integer("priority", priority, 0, 255)
         if level and not self.takes_priority:
             raise ValueError(f"policy {name} takes no priority but 0, not {level}")
         return level
 
     cdef uint64_t end_of(self, ttl, double now, str name) except? 0:
         cdef double span
+        if now != now:
+            raise ValueError("now must be a time, not nan")
         if ttl is None:
             return 0
         if not self.takes_priority:

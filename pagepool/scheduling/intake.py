@@ -12,6 +12,7 @@ from pagepool.scheduling.request import Sequence
 __all__ = ["check_token", "check_tokens", "read_request", "read_results", "read_token", "usable"]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
+MAX_PRIORITY = 255
 
 
 def read_request(
@@ -25,16 +26,16 @@ def read_request(
     cache_priority: int,
     cache_ttl: float | None,
 ) -> Sequence:
-    """The sequence of a request. Raises ValueError for a prompt that is empty or longer than its limit, TypeError for
-    what is no integer, or a tenant that cannot be hashed."""
+    """The sequence of a request. Raises ValueError for a prompt that is empty or longer than its limit, a priority or a
+    ttl that no prefix cache takes; TypeError for what is no integer, or a tenant that cannot be hashed."""
     prompt = _as_list("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
         prompt = [read_token(token) for token in prompt]
     limit = integer("max_tokens", max_tokens)
     level = 0 if priority is None else integer("priority", priority)
     if cache_ttl is not None:
-        real("cache_ttl", cache_ttl)
-    integer("cache_priority", cache_priority)
+        real("cache_ttl", cache_ttl, low=0)
+    integer("cache_priority", cache_priority, 0, MAX_PRIORITY)
     hash(tenant)
     if not prompt:
         raise ValueError("a prompt needs at least 1 token, got 0")

@@ -114,9 +114,10 @@ class Scheduler(Roster):
         cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for that policy: what its
                        blocks are worth, for how long from the step that stored them, in the unit of `schedule(now)`
 
-        Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, or when the pool,
-        the tenant's quota or what the floors of other tenants leave could never hold `max_tokens`; TypeError for what
-        is no integer. A prompt of exactly `max_tokens` leaves nothing to generate: it is finished at once.
+        Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, when the pool, the
+        tenant's quota or what the floors of other tenants leave could never hold `max_tokens`, or for a cache_priority
+        or cache_ttl that no cache, or not this one, takes; TypeError for what is no integer. A prompt of exactly
+        `max_tokens` leaves nothing to generate: it is finished at once.
         """
         cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
         seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)

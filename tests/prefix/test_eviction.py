@@ -227,7 +227,9 @@ def test_what_is_no_ttl_is_refused_and_changes_nothing():
     for names, error, match in (
         ({"ttl": -1}, ValueError, "ttl must be 0 or more, not -1"),
         ({"ttl": float("nan")}, ValueError, "ttl must be a number, not nan"),
-        ({"ttl": 1, "now": float("nan")}, ValueError, "ttl and now must add up to a time, not 1 and nan"),
+        ({"ttl": 1, "now": float("nan")}, ValueError, "now must be a time, not nan"),
+        ({"now": float("nan")}, ValueError, "now must be a time, not nan"),
+        ({"ttl": float("inf"), "now": float("-inf")}, ValueError, "must add up to a time, not inf and -inf"),
         ({"ttl": "1"}, TypeError, "ttl must be a number, not str: '1'"),
         ({"ttl": 1, "now": None}, TypeError, "must be real number, not NoneType"),
     ):

@@ -157,8 +157,6 @@ def test_a_priority_ends_by_the_callers_clock_or_by_the_steps(told):
     [
         ("lru", {"cache_priority": 3}, "policy lru takes no priority but 0, not 3"),
         ("lru", {"cache_ttl": 3.0}, "policy lru takes no ttl but None, not 3.0"),
-        ("priority", {"cache_priority": 256}, "a priority must be from 0 to 255, not 256"),
-        ("priority", {"cache_ttl": -1.0}, "ttl must be 0 or more, not -1.0"),
     ],
 )
 def test_terms_that_the_cache_does_not_take_are_refused_with_the_request(policy, terms, message):
@@ -168,6 +166,25 @@ def test_terms_that_the_cache_does_not_take_are_refused_with_the_request(policy,
         scheduler.add_request([1] * 4, 8, **terms)
     assert scheduler.total_count == 0
     Scheduler().add_request([1] * 4, 8, **terms)  # there is nothing that it could be worth anything to
+
+
+@pytest.mark.parametrize("policy", [None, "lru", "priority"])
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"cache_priority": 256}, "cache_priority must be from 0 to 255, not 256"),
+        ({"cache_priority": -1}, "cache_priority must be from 0 to 255, not -1"),
+        ({"cache_ttl": -1.0}, "cache_ttl must be 0 or more, not -1.0"),
+        ({"cache_ttl": float("nan")}, "cache_ttl must be a number, not nan"),
+    ],
+)
+def test_terms_that_no_cache_takes_are_refused_without_one_too(policy, terms, message):
+    allocator = BlockAllocator(8)
+    cache = None if policy is None else PrefixCache(allocator, policy=policy)
+    scheduler = Scheduler(pool=allocator, prefix_cache=cache)
+    with pytest.raises(ValueError, match=message):
+        scheduler.add_request([1] * 4, 8, **terms)
+    assert scheduler.total_count == 0 and scheduler.add_request([1], 2) == 1
 
 
 def test_an_abort_in_the_middle_of_a_step_keeps_nothing_of_that_step():

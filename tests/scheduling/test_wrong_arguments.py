@@ -56,7 +56,14 @@ def test_others_do_too():
             call()
     with pytest.raises(ValueError, match="policy lru takes no ttl but None, not 'x'"):
         cache.cache_blocks([1, 2, 3, 4], blocks, ttl="x")
-    assert len(pins) == 0 and cache.num_cached == 0
+    for call in (
+        lambda: cache.cache_blocks([1, 2, 3, 4], blocks, now=float("nan")),
+        lambda: worth.cache_blocks([1, 2, 3, 4], blocks, now=float("nan"), ttl=1.0),
+        lambda: pins.expire(float("nan")),
+    ):
+        with pytest.raises(ValueError, match=r"now must be a (time|number), not nan"):
+            call()
+    assert len(pins) == 0 and cache.num_cached == worth.num_cached == 0
 
 
 def test_a_config_names_what_is_wrong():
