@@ -151,9 +151,12 @@ def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:
         attention = Attention(memory, pool, geometry, options.max_batch, budget, width, options.threads)
     cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0])) if options.policy else None
     tokens = TraceTokens(trace) if options.policy else None
+    scheduler = None
     if options.reference:
-        account = importlib.import_module("pagepool.replay.plain").PlainAccount(config, allocator, cache)
+        plain = importlib.import_module("pagepool.replay.plain")
+        scheduler = plain.PlainScheduler(config, allocator, cache)
+        account = plain.PlainAccount(scheduler)
     else:
         account = MeteredAccount(allocator, size, config.watermark)
     arrivals = Users(trace, options.users) if options.users else None
-    return Replay(trace, config, account, options.cost, attention, arrivals, cache, tokens)
+    return Replay(trace, config, account, options.cost, attention, arrivals, cache, tokens, scheduler)

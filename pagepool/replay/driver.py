@@ -18,7 +18,7 @@ from pagepool.replay.trace_tokens import TraceTokens
 from pagepool.scheduling import ScheduledBatch, Scheduler
 
 if TYPE_CHECKING:
-    from pagepool.replay.plain import PlainAccount
+    from pagepool.replay.plain import PlainAccount, PlainScheduler
 
 __all__ = ["Replay", "ReplayFailed", "Totals"]
 
@@ -52,12 +52,13 @@ class Replay:
 
     trace      the requests; those that could never fit the pool are counted as refused
     config     the scheduler's
-    account    the metered account with the pool's allocator, or a plain scheduler's, whose requests these become
+    account    the metered account with the pool's allocator, or that of `scheduler`
     cost       the virtual clock
     attention  appends and attends on real memory, or None
     arrivals   when the requests come; None: at their recorded times
     cache      a metered `PrefixCache` over the account's allocator, or None
     tokens     those of the trace, which the cache compares; None without one
+    scheduler  whose requests these become; None: a `Scheduler` over the account and the cache
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Replay:
         arrivals: Arrivals | None = None,
         cache: MeteredCache | None = None,
         tokens: TraceTokens | None = None,
+        scheduler: PlainScheduler | None = None,
     ) -> None:
         self.trace = trace
         self._arrivals: Arrivals = OpenLoop(trace) if arrivals is None else arrivals
@@ -79,8 +81,7 @@ class Replay:
         self.totals = Totals()
         self.cache = cache
         self.cached_at_end = 0
-        plain: Any = getattr(account, "scheduler", None)
-        self.scheduler: Any = Scheduler(config, account, cache) if plain is None else plain
+        self.scheduler: Any = Scheduler(config, account, cache) if scheduler is None else scheduler
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # by sequence, where tokens matter
         self._cost = cost

@@ -7,7 +7,6 @@ from time import perf_counter_ns
 from typing import Any
 
 from pagepool import reference
-from pagepool.config import SchedulerConfig
 
 __all__ = ["PlainAccount", "PlainScheduler"]
 
@@ -72,32 +71,32 @@ class _State(reference.PagedSeqState):
 class PlainAccount:
     """What the replay asks of a `MeteredAccount`, of a plain scheduler."""
 
-    def __init__(self, config: SchedulerConfig, allocator: Any, cache: Any) -> None:
-        self.allocator = allocator
-        self.block_size = config.block_size
-        self.scheduler = PlainScheduler(config, allocator, cache)
+    def __init__(self, scheduler: PlainScheduler) -> None:
+        self.allocator = scheduler.allocator
+        self.block_size = scheduler.block_size
+        self._scheduler = scheduler
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the states of all requests."""
-        return sum(request.kv.len for request in self.scheduler.requests() if request.kv is not None)
+        return sum(request.kv.len for request in self._scheduler.requests() if request.kv is not None)
 
     @property
     def block_allocs(self) -> int:
         """Blocks taken."""
-        return self.scheduler.block_allocs
+        return self._scheduler.block_allocs
 
     @property
     def block_frees(self) -> int:
         """Blocks given back, but for those of the cache."""
-        return self.scheduler.block_frees
+        return self._scheduler.block_frees
 
     @property
     def nanoseconds(self) -> int:
         """The wall time of it."""
-        return self.scheduler.nanoseconds
+        return self._scheduler.nanoseconds
 
     def refusal(self, max_tokens: int) -> str | None:
         """Why a sequence of `max_tokens` can never run, or None."""
-        needed, capacity = self.scheduler.blocks_for(max_tokens), self.allocator.max_capacity
+        needed, capacity = self._scheduler.blocks_for(max_tokens), self.allocator.max_capacity
         return None if needed <= capacity else f"{max_tokens} tokens need {needed} blocks, the pool has {capacity}"
