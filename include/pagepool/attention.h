@@ -13,7 +13,8 @@
  * token's position.  A query token that sees nothing gives zeros and the lse -inf.
  *
  * A plan cuts the work into units that do not depend on each other; any thread may run any range of them, in any
- * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what:
+ * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what, nor
+ * on how the threads round or flush subnormals (they compute as IEEE 754 has it, and have their modes back afterwards):
  *
  *     size_t bytes;
  *     pp_decode_workspace(&args, &bytes);                       // how much scratch the plan wants

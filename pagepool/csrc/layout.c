@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "float_mode.h"
 #include "kernels.h"
 #include "page.h"
 
@@ -126,6 +127,7 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
     const int same = (int32_t)src_dtype == layout->dtype;
     void (*narrow)(void *, const float *, int64_t) = same ? NULL : pp_kernels_get()->narrow[layout->dtype];
     const source sources[2] = {{k, bytes, narrow, layout->head_dim}, {v, bytes, narrow, layout->v_head_dim}};
+    const uint64_t modes = pp_modes_enter();
     for (int64_t t = 0, n; t < num_tokens; t += n) {
         /* Once more, since another thread may have changed it by now: whatever comes of that, it stays in the pool. */
         const int64_t slot = __atomic_load_n(&slot_mapping[t], __ATOMIC_RELAXED);
@@ -142,6 +144,7 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
             write_plain(layout, to, first, n, sources, t);
         }
     }
+    pp_modes_leave(modes);
     return PP_OK;
 }
 
@@ -161,10 +164,15 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
         if (blocks[b] < 0 || blocks[b] >= pool->num_blocks) return PP_INVALID_BLOCK;
     void (*widen)(float *, const void *, int64_t) = pp_kernels_get()->widen[layout->dtype];
     uint32_t row[PP_MAX_HEAD_DIM];
+    pp_status status = PP_OK;
+    const uint64_t modes = pp_modes_enter();
     for (int64_t t = 0; t < seq_len; t++) {
         int32_t token;
         const int32_t block = __atomic_load_n(&blocks[t / layout->block_size], __ATOMIC_RELAXED);
-        if (block < 0 || block >= pool->num_blocks) return PP_INVALID_BLOCK; /* another thread has changed it */
+        if (block < 0 || block >= pool->num_blocks) { /* another thread has changed it */
+            status = PP_INVALID_BLOCK;
+            break;
+        }
         const unsigned char *head = pp_group_at(pool, layer, block, t % layout->block_size, &token);
         for (int32_t h = 0; h < layout->num_kv_heads; h++, head += layout->head_bytes) {
             read_k(layout, head, token, row);
@@ -179,7 +187,12 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
             v += layout->v_head_dim;
         }
     }
-    return PP_OK;
+    pp_modes_leave(modes);
+    return status;
 }
 
-void pp_widen(float *to, const void *from, int64_t n, pp_dtype dtype) { pp_kernels_get()->widen[dtype](to, from, n); }
+void pp_widen(float *to, const void *from, int64_t n, pp_dtype dtype) {
+    const uint64_t modes = pp_modes_enter();
+    pp_kernels_get()->widen[dtype](to, from, n);
+    pp_modes_leave(modes);
+}

@@ -21,6 +21,7 @@
 #include <string.h>
 
 #include "check_decode.h"
+#include "float_mode.h"
 #include "kernels.h"
 #include "pagepool/threads.h"
 #include "workspace.h"
@@ -259,6 +260,7 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
     status = copy_tables(plan, args, all);
     if (status != PP_OK) return status;
     if (!units_read_q) plan->args.q = NULL;
+    const uint64_t modes = pp_modes_enter();
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t num_queries = queries_of(plan, s);
         const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
@@ -272,6 +274,7 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
         else if (!is_packed_by_units(plan, chunks))
             pack(plan, args->q, s, 0, args->pool->layout.num_kv_heads);
     }
+    pp_modes_leave(modes);
     plan->unit_begin[args->num_seqs] = plan->num_units;
     return PP_OK;
 }
@@ -410,6 +413,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
                                                                          : kernels->chunk_dot;
     pp_chunk work, after;
     int32_t sequence, slice, sequence_after, slice_after;
+    const uint64_t modes = pp_modes_enter();
     if (begin < end) {
         chunk_of(plan, begin, &after, &sequence_after, &slice_after);
         begin_reading(&after);
@@ -428,11 +432,14 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
         int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
         if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, slice);
     }
+    pp_modes_leave(modes);
 }
 
 pp_status pp_merge_states(const pp_merge_args *args) {
     const pp_status status = pp_check_merge(args);
+    const uint64_t modes = pp_modes_enter();
     if (status == PP_OK) pp_kernels_get()->merge_rows(args);
+    pp_modes_leave(modes);
     return status;
 }
 
