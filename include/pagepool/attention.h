@@ -16,14 +16,26 @@
  * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what, nor
  * on how the threads round or flush subnormals (they compute as IEEE 754 has it, and have their modes back afterwards):
  *
- *     size_t bytes;
- *     pp_decode_workspace(&args, &bytes);                       // how much scratch the plan wants
+ *     pp_decode_args args = {.pool = &pool, .sm_scale = 1.0f / sqrtf(head_dim), .num_threads = 2, ...};
+ *     size_t bytes;                                             // of scratch: how much the plan wants
+ *     if (pp_decode_workspace(&args, &bytes) != PP_OK) ...
+ *     void *workspace = aligned_alloc(64, bytes);
  *     pp_decode_plan plan;
- *     pp_status status = pp_decode_plan_init(&plan, &args, workspace, bytes);
+ *     if (pp_decode_plan_init(&plan, &args, workspace, bytes) != PP_OK) ...
  *     // thread A:  pp_decode_run(&plan, 0, plan.num_units / 2);
  *     // thread B:  pp_decode_run(&plan, plan.num_units / 2, plan.num_units);
+ *     // both have ended:  free(workspace);
  *
- * pp_decode() does all of that with the threads of pagepool/threads.h. */
+ * A thread that runs units must have been started, or woken through a lock, after pp_decode_plan_init; who has waited
+ * for all of them sees the results.  Any number of plans of one pool may run at the same time, and so may pp_kv_append
+ * into slots whose tokens none of them sees.  pp_decode() does all of the above with the threads of pagepool/threads.h.
+ *
+ * Set the fields of pp_decode_args that you do not use to 0 (an initializer does, or memset).  0 means "none" for all
+ * but the counts and sm_scale, which has no default: 0 would weigh all tokens alike.
+ *
+ * Numbers are what IEEE 754 makes of them: a NaN in q or K makes a head NaN, one in V its own dim.  A score of +inf
+ * makes a head NaN, and a token whose score is -inf weighs nothing (where all are, the head is NaN and its lse -inf).
+ * A sink of -inf is none. */
 #ifndef PAGEPOOL_ATTENTION_H
 #define PAGEPOOL_ATTENTION_H
 
@@ -73,10 +85,10 @@ typedef struct pp_decode_args {
     int64_t block_tables_stride;  /* in elements */
     int64_t block_tables_width;
     const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
-    float sm_scale;
+    float sm_scale;               /* of scores: 1 / sqrt(head_dim) in most models */
     int64_t window;               /* 0: every token; else the last `window` ones up to the query's own: what no query
                                      token of a sequence sees is not read, nor its id */
-    float logits_soft_cap;        /* 0: none; else a score becomes cap * tanh(score / cap) */
+    float logits_soft_cap;        /* 0: none; else, from 1e-30 to 1e30, a score becomes cap * tanh(score / cap) */
     const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - position) is added, after the cap */
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
     int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
@@ -99,14 +111,16 @@ typedef struct pp_decode_plan {
     int32_t *remaining, *query_begin, *seq_lens, *ids;
 } pp_decode_plan;
 
-/* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Reads only the sizes, seq_lens and
- * query_start_loc.  PP_INVALID_ARGUMENT for a size below 0 or a num_qo_heads that num_kv_heads does not divide. */
+/* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Depends only on the layout, the
+ * sizes, seq_lens, query_start_loc, num_threads and whether there are a mask and block_scores, and reads no other array
+ * but mask_widths.  PP_INVALID_ARGUMENT as of pp_decode_plan_init, where it can be told from these. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
-/* Checks everything (PP_INVALID_ARGUMENT: a size, an arithmetic that the pages are not for, a soft cap below 0, a
- * seq_len below 0 or past the table's width, a query_start_loc that does not begin with 0 or falls, an array that is
- * missing, results that overlap each other or anything that is read, whatever the strides; PP_INVALID_BLOCK: an id
- * within what is seen of a sequence that is out of range) and plans; nothing is written on failure but the workspace.
+/* Checks everything (PP_INVALID_ARGUMENT: a size, a num_qo_heads that num_kv_heads does not divide, an arithmetic that
+ * the pages are not for, a soft cap out of range, a seq_len below 0 or past the table's width, a query_start_loc that
+ * does not begin with 0 or falls, an array that is missing, a workspace that is too small or not aligned, results or a
+ * workspace that overlap each other or anything that is read, whatever the strides; PP_INVALID_BLOCK: an id within what
+ * is seen of a sequence that is out of range) and plans; nothing is written on failure but the workspace.
  * `workspace` is 64-byte aligned and must live until the last unit is done; so must the pool, the mask with its two
  * arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc are copied.  Running a unit
  * takes up to 10 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32 v_head_dim over a V

@@ -1,7 +1,14 @@
 """The arguments of decode, checked before anything is written."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_FORMAT,
+    PyBUF_STRIDES,
+    Py_buffer,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.math cimport isfinite, sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -37,6 +44,8 @@ cdef double read_float(str name, object number) except? -1.0:
         return number
     except TypeError:
         raise TypeError(f"{name} must be a number, not {type(number).__name__}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float holds, up to 1.8e308") from None
 
 
 @cython.final
@@ -161,7 +170,7 @@ cdef class Arguments:
         cdef int64_t window = read_number("window_left", window_left)
         cdef double cap = read_float("logits_soft_cap", logits_soft_cap)
         if window < -1:
-            raise ValueError(f"window_left must be -1 (no window) or more, not {window}")
+            raise ValueError(f"window_left must be -1 (no window) or more, not {window_left}")
         if cap != 0.0 and not 1e-30 <= cap <= 1e30:  # its inverse is taken in float32
             raise ValueError(f"logits_soft_cap must be 0 (no cap) or from 1e-30 to 1e30, not {logits_soft_cap}")
         if alibi_slopes is not None:
@@ -175,6 +184,8 @@ cdef class Arguments:
         return 0
 
     cdef int read_arithmetic(self, object arithmetic) except -1:
+        if not isinstance(arithmetic, str):
+            raise TypeError(f"arithmetic must be 'exact' or 'bf16', not a {type(arithmetic).__name__}")
         if arithmetic == "exact":
             self.args.arithmetic = PP_EXACT
             return 0
@@ -208,6 +219,8 @@ cdef class Arguments:
     cdef int read_out(self, object out) except -1:
         """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
         cdef Py_ssize_t axis, step = sizeof(float), one = 1
+        if not PyObject_CheckBuffer(out):
+            raise TypeError(f"out must be a float32 array, not a {type(out).__name__}")
         PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES)
         self.has_out = True
         if self.out.readonly:
@@ -284,7 +297,8 @@ cdef class Arguments:
                     f"{self.args.block_tables_width} columns"
                 )
         for seq in range(self.lengths.rows):
-            for index in range(self.first_block(seq), (self.args.seq_lens[seq] + size - 1) // size):
+            blocks = (self.args.seq_lens[seq] + size - 1) // size  # which another thread may have changed by now
+            for index in range(self.first_block(seq), min(blocks, self.args.block_tables_width)):
                 block = self.args.block_tables[seq * self.args.block_tables_stride + index]
                 if not 0 <= block < self.pool.c_pool.num_blocks:
                     hint = ": this query sees tokens of a block that was given back" if block == -1 else ""

@@ -43,6 +43,8 @@ cdef class MaskBits:
                 return self.take_packed(array)
             if array.dtype != np.bool_:
                 raise TypeError(f"custom_mask must be bool, or uint8 in one dimension for bits, not {array.dtype}")
+            if not 1 <= array.ndim <= 3:
+                raise ValueError(f"custom_mask must have 1, 2 or 3 dimensions, not {array.ndim}")
             if array.ndim == 1:
                 masks = self.split(array)
             elif array.ndim == 2:

@@ -55,7 +55,7 @@ cdef int read_threads(object num_threads) except -1:
         return c_default_num_threads()
     cdef int64_t threads = read_number("num_threads", num_threads)
     if not 1 <= threads <= PP_MAX_THREADS:
-        raise ValueError(f"num_threads must be from 1 to {PP_MAX_THREADS}, not {threads}")
+        raise ValueError(f"num_threads must be from 1 to {PP_MAX_THREADS}, not {num_threads}")
     return threads
 
 

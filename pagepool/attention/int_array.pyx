@@ -27,7 +27,7 @@ cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
         if not is_int32(view):
             raise TypeError(f"{name} must be int32, not {getattr(source, 'dtype', memoryview(source).format)}")
         if view.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, not {view.ndim}")
+            raise ValueError(f"{name} must have {ndim} dimension{'s' if ndim > 1 else ''}, not {view.ndim}")
         array.data = <const int32_t *>view.buf
         array.rows = view.shape[0]
         array.columns = view.shape[1] if ndim == 2 else 1

@@ -10,6 +10,7 @@ import numpy as np
 __all__ = ["merge_state", "merge_states"]
 
 cdef object FLOAT32 = np.dtype(np.float32)
+cdef int64_t MOST_DIMS = 1 << 24  # of pp_merge_states
 
 
 cdef object read_float32(str name, object source, int ndim):
@@ -43,6 +44,8 @@ def merge_states(v, s):
     if values.shape[:3] != sums.shape:
         raise ValueError(f"s must have the shape of v without its last axis, {values.shape[:3]}, not {sums.shape}")
     num_rows, _, heads, dim = values.shape
+    if dim > MOST_DIMS:
+        raise ValueError(f"v has head_dim {dim}, the most is {MOST_DIMS}")
     out, lse = np.empty((num_rows, heads, dim), FLOAT32), np.empty((num_rows, heads), FLOAT32)
     if not out.size and not lse.size:
         return out, lse
@@ -89,5 +92,9 @@ def merge_state(v_a, s_a, v_b, s_b):
         raise ValueError(
             f"a and b must have the same shapes, not {values[0].shape} and {values[1].shape}, "
             f"{sums[0].shape} and {sums[1].shape}"
+        )
+    if values[0].shape[:2] != sums[0].shape:
+        raise ValueError(
+            f"s_a must have the shape of v_a without its last axis, {values[0].shape[:2]}, not {sums[0].shape}"
         )
     return merge_states(np.stack(values, axis=1), np.stack(sums, axis=1))

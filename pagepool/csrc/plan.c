@@ -121,9 +121,9 @@ static int64_t units_per_thread(const measures *all, int32_t num_threads) {
 }
 
 static pp_status measure(const pp_decode_args *args, measures *all) {
-    const pp_kv_layout *layout = &args->pool->layout;
     pp_status status = pp_check_decode(args);
     if (status != PP_OK) return status;
+    const pp_kv_layout *layout = &args->pool->layout;
     const int64_t size = layout->block_size;
     *all = (measures){.row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP};
     if (args->block_scores) all->blocks_per_chunk = PP_CHUNK % size ? PP_CHUNK / size + 2 : PP_CHUNK / size;

@@ -153,7 +153,7 @@ cdef class KvCachePool(PagePool):
             raise ValueError("a flat pool has no layers: make the pool with KvCachePool.from_layout")
         cdef int64_t number = read_number("layer", layer)
         if not 0 <= number < self.c_pool.layout.num_layers:
-            raise ValueError(f"layer must be from 0 to {self.c_pool.layout.num_layers - 1}, not {number}")
+            raise ValueError(f"layer must be from 0 to {self.c_pool.layout.num_layers - 1}, not {layer}")
         return <int32_t>number
 
     def append(self, layer, slot_mapping, k, v=None):
@@ -207,7 +207,7 @@ cdef class KvCachePool(PagePool):
         cdef Py_buffer k_view, v_view
         cdef pp_status status
         if length < 0:
-            raise ValueError(f"seq_len cannot be {length}")
+            raise ValueError(f"seq_len cannot be {seq_len}")
         read_ids(blocks, &array)
         try:
             if needed > array.count:

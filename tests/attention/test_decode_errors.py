@@ -288,3 +288,32 @@ def test_a_factor_that_is_no_number_is_named(call, name):
 
 def test_an_out_that_cannot_be_written_is_named(call):
     refused(call, ValueError, "out is read-only", out=np.broadcast_to(np.float32(0), (3, 2, 16)))
+
+
+@pytest.mark.parametrize(("name", "value"), [("layer", 2**70), ("num_threads", 10**30), ("window_left", -(2**70))])
+def test_the_number_that_is_refused_is_the_one_that_was_given(call, name, value):
+    refused(call, ValueError, f"{name} must be .*, not {value}$", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
+def test_a_factor_that_no_float_holds_is_named(call, name):
+    refused(call, ValueError, f"{name} must be a number that a float holds", **{name: 10**400})
+
+
+@pytest.mark.parametrize("value", [None, 1, np.array(["exact", "bf16"])], ids=str)
+def test_an_arithmetic_that_is_no_name_is_refused_as_that(call, value):
+    refused(call, TypeError, f"arithmetic must be 'exact' or 'bf16', not a {type(value).__name__}", arithmetic=value)
+
+
+@pytest.mark.parametrize("value", [[0.0], "out", 1.0], ids=str)
+def test_an_out_that_is_no_array_is_named(call, value):
+    refused(call, TypeError, f"out must be a float32 array, not a {type(value).__name__}", out=value)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 1, 1, 1)])
+def test_a_mask_of_other_dimensions(call, shape):
+    refused(call, ValueError, f"1, 2 or 3 dimensions, not {len(shape)}", custom_mask=np.ones(shape, bool))
+
+
+def test_one_dimension_is_singular(call):
+    refused(call, ValueError, "seq_lens must have 1 dimension, not 2", seq_lens=np.zeros((3, 1), np.int32))

@@ -105,3 +105,15 @@ def test_bad_input_is_refused():
         merge_states(v, s[:, :1])
     with pytest.raises(ValueError, match="same shapes"):
         merge_state(v[:, 0], s[:, 0], v[:1, 1], s[:, 1])
+
+
+def test_more_dims_than_are_merged_are_refused_and_no_array_comes_back_unwritten():
+    v = np.broadcast_to(np.float32(0), (1, 1, 1, (1 << 24) + 1))
+    with pytest.raises(ValueError, match="v has head_dim 16777217, the most is 16777216"):
+        merge_states(v, np.zeros((1, 1, 1), np.float32))
+
+
+def test_sums_of_another_shape_than_the_values_are_named():
+    v, s = np.zeros((2, 4, 8), np.float32), np.zeros((2, 3), np.float32)
+    with pytest.raises(ValueError, match=r"s_a must have the shape of v_a .*, \(2, 4\), not \(2, 3\)"):
+        merge_state(v, s, v, s)

@@ -57,7 +57,7 @@ int main(void) {
     check_right(&good);
     fill(DIM, ROWS * DIM, 1, ROWS, &good);
     check_right(&good);
-    for (int way = 0; way < 13; way++) {
+    for (int way = 0; way < 15; way++) {
         bad = good;
         if (way == 0) bad.num_rows = -1;
         if (way == 1) bad.num_parts = -1;
@@ -75,6 +75,8 @@ int main(void) {
             fill(-PARTS * DIM, DIM, PARTS, -1, &bad);
             bad.lse = v;
         }
+        if (way == 13) bad.v_stride_row = INT64_MAX / 4;
+        if (way == 14) bad.s_stride_part = INT64_MIN;
         check_refused(&bad);
     }
     fill(DIM, ROWS * DIM, 1, ROWS, &good);

@@ -97,7 +97,8 @@ static void check_overlaps(const scenario *s) {
     args.query_start_loc = s->starts;
     make_masks(s, &args);
     float first = args.out[0];
-    for (int way = 0; way < 15; way++) {
+    const pp_kv_pool nothing = {.num_blocks = 0};
+    for (int way = 0; way < 23; way++) {
         bad = args;
         if (way == 0) bad.out = (float *)(uintptr_t)s->q;
         if (way == 1) bad.lse = args.out + scenario_out_count(s) - 1;
@@ -114,6 +115,14 @@ static void check_overlaps(const scenario *s) {
         if (way == 12) bad.seq_lens = NULL;
         if (way == 13) bad.block_tables = NULL;
         if (way == 14) bad.logits_soft_cap = -1.0f;
+        if (way == 15) bad.logits_soft_cap = 1e-31f;
+        if (way == 16) bad.logits_soft_cap = INFINITY;
+        if (way == 17) bad.logits_soft_cap = NAN;
+        if (way == 18) bad.pool = NULL;
+        if (way == 19) bad.pool = &nothing; /* a layout that nobody has filled in */
+        if (way == 20) bad.block_tables_width = INT64_MAX / 2; /* sizes that pass what can be addressed */
+        if (way == 21) bad.block_tables_stride = INT64_MIN;
+        if (way == 22) bad.q_stride_seq = INT64_MAX / 3;
         first = args.out[0];
         CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
         CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
@@ -124,6 +133,21 @@ static void check_overlaps(const scenario *s) {
     bad.arithmetic = -1;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
     CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
+    size_t bytes;
+    pp_decode_plan plan;
+    CHECK(pp_decode_workspace(&args, &bytes) == PP_OK);
+    unsigned char *workspace = scenario_memory(bytes + 64), before = workspace[0];
+    for (int way = 0; way < 4; way++) { /* scratch that is read or holds results */
+        bad = args;
+        if (way == 0) bad.q = (const float *)(workspace + bytes - 4);
+        if (way == 1) bad.seq_lens = zeros_within((float *)workspace, s->num_seqs);
+        if (way == 2) bad.lse = (float *)workspace;
+        if (way == 3) bad.alibi_slopes = (const float *)workspace;
+        before = workspace[0];
+        CHECK(pp_decode_plan_init(&plan, &bad, workspace, bytes) == PP_INVALID_ARGUMENT);
+        CHECK(workspace[0] == before);
+    }
+    free(workspace);
     bad = args;
     s->starts[0] = 1;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
