@@ -20,7 +20,8 @@ __all__ = ["BlockTables", "append_batch", "release_batch"]
 cdef class BlockTables:
     """The arrays that describe a batch to kernels, allocated once for `max_seqs` rows of `max_blocks_per_seq` blocks.
 
-    Raises `ValueError` when a size is below 0 or has more than 31 bits, `MemoryError`.
+    They are copies, and writable, since torch warns of arrays that are not: what is written into them changes no
+    sequence. Raises `ValueError` when a size is below 0 or has more than 31 bits, `MemoryError`.
 
     >>> from pagepool import BlockAllocator, PagedSeqState
     >>> allocator = BlockAllocator(8)
@@ -94,6 +95,7 @@ cdef class BlockTables:
         if total > INT32_MAX:
             raise ValueError(f"a batch of {total} tokens is past the {INT32_MAX} that query_start_loc can count")
         self.reserve_slots(total)
+        self.query_starts[0] = 0  # whatever was written into it
         for i in range(n):
             self.c_fill_row(i, <PagedSeqState>rows[i], self.counts[i])
         self.num_seqs = n

@@ -296,11 +296,11 @@ cdef class PagedSeqState(PagedTable):
 
     @property
     def block_table(self):
-        """The table itself, a live int32 memoryview of `max_blocks_per_seq` ids; zeros follow the blocks.
+        """The table itself, a live int32 memoryview of `max_blocks_per_seq` ids, read-only; zeros follow the blocks.
 
         It stays valid when the state is gone, but shows zeros from then on.
         """
-        return memoryview(self.memory)
+        return memoryview(self.memory).toreadonly()
 
     cdef object failed(self, pp_status status, object number, object wanted):
         """The exception for a status: `number` tokens were asked for (in all, or more), and `wanted` blocks."""

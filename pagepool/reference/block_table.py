@@ -76,8 +76,8 @@ class PagedSeqState:
 
     @property
     def block_table(self) -> memoryview:
-        """The live int32 table, zero-padded to `max_blocks_per_seq`."""
-        return self._table.data
+        """The live int32 table, read-only and zero-padded to `max_blocks_per_seq`."""
+        return self._table.data.toreadonly()
 
     @property
     def context_len(self) -> int:

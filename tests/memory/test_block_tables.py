@@ -57,6 +57,18 @@ def test_fill_leaves_nothing_of_an_earlier_batch(allocator):
     assert tables.query_start_loc.tolist() == [0]
 
 
+def test_what_is_written_into_the_arrays_changes_no_sequence_and_no_later_batch(allocator):
+    states = sequences(allocator, 6, 9)
+    tables = BlockTables(2, 3).fill(states)
+    for array in (tables.block_tables, tables.seq_lens, tables.slot_mapping, tables.query_start_loc):
+        array[:] = 2**30
+    assert [state.blocks for state in states] == [[0, 1], [2, 3, 4]]
+    tables.fill(states)
+    assert tables.seq_lens.tolist() == [6, 9] and tables.slot_mapping.tolist() == [5, 16]
+    assert tables.query_start_loc.tolist() == [0, 1, 2]
+    assert [tables.block_tables[row, :blocks].tolist() for row, blocks in ((0, 2), (1, 3))] == [[0, 1], [2, 3, 4]]
+
+
 def test_arrays_are_allocated_once(allocator):
     tables = BlockTables(3, 4)
     names = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping")

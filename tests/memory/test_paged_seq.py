@@ -145,6 +145,17 @@ def test_block_table_is_live_fixed_and_zero_padded(allocator):
     assert np.asarray(table).dtype == np.int32
 
 
+def test_block_table_can_only_be_read(allocator):
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(9)
+    table = state.block_table
+    with pytest.raises(TypeError, match="read-only"):
+        table[0] = 7
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(table)[0] = 7
+    assert table.readonly and table.tolist()[:3] == state.blocks == [0, 1, 2]
+
+
 def test_block_table_outlives_the_state(allocator):
     state = PagedSeqState(allocator, block_size=4)
     table = state.block_table
