@@ -166,7 +166,7 @@ cdef class PrefixCache(CacheSummary):
     def cache_blocks(
         self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0
     ):
-        """Keeps the full blocks of a sequence; returns how many of them are new to the cache.
+        """Keeps the full blocks of a sequence; returns how many of them it has taken now.
 
         tokens  those of the sequence from its first on, whose keys and values the blocks hold: as in `match_prefix`
         blocks  ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
@@ -179,9 +179,10 @@ cdef class PrefixCache(CacheSummary):
         group     whose the new blocks are, from 0, nobody's, to 254; see `floors`
 
         The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
-        that one stays, and the sequence's own remains the sequence's alone. Raises `InvalidBlock` for a block that is
-        free, out of range, or cached for other tokens, `ValueError` for too few blocks or a `start` behind the last
-        full one, `TypeError`, `MemoryError`; then nothing has changed.
+        that one stays while others use it, and the sequence's own remains the sequence's alone; one that nobody uses
+        gives its place to the sequence's, and is free: what a sequence holds is not to be evicted. Raises
+        `InvalidBlock` for a block that is free, out of range, or cached for other tokens, `ValueError` for too few
+        blocks or a `start` behind the last full one, `TypeError`, `MemoryError`; then nothing has changed.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached

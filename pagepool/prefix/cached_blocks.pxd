@@ -16,6 +16,8 @@ cdef class CachedBlocks(EvictableBlocks):
     # The node of the last of n blocks, the first of which has the first of `tokens`, if it is cached under that root
     # and has these tokens; else -1.
     cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
+    # Whether a block, in use and not cached, is to take the place of the node's, which is idle.
+    cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
     # Room for n + 1 nodes must be reserved before the next three.
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     # n blocks of `tokens` behind `node`, which has none of them, get nodes.

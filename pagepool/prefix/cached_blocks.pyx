@@ -121,10 +121,21 @@ cdef class CachedBlocks(EvictableBlocks):
             node = first + count - 1
             i += count
 
+    cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept:
+        """Whether the node has a block that nobody uses, and the other is somebody's and not cached. A caller that has
+        given back the first of its blocks may give anything for them."""
+        cdef int32_t cached = self.table.nodes[node].block
+        if cached < 0 or cached == block or self.c_in_use(node):
+            return False
+        if <unsigned int>block >= <unsigned int>self.allocator.max_capacity or self.owners[block]:
+            return False
+        return self.allocator.c_ref_count(block) > 0
+
     cdef int64_t c_publish(
         self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1:
-        """The second half of `path` takes the new blocks. What is known goes on behind the first `start` blocks."""
+        """The second half of `path` takes the new blocks. What is known goes on behind the first `start` blocks. In the
+        first half -1 - node is a node whose block gives way."""
         cdef Node *nodes = self.table.nodes
         cdef int64_t size = self.table.block_size, known, i, end, failed, fresh = 0
         cdef int32_t *taken = self.path + n
@@ -138,22 +149,29 @@ cdef class CachedBlocks(EvictableBlocks):
             start = 0
             node = root
         known = self.c_walk(node, tokens, n, False)
+        if known:
+            node = self.path[known - 1]
         for i in range(n):
-            if i >= known or nodes[self.path[i]].block < 0:
+            if i < known and self.c_gives_way(self.path[i], blocks[i]):
+                self.path[i] = -1 - self.path[i]
+            if i >= known or self.path[i] < 0 or nodes[self.path[i]].block < 0:
                 taken[fresh] = blocks[i]
                 fresh += 1
         status = self.kept.c_keep_n(taken, fresh, self.mark, &failed)
         if status != PP_OK:
             for i in range(n):
-                if i >= known or nodes[self.path[i]].block < 0:
+                if i >= known or self.path[i] < 0 or nodes[self.path[i]].block < 0:
                     failed -= 1
                     if failed < 0:
                         raise self.refused(start + i, blocks[i], status)
         fresh = i = 0
-        if known:
-            node = self.path[known - 1]
         self.c_pin(node)  # the policy may forget ghosts: whatever is on the path stays
         while i < known:
+            if self.path[i] < 0:
+                self.c_give_place(-1 - self.path[i], taken[fresh])
+                fresh += 1
+                i += 1
+                continue
             end = i
             while end < known and self.path[end] == self.path[i] + end - i and nodes[self.path[end]].block < 0:
                 end += 1

@@ -42,6 +42,8 @@ cdef class EvictableBlocks:
     cdef void c_unpin(self, int32_t node) noexcept
     # Nodes first, first + 1, ..., each the parent of the next, get blocks whose references are the cache's.
     cdef void c_put_run(self, int32_t first, int32_t n, const int32_t *blocks) noexcept
+    # The node's block, which nobody uses, gives way to another for the same tokens, whose reference is the cache's.
+    cdef void c_give_place(self, int32_t node, int32_t block) noexcept
     # Drops the node, in a list of the policy, and those that go after it as long as nothing has to be asked, AT_ONCE
     # and `most` at most; returns how many.
     cdef int32_t c_drop_run(self, int32_t node, int64_t most, uint8_t own) noexcept

@@ -88,6 +88,20 @@ cdef class EvictableBlocks:
         self.inserted += n
         self.order.c_insert_run(first, n)
 
+    cdef void c_give_place(self, int32_t node, int32_t block) noexcept:
+        """It stays whose it was, where it is among those that go, and in its list: for the policy nothing happens."""
+        cdef int32_t old = self.table.nodes[node].block
+        self.kept.c_mark(block, self.kept.counts.marks[old])
+        self.table.nodes[node].block = block
+        self.owners[block] = node + 1
+        self.owners[old] = 0
+        if self.log is not None:
+            self.log.c_add(REMOVED, node, old)
+            self.log.c_add(STORED, node, block)
+        self.inserted += 1
+        self.cleared += 1
+        self.kept.c_drop(old)
+
     cdef int32_t c_drop_run(self, int32_t node, int64_t most, uint8_t own) noexcept:
         """The policy may forget ghosts meanwhile, these among them: all are pinned until they have been dropped."""
         cdef Node *nodes = self.table.nodes

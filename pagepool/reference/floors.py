@@ -70,6 +70,10 @@ class CacheFloors:
         """A block is cached no more."""
         self._counts[self.groups.pop(block)] -= 1
 
+    def replace(self, old: int, block: int) -> None:
+        """A cached block is another one from now on."""
+        self.groups[block] = self.groups.pop(old)
+
     def make_due(self, group: int, node: Any) -> None:
         """`node`, which is spared, goes before all others."""
         del self.spared_nodes[group][node]

@@ -16,7 +16,7 @@ import numpy as np
 from pagepool.errors import InvalidBlock, PoolError
 from pagepool.reference.floors import CacheFloors
 from pagepool.reference.policies import POLICIES
-from pagepool.reference.prefix_tree import Node, keys_of, path_of, root_of
+from pagepool.reference.prefix_tree import Node, cached_path, keys_of, part_of, path_of, root_of
 
 __all__ = ["PrefixCache"]
 
@@ -43,7 +43,7 @@ class PrefixCache:
         self.allocator = allocator
         self.block_size = block_size
         self.policy = policy
-        self.evicted = self.looked_up = self.hits = 0
+        self.evicted = self.cleared = self.looked_up = self.hits = 0
         self.floors = CacheFloors(self)
         self._forget()
         allocator.add_holder(self)
@@ -67,14 +67,8 @@ class PrefixCache:
 
     def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> np.ndarray:
         """The cached blocks of the longest prefix of `tokens`, each with one reference more, the caller's to free."""
-        node, found = self._root(cache_salt, extra_keys), []
         keys = keys_of(tokens, self.block_size)
-        for key in keys:
-            child = node.children.get(key)
-            if child is None or child.block is None:
-                break
-            found.append(child)
-            node = child
+        found = cached_path(self._root(cache_salt, extra_keys), keys)
         blocks = [node.block for node in found]
         self.allocator.share(blocks)
         for node in found:
@@ -87,34 +81,20 @@ class PrefixCache:
         self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> tuple[np.ndarray, int]:
         """As `match_prefix`, and a last block that is the same only in its first part; blocks and number of tokens."""
-        node, row = self._root(cache_salt, extra_keys), np.asarray(tokens).tolist()
         blocks = self.match_prefix(tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
-        for key in keys_of(tokens, self.block_size)[: len(blocks)]:
-            node = node.children[key]
-        rest = row[len(blocks) * self.block_size :]
-        best, longest, lowest = None, 0, 0
-        for key, child in node.children.items():
-            same = next(
-                (at for at, (a, b) in enumerate(zip(key, rest, strict=False)) if a != b), min(len(key), len(rest))
-            )
-            if child.block is not None and same and (same > longest or (same == longest and child.block < lowest)):
-                best, longest, lowest = child, same, child.block
+        node = self._cached[blocks[-1]] if blocks else self._root(cache_salt, extra_keys)
+        best, longest = part_of(node, np.asarray(tokens).tolist()[len(blocks) * self.block_size :])
         num_tokens = len(blocks) * self.block_size + longest
         if best is not None:
-            self.allocator.share(lowest)
+            self.allocator.share(best.block)
             self._touch(best)
-            blocks.append(lowest)
+            blocks.append(best.block)
         return np.array(blocks, dtype=np.int32), num_tokens
 
     def cached_tokens(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """How many of the first of `tokens` `match_prefix` would find."""
-        node, count = self._root(cache_salt, extra_keys), 0
-        for key in keys_of(tokens, self.block_size):
-            child = node.children.get(key)
-            if child is None or child.block is None:
-                break
-            node, count = child, count + 1
-        return count * self.block_size
+        path = cached_path(self._root(cache_salt, extra_keys), keys_of(tokens, self.block_size))
+        return len(path) * self.block_size
 
     def cache_blocks(
         self,
@@ -129,7 +109,7 @@ class PrefixCache:
         now: float = 0.0,
         group: int = 0,
     ) -> int:
-        """Keeps the full blocks of a sequence; returns how many of them are new to the cache."""
+        """Keeps the full blocks of a sequence; returns how many of them it has taken now."""
         if self.policy != "priority" and (priority or ttl is not None):
             raise ValueError(f"policy {self.policy} takes no priority but 0, and no ttl")
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
@@ -142,7 +122,7 @@ class PrefixCache:
         if last is not None and last.key == keys[start - 1] and root_of(last) is root:
             node, keys, ids = last, keys[start:], ids[start:]
         path = path_of(node, keys)
-        fresh = [(node, block) for node, block in zip(path, ids, strict=False) if node.block is None]
+        fresh = [(node, block) for node, block in zip(path, ids, strict=False) if self._gives_way(node, block)]
         taken = [block for _, block in fresh]
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
             raise InvalidBlock("a block is cached already, for other tokens, or given twice")
@@ -150,7 +130,10 @@ class PrefixCache:
         self._order.priority = priority
         self._order.end = None if ttl is None else now + ttl
         for node, block in fresh:
-            self._put(node, block, group)
+            if node.block is None:
+                self._put(node, block, group)
+            else:
+                self._replace(node, block)
         self._order.priority, self._order.end = 0, None
         return len(fresh)
 
@@ -160,8 +143,7 @@ class PrefixCache:
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""
-        keys = keys_of(tokens, self.block_size)
-        leading = 0
+        keys, leading = keys_of(tokens, self.block_size), 0
         for index, node in enumerate(path_of(self._root(cache_salt, extra_keys), keys)):
             if node.block is not None:
                 self._touch(node)
@@ -219,6 +201,7 @@ class PrefixCache:
             node.block = None
             self._order.evicted(node)
             self.allocator.free(block)
+        self.cleared += len(found)
         return len(found)
 
     def stats(self) -> dict[str, Any]:
@@ -230,11 +213,13 @@ class PrefixCache:
             "looked_up": self.looked_up,
             "hits": self.hits,
             "evicted": self.evicted,
+            "cleared": self.cleared,
         }
 
     def reset_prefix_cache(self) -> None:
         """Forgets everything and drops every reference of the cache."""
         self.allocator.free(sorted(self._cached, reverse=True))
+        self.cleared += self.num_cached
         self._forget()
 
     def check(self) -> None:
@@ -274,6 +259,22 @@ class PrefixCache:
         self._cached[block] = node
         self.floors.add(block, group)
         self._order.insert(node)
+
+    def _gives_way(self, node: Node, block: int) -> bool:
+        """Whether the node has no block, or one that nobody uses where the other is somebody's and not cached."""
+        if node.block is None or node.block == block or self._in_use(node):
+            return node.block is None
+        is_block = 0 <= block < self.allocator.max_capacity and block not in self._cached
+        return is_block and bool(self.allocator.ref_count(block))
+
+    def _replace(self, node: Any, block: int) -> None:
+        """The node has another block from now on; in its group and for the policy nothing has changed."""
+        del self._cached[node.block]
+        self._cached[block] = node
+        self.floors.replace(node.block, block)
+        self.allocator.free(node.block)
+        node.block = block
+        self.cleared += 1
 
     def _victim(self, group: int) -> Any:
         """Who goes next, in use or not."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Node", "keys_of", "path_of", "root_of"]
+__all__ = ["Node", "cached_path", "keys_of", "part_of", "path_of", "root_of"]
 
 
 class Node:
@@ -39,6 +39,29 @@ def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
         path.append(child)
         node = child
     return path
+
+
+def cached_path(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
+    """The nodes below `node` of the first of these blocks, as far as they are cached."""
+    path: list[Node] = []
+    for key in keys:
+        child = node.children.get(key)
+        if child is None or child.block is None:
+            break
+        path.append(child)
+        node = child
+    return path
+
+
+def part_of(node: Node, tokens: list[int]) -> tuple[Node | None, int]:
+    """The cached child that begins with most of `tokens`, the lowest block of those, and how many; None and 0."""
+    best, longest, lowest = None, 0, 0
+    for key, child in node.children.items():
+        pairs = zip(key, tokens, strict=False)
+        same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(key), len(tokens)))
+        if child.block is not None and same and (same > longest or (same == longest and child.block < lowest)):
+            best, longest, lowest = child, same, child.block
+    return best, longest
 
 
 def root_of(node: Node) -> Node:

@@ -80,7 +80,6 @@ class Replay:
         self.attention = attention
         self.totals = Totals()
         self.cache = cache
-        self.cached_at_end = 0
         self.scheduler: Any = Scheduler(config, account, cache) if scheduler is None else scheduler
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # by sequence, where tokens matter
@@ -194,7 +193,6 @@ class Replay:
         allocator.check()
         if self.cache is not None:
             self.cache.check()
-            self.cached_at_end = self.cache.num_cached
             self.cache.reset_prefix_cache()
         if allocator.in_use:
             raise ReplayFailed(f"{allocator.in_use} of {allocator.capacity} blocks are still in use at the end")

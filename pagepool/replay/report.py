@@ -48,7 +48,7 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
         "blocks": account.allocator.capacity,
         "block_size": account.block_size,
         "block_allocs": account.block_allocs,
-        "block_frees": account.block_frees + (cache["evicted"] + replay.cached_at_end if cache else 0),
+        "block_frees": account.block_frees + (cache["evicted"] + cache["cleared"] if cache else 0),
         "peak_blocks": account.allocator.peak_in_use,
         "mean_utilization": _ratio(totals.utilization_us, totals.occupied_us),
         "prefix": {

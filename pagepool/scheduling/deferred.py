@@ -36,7 +36,7 @@ class Publication:
             self.cache.cache_blocks(self.tokens, self.blocks, **self.keys)
 
     def take_back(self) -> None:
-        """Undoes `publish`, if that was done."""
+        """Undoes `publish`, if that was done. Idle blocks that gave their place to these are gone, as if evicted."""
         self.cache.discard(self._fresh)
 
 

@@ -47,7 +47,8 @@ class PrefixReuse:
 
     A block is published when its last token is stored for certain: when the step that filled it is committed, or, if it
     holds outputs and `outputs` is "end", when the sequence ends or gives way. A block that a sequence holds is never
-    evicted. The cache is told the time of each step, in which requests say how long their blocks have their priority.
+    evicted, and takes the place of one for the same tokens that nobody uses. The cache is told the time of each step,
+    in which requests say how long their blocks have their priority.
     """
 
     keeps = True

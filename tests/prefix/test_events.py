@@ -78,6 +78,23 @@ def test_events_are_numbered_and_say_what_happened():
     assert cache.drain_events() == []
 
 
+def test_a_block_that_takes_the_place_of_another_is_stored_after_that_was_removed():
+    cache = PrefixCache(BlockAllocator(4), 2, max_events=16)
+    mirror = PrefixMirror(2)
+    cache.touch([1, 2, 3, 4])
+    cache.cache_blocks([1, 2, 3, 4], cache.allocator.allocate_n(2))
+    events = cache.drain_events()
+    assert [(event.kind, event.block) for event in events[2:]] == [
+        ("removed", 0),
+        ("stored", 2),
+        ("removed", 1),
+        ("stored", 3),
+    ]
+    assert [event.name for event in events[2:]] == [events[at].name for at in (0, 0, 1, 1)]
+    mirror.apply(events)
+    assert mirror.match_prefix([1, 2, 3, 4]) == [2, 3] and mirror.blocks == state_of(cache)
+
+
 def test_lost_events_are_noticed_and_a_snapshot_helps():
     random = np.random.default_rng(2)
     cache = PrefixCache(BlockAllocator(20), 1, max_events=5)

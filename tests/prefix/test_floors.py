@@ -68,6 +68,25 @@ def test_the_oldest_go_first_when_the_group_has_more_than_its_floor():
     cache.check()
 
 
+def test_a_block_that_takes_the_place_of_another_is_of_its_group():
+    """Also one that was spared, or waits to go before all others."""
+    allocator = BlockAllocator(8)
+    cache = PrefixCache(allocator, 1)
+    cache.floors.set(1, 2)
+    flood(allocator, cache, 2, 50, group=1)
+    assert cache.evict(8) == 0
+    used = allocator.allocate_n(3)
+    assert cache.cache_blocks([50], used[:1], group=2) == 1
+    assert (cache.floors.cached(1), cache.floors.cached(2), cache.floors.spared(1)) == (2, 0, 1)
+    cache.check()
+    cache.floors.set(1, 1)
+    assert cache.cache_blocks([51], used[1:]) == 1 and cache.evict(8) == 0
+    cache.check()
+    allocator.free(used)
+    assert cache.floors.cached(1) == 2 and cache.evict(8) == 1 and cache.evict(8, group=1) == 1
+    cache.check()
+
+
 def test_blocks_in_use_count_for_the_floor():
     allocator = BlockAllocator(8)
     cache = PrefixCache(allocator, 1)

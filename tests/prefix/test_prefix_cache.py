@@ -135,8 +135,35 @@ def test_a_child_is_found_again_when_its_parent_comes_back(cache):
     cache.allocator.free(blocks)
     cache.evict(1)
     again = cache.allocator.allocate_n(2).tolist()
-    assert cache.cache_blocks([1] * 8, again) == 1
+    assert cache.cache_blocks([1] * 4, again) == 1
     assert cache.match_prefix([1] * 8).tolist() == [again[0], blocks[1]]
+    cache.check()
+
+
+def test_a_cached_block_that_nobody_uses_gives_its_place_to_one_in_use(cache):
+    first = serve(cache, [1] * 12)
+    cache.allocator.free(first)
+    used = cache.match_prefix([1] * 4).tolist()
+    again = cache.allocator.allocate_n(3).tolist()
+    assert cache.cache_blocks([1] * 12, again) == 2
+    assert cache.cached_tokens([1] * 12) == 12 and cache.num_cached == 3
+    assert [cache.allocator.ref_count(block) for block in first + again] == [2, 0, 0, 1, 2, 2]
+    assert cache.evict(3) == 0 == cache.stats()["evicted"] and cache.stats()["cleared"] == 2
+    cache.check()
+    cache.allocator.free(used)
+    assert cache.evict(3) == 1 and cache.cache_blocks([1] * 12, again) == 1
+    assert cache.match_prefix([1] * 12).tolist() == again
+    cache.check()
+
+
+@pytest.mark.parametrize("blocks", [[-1, 0], [99, 0], [7, 0], [0, 0], [1, 0]])
+def test_what_is_no_block_in_use_takes_no_place(cache, blocks):
+    """A sequence whose window has moved on has no blocks for its first tokens any more."""
+    found = serve(cache, [1] * 8)
+    assert found == [0, 1]
+    cache.allocator.free(found)
+    assert cache.cache_blocks([1] * 8, blocks) == 0
+    assert cache.match_prefix([1] * 8).tolist() == found
     cache.check()
 
 

@@ -18,13 +18,18 @@ def make(num_blocks=32, api=None, **config):
     return Scheduler(SchedulerConfig(block_size=BLOCK, **config), allocator, cache), cache
 
 
+def run_step(scheduler):
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [7] * len(batch))
+    return batch
+
+
 def run_to_end(scheduler, limit=5000):
     batches = []
     for _ in range(limit):
         if not scheduler.has_work:
             return batches
-        batches.append(scheduler.schedule())
-        scheduler.commit(batches[-1], [7] * len(batches[-1]))
+        batches.append(run_step(scheduler))
     raise AssertionError(f"no end after {limit} steps")
 
 
@@ -111,6 +116,23 @@ def test_every_full_block_that_was_committed_is_cached_at_once(data, places, loo
             if seq.kv is not None:
                 known = cache.cached_tokens([*seq.all_tokens[: seq.fed], 99])
                 assert known == seq.fed // BLOCK * BLOCK
+    cache.check()
+
+
+def test_what_a_sequence_holds_is_cached_though_idle_blocks_for_the_same_tokens_were():
+    """The first block was evicted, so that the others were not found and are read again."""
+    scheduler, cache = make(12)
+    for end in (14, 18):
+        scheduler.add_request([*range(13)], end)
+        run_step(scheduler)
+        if end == 14:
+            run_to_end(scheduler)
+            assert cache.evict(1) == 1 and cache.cached_tokens([*range(13)]) == 0 and cache.num_cached == 2
+    seq = scheduler.get_sequence(2)
+    assert seq.num_cached == 0 and cache.cached_tokens([*range(13)]) == 12
+    assert cache.evict(12) == 0 and scheduler._account.allocator.in_use == 4
+    assert [cache.holds(block) for block in seq.kv.blocks] == [True, True, True, False]
+    run_to_end(scheduler)
     cache.check()
 
 
