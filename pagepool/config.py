@@ -222,9 +222,10 @@ class SchedulerConfig:
     lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
     tenants               what each tenant may have; one that is not named has no bounds and weight 1
     ladder                how a sequence may give way, besides being recomputed whole: "partial": it gives only the
-                          blocks that are needed, from its end, and keeps the others while it waits; "swap": what it
-                          gives is written to the swap file, if the scheduler has one and `costs` knows that it costs
-                          less. Cached prefixes always go first
+                          blocks that are needed, from its end, and keeps the others while it waits; with a prefix
+                          cache always, whether it is named or not: the cache has what is given, and evicts only what is
+                          needed; "swap": what it gives is written to the swap file, if the scheduler has one and
+                          `costs` knows that it costs less. Cached prefixes always go first
     costs                 the table by which the rung is chosen: see `calibrate`
     hysteresis            blocks per active sequence that must be left over when a preempted sequence comes back
     max_records           steps down the ladder that `Scheduler.pressure` remembers

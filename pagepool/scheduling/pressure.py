@@ -24,9 +24,10 @@ __all__ = ["PressureLadder"]
 class PressureLadder:
     """The rungs, from the first: cached prefixes that nobody uses; what preempted sequences were left with; then active
     sequences, the greatest rank first. Tenants at their floor are spared. Each gives its last blocks, no more than are
-    needed ("partial"), or all; they are written to the swap file when the cost table says that this is cheaper than
-    reading their tokens again. The oldest active sequence never gives way: with the pool to itself it always finds
-    room, since no request larger than the pool is accepted, so every call of the scheduler makes progress.
+    needed ("partial", or any ladder with a prefix cache), or all; they are written to the swap file when the cost table
+    says that this is cheaper than reading their tokens again. The oldest active sequence never gives way: with the pool
+    to itself it always finds room, since no request larger than the pool is accepted, so every call of the scheduler
+    makes progress.
 
     Invariants: `parked` holds exactly the preempted sequences that have blocks or a ticket; `fed == kv.len` for them;
     a ticket holds the tokens that follow `fed`.

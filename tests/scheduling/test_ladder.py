@@ -78,6 +78,19 @@ def test_partial_preemption_takes_the_last_blocks_and_only_those_are_read_again(
     assert len(run_to_end(scheduler, engine)) == 2 and engine.pool.allocator.in_use == 0
 
 
+@pytest.mark.parametrize("ladder", [(), ("partial",)])
+def test_with_a_prefix_cache_only_the_last_blocks_are_given_whatever_the_ladder(ladder):
+    scheduler, engine, _ = make(9, 0, "lru", ladder=ladder)
+    for head in (0, 100, 200):
+        scheduler.add_request(range(head, head + 10), 30)
+    until_pressure(scheduler, engine)
+    [record] = [record for record in scheduler.pressure.records if record.rung != "evict"]
+    victim = scheduler.get_sequence(record.seq_id)
+    assert (record.rung, record.reason) == ("partial", "its last blocks are enough")
+    assert victim.state is SeqState.PREEMPTED and victim.fed == victim.kv.len > 0
+    assert len(run_to_end(scheduler, engine)) == 3
+
+
 def test_what_is_left_of_a_preempted_one_goes_before_another_is_preempted():
     scheduler, engine, _ = make(9, ladder=("partial",), hysteresis=4)
     for _ in range(3):
