@@ -25,6 +25,8 @@ from pagepool.errors import InvalidBlock
 
 __all__ = []
 
+cdef int64_t MOST_ROWS = <int64_t>1 << 40  # their bytes fit in 64 bits
+
 
 cdef pp_dtype kind_of(const Tensor *tensor) noexcept:
     return PP_BF16 if tensor.kind == TENSOR_BITS16 else <pp_dtype>tensor.kind
@@ -91,6 +93,9 @@ cdef class Arguments:
             )
         if self.q.shape[0] > INT32_MAX or self.q.shape[1] > INT32_MAX:
             raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the most is {INT32_MAX}")
+        if self.q.shape[0] * self.q.shape[1] > MOST_ROWS:  # a tensor that repeats itself may be of any size
+            raise ValueError(f"q has {self.q.shape[0]} query tokens of {self.q.shape[1]} heads, the most is "
+                             f"{MOST_ROWS} in all")
         self.args.num_seqs = <int32_t>self.tables.rows
         self.args.num_qo_heads = <int32_t>self.q.shape[1]
         self.args.block_tables = self.tables.data

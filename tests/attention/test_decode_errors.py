@@ -317,3 +317,12 @@ def test_a_mask_of_other_dimensions(call, shape):
 
 def test_one_dimension_is_singular(call):
     refused(call, ValueError, "seq_lens must have 1 dimension, not 2", seq_lens=np.zeros((3, 1), np.int32))
+
+
+def test_queries_that_no_memory_holds(call):
+    for dtype in (np.float32, np.float16):
+        q = np.broadcast_to(dtype(0), (1 << 21, 1 << 20, 16))
+        tables, lens = np.zeros((1, 5), np.int32), np.ones(1, np.int32)
+        starts = np.array([0, len(q)], np.int32)
+        match = "q has 2097152 query tokens of 1048576 heads, the most is 1099511627776"
+        refused(call, ValueError, match, q=q, block_tables=tables, seq_lens=lens, query_start_loc=starts)

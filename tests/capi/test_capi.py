@@ -90,6 +90,11 @@ def test_every_unit_runs_once_whether_workers_spin_sleep_or_share_a_cpu(tmp_path
     assert run([str(program)]).startswith("ok 200 rounds")
 
 
+def test_where_no_thread_can_be_made_the_caller_does_all(tmp_path):
+    program = build(HERE / "no_threads.c", tmp_path / "no_threads")
+    assert run([str(program)]).split() == ["ok"]
+
+
 def test_slots_and_ids_that_change_while_they_are_used_lead_nothing_out_of_the_pool(tmp_path):
     program = build(HERE / "races.c", tmp_path / "races")
     assert run([str(program)]).split() == ["ok"]
