@@ -206,6 +206,14 @@ cdef class PrefixCache(CacheSummary):
         finally:
             release_ids(&ids)
 
+    def cache_beside(self, tokens, blocks, **names):
+        """As `cache_blocks`, but all that is cached stays, so that `discard` can take it back. Internal."""
+        self.cached.stays = True
+        try:
+            return self.cache_blocks(tokens, blocks, **names)
+        finally:
+            self.cached.stays = False
+
     def expire(self, double now):
         """Tells the time: blocks whose priority ends by `now` get priority 0, as used just now; returns how many.
 

@@ -6,6 +6,7 @@ from pagepool.prefix.evictable_blocks cimport EvictableBlocks
 
 cdef class CachedBlocks(EvictableBlocks):
     cdef uint8_t mark  # of the blocks that come next
+    cdef bint stays  # what is cached, whoever uses it
     cdef int32_t *path  # room for the nodes and the blocks of one call
     cdef int64_t path_room
 

@@ -125,7 +125,7 @@ cdef class CachedBlocks(EvictableBlocks):
         """Whether the node has a block that nobody uses, and the other is somebody's and not cached. A caller that has
         given back the first of its blocks may give anything for them."""
         cdef int32_t cached = self.table.nodes[node].block
-        if cached < 0 or cached == block or self.c_in_use(node):
+        if cached < 0 or cached == block or self.stays or self.c_in_use(node):
             return False
         if <unsigned int>block >= <unsigned int>self.allocator.max_capacity or self.owners[block]:
             return False

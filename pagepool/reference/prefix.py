@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.errors import InvalidBlock, PoolError
+from pagepool.errors import InvalidBlock
 from pagepool.reference.floors import CacheFloors
 from pagepool.reference.policies import POLICIES
+from pagepool.reference.prefix_summary import CacheSummary
 from pagepool.reference.prefix_tree import Node, cached_path, keys_of, part_of, path_of, root_of
 
 __all__ = ["PrefixCache"]
 
 
-class PrefixCache:
+class PrefixCache(CacheSummary):
     """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     >>> from pagepool.reference import BlockAllocator
@@ -44,26 +45,9 @@ class PrefixCache:
         self.block_size = block_size
         self.policy = policy
         self.evicted = self.cleared = self.looked_up = self.hits = 0
-        self.floors = CacheFloors(self)
+        self.floors, self._stays = CacheFloors(self), False
         self._forget()
         allocator.add_holder(self)
-
-    kind = "cache"
-    label = None
-
-    def references(self) -> list[int]:
-        """The ids of its blocks."""
-        return list(self._cached)
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that the cache holds a reference to."""
-        return len(self._cached)
-
-    @property
-    def evictable(self) -> int:
-        """Cached blocks that nobody else holds."""
-        return sum(not self._in_use(node) for node in self._cached.values())
 
     def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> np.ndarray:
         """The cached blocks of the longest prefix of `tokens`, each with one reference more, the caller's to free."""
@@ -137,9 +121,18 @@ class PrefixCache:
         self._order.priority, self._order.end = 0, None
         return len(fresh)
 
+    def cache_beside(self, tokens: Any, blocks: Any, **names: Any) -> int:
+        """As `cache_blocks`, but all that is cached stays."""
+        self._stays = True
+        try:
+            return self.cache_blocks(tokens, blocks, **names)
+        finally:
+            self._stays = False
+
     def expire(self, now: float) -> int:
         """Tells the time: blocks whose priority ends by `now` get priority 0; returns how many."""
-        return self._order.expire(now)
+        count: int = self._order.expire(now)
+        return count
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""
@@ -187,10 +180,6 @@ class PrefixCache:
         self.evicted += done
         return done
 
-    def holds(self, block: int) -> bool:
-        """Whether the block is cached."""
-        return block in self._cached
-
     def discard(self, blocks: Iterable[int]) -> int:
         """Forgets these blocks, in use or not; returns how many of them were cached. Evictions, to the policy."""
         found = [block for block in dict.fromkeys(blocks) if block in self._cached]
@@ -204,32 +193,11 @@ class PrefixCache:
         self.cleared += len(found)
         return len(found)
 
-    def stats(self) -> dict[str, Any]:
-        """What it holds and has done, as a dict."""
-        return {
-            "policy": self.policy,
-            "cached": self.num_cached,
-            "evictable": self.evictable,
-            "looked_up": self.looked_up,
-            "hits": self.hits,
-            "evicted": self.evicted,
-            "cleared": self.cleared,
-        }
-
     def reset_prefix_cache(self) -> None:
         """Forgets everything and drops every reference of the cache."""
         self.allocator.free(sorted(self._cached, reverse=True))
         self.cleared += self.num_cached
         self._forget()
-
-    def check(self) -> None:
-        """Raises `PoolError` when one of the invariants above is broken."""
-        for block, node in self._cached.items():
-            if node.block != block or self.allocator.ref_count(block) < 1:
-                raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
-        linked = [node for nodes in self._order.linked() for node in nodes if node.block is not None]
-        if sorted(map(id, [*linked, *self._held, *self.floors.aside()])) != sorted(map(id, self._cached.values())):
-            raise PoolError(f"{len(linked)} nodes are in the policy, {len(self._held)} held, not {self.num_cached}")
 
     def _forget(self) -> None:
         self._roots: dict[tuple[Any, ...], Node] = {}
@@ -240,9 +208,6 @@ class PrefixCache:
 
     def _root(self, cache_salt: Any, extra_keys: Iterable[Any]) -> Node:
         return self._roots.setdefault(tuple((type(key), key) for key in (cache_salt, *extra_keys)), Node())
-
-    def _in_use(self, node: Node) -> bool:
-        return bool(self.allocator.ref_count(node.block) > 1)
 
     def _touch(self, node: Node) -> None:
         self._relink(node)
@@ -262,10 +227,10 @@ class PrefixCache:
 
     def _gives_way(self, node: Node, block: int) -> bool:
         """Whether the node has no block, or one that nobody uses where the other is somebody's and not cached."""
-        if node.block is None or node.block == block or self._in_use(node):
+        if node.block is None or node.block == block or self._stays or self._in_use(node):
             return node.block is None
         is_block = 0 <= block < self.allocator.max_capacity and block not in self._cached
-        return is_block and bool(self.allocator.ref_count(block))
+        return bool(is_block and self.allocator.ref_count(block))
 
     def _replace(self, node: Any, block: int) -> None:
         """The node has another block from now on; in its group and for the policy nothing has changed."""

@@ -33,10 +33,10 @@ class Publication:
         if len(self.held):
             holds = self.cache.holds
             self._fresh = array("i", [block for block in self.blocks if not holds(block)])
-            self.cache.cache_blocks(self.tokens, self.blocks, **self.keys)
+            self.cache.cache_beside(self.tokens, self.blocks, **self.keys)
 
     def take_back(self) -> None:
-        """Undoes `publish`, if that was done. Idle blocks that gave their place to these are gone, as if evicted."""
+        """Undoes `publish`, if that was done."""
         self.cache.discard(self._fresh)
 
 

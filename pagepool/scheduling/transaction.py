@@ -107,7 +107,7 @@ class Transaction:
         return self._perform(held.give_back, partial(held.match_prefix, **keys), cache, tokens)
 
     def cache_blocks(self, cache: Any, tokens: Any, blocks: Any, **keys: Any) -> None:
-        """Caches the full blocks when it commits: see `PrefixCache.cache_blocks`.
+        """Caches the full blocks when it commits: see `PrefixCache.cache_blocks`. What is cached already stays.
 
         The blocks are shared until then, so that what is cached is what they hold now, whatever becomes of the
         sequence. Raises `ValueError` for too few blocks, `InvalidBlock` for a free one; then nothing has changed.

@@ -7,6 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+import pagepool
+import pagepool.reference
 from pagepool import (
     BlockAllocator,
     InvalidBlock,
@@ -357,6 +359,28 @@ def test_transactions_of_several_threads_do_not_meet():
         thread.join()
     assert not failures and allocator.in_use == 0
     allocator.check(others=0)
+
+
+@pytest.mark.parametrize("api", [pagepool, pagepool.reference])
+def test_what_is_cached_and_idle_stays_when_a_transaction_caches_the_same_tokens(api):
+    """It would be gone if another publication of the same commit were refused."""
+    allocator = api.BlockAllocator(6)
+    cache = api.PrefixCache(allocator, 1)
+    cache.touch([1, 2])
+    blocks = allocator.allocate_n(2)
+    transaction = Transaction()
+    transaction.cache_blocks(cache, [1, 3], blocks)
+    transaction.cache_blocks(cache, [4], [0])
+    with pytest.raises(InvalidBlock):
+        transaction.commit()
+    transaction.abort()
+    assert cache.references() == [0, 1] and cache.cached_tokens([1, 2]) == 2
+    transaction = Transaction()
+    transaction.cache_blocks(cache, [1, 3], blocks)
+    transaction.commit()
+    assert [cache.holds(block) for block in [0, 1, *blocks]] == [True, True, False, True]
+    assert cache.cache_blocks([1, 3], blocks) == 1 and not cache.holds(0) and allocator.ref_count(0) == 0
+    cache.check()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
