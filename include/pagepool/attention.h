@@ -60,12 +60,13 @@ extern "C" {
  *
  * PP_ROUNDED_BF16, for pages of bf16: queries are rounded to bf16, and so are the softmax's weights, and both are
  * multiplied by the CPU's dot products of pairs of bf16 (AVX512_BF16), which do twice as much as fma.  All else stays
- * f32, subnormals being zeros in the products and their sums.  Rounding to 2^-9 of a number puts a score off by at most
+ * f32, subnormals being zeros in the products and their sums.  bf16 has 8 binary digits, so that rounding takes less
+ * than 2^-8 of a number.  It puts a score off by at most
  *
- *     E = 2^-9 sm_scale max_t sum_d |q[d] K[t][d]|
+ *     E = 2^-8 |sm_scale| max_t sum_d |q[d] K[t][d]|
  *
- * and with it a result by (exp(2 E) (1 + 2^-9) / (1 - 2^-9) - 1) sum_t weight[t] |V[t]| and the lse by E + 2^-8 at
- * most; on random numbers it is a thirtieth of that or less.  The bits are fixed as those of exact arithmetic are,
+ * and with it a result by (exp(2 E) (1 + 2^-7) - 1) sum_t weight[t] |V[t]| and the lse by E + 2^-8, beside what f32
+ * rounds; on random numbers it is a fiftieth of that or less.  The bits are fixed as those of exact arithmetic are,
  * and the same with and without the instruction; without it they take longer than exact ones. */
 typedef enum pp_arithmetic { PP_EXACT = 0, PP_ROUNDED_BF16 = 1 } pp_arithmetic;
 

@@ -72,8 +72,9 @@ typedef struct pp_kv_layout {
 
 typedef struct pp_kv_pool {
     pp_kv_layout layout;
-    unsigned char *base;
-    int64_t num_blocks;
+    unsigned char *base; /* num_blocks * layout.block_bytes bytes, the caller's: aligned to 4, better to 64, as they
+                            are read line by line; fastest on huge pages */
+    int64_t num_blocks;  /* at most 2^31: ids are int32 */
 } pp_kv_pool;
 
 /* Fills `layout` from its parameters, V being as wide as K.  PP_INVALID_ARGUMENT, and nothing changed, unless

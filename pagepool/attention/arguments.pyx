@@ -189,12 +189,10 @@ cdef class Arguments:
         return 0
 
     cdef int read_arithmetic(self, object arithmetic) except -1:
-        if not isinstance(arithmetic, str):
-            raise TypeError(f"arithmetic must be 'exact' or 'bf16', not a {type(arithmetic).__name__}")
-        if arithmetic == "exact":
+        if isinstance(arithmetic, str) and arithmetic == "exact":
             self.args.arithmetic = PP_EXACT
             return 0
-        if arithmetic != "bf16":
+        if not isinstance(arithmetic, str) or arithmetic != "bf16":
             raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
         if self.pool.c_pool.layout.dtype != PP_BF16:
             raise ValueError(f"arithmetic 'bf16' is for pages of bfloat16, and the pool has {self.pool.layout.dtype}")

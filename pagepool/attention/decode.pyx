@@ -102,8 +102,8 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
 
     In exact arithmetic a head's error is below 1e-5 of its largest output, as long as scores stay below 30 or so: those
     are float32, and errors grow with their size. With "bf16", rounding changes a score by at most
-    E = 2^-9 sm_scale sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-9) / (1 - 2^-9) - 1) sum(weight * abs(v))
-    and the lse by E + 2^-8; on random numbers outputs were off by up to 5e-3 of the largest one.
+    E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the
+    lse by E + 2^-8; on random numbers outputs were off by up to 5e-3 of the largest one.
 
     Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`
     for an id out of range; nothing is written then. The GIL is released. Block ids are checked for range, not for

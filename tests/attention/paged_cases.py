@@ -138,10 +138,10 @@ def rounding_bounds(case, **options):
         sizes[seen.row] = flat(seen.weights @ np.abs(seen.v))
         products = np.abs(seen.q) @ np.abs(seen.k).transpose(0, 2, 1)
         score_sizes[seen.row] = products.max(axis=2).ravel() * abs(seen.scale)
-    unit = 2.0**-9
+    unit = 2.0**-8
     off = unit * score_sizes
-    relative = np.exp(2 * off) * (1 + unit) / (1 - unit) - 1
-    return relative[:, :, None] * sizes, off + 2 * unit
+    relative = np.exp(2 * off) * (1 + 2 * unit) - 1
+    return relative[:, :, None] * sizes, off + unit
 
 
 def flat(per_group):

@@ -63,6 +63,20 @@ def test_it_rounds_and_no_more():
     assert 1e-4 < error < 2e-2 and part < 0.25
 
 
+@pytest.mark.parametrize("sm_scale", [0.02, -0.1, 0.3])
+@pytest.mark.parametrize("group", [1, 7])
+def test_queries_that_rounding_changes_most_are_within_the_bound(group, sm_scale):
+    """All rounded by nearly 2^-8 of themselves in one direction, and multiplied with K of one sign."""
+    layout = layout_of(1, 128)
+    kv = [tuple(np.abs(x) for x in random_kv(layout, [600])[0])]
+    case = make_case(layout, group, [600], kv=kv)
+    case.q[:] = np.array([0x3F807FFF, 0x40007FFF], np.uint32).view(np.float32)[np.arange(128) % 2]
+    check_bounds(case, sm_scale=sm_scale)
+    lse = case.decode(return_lse=True, sm_scale=sm_scale, **ROUNDED)[1]
+    off = np.abs(lse - attention_f64(case, sm_scale=sm_scale)[1])
+    assert (off > 0.5 * rounding_bounds(case, sm_scale=sm_scale)[1]).all() or abs(sm_scale) < 0.1
+
+
 def test_exactly_representable_queries_and_equal_scores_are_exact():
     """Nothing is rounded then: q holds in bf16, and so do the weights, which are 1."""
     layout = layout_of(1, 8)

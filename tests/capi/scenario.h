@@ -175,7 +175,7 @@ static inline int scenario_sees(const scenario *s, const pp_decode_args *args, i
 }
 
 /* Compares one head of one query token with attention in doubles over the numbers that were appended.  Queries are
- * exact in bf16, so that its arithmetic rounds the weights alone, by up to 2^-9 of each and of their sum. */
+ * exact in bf16, so that its arithmetic rounds the weights alone, by up to 2^-8 of each and of their sum. */
 static inline void scenario_check_row(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t i,
                                       int32_t head) {
     const pp_kv_layout *layout = &s->pool.layout;
@@ -186,7 +186,7 @@ static inline void scenario_check_row(const scenario *s, const pp_decode_args *a
     const float *q = s->q + row * dims, *out = args->out + row * v_dims;
     double *weight = (double *)scenario_memory((size_t)length * sizeof(double));
     double largest = args->sinks ? (double)args->sinks[head] : -INFINITY, sum = 0.0, error = 0.0, scale = 0.0;
-    const double rounding = args->arithmetic == PP_EXACT ? 0.0 : 1.01 / 256;
+    const double rounding = args->arithmetic == PP_EXACT ? 0.0 : 1.01 / 128;
     for (int32_t t = 0; t < length; t++) {
         double score = 0.0;
         weight[t] = -INFINITY;
