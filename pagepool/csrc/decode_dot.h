@@ -18,7 +18,8 @@
 
 enum { PP_NAME(PAIR_BYTES) = 4, PP_NAME(PAIRS) = PP_TILE / 2 };
 
-/* The sums of the products of even and of odd pairs, as a score. */
+/* The sums of the products of even and of odd pairs, as a score: queries that are numbers of bf16 shall stay so, and
+ * are not scaled beforehand. */
 PP_INLINE pp_v PP_NAME(score)(pp_v even, pp_v odd, pp_v scale) { return v_mul(v_add(even, odd), scale); }
 
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads; where subnormals are flushed by a
@@ -54,7 +55,7 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
             }
         }
     }
-    const pp_v scale = v_set1(tile->sm_scale);
+    const pp_v scale = v_set1(tile->scale);
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++) {
             const int at = g * PP_TILE + (first + j) * PP_LANES;
@@ -195,7 +196,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64))), odd[FLUSHES ? PP_MAX_HEADS * PP_TILE : 1];
     float pairs[PP_MAX_HEADS * PP_NAME(PAIRS)] __attribute__((aligned(64))), rescale[PP_RESCALES];
     if (FLUSHES) {
-        const pp_v scale = v_set1(tile->sm_scale);
+        const pp_v scale = v_set1(tile->scale);
         const unsigned before = FLUSH_BEGIN();
         PP_NAME(flushed_scores)(HEADS, tile, q, q_step, s, odd, prefetch);
         FLUSH_END(before);
@@ -211,7 +212,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
         float *row = s + g * PP_TILE;
         const pp_v shift = v_set1(shift_of(m[g]));
         PP_UNROLL for (int j = 0; j < VECTORS; j++)
-            v_store(row + j * PP_LANES, v_exp(v_sub(v_load(row + j * PP_LANES), shift)));
+            v_store(row + j * PP_LANES, v_exp2(v_sub(v_load(row + j * PP_LANES), shift)));
         ROUND_WEIGHTS(pairs + g * PP_NAME(PAIRS), row);
     }
     if (tile->block_sums) {

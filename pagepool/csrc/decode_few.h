@@ -83,14 +83,13 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
         rows[0] += BYTES;
         rows[1] += BYTES;
     }
-    const pp_v scale = v_set1(tile->sm_scale);
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++) {
             float *to = s + g * PP_TILE + (first + j) * PP_LANES;
             if (!ODD)
                 v_store(to, even[g * NV + j]);
             else
-                v_store(to, v_mul(v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]), scale));
+                v_store(to, v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]));
         }
 }
 

@@ -62,10 +62,9 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
                 odd[g * NV + j] = v_fma_all(b[j], q + 2 * g + 1, odd[g * NV + j]);
             }
     }
-    const pp_v scale = v_set1(tile->sm_scale);
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++)
-            v_store(s + g * PP_TILE + (first + j) * PP_LANES, v_mul(v_add(even[g * NV + j], odd[g * NV + j]), scale));
+            v_store(s + g * PP_TILE + (first + j) * PP_LANES, v_add(even[g * NV + j], odd[g * NV + j]));
 }
 
 /* Adds p V of one or both of two neighbouring tokens: FIRST, SECOND say which are seen. */
@@ -267,7 +266,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int32_t head_rows = work->group_size * work->view.num_queries, parts = num_parts(head_rows);
     pp_tile tile = {.head_dim = layout->head_dim,
                     .v_head_dim = layout->v_head_dim,
-                    .sm_scale = work->sm_scale,
+                    .scale = work->scale,
                     .logits_soft_cap = work->logits_soft_cap,
                     .group_size = work->group_size,
                     .row_stride = work->row_stride,

@@ -1,22 +1,32 @@
 /* decode_math.h: exp and merging of partial results, in an instruction set's vocabulary.  Included once per ISA. */
 
-/* exp(x) for x <= PP_SLACK, to 5 ulp (to 2 from -1 on): x = n ln 2 + r, a polynomial of degree 5 in r (minimax: 9e-8
- * of the value), times 2^n.  0 below about -87.68, where n is -127; NaN stays NaN.  8 operations of units that
- * multiply. */
+/* 2^x, and exp(x), for x <= 127: x (or x / ln 2) is n + r with n a multiple of 1/8, 2^n is put together from a table
+ * and an exponent, and 2^r a polynomial of degree 3 (minimax: 2.7e-8 of the value); 1.2 ulp in all.  In the kernels
+ * everything is in base 2, since splitting x takes sums only there: of all operations 4 are done by units that
+ * multiply, which are busy.  0 from -127 down; NaN stays NaN. */
+#define PP_EIGHTHS 1572864.0f /* 1.5 * 2^20: adding it leaves eighths; the last bits are n * 8 */
+PP_INLINE pp_v exp2_of_parts(pp_v biased, pp_v r) {
+    const pp_v power = v_pow2_eighths(biased);
+    const pp_v p = v_fma(v_fma(v_set1(5.549622327e-2f), r, v_set1(2.402576357e-1f)), r, v_set1(6.931472421e-1f));
+    return v_fma(v_mul(power, r), p, power);
+}
+PP_INLINE pp_v v_exp2(pp_v x) {
+    const pp_v eighths = v_set1(PP_EIGHTHS), bounded = v_max(v_set1(-127.0f), x), biased = v_add(bounded, eighths);
+    return exp2_of_parts(biased, v_sub(bounded, v_sub(biased, eighths)));
+}
 PP_INLINE pp_v v_exp(pp_v x) {
-    const pp_v magic = v_set1(12583039.0f); /* 1.5 * 2^23 + 127 */
-    const pp_v bounded = v_max(v_set1(-88.0f), x);
-    const pp_v biased = v_fma(bounded, v_set1(1.44269504f), magic), n = v_sub(biased, magic);
-    const pp_v r = v_fma(n, v_set1(-0.69314718f), bounded);
-    pp_v p = v_set1(8.290272206e-3f);
-    p = v_fma(p, r, v_set1(4.189816117e-2f));
-    p = v_fma(p, r, v_set1(1.666763872e-1f));
-    p = v_fma(p, r, v_set1(4.999914765e-1f));
-    p = v_fma(p, r, v_set1(9.999997019e-1f));
-    return v_mul(v_fma(p, r, v_set1(1.0f)), v_pow2(biased));
+    const pp_v eighths = v_set1(PP_EIGHTHS), log2_e = v_set1((float)PP_LOG2_E);
+    const pp_v bounded = v_max(v_set1(-88.03f), x), biased = v_fma(bounded, log2_e, eighths);
+    const pp_v r = v_fma(bounded, log2_e, v_sub(eighths, biased));
+    return exp2_of_parts(biased, v_fma(bounded, v_set1((float)(PP_LOG2_E - (float)PP_LOG2_E)), r));
 }
 
-/* exp of one number by the very same operations. */
+/* Those of one number by the very same operations. */
+static inline float exp2_one(float x) {
+    float lanes[PP_LANES];
+    v_store(lanes, v_exp2(v_set1(x)));
+    return lanes[0];
+}
 static inline float exp_one(float x) {
     float lanes[PP_LANES];
     v_store(lanes, v_exp(v_set1(x)));
@@ -26,27 +36,34 @@ static inline float exp_one(float x) {
 /* What scores are shifted by: m, or 0 while every score is -inf: exp(-inf - shift) is 0 then and not NaN. */
 PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-/* Scores may lie this much above what they are shifted by before that is raised: a weight is e^5.5 = 245 at most, as if
- * there were 245 times as many tokens, and hardly any tile but a chunk's first raises a shift (lazy rescaling, as in
- * FlashAttention-4).  Of 7 heads with normally distributed scores one has a new maximum in 10 of a chunk's 16 tiles. */
-#define PP_SLACK 5.5f
+/* Scores (in base 2) may lie this much above what they are shifted by before that is raised: a weight is 2^8 at most,
+ * as if there were 256 times as many tokens, and hardly any tile but a chunk's first raises a shift (lazy rescaling, as
+ * in FlashAttention-4).  Of 7 heads with normally distributed scores one has a new maximum in 10 of a chunk's 16 tiles.
+ */
+#define PP_SLACK 8.0f
+
+/* The highest scores of a head's tile, lane by lane. */
+PP_INLINE pp_v highest_of(const float *s) {
+    pp_v highest = v_load(s);
+    PP_UNROLL for (int t = PP_LANES; t < PP_TILE; t += PP_LANES) highest = v_max(highest, v_load(s + t));
+    return highest;
+}
 
 /* Raises the shifts m of `heads` heads to the maxima of their scores s where these are higher by more than the slack:
- * rescale becomes exp(old - new), or 1, of each head, and its running sums are scaled.  Rare but in a chunk's first
+ * rescale becomes 2^(old - new), or 1, of each head, and its running sums are scaled.  Rare but in a chunk's first
  * tile: all heads at once, so that neither the exps nor the branches are one head's. */
 enum { PP_RESCALES = (PP_MAX_HEADS + PP_LANES - 1) / PP_LANES * PP_LANES };
 static __attribute__((noinline)) void raise_shifts(int heads, const float *s, float *m, float *rows,
                                                    int64_t row_stride, float *rescale) {
     for (int g = 0; g < PP_RESCALES; g++) rescale[g] = 0.0f;
     for (int g = 0; g < heads; g++) {
-        pp_v highest = v_load(s + g * PP_TILE);
-        for (int t = PP_LANES; t < PP_TILE; t += PP_LANES) highest = v_max(highest, v_load(s + g * PP_TILE + t));
-        if (!v_any_above(highest, m[g] + PP_SLACK)) continue;
+        const pp_v highest = highest_of(s + g * PP_TILE);
+        if (!v_any_above(v_sub(highest, v_set1(m[g])), PP_SLACK)) continue;
         const float higher = v_highest(highest);
         rescale[g] = m[g] - higher;
         m[g] = higher;
     }
-    for (int g = 0; g < heads; g += PP_LANES) v_store(rescale + g, v_exp(v_load(rescale + g)));
+    for (int g = 0; g < heads; g += PP_LANES) v_store(rescale + g, v_exp2(v_load(rescale + g)));
     for (int g = 0; g < heads; g++) {
         float *sums = rows + (g + 1) * row_stride - PP_GROUP;
         const pp_v scale = v_set1(rescale[g]);
@@ -54,16 +71,14 @@ static __attribute__((noinline)) void raise_shifts(int heads, const float *s, fl
     }
 }
 
-/* The same unless none is higher, which is the rule; whether some shift rose, and rescale was set. */
+/* The same unless none is higher, which is the rule; whether some shift rose, and rescale was set.  One comparison for
+ * all heads: it would take an fma's place for each. */
 PP_INLINE int raise_if_above(const int HEADS, const float *s, float *m, float *rows, int64_t row_stride,
                              float *rescale) {
-    int above = 0;
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        pp_v highest = v_load(s + g * PP_TILE);
-        PP_UNROLL for (int t = PP_LANES; t < PP_TILE; t += PP_LANES)
-            highest = v_max(highest, v_load(s + g * PP_TILE + t));
-        above |= v_any_above(highest, m[g] + PP_SLACK);
-    }
+    pp_v most = v_set1(0.0f);
+    PP_UNROLL for (int g = 0; g < HEADS; g++) /* a NaN does not count, of whatever head */
+        most = v_max(v_sub(highest_of(s + g * PP_TILE), v_set1(m[g])), most);
+    const int above = v_any_above(most, PP_SLACK);
     if (above) raise_shifts(HEADS, s, m, rows, row_stride, rescale);
     return above;
 }
@@ -78,7 +93,7 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
         const pp_v shift = v_set1(shift_of(m[g]));
         pp_v x[VECTORS];
         PP_UNROLL for (int j = 0; j < VECTORS; j++) {
-            x[j] = v_exp(v_sub(v_load(row + j * PP_LANES), shift));
+            x[j] = v_exp2(v_sub(v_load(row + j * PP_LANES), shift));
             v_store(row + j * PP_LANES, x[j]);
         }
         PP_UNROLL for (int j = 0; j < SUMS; j++)
@@ -106,28 +121,30 @@ PP_INLINE pp_v v_tanh(pp_v x) {
         const pp_v y = tanh_near(size);
         return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
     }
-    const pp_v e = v_exp(v_mul(size, v_set1(-2.0f))), far = v_div(v_sub(one, e), v_add(one, e));
+    const pp_v e = v_exp2(v_mul(size, v_set1((float)(-2.0 * PP_LOG2_E)))), far = v_div(v_sub(one, e), v_add(one, e));
     const pp_v small = v_sub(v_set1(0.0f), v_max(v_set1(-0.625f), v_sub(v_set1(0.0f), size)));
     const pp_v near = tanh_near(small);
     const pp_v y = v_add(v_zero_below(far, size, border), v_sub(near, v_zero_below(near, size, border)));
     return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
 }
 
-/* Bends the scores of `heads` rows of a tile: soft cap, then ALiBi.  Each position is rounded by itself, so that it
- * does not depend on the number of lanes beyond 2^24 either. */
+/* Bends the scores of `heads` rows of a tile: soft cap, then ALiBi, both in base 2 as scores are.  Each position is
+ * rounded by itself, so that it does not depend on the number of lanes beyond 2^24 either. */
 static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads, float *s) {
     float positions[PP_TILE];
-    const pp_v cap = v_set1(tile->logits_soft_cap), inverse = v_set1(1.0f / tile->logits_soft_cap);
+    const float most = pp_in_base_2(tile->logits_soft_cap);
+    const pp_v cap = v_set1(most), inverse = v_set1(1.0f / most);
     int32_t query = tile->row / tile->group_size, head = tile->row % tile->group_size;
     for (int g = 0; g < heads; g++, s += PP_TILE) {
         if (tile->alibi_slopes && (g == 0 || head == 0)) {
             const int32_t distance = (int32_t)(tile->distance - query);
             for (int t = 0; t < PP_TILE; t++) positions[t] = (float)(distance + t);
         }
+        const float slope = tile->alibi_slopes ? pp_in_base_2(tile->alibi_slopes[head]) : 0.0f;
         for (int t = 0; t < PP_TILE; t += PP_LANES) {
             pp_v x = v_load(s + t);
             if (tile->logits_soft_cap != 0.0f) x = v_mul(cap, v_tanh(v_mul(x, inverse)));
-            if (tile->alibi_slopes) x = v_fma(v_set1(tile->alibi_slopes[head]), v_load(positions + t), x);
+            if (tile->alibi_slopes) x = v_fma(v_set1(slope), v_load(positions + t), x);
             v_store(s + t, x);
         }
         if (++head == tile->group_size) {
@@ -260,36 +277,37 @@ PP_INLINE void prefetch_rows(rows_ahead *ahead) {
         prefetch_into_l2(ahead->at, 1);
 }
 
-/* Packs queries part by part, pair by pair of dims, as kernels.h says; a pair takes `size` floats. */
+/* Packs scaled queries part by part, pair by pair of dims, as kernels.h says; a pair takes `size` floats. */
 PP_INLINE void pack_pairs(const int size, float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim) {
+                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
+                          float scale) {
     const int32_t head_rows = group_size * num_queries;
-    float rounded[PP_MAX_HEAD_DIM / 2];
+    float scaled[PP_MAX_HEAD_DIM], rounded[PP_MAX_HEAD_DIM / 2];
     for (int32_t kv = 0; kv < num_kv_heads; kv++)
         for (int32_t part = 0; part < num_parts(head_rows); part++) {
             const int32_t from = part_border(head_rows, part), rows = part_border(head_rows, part + 1) - from;
             for (int32_t r = 0; r < rows; r++) {
                 const int64_t head = kv * group_size + (from + r) % group_size;
                 const float *row = q + (from + r) / group_size * q_stride_token + head * q_stride_head;
-                if (size == 1) {
-                    round_to_pairs(rounded, row, head_dim);
-                    row = rounded;
-                }
+                for (int32_t d = 0; d < head_dim; d++) scaled[d] = row[d] * scale;
+                if (size == 1) round_to_pairs(rounded, scaled, head_dim);
+                const float *pairs = size == 1 ? rounded : scaled;
                 for (int32_t p = 0; p < head_dim / 2; p++)
-                    memcpy(to + (p * rows + r) * size, row + p * size, (size_t)size * sizeof(float));
+                    memcpy(to + (p * rows + r) * size, pairs + p * size, (size_t)size * sizeof(float));
             }
             to += rows * (head_dim / 2) * size;
         }
 }
 
 static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
-                         int32_t group_size, int32_t num_queries, int32_t head_dim) {
-    pack_pairs(2, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim);
+                         int32_t group_size, int32_t num_queries, int32_t head_dim, float scale) {
+    pack_pairs(2, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim, scale);
 }
 
 static void pack_rounded_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                                 int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim) {
-    pack_pairs(1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim);
+                                 int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
+                                 float scale) {
+    pack_pairs(1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim, scale);
 }
 
 /* A row's result while its chunks are merged; `m` and `total` are those of all chunks so far. */
@@ -316,7 +334,7 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
             continue;
         }
         const float both = m > merged->m ? m : merged->m, shift = shift_of(both);
-        const float old_scale = exp_one(merged->m - shift), scale = exp_one(m - shift);
+        const float old_scale = exp2_one(merged->m - shift), scale = exp2_one(m - shift);
         const float scaled = merged->total * old_scale, added = row[width] * scale;
         merged->total = scaled + added;
         merged->m = both;
@@ -324,9 +342,9 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
             v_store(sum + d, v_fma(v_load(row + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
     }
     if (sink && !merged->empty) { /* as a chunk that has a weight and no value */
-        const float both = *sink > merged->m ? *sink : merged->m, shift = shift_of(both);
-        const float old_scale = exp_one(merged->m - shift), scaled = merged->total * old_scale;
-        merged->total = scaled + exp_one(*sink - shift);
+        const float m = pp_in_base_2(*sink), both = m > merged->m ? m : merged->m, shift = shift_of(both);
+        const float old_scale = exp2_one(merged->m - shift), scaled = merged->total * old_scale;
+        merged->total = scaled + exp2_one(m - shift);
         merged->m = both;
         for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_mul(v_load(sum + d), v_set1(old_scale)));
     }
@@ -347,7 +365,7 @@ static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, c
         const int64_t first = (chunk->begin + c * PP_CHUNK) / block_size;
         const float *sums = chunk->block_sums + r * chunk->num_blocks + c * work->record_stride;
         if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
-        const float scale = exp_one(chunk->m[r + c * work->record_stride] - shift_of(merged->m));
+        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - shift_of(merged->m));
         for (int64_t b = 0; b < chunk->num_blocks && first + b < end; b++) {
             const float weight = sums[b] * scale;
             scores[first + b] += weight;
@@ -366,7 +384,7 @@ static void merge_chunks(const pp_merge *work) {
         const int64_t at = (int64_t)query * work->num_qo_heads + head;
         merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged);
         memcpy(work->out + at * work->v_head_dim, merged.sum, (size_t)work->v_head_dim * sizeof(float));
-        if (work->lse) work->lse[at] = merged.empty ? -INFINITY : merged.m + logf(merged.total);
+        if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, merged.total);
         if (work->block_scores) merge_block_scores(work, r, query, &merged, work->block_scores + at * work->width);
     }
 }

@@ -35,11 +35,10 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const pp_tile
                 odd[g * NV + j] = v_fma_all(b[j], q + 2 * g + 1, odd[g * NV + j]);
             }
     }
-    const pp_v scale = v_set1(tile->sm_scale);
     PP_UNROLL for (int j = 0; j < NV; j++) {
         float *to = s + (first + j) / VECTORS * HEADS * PP_TILE + (first + j) % VECTORS * PP_LANES;
         PP_UNROLL for (int g = 0; g < HEADS; g++)
-            v_store(to + g * PP_TILE, v_mul(v_add(even[g * NV + j], odd[g * NV + j]), scale));
+            v_store(to + g * PP_TILE, v_add(even[g * NV + j], odd[g * NV + j]));
     }
 }
 

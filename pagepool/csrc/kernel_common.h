@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "base_2.h"
 #include "convert.h"
 #include "kernels.h"
 #include "page.h"
@@ -23,6 +24,11 @@
 #else
 #define PP_UNROLL _Pragma("GCC unroll 16")
 #endif
+
+/* The bits of 2^(j / 8), less j << 20: with n * 8 << 20 added they are those of 2^n, where the last bits of n * 8 are
+ * j. */
+static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
+                                                                    0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
 
 /* a0 b0 a1 b1 ... of the lower and of the upper halves of two vectors of 8. */
 #if defined(__has_builtin)

@@ -20,12 +20,13 @@ int pp_prefetch_mode_of(const char *maker, unsigned signature);
  * by kv head, in it query token by query token, in it query head by query head.  The rows of a kv head are cut into
  * parts of up to `max_rows` that share loads (num_parts of decode_math.h), numbered through all kv heads.
  *
- * Starts from nothing and leaves in the chunk's record, for each row r
- *   rows[r][:v_head_dim]      = sum exp(score - m) * V
- *   rows[r][row_stride - 16]  = sum exp(score - m)        (16 running sums until the chunk is done)
- *   m[r]                      = max score
+ * Scores and their shifts are in base 2, logits times log2 e: a weight is 2^(score - m), which splits into a whole
+ * number and a fraction without a multiplication.  Starts from nothing and leaves in the chunk's record, for each row r
+ *   rows[r][:v_head_dim]      = sum 2^(score - m) * V
+ *   rows[r][row_stride - 16]  = sum 2^(score - m)         (16 running sums until the chunk is done)
+ *   m[r]                      = a score, no other one is above it by more than PP_SLACK (decode_math.h)
  *   seen[r]                   = 1 when it saw a token, else 0 and the others mean nothing
- *   block_sums[r][b]          = sum exp(score - m) over the tokens of block begin / block_size + b */
+ *   block_sums[r][b]          = sum 2^(score - m) over the tokens of block begin / block_size + b */
 typedef struct pp_chunk {
     const pp_kv_pool *pool;
     const unsigned char *layer; /* pool->base + layer * layer_bytes */
@@ -36,7 +37,8 @@ typedef struct pp_chunk {
     pp_view view;
     int32_t part_begin, part_end;
     int32_t group_size;         /* query heads per kv head */
-    float sm_scale, logits_soft_cap;
+    float scale;                /* what makes dot products scores; in exact arithmetic queries come scaled */
+    float logits_soft_cap;
     const float *alibi_slopes;  /* NULL, or (num_qo_heads,) */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
@@ -112,10 +114,11 @@ typedef struct pp_kernels {
     void (*chunk_dot)(const pp_chunk *);  /* bf16 pages in arithmetic of bf16 */
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
-    /* By pp_arithmetic.  Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each
-     * float being one element or, in arithmetic of bf16, the two of the last axis. */
+    /* By pp_arithmetic.  Lays out the queries of a sequence, times `scale`, part by part: [head_dim / 2][rows of the
+     * part][2], each float being one element or, in arithmetic of bf16, the two of the last axis. */
     void (*pack_queries[2])(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                            int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim);
+                            int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
+                            float scale);
     int32_t max_rows; /* of a part */
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */

@@ -27,9 +27,11 @@ static inline pp_v v_kept(pp_v a) {
 }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm256_max_ps(a, b); }
-/* 2^n for a float that holds 1.5 * 2^23 + 127 + n; 0 where n is -127. */
-static inline pp_v v_pow2(pp_v biased) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(biased), 23));
+/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
+static inline pp_v v_pow2_eighths(pp_v biased) {
+    const __m256i bits = _mm256_castps_si256(biased), table = _mm256_load_si256((const __m256i *)pp_eighths);
+    return _mm256_castsi256_ps(
+        _mm256_add_epi32(_mm256_permutevar8x32_epi32(table, bits), _mm256_slli_epi32(bits, 20)));
 }
 /* a where x >= limit or x is NaN, else 0. */
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {

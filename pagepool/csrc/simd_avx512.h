@@ -21,9 +21,12 @@ static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) {
 }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm512_max_ps(a, b); }
-/* 2^n for a float that holds 1.5 * 2^23 + 127 + n; 0 where n is -127. */
-static inline pp_v v_pow2(pp_v biased) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(biased), 23));
+/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
+static inline pp_v v_pow2_eighths(pp_v biased) {
+    const __m512i bits = _mm512_castps_si512(biased);
+    const __m512i table = _mm512_broadcast_i32x8(_mm256_load_si256((const __m256i *)pp_eighths));
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_permutexvar_epi32(bits, table), _mm512_slli_epi32(bits, 20)));
 }
 /* a where x >= limit or x is NaN, else 0. */
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {

@@ -25,8 +25,12 @@ static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v
 static inline pp_v v_pick(pp_vi mask, pp_v yes, pp_v no) { return (pp_v)((mask & (pp_vi)yes) | (~mask & (pp_vi)no)); }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return v_pick(a > b, a, b); }
-/* 2^n for a float that holds 1.5 * 2^23 + 127 + n; 0 where n is -127. */
-static inline pp_v v_pow2(pp_v biased) { return (pp_v)((pp_vu)biased << 23); }
+/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
+static inline pp_v v_pow2_eighths(pp_v biased) {
+    const pp_vu bits = (pp_vu)biased, at = bits & 7u;
+    const pp_vu table = {pp_eighths[at[0]], pp_eighths[at[1]], pp_eighths[at[2]], pp_eighths[at[3]]};
+    return (pp_v)(table + (bits << 20));
+}
 /* a where x >= limit or x is NaN, else 0. */
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) { return (pp_v)(~(x < limit) & (pp_vi)a); }
 /* Sums lanes i and i + n / 2 until one is left. */

@@ -17,9 +17,14 @@ static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
 static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
 /* A NaN is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
-/* 2^n for a float that holds 1.5 * 2^23 + 127 + n; 0 where n is -127. */
-static inline pp_v v_pow2(pp_v biased) {
-    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(biased), 23));
+/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
+static inline pp_v v_pow2_eighths(pp_v biased) {
+    const uint8x16x2_t table = {{vreinterpretq_u8_u32(vld1q_u32(pp_eighths)),
+                                 vreinterpretq_u8_u32(vld1q_u32(pp_eighths + 4))}};
+    const uint32x4_t bits = vreinterpretq_u32_f32(biased), at = vandq_u32(bits, vdupq_n_u32(7u));
+    const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100u), at, 0x04040404u); /* of the table's numbers */
+    const uint32x4_t found = vreinterpretq_u32_u8(vqtbl2q_u8(table, vreinterpretq_u8_u32(bytes)));
+    return vreinterpretq_f32_u32(vaddq_u32(found, vshlq_n_u32(bits, 20)));
 }
 /* a where x >= limit or x is NaN, else 0. */
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) {

@@ -6,21 +6,22 @@ sequence's last token, or before it where there are several query tokens.
 
     1 chunk   512 tokens from position 0, 512, 1024, ...; each starts from m = -inf, l = 0, o = 0
     2 tile    32 tokens from a multiple of 32 within the chunk
-    3 score   two fma chains over the dims of q and K, even dims and odd dims, each ascending from 0;
-              then (even + odd) * sm_scale
-    4 cap     with a soft cap: score = cap * tanh(score * (1 / cap))
-    5 slope   with an ALiBi slope: score = fma(slope, distance, score), distance = t - position, a whole number rounded
-              to float32
-    6 shift   new = max(scores of the tile) if that is above m + 5.5, else m; if new != m: c = exp(m - new), l = l * c,
-              o = o * c. So p is below 256
-    7 weight  p[t] = exp(score[t] - new)
+    3 score   two fma chains over the dims of q * in_base_2(sm_scale) and K, even dims and odd dims, each ascending from
+              0; then even + odd. Scores are in base 2: logits times log2(e)
+    4 cap     with a soft cap: cap = in_base_2(soft cap), score = cap * tanh(score * (1 / cap))
+    5 slope   with an ALiBi slope: score = fma(in_base_2(slope), distance, score), distance = t - position, a whole
+              number rounded to float32
+    6 shift   new = max(scores of the tile) if that less m is above 8, else m; if new != m: c = 2^(m - new), l = l * c,
+              o = o * c. So p is 256 at most
+    7 weight  p[t] = 2^(score[t] - new)
     8 sum     16 running sums: l[i] = l[i] + (p[i] + p[i+16]), p being 0 where the tile has no token; when the chunk is
               done l[i] += l[i+8], then l[i+4], l[i+2], l[i+1], and l is l[0]
     9 values  o[d] = fma(p[t], V[t][d], o[d]) for t ascending
-   10 merge   the chunks before, a, and the next one, b: m = max(m_a, m_b), c_a = exp(m_a - m), c_b = exp(m_b - m),
+   10 merge   the chunks before, a, and the next one, b: m = max(m_a, m_b), c_a = 2^(m_a - m), c_b = 2^(m_b - m),
               l = l_a * c_a + l_b * c_b (two products and a sum), o = fma(o_b, c_b, o_a * c_a)
-   11 sink    with a sink: merged after the last chunk as one with m_b = sink, l_b = 1 and no values: o = o_a * c_a
-   12 finish  out = o / l, lse = m + log(l)
+   11 sink    with a sink: merged after the last chunk as one with m_b = in_base_2(sink), l_b = 1 and no values:
+              o = o_a * c_a
+   12 finish  out = o / l, lse = m * log(2) + log(l), in float64 and then rounded
 
 Scores of blocks, where they are asked for, go along:
 
@@ -28,7 +29,7 @@ Scores of blocks, where they are asked for, go along:
     8 sum     a block's sum gets, piece by piece in ascending order, the sum of the piece's p: a piece is what the block
               has of 16 tokens from a multiple of 16; its p stand in 16 lanes by token, the others 0, and are added as
               the running sums are when a chunk is done
-   12 finish  score = (sum over the chunks, in order, of (the chunk's sum * exp(its m - the final m))) / l
+   12 finish  score = (sum over the chunks, in order, of (the chunk's sum * 2^(its m - the final m))) / l
 
 In arithmetic "bf16", which rounds q and the weights to bfloat16 and works on pairs of neighbouring dims or tokens by
 
@@ -37,7 +38,7 @@ In arithmetic "bf16", which rounds q and the weights to bfloat16 and works on pa
 three steps are others:
 
     3 score   two chains of dot over the pairs of dims, pairs 0, 2, ... and pairs 1, 3, ..., each ascending from 0;
-              then (even + odd) * sm_scale
+              then (even + odd) * in_base_2(sm_scale): q is not scaled beforehand
     8 sum     of the rounded p (subnormal ones count as 0): 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)),
               and then as ever
     9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two; of a token that is not
@@ -50,8 +51,8 @@ not seen is, like one past the end, not in its tile.
 A NaN among the scores does not count for the maximum; its weight is NaN and makes l and o NaN. While every score was
 -inf the shift is 0, so that each of them weighs 0. A query that sees no token gives zeros and -inf, sink or not.
 
-exp and tanh are those of `pagepool.reference.canonical_math`. With all of that the kernels' `out` has exactly these
-bits: on every instruction set that has fma, and on the one that has none with `fused=False`, where each fma is a
+2^, tanh and in_base_2 are those of `pagepool.reference.canonical_math`. With all of that the kernels' `out` has exactly
+these bits: on every instruction set that has fma, and on the one that has none with `fused=False`, where each fma is a
 product and a sum. Only log is the system's own.
 """
 
@@ -61,7 +62,7 @@ from itertools import groupby
 from math import inf, log, nan
 from typing import NamedTuple
 
-from pagepool.reference.canonical_math import Fma, dot, exp, flushed, rounding_once_or_twice, tanh
+from pagepool.reference.canonical_math import Fma, dot, exp2, flushed, in_base_2, rounding_once_or_twice, tanh
 from pagepool.reference.rounding import f32, rounded_to_bf16
 
 __all__ = ["CHUNK", "TILE", "attend", "attend_with_scores"]
@@ -69,18 +70,18 @@ __all__ = ["CHUNK", "TILE", "attend", "attend_with_scores"]
 CHUNK = 512
 TILE = 32
 LANES = 16
-SLACK = 5.5
+SLACK = 8.0
 
 Vectors = list[list[float]]
 
 
 class Head(NamedTuple):
-    """What one query head is given."""
+    """What one query head is given; of q and `scale` one has the factor of base 2."""
 
     q: list[float]
     k: Vectors
     v: Vectors
-    sm_scale: float
+    scale: float
     position: int
     seen: list[int]
     cap: float
@@ -171,14 +172,16 @@ def attend_with_scores(
         return [0.0] * len(v[0] if v else []), -inf, scores
     fma = rounding_once_or_twice(fused)
     rounded = arithmetic == "bf16"
-    q = [rounded_to_bf16(x) for x in q] if rounded else q
-    head = Head(q, k, v, f32(sm_scale), position, seen, f32(logits_soft_cap), alibi_slope, block_size, fma, rounded)
+    scale = in_base_2(f32(sm_scale))
+    q, scale = ([rounded_to_bf16(x) for x in q], scale) if rounded else ([f32(x * scale) for x in q], 1.0)
+    cap, slope = in_base_2(f32(logits_soft_cap)), None if alibi_slope is None else in_base_2(alibi_slope)
+    head = Head(q, k, v, scale, position, seen, cap, slope, block_size, fma, rounded)
     partials = [_chunk(head, tokens) for tokens in _split(seen, CHUNK)]
     merged, *rest = partials
     for partial in rest:
         merged = _merge(merged, partial, fma)
     if sink is not None:
-        merged = _merge(merged, Partial(sink, 1.0, [], {}), fma)
+        merged = _merge(merged, Partial(in_base_2(sink), 1.0, [], {}), fma)
     for partial in partials:
         scale = _weight(partial.m, merged.m, fma)
         for block, weight in partial.blocks.items():
@@ -187,7 +190,7 @@ def attend_with_scores(
         scores[block] = f32(scores[block] / merged.l) if merged.l else nan
     if merged.l == 0.0:
         return [nan] * len(v[0]), -inf, scores
-    return [f32(x / merged.l) for x in merged.o], f32(merged.m + f32(log(merged.l))), scores
+    return [f32(x / merged.l) for x in merged.o], f32(merged.m * log(2.0) + log(merged.l)), scores
 
 
 def _split(tokens: list[int], size: int) -> list[list[int]]:
@@ -210,7 +213,7 @@ def _score(head: Head, t: int) -> float:
     else:
         for d, (a, b) in enumerate(zip(head.q, k, strict=True)):
             chains[d % 2] = head.fma(a, b, chains[d % 2])
-    score = f32(f32(chains[0] + chains[1]) * head.sm_scale)
+    score = f32(f32(chains[0] + chains[1]) * head.scale)
     if head.cap:
         score = f32(head.cap * tanh(f32(score * f32(1.0 / head.cap)), head.fma))
     if head.slope is not None:
@@ -223,7 +226,7 @@ def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple
     scores = [_score(head, t) for t in seen]
     m = old.m
     highest = _maximum(*scores)
-    if highest > f32(m + SLACK):
+    if f32(highest - m) > SLACK:
         m = highest
         c = _weight(old.m, m, head.fma)
         sums, o = [f32(x * c) for x in sums], [f32(x * c) for x in o]
@@ -282,4 +285,4 @@ def _maximum(*numbers: float) -> float:
 
 
 def _weight(score: float, maximum: float, fma: Fma) -> float:
-    return exp(f32(score - (0.0 if maximum == -inf else maximum)), fma)
+    return exp2(f32(score - (0.0 if maximum == -inf else maximum)), fma)

@@ -9,7 +9,7 @@ import pytest
 from paged_cases import DTYPES, assert_same_bits, garbage, make_case, random_kv, slots_of
 
 from pagepool import KvLayout, cpu_info
-from pagepool.reference.canonical_math import TANH_BORDER, rounding_once_or_twice, tanh
+from pagepool.reference.canonical_math import TANH_BORDER, in_base_2, rounding_once_or_twice, tanh
 
 LENGTHS = [1, 16, 512, 0, 513, 33, 2600, 1024]
 VARIANTS = [
@@ -146,7 +146,7 @@ def test_variants_follow_the_canonical_order(dtype, block_size, kv_heads, group,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shifts_are_raised_by_rises_beyond_the_slack_alone(dtype):
-    """Scores climb from tile to tile, by less than the slack of 5.5, by more, in sum by more, and fall; each head of
+    """Scores climb from tile to tile, by less than the slack of 8 ln 2 = 5.545, by more, in sum by more, and fall; each head of
     the group has its share of the climb. A chunk begins anew at token 512."""
     heights = [0, 5, 5.4, 11, 4, 11.2, 40, 45, 46, -30, 90, 90, 95.4, 95.6, 200, 0, 7, 1, 12.6, 12.6, 18]
     tokens = 32 * len(heights) - 9
@@ -160,7 +160,7 @@ def test_shifts_are_raised_by_rises_beyond_the_slack_alone(dtype):
 
 @pytest.mark.parametrize("cap", [0.01, 0.625, 1.0, 9.0])
 def test_capped_scores_on_both_sides_of_the_border_of_tanh(cap):
-    """The lse of a lone token is its score: log(1) is 0."""
+    """The lse of a lone token is its score, in base 2 till then: log(1) is 0."""
     border = cap * TANH_BORDER
     scores = np.array([0.0, 1e-6 * cap, *border * np.linspace(0.9999999, 1.0000001, 9), 2 * cap, 9 * cap, 1e4])
     scores = np.concatenate([scores, -scores]).astype(np.float32)
@@ -170,8 +170,10 @@ def test_capped_scores_on_both_sides_of_the_border_of_tanh(cap):
     case.q[:] = 1.0
     lse = case.decode(logits_soft_cap=cap, sm_scale=1.0, return_lse=True)[1][:, 0]
     once, cap32 = rounding_once_or_twice(cpu_info()["isa"] != "baseline"), np.float32(cap)
-    inverse = np.float32(1.0) / cap32
-    expected = np.array([cap32 * np.float32(tanh(float(x * inverse), once)) for x in scores])
+    scale, most = np.float32(in_base_2(1.0)), np.float32(in_base_2(float(cap32)))
+    inverse = np.float32(1.0) / most
+    bent = [most * np.float32(tanh(float(x * scale * inverse), once)) for x in scores]
+    expected = (np.array(bent, np.float64) * np.log(2.0)).astype(np.float32)
     assert_same_bits([lse + np.float32(0.0)], [expected + np.float32(0.0)])
     np.testing.assert_allclose(lse, cap * np.tanh(scores.astype(np.float64) / cap), rtol=3e-7)
 
@@ -184,7 +186,8 @@ def test_positions_that_float32_cannot_hold_are_rounded_one_by_one():
     case.block_tables = np.repeat(case.block_tables[:, :1], -(-seq_len // size), axis=1)
     case.seq_lens[:] = seq_len
     out = case.decode(alibi_slopes=np.array([-1.0], np.float32))
-    scores = -(np.arange(64) - (seq_len - 1)).astype(np.float32).astype(np.float64)
-    weights = np.exp(scores - scores.max())
+    positions = (np.arange(64) - (seq_len - 1)).astype(np.float32)
+    scores = (np.float32(in_base_2(-1.0)) * positions).astype(np.float64)
+    weights = np.exp2(scores - scores.max())
     values = case.pool.gather(0, case.block_tables[0], 64)[1][:, 0]
     np.testing.assert_allclose(out[0, 0], weights @ values / weights.sum(), rtol=1e-5, atol=1e-6)

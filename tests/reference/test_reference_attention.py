@@ -8,7 +8,7 @@ import pytest
 from pagepool import KvLayout
 from pagepool.reference import KvCachePool, decode
 from pagepool.reference.canonical import CHUNK, TILE, attend
-from pagepool.reference.canonical_math import exp, rounding_once_or_twice, tanh
+from pagepool.reference.canonical_math import exp, exp2, in_base_2, rounding_once_or_twice, tanh
 
 VARIANTS = [
     *({"window_left": window} for window in (0, 3, 15, 16, 39, 100)),
@@ -58,13 +58,30 @@ def filled(layout, lengths, seed=0):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_exp_is_exact_at_0_within_5_units_of_the_last_place_and_0_at_the_end(fused):
+def test_exp_is_exact_at_0_within_2_units_of_the_last_place_and_0_at_the_end(fused):
     fma = rounding_once_or_twice(fused)
     for x in map(float, -np.geomspace(1e-6, 87.3, 2000, dtype=np.float32)):
         unit = float(np.spacing(np.float32(math.exp(x))))
-        assert abs(exp(x, fma) - math.exp(x)) <= (2 if x > -1 else 5 if fused else 50) * unit
-    assert [exp(x, fma) for x in (0.0, -87.7, -1e30, -math.inf)] == [1.0, 0.0, 0.0, 0.0]
+        assert abs(exp(x, fma) - math.exp(x)) <= (2 if fused or x > -1 else 50) * unit
+    assert [exp(x, fma) for x in (0.0, -88.03, -1e30, -math.inf)] == [1.0, 0.0, 0.0, 0.0]
     assert math.isnan(exp(math.nan, fma))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_exp2_is_exact_at_whole_numbers_within_2_units_of_the_last_place_and_0_at_the_end(fused):
+    fma = rounding_once_or_twice(fused)
+    for x in map(float, np.random.default_rng(2).uniform(-126, 8, 3000).astype(np.float32)):
+        assert abs(exp2(x, fma) - 2.0**x) <= 2 * float(np.spacing(np.float32(2.0**x)))
+    assert [exp2(float(n), fma) for n in range(-126, 9)] == [2.0**n for n in range(-126, 9)]
+    assert [exp2(x, fma) for x in (-127.0, -128.5, -1e30, -math.inf)] == [0.0] * 4
+    assert 0.0 < exp2(-126.5, fma) < 2.0**-126
+    assert math.isnan(exp2(math.nan, fma))
+
+
+def test_base_2_saturates_and_keeps_what_is_no_number():
+    largest = float(np.finfo(np.float32).max)
+    assert [in_base_2(x) for x in (0.0, -math.inf, largest, -3e38)] == [0.0, -math.inf, largest, -largest]
+    assert math.isnan(in_base_2(math.nan))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
