@@ -210,7 +210,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
         float *row = s + g * PP_TILE;
-        const pp_v shift = v_set1(shift_of(m[g]));
+        const pp_v shift = v_set1(m[g]);
         PP_UNROLL for (int j = 0; j < VECTORS; j++)
             v_store(row + j * PP_LANES, v_exp2(v_sub(v_load(row + j * PP_LANES), shift)));
         ROUND_WEIGHTS(pairs + g * PP_NAME(PAIRS), row);

@@ -275,7 +275,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                     .num_blocks = (int)work->num_blocks};
     const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
     const int32_t head_begin = work->part_begin / parts;
-    for (int32_t h = first; h < last; h++) work->m[h] = -INFINITY;
+    for (int32_t h = first; h < last; h++) work->m[h] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
     memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
     if (work->seen) memset(work->seen + first, 0, (size_t)(last - first) * sizeof(float));
     if (work->block_sums)

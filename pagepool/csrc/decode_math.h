@@ -33,9 +33,6 @@ static inline float exp_one(float x) {
     return lanes[0];
 }
 
-/* What scores are shifted by: m, or 0 while every score is -inf: exp(-inf - shift) is 0 then and not NaN. */
-PP_INLINE float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
-
 /* Scores (in base 2) may lie this much above what they are shifted by before that is raised: a weight is 2^8 at most,
  * as if there were 256 times as many tokens, and hardly any tile but a chunk's first raises a shift (lazy rescaling, as
  * in FlashAttention-4).  Of 7 heads with normally distributed scores one has a new maximum in 10 of a chunk's 16 tiles.
@@ -83,22 +80,34 @@ PP_INLINE int raise_if_above(const int HEADS, const float *s, float *m, float *r
     return above;
 }
 
-/* Makes the scores s of a tile weights, and adds them to the running sums; whether some shift rose, and rescale was
- * set. */
-PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
+/* Makes a head's scores s of a tile weights, and adds them to its running sums. */
+PP_INLINE void weigh(float *s, float shift, float *sums) {
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
-    const int above = raise_if_above(HEADS, s, m, rows, row_stride, rescale);
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        float *row = s + g * PP_TILE, *sums = rows + (g + 1) * row_stride - PP_GROUP;
-        const pp_v shift = v_set1(shift_of(m[g]));
-        pp_v x[VECTORS];
-        PP_UNROLL for (int j = 0; j < VECTORS; j++) {
-            x[j] = v_exp2(v_sub(v_load(row + j * PP_LANES), shift));
-            v_store(row + j * PP_LANES, x[j]);
-        }
-        PP_UNROLL for (int j = 0; j < SUMS; j++)
-            v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
+    pp_v x[VECTORS];
+    PP_UNROLL for (int j = 0; j < VECTORS; j++) {
+        x[j] = v_exp2(v_sub(v_load(s + j * PP_LANES), v_set1(shift)));
+        v_store(s + j * PP_LANES, x[j]);
     }
+    PP_UNROLL for (int j = 0; j < SUMS; j++)
+        v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
+}
+
+/* Heads [next, end) that are still to be weighed, one by one. */
+typedef struct weighing {
+    int next, end;
+    float *s, *m, *rows;
+    int64_t row_stride;
+} weighing;
+
+PP_INLINE void weigh_next(weighing *to_do) {
+    const int g = to_do->next++;
+    weigh(to_do->s + g * PP_TILE, to_do->m[g], to_do->rows + (g + 1) * to_do->row_stride - PP_GROUP);
+}
+
+/* The same for all heads, after raising shifts; whether some rose, and rescale was set. */
+PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
+    const int above = raise_if_above(HEADS, s, m, rows, row_stride, rescale);
+    PP_UNROLL for (int g = 0; g < HEADS; g++) weigh(s + g * PP_TILE, m[g], rows + (g + 1) * row_stride - PP_GROUP);
     return above;
 }
 
@@ -333,8 +342,8 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
             for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_load(row + d));
             continue;
         }
-        const float both = m > merged->m ? m : merged->m, shift = shift_of(both);
-        const float old_scale = exp2_one(merged->m - shift), scale = exp2_one(m - shift);
+        const float both = m > merged->m ? m : merged->m;
+        const float old_scale = exp2_one(merged->m - both), scale = exp2_one(m - both);
         const float scaled = merged->total * old_scale, added = row[width] * scale;
         merged->total = scaled + added;
         merged->m = both;
@@ -342,9 +351,9 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
             v_store(sum + d, v_fma(v_load(row + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
     }
     if (sink && !merged->empty) { /* as a chunk that has a weight and no value */
-        const float m = pp_in_base_2(*sink), both = m > merged->m ? m : merged->m, shift = shift_of(both);
-        const float old_scale = exp2_one(merged->m - shift), scaled = merged->total * old_scale;
-        merged->total = scaled + exp2_one(m - shift);
+        const float m = pp_in_base_2(*sink), both = m > merged->m ? m : merged->m;
+        const float old_scale = exp2_one(merged->m - both), scaled = merged->total * old_scale;
+        merged->total = scaled + exp2_one(m - both);
         merged->m = both;
         for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_mul(v_load(sum + d), v_set1(old_scale)));
     }
@@ -365,7 +374,7 @@ static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, c
         const int64_t first = (chunk->begin + c * PP_CHUNK) / block_size;
         const float *sums = chunk->block_sums + r * chunk->num_blocks + c * work->record_stride;
         if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
-        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - shift_of(merged->m));
+        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - merged->m);
         for (int64_t b = 0; b < chunk->num_blocks && first + b < end; b++) {
             const float weight = sums[b] * scale;
             scores[first + b] += weight;
@@ -416,11 +425,11 @@ static void merge_rows(const pp_merge_args *args) {
             const float part = s[i * args->s_stride_part];
             if (!(part <= maximum)) maximum = part; /* a NaN is taken, and stays */
         }
-        for (int64_t i = 0; i < args->num_parts; i++)
-            total += exp_one(s[i * args->s_stride_part] - shift_of(maximum));
+        const float shift = maximum == -INFINITY ? 0.0f : maximum; /* nothing less nothing is NaN */
+        for (int64_t i = 0; i < args->num_parts; i++) total += exp_one(s[i * args->s_stride_part] - shift);
         int empty = 1;
         for (int64_t i = 0; i < args->num_parts; i++) {
-            const float part = s[i * args->s_stride_part], weight = exp_one(part - shift_of(maximum)) / total;
+            const float part = s[i * args->s_stride_part], weight = exp_one(part - shift) / total;
             if (part == -INFINITY) continue;
             add_weighted(out, empty ? 0.0f : 1.0f, v + i * args->v_stride_part, weight, args->head_dim);
             empty = 0;

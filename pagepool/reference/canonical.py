@@ -4,7 +4,7 @@ One query head of one query token; every step is one float32 operation. Position
 block size, nor the batch, nor the threads can change the order. The query token stands at `position`: that of the
 sequence's last token, or before it where there are several query tokens.
 
-    1 chunk   512 tokens from position 0, 512, 1024, ...; each starts from m = -inf, l = 0, o = 0
+    1 chunk   512 tokens from position 0, 512, 1024, ...; each starts from m = -LARGEST, l = 0, o = 0
     2 tile    32 tokens from a multiple of 32 within the chunk
     3 score   two fma chains over the dims of q * in_base_2(sm_scale) and K, even dims and odd dims, each ascending from
               0; then even + odd. Scores are in base 2: logits times log2(e)
@@ -48,8 +48,8 @@ Tokens up to `position` are seen, or those that a mask says; with a window only 
 and tiles without a seen token are left out, and pieces without one; the others keep their borders, and a token that is
 not seen is, like one past the end, not in its tile.
 
-A NaN among the scores does not count for the maximum; its weight is NaN and makes l and o NaN. While every score was
--inf the shift is 0, so that each of them weighs 0. A query that sees no token gives zeros and -inf, sink or not.
+A NaN among the scores does not count for the maximum; its weight is NaN and makes l and o NaN. Since m is never
+-inf, a score of -inf weighs 0. A query that sees no token gives zeros and -inf, sink or not.
 
 2^, tanh and in_base_2 are those of `pagepool.reference.canonical_math`. With all of that the kernels' `out` has exactly
 these bits: on every instruction set that has fma, and on the one that has none with `fused=False`, where each fma is a
@@ -62,7 +62,7 @@ from itertools import groupby
 from math import inf, log, nan
 from typing import NamedTuple
 
-from pagepool.reference.canonical_math import Fma, dot, exp2, flushed, in_base_2, rounding_once_or_twice, tanh
+from pagepool.reference.canonical_math import LARGEST, Fma, dot, exp2, flushed, in_base_2, rounding_once_or_twice, tanh
 from pagepool.reference.rounding import f32, rounded_to_bf16
 
 __all__ = ["CHUNK", "TILE", "attend", "attend_with_scores"]
@@ -199,7 +199,7 @@ def _split(tokens: list[int], size: int) -> list[list[int]]:
 
 
 def _chunk(head: Head, tokens: list[int]) -> Partial:
-    partial, sums = Partial(-inf, 0.0, [0.0] * len(head.v[0]), {}), [0.0] * LANES
+    partial, sums = Partial(-LARGEST, 0.0, [0.0] * len(head.v[0]), {}), [0.0] * LANES
     for tile in _split(tokens, TILE):
         partial, sums = _tile(head, tile, partial, sums)
     return partial._replace(l=_tree_sum(sums))
@@ -285,4 +285,4 @@ def _maximum(*numbers: float) -> float:
 
 
 def _weight(score: float, maximum: float, fma: Fma) -> float:
-    return exp2(f32(score - (0.0 if maximum == -inf else maximum)), fma)
+    return exp2(f32(score - maximum), fma)

@@ -7,7 +7,18 @@ from math import copysign, isfinite
 
 from pagepool.reference.rounding import f32, fma
 
-__all__ = ["TANH_BORDER", "Fma", "dot", "exp", "exp2", "flushed", "in_base_2", "rounding_once_or_twice", "tanh"]
+__all__ = [
+    "LARGEST",
+    "TANH_BORDER",
+    "Fma",
+    "dot",
+    "exp",
+    "exp2",
+    "flushed",
+    "in_base_2",
+    "rounding_once_or_twice",
+    "tanh",
+]
 
 SMALLEST = 2.0**-126  # of the normal float32
 LARGEST = 2.0**128 - 2.0**104
