@@ -266,7 +266,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int32_t head_rows = work->group_size * work->view.num_queries, parts = num_parts(head_rows);
     pp_tile tile = {.head_dim = layout->head_dim,
                     .v_head_dim = layout->v_head_dim,
-                    .scale = work->scale,
+                    .scale = pp_in_base_2(work->sm_scale),
                     .logits_soft_cap = work->logits_soft_cap,
                     .group_size = work->group_size,
                     .row_stride = work->row_stride,

@@ -286,7 +286,7 @@ PP_INLINE void prefetch_rows(rows_ahead *ahead) {
         prefetch_into_l2(ahead->at, 1);
 }
 
-/* Packs scaled queries part by part, pair by pair of dims, as kernels.h says; a pair takes `size` floats. */
+/* Packs queries times `scale` part by part, pair by pair of dims, as kernels.h says; a pair takes `size` floats. */
 PP_INLINE void pack_pairs(const int size, float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
                           int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
                           float scale) {
@@ -309,14 +309,16 @@ PP_INLINE void pack_pairs(const int size, float *to, const float *q, int64_t q_s
 }
 
 static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
-                         int32_t group_size, int32_t num_queries, int32_t head_dim, float scale) {
+                         int32_t group_size, int32_t num_queries, int32_t head_dim, float sm_scale) {
+    const float scale = pp_in_base_2(sm_scale);
     pack_pairs(2, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim, scale);
 }
 
 static void pack_rounded_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
                                  int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                                 float scale) {
-    pack_pairs(1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim, scale);
+                                 float sm_scale) {
+    (void)sm_scale; /* what are numbers of bf16 shall stay so */
+    pack_pairs(1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim, 1.0f);
 }
 
 /* A row's result while its chunks are merged; `m` and `total` are those of all chunks so far. */

@@ -37,8 +37,7 @@ typedef struct pp_chunk {
     pp_view view;
     int32_t part_begin, part_end;
     int32_t group_size;         /* query heads per kv head */
-    float scale;                /* what makes dot products scores; in exact arithmetic queries come scaled */
-    float logits_soft_cap;
+    float sm_scale, logits_soft_cap;
     const float *alibi_slopes;  /* NULL, or (num_qo_heads,) */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
@@ -114,11 +113,12 @@ typedef struct pp_kernels {
     void (*chunk_dot)(const pp_chunk *);  /* bf16 pages in arithmetic of bf16 */
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
-    /* By pp_arithmetic.  Lays out the queries of a sequence, times `scale`, part by part: [head_dim / 2][rows of the
-     * part][2], each float being one element or, in arithmetic of bf16, the two of the last axis. */
+    /* By pp_arithmetic.  Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each
+     * float being one element, scaled, so that products with K are scores, or, in arithmetic of bf16, the two of the
+     * last axis, not scaled. */
     void (*pack_queries[2])(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
                             int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                            float scale);
+                            float sm_scale);
     int32_t max_rows; /* of a part */
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */

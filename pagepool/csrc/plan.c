@@ -20,7 +20,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base_2.h"
 #include "check_decode.h"
 #include "float_mode.h"
 #include "kernels.h"
@@ -231,12 +230,11 @@ static void pack(const pp_decode_plan *plan, const float *q, int32_t s, int32_t 
     const pp_decode_args *args = &plan->args;
     const int32_t dims = args->pool->layout.head_dim, group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
     const int32_t num_queries = queries_of(plan, s), row_floats = args->arithmetic == PP_EXACT ? dims : dims / 2;
-    const float scale = args->arithmetic == PP_EXACT ? pp_in_base_2(args->sm_scale) : 1.0f;
     const int64_t first = plan->query_begin[s], rows_before = (int64_t)head_begin * group_size * num_queries;
     pp_kernels_get()->pack_queries[args->arithmetic](
         plan->q + first * args->num_qo_heads * dims + rows_before * row_floats,
         q + first * args->q_stride_seq + (int64_t)head_begin * group_size * args->q_stride_head, args->q_stride_seq,
-        args->q_stride_head, head_end - head_begin, group_size, num_queries, dims, scale);
+        args->q_stride_head, head_end - head_begin, group_size, num_queries, dims, args->sm_scale);
 }
 
 /* Plans what was measured and cut, in a workspace of all->bytes.  While plan->args.q stands, units may read it. */
@@ -332,7 +330,7 @@ static void fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int
                        .part_begin = slice_border(plan, parts, slice),
                        .part_end = slice_border(plan, parts, slice + 1),
                        .group_size = group_size,
-                       .scale = pp_in_base_2(args->sm_scale),
+                       .sm_scale = args->sm_scale,
                        .logits_soft_cap = args->logits_soft_cap,
                        .alibi_slopes = args->alibi_slopes,
                        .q = plan->q + (int64_t)plan->query_begin[s] * args->num_qo_heads * layout->head_dim,

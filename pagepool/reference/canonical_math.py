@@ -118,7 +118,7 @@ def _power_of_2(n: float) -> float:
 
 
 def tanh(x: float, fma: Fma) -> float:
-    """tanh(x): a polynomial in x * x (Cephes) below TANH_BORDER, from there on (1 - e) / (1 + e), e = 2^(-2 |x| / ln 2).
+    """tanh(x): a polynomial in x * x (Cephes) below TANH_BORDER, then (1 - e) / (1 + e), e = 2^(-2 |x| / ln 2).
 
     >>> tanh(-0.5, fma), tanh(20.0, fma)
     (-0.46211716532707214, 1.0)

@@ -146,8 +146,8 @@ def test_variants_follow_the_canonical_order(dtype, block_size, kv_heads, group,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shifts_are_raised_by_rises_beyond_the_slack_alone(dtype):
-    """Scores climb from tile to tile, by less than the slack of 8 ln 2 = 5.545, by more, in sum by more, and fall; each head of
-    the group has its share of the climb. A chunk begins anew at token 512."""
+    """Scores climb from tile to tile, by less than the slack (8 ln 2 = 5.545), by more, in sum by more, and fall; each
+    head of the group has its share of the climb. A chunk begins anew at token 512."""
     heights = [0, 5, 5.4, 11, 4, 11.2, 40, 45, 46, -30, 90, 90, 95.4, 95.6, 200, 0, 7, 1, 12.6, 12.6, 18]
     tokens = 32 * len(heights) - 9
     (k, v), *_ = random_kv(KvLayout(1, 1, 64), [tokens])
