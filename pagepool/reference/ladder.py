@@ -140,16 +140,14 @@ class Ladder:
             self._drop(request.swapped[1])
             request.swapped = None
 
-    def publish(self, request: Request, num_tokens: int, now: float, start: int = 0) -> None:
-        """Keep the full blocks among its first `num_tokens` tokens, the first `start` of them without a look."""
+    def publish(self, request: Request, num_tokens: int, now: float) -> None:
+        """Keep the full blocks among its first `num_tokens` tokens."""
         if self.cache is None:
             return
         full = num_tokens // self.block_size
         if full:
             tokens = request.all_tokens[: full * self.block_size]
-            self.cache.cache_blocks(
-                tokens, request.kv.blocks[:full], **request.keys, **request.worth, now=now, start=start
-            )
+            self.cache.cache_blocks(tokens, request.kv.blocks[:full], **request.keys, **request.worth, now=now)
         request.kept = full
 
     def _victims(self, active: list[Request]) -> Iterator[tuple[Request, int]]:

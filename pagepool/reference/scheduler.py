@@ -161,9 +161,9 @@ class Scheduler(Admission):
             if self.config.cache_outputs == "end":
                 if batch.is_prefill[row]:
                     count = min(request.fed, len(request.prompt_tokens))
-                    self.publish(request, count, self.time, min(request.kept, count // self.block_size))
+                    self.publish(request, count, self.time)
             elif request.fed // self.block_size > request.kept and not request.at_limit:
-                self.publish(request, request.fed, self.time, request.kept)
+                self.publish(request, request.fed, self.time)
 
     def _finish(self, requests: list[Request]) -> None:
         requests.sort(key=lambda request: request.id)

@@ -63,6 +63,7 @@ class Sequence:
         "_row",
         "_row_end",
         "_swapped",
+        "_twins",
         "cache_priority",
         "cache_salt",
         "cache_ttl",
@@ -115,10 +116,11 @@ class Sequence:
         self._rank: Rank = (1, 0, seq_id)
         self._arrived = 0
         # Its first `_row_end` tokens as the prefix cache reads them, None without a cache, and how many of its leading
-        # blocks the cache was given or has given.
+        # blocks the cache was given or has given; whether it has had others for the tokens of some of these.
         self._row: Any = None
         self._row_end = len(prompt_tokens)
         self._kept = 0
+        self._twins = False
         # Whether the quota of its tenant counts it, the tenant's number in the cache, and its pages in the swap file.
         self._counted = False
         self._group = 0

@@ -110,6 +110,7 @@ class PrefixReuse:
             seq.kv = state
             seq._fed = state.len
             seq._kept = len(blocks)
+            seq._twins = False
         finally:
             self._cache.allocator.free(blocks)
         return True
@@ -117,12 +118,14 @@ class PrefixReuse:
     def publish(self, seq: Sequence, num_tokens: int, start: int = 0) -> None:
         """Keep the full blocks among the first `num_tokens` of `seq`, of which the first `start` are kept already.
 
-        At the end all are looked at: a block of its own that stood behind another's may be wanted by now.
+        All are looked at in the end, and each time when the cache has had another's block in the place of one: when
+        nobody uses that one any more, it is its own that is wanted.
         """
         full = num_tokens // self._account.block_size
         if full:
             tokens = self._tokens(seq, full * self._account.block_size)
-            self._cache_blocks(seq, tokens, seq.kv.block_table[:full], start)
+            taken = self._cache_blocks(seq, tokens, seq.kv.block_table[:full], 0 if seq._twins else start)
+            seq._twins = seq._twins or taken < full - seq._kept
         seq._kept = full
 
     def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
@@ -142,8 +145,8 @@ class PrefixReuse:
                 num_tokens = min(seq.fed, len(seq.prompt_tokens))
                 self.publish(seq, num_tokens, min(seq._kept, num_tokens // self._account.block_size))
 
-    def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any, start: int) -> None:
-        self._cache.cache_blocks(
+    def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any, start: int) -> int:
+        taken: int = self._cache.cache_blocks(
             tokens,
             blocks,
             cache_salt=seq.cache_salt,
@@ -154,6 +157,7 @@ class PrefixReuse:
             now=self._now,
             group=seq._group,
         )
+        return taken
 
     def _prompt(self, seq: Sequence) -> Any:
         return seq._row[: len(seq.prompt_tokens)]

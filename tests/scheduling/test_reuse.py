@@ -136,6 +136,25 @@ def test_what_a_sequence_holds_is_cached_though_idle_blocks_for_the_same_tokens_
     cache.check()
 
 
+def test_a_prompt_that_two_have_read_at_once_is_cached_while_one_of_them_runs():
+    """The blocks of the first are cached, the second one's stand behind them; in the end it is the other way round."""
+    scheduler, cache = make(16)
+    for end in (15, 40):
+        scheduler.add_request([*range(8)], end)
+    while len(scheduler.drain_finished()) == 0:
+        batch = scheduler.schedule()
+        scheduler.commit(batch, batch.seq_ids)
+    seq = scheduler.get_sequence(2)
+    assert [cache.holds(block) for block in seq.kv.blocks] == [False, False, True, False]
+    assert cache.evict(2) == 2 and cache.cached_tokens(seq.all_tokens) == 0
+    for _ in range(BLOCK):
+        run_step(scheduler)
+    assert cache.cached_tokens(seq.all_tokens) == seq.fed // BLOCK * BLOCK == 16
+    assert all(cache.holds(block) for block in seq.kv.blocks[: seq.fed // BLOCK])
+    run_to_end(scheduler)
+    cache.check()
+
+
 def make_priority(num_blocks):
     allocator = BlockAllocator(num_blocks)
     cache = PrefixCache(allocator, BLOCK, "priority")
