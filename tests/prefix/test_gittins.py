@@ -126,3 +126,29 @@ def test_the_same_seed_makes_the_same_traces_and_equal_ids_have_equal_beginnings
         for row in rows:
             for parent, block in zip([-1, *row[:-1].tolist()], row.tolist(), strict=True):
                 assert before.setdefault(block, parent) == parent
+
+
+@pytest.mark.parametrize("api", [pagepool, reference])
+def test_a_group_that_comes_back_behind_an_older_one_is_not_the_next(api):
+    """What waits is taken in runs only where one by one would take the same. Of three groups the last blocks are held,
+    so that all others wait for them; freed one after another they come back into the row of the longest unused one in
+    the wrong order: [first, second, third], of which the third was used before the second."""
+    allocator = api.BlockAllocator(300)
+    cache = api.PrefixCache(allocator, 1, "gittins")
+    first, third, second, last, others = chains = [allocator.allocate_n(n).tolist() for n in (6, 4, 4, 1, 200)]
+    for number, blocks in enumerate(chains):
+        cache.cache_blocks(range(1000 * number, 1000 * number + len(blocks)), blocks)
+    cache.discard(others)  # they came only to make all others of one class of age
+    allocator.free(others + last + first[:-1] + second[:-1] + third[:-1])
+
+    def kept(n):
+        assert cache.evict(n) == n
+        return [sum(cache.holds(block) for block in blocks) for blocks in (first, second, third)]
+
+    assert kept(1) == [6, 4, 4] and not cache.holds(last[0])
+    allocator.free([first[-1], second[-1]])
+    assert kept(1) == [5, 4, 4] and kept(1) == [4, 4, 4]
+    allocator.free(third[-1])
+    assert kept(1) == [3, 4, 4] and kept(3) == [0, 4, 4]
+    assert kept(3) == [0, 3, 2]  # back with what waited for its last block, the second is behind the third
+    assert kept(5) == [0, 0, 0]
