@@ -213,6 +213,7 @@ static void write_nothing(const pp_decode_plan *plan, int32_t s) {
     const pp_decode_args *args = &plan->args;
     const int64_t first = (int64_t)plan->query_begin[s] * args->num_qo_heads;
     const int64_t rows = (int64_t)queries_of(plan, s) * args->num_qo_heads, dims = args->pool->layout.v_head_dim;
+    if (!rows) return; /* there may be no array either */
     memset(args->out + first * dims, 0, (size_t)(rows * dims) * sizeof(float));
     for (int64_t r = first; args->lse && r < first + rows; r++) args->lse[r] = -INFINITY;
     if (args->block_scores)

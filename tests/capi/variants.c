@@ -160,6 +160,11 @@ static void check_overlaps(const scenario *s) {
     bad.query_start_loc = NULL;
     bad.mask_indptr = NULL;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT); /* a mask without indptr */
+    memset(s->starts, 0, (size_t)(s->num_seqs + 1) * sizeof(int32_t)); /* no query token: nothing is read or written */
+    bad = args;
+    bad.q = bad.out = bad.lse = bad.block_scores = NULL;
+    bad.custom_mask = NULL;
+    CHECK(pp_decode(&bad, 1) == PP_OK && pp_decode(&bad, 4) == PP_OK);
     free(args.out);
     free(args.lse);
     free(args.block_scores);
