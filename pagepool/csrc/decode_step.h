@@ -2,9 +2,9 @@
  *
  * Included once per dtype from decode_kernel.h where PP_IN_STEPS is 1; V's dims are a multiple of PP_V_RUN.  It adds in
  * the order of two tiles, one after the other, bit for bit.  Two at a time, so that softmax can be done between the
- * products: it mostly adds, which other units do than those that multiply.  The scores of the first tile become weights
- * head by head while those of the second are made, and these while the first tile's values are added up.  Besides, sums
- * of values are loaded and stored half as often.
+ * products: it mostly adds, which other units do than those that multiply.  Of more than 6 heads the scores of the first
+ * tile become weights, head by head, while those of the second are made; these do so while the first tile's values are
+ * added up.  Besides, sums of values are loaded and stored half as often.
  *
  * Scores and weights lie tile by tile, in a tile head by head, 32 of each. */
 
@@ -61,6 +61,7 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
     const int part = NV * PP_LANES * 2 * PP_ITEM;
     const int64_t from = run + column % PP_V_RUN * 2 * PP_ITEM;
     const int last_run = column / PP_V_RUN + 1 == tile->v_head_dim / PP_V_RUN;
+    _Static_assert(PP_MAX_HEADS <= 2 * PP_GROUP / 4, "a head with every fourth token of the first tile");
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++)
@@ -111,8 +112,9 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const pp_tile *tile, const float *
         PP_NAME(step_scores)(HEADS, NV, 0, tile, vector, q, q_step, s, NULL, prefetch);
     if (one.logits_soft_cap != 0.0f || one.alibi_slopes) bend_scores(&one, HEADS, s);
     scales[0] = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale[0]) ? rescale[0] : NULL;
-    if (NV == VECTORS / 2) {
-        PP_NAME(step_scores)(HEADS, NV, HEADS, tile, NV, q, q_step, s, &to_do, prefetch);
+    if (NV == VECTORS / 2) { /* few heads: between their products it takes 1 % more than before them */
+        while (to_do.next < to_do.end) weigh_next(&to_do);
+        PP_NAME(step_scores)(HEADS, NV, 0, tile, NV, q, q_step, s, NULL, prefetch);
     } else {
         PP_NAME(step_scores)(HEADS, NV, HEADS / 2, tile, VECTORS / 2, q, q_step, s, &to_do, prefetch);
         PP_NAME(step_scores)(HEADS, NV, HEADS - HEADS / 2, tile, VECTORS / 2 + NV, q, q_step, s, &to_do, prefetch);
