@@ -2,9 +2,9 @@
  *
  * Included once per dtype from decode_kernel.h where PP_IN_STEPS is 1; V's dims are a multiple of PP_V_RUN.  It adds in
  * the order of two tiles, one after the other, bit for bit.  Two at a time, so that softmax can be done between the
- * products: it mostly adds, which other units do than those that multiply.  Of more than 6 heads the scores of the first
- * tile become weights, head by head, while those of the second are made; these do so while the first tile's values are
- * added up.  Besides, sums of values are loaded and stored half as often.
+ * products: it mostly adds, which other units do than those that multiply.  Of more than 6 heads the first tile's
+ * scores become weights, head by head, while the second one's scores are made; these do so while the first tile's
+ * values are added up.  Besides, sums of values are loaded and stored half as often.
  *
  * Scores and weights lie tile by tile, in a tile head by head, 32 of each. */
 
