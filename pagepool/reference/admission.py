@@ -15,7 +15,8 @@ __all__ = ["Admission"]
 
 class Admission(Ladder):
     """From the line to the active ones: `ring`, who has waited longest for a step first, and `admitted`, the same in
-    the order of admission. `short`: when the next one did not fit, how many had come by then, and the room."""
+    the order of admission. `short`: whose turn it was when one did not fit, how many had gone by then, the room, and
+    how much of it was cached."""
 
     def __init__(
         self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, swap: Any, tenants: Tenants
@@ -23,8 +24,8 @@ class Admission(Ladder):
         super().__init__(config, allocator, block_size, cache, swap, tenants)
         self.ring: list[Request] = []
         self.admitted: list[Request] = []
-        self.short: tuple[int, int] | None = None
-        self.pushes = 0
+        self.short: tuple[Request, int, int, int] | None = None
+        self.num_gone = 0
         self.num_steps = 0
 
     @property
@@ -33,10 +34,10 @@ class Admission(Ladder):
         return [request for request in self.tenants.requests() if request.state in ("waiting", "preempted")]
 
     def gone(self, request: Request) -> None:
-        """It waits again, in front of those that came later."""
+        """It is active no more."""
         self.ring.remove(request)
         self.admitted.remove(request)
-        self.pushes += 1
+        self.num_gone += 1
 
     def _admit(self) -> None:
         """As many of those that wait as places, backlog, quotas and blocks allow; nobody overtakes who is next."""
@@ -44,12 +45,15 @@ class Admission(Ladder):
         while self.waiting and len(self.ring) < config.max_sequences:
             if config.max_prefill_backlog is not None and self._unread() >= config.max_prefill_backlog:
                 return
-            room = self.room() - self._promised()
-            if self.short is not None and self.ring and self.short[0] == self.pushes and room <= self.short[1]:
-                return
             request, is_aged = self._next()
-            if request is None or not self._start(request):
-                self.short = (self.pushes, room)
+            if request is None:
+                return
+            now = (request, self.num_gone, self.available({}) - self._promised(), self._cached(request))
+            if self.short is not None and self.ring and self.short[:2] == now[:2]:
+                if now[2] <= self.short[2] and now[3] <= self.short[3]:
+                    return
+            if not self._start(request):
+                self.short = (*now[:3], self._cached(request))
                 return
             self.short = None
             if is_aged:

@@ -219,7 +219,7 @@ class Ladder:
             return None
 
     def gone(self, request: Request) -> None:
-        """An active one is preempted: the scheduler takes it out of its turns."""
+        """An active one is preempted or ends: the scheduler takes it out of its turns."""
         raise NotImplementedError
 
     time = 0.0  # of the step, as the caller tells it

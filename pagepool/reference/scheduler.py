@@ -69,7 +69,6 @@ class Scheduler(Admission):
             self.finished.append(request)
         else:
             self.tenants.arrive(request)
-            self.pushes += 1
         self.known[request.id] = request
         return request.id
 
@@ -178,8 +177,7 @@ class Scheduler(Admission):
                 request.kv = None
             self.forget(request)
             if request in self.ring:
-                self.ring.remove(request)
-                self.admitted.remove(request)
+                self.gone(request)
             request.state = "finished"
             self.finished.append(request)
             self.tenants.leave(request)

@@ -42,6 +42,7 @@ class ActiveSequences:
         self._prefill_turn = True
         self._blocks_for = blocks_for
         self.size = 0
+        self.num_gone = 0  # how many have left so far
         self.num_prefills = 0
         self.unread = 0
         self.promised = 0
@@ -148,6 +149,7 @@ class ActiveSequences:
     def _unrank(self, seq: Sequence) -> None:
         del self._ranks[bisect_left(self._ranks, seq._rank)]
         self.size -= 1
+        self.num_gone += 1
         self.reserved -= self._blocks_for(seq.max_tokens)
         if seq.state is PREFILLING:
             self.num_prefills -= 1

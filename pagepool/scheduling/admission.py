@@ -21,8 +21,9 @@ PREFILLING = SeqState.PREFILLING
 class Admission:
     """Moves sequences from the waiting line to the active ones, with the blocks that the prefix cache has for them.
 
-    Nobody overtakes the one whose turn it is: a large request is not starved by small ones behind it. While nothing has
-    come free since it did not fit, it is not tried again.
+    Nobody overtakes the one whose turn it is: a large request is not starved by small ones behind it. It is tried again
+    when more blocks are there than when it did not fit, when more of its prompt is cached, so that it wants fewer, or
+    when someone has gone, who counts for a quota, hysteresis and whole admission.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Admission:
         self._tenants = tenants
         self._floors = floors
         self._ladder = ladder
-        self._short: tuple[int, int] | None = None  # the version of the line and the room when its turn did not fit
+        # Whose turn it was when one did not fit, how many had gone by then, the room, and how much of it was cached.
+        self._short: tuple[Sequence, int, int, int] | None = None
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of `seq` that the prefix cache has, for the policy."""
@@ -55,16 +57,18 @@ class Admission:
         return self._tenants.served(tenant)
 
     def admit(self, now: int) -> None:
-        """Admit until the next one has to wait. Costs O(1) when nobody moves and nothing came free."""
+        """Admit until the next one has to wait."""
         config, active, waiting = self._config, self._active, self._waiting
         backlog = config.max_prefill_backlog
         while len(waiting) and active.size < config.max_sequences and (backlog is None or active.unread < backlog):
-            room = self._account.room() - active.promised
-            if self._short is not None and active.size and self._short[0] == waiting.version and room <= self._short[1]:
-                return
             seq = waiting.peek(self, now, self._tenants.may_start)
-            if seq is None or not self._start(seq, now):
-                self._short = (waiting.version, room)
+            if seq is None:
+                return
+            room = self._account.available() - active.promised
+            if self._is_short(seq, room):
+                return
+            if not self._start(seq, now):
+                self._short = (seq, active.num_gone, room, self._reuse.cached(seq))
                 return
             self._short = None
             if waiting.is_aged(seq, now):
@@ -81,6 +85,13 @@ class Admission:
             except BaseException:
                 waiting.remove(seq)  # unless that was done
                 raise
+
+    def _is_short(self, seq: Sequence, room: int) -> bool:
+        """Whether `seq` did not fit when it was tried last, and would not now."""
+        if self._short is None or not self._active.size:
+            return False
+        who, num_gone, had, cached = self._short
+        return seq is who and self._active.num_gone == num_gone and room <= had and self._reuse.cached(seq) <= cached
 
     def _start(self, seq: Sequence, now: int) -> bool:
         """Give `seq` its state, with all that is cached, kept or swapped; False, with nothing changed, when it does not

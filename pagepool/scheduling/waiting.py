@@ -83,14 +83,12 @@ class WaitingQueue:
         self._max_wait = max_wait_steps
         self._live: dict[int, Sequence] = {}
         self._lanes: dict[Any, Lane] = {}
-        self.version = 0  # changes with every push
 
     def __len__(self) -> int:
         return len(self._live)
 
     def push(self, seq: Sequence) -> None:
         """Add `seq`, which must not be waiting already."""
-        self.version += 1
         self._live[seq.id] = seq
         lane = self._lanes.get(seq.tenant)
         if lane is None:

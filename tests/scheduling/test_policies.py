@@ -104,6 +104,18 @@ def test_a_tenant_that_comes_back_gets_no_credit_for_its_absence():
     assert position <= 2 and tenants.count("idle") <= 5
 
 
+@pytest.mark.parametrize("config", [{"tenants": {"a": Tenant(max_blocks=4)}}, {"admission": "whole"}])
+def test_who_waits_for_another_to_end_begins_when_that_one_has_ended(config):
+    """Though the others have taken more blocks meanwhile than that one gives back."""
+    scheduler = make(92, watermark=0, max_batch_sequences=32, **config)
+    for _ in range(8):
+        scheduler.add_request([1] * 4, 44)
+    first, second = [scheduler.add_request([2] * 4, 16, tenant="a") for _ in range(2)]
+    while not scheduler.drain_finished():
+        assert second not in step(scheduler).seq_ids
+    assert scheduler.get_sequence(first) is None and second in step(scheduler).seq_ids
+
+
 def test_quotas_bound_a_tenant_and_stop_nobody_else():
     scheduler = make(32, tenants={"a": Tenant(max_blocks=4)})
     for _ in range(3):

@@ -155,6 +155,15 @@ def test_a_prompt_that_two_have_read_at_once_is_cached_while_one_of_them_runs():
     cache.check()
 
 
+def test_who_shares_a_prompt_that_is_read_by_now_waits_no_longer():
+    """It did not fit while nothing of its prompt was cached; there is no more room since, but it wants less of it."""
+    scheduler, _ = make(100, max_prefill_tokens=512, watermark=0)
+    for last in range(3):
+        scheduler.add_request([*[7] * 320, last], 380)
+    assert [run_step(scheduler).seq_ids for _ in range(2)] == [[1], [1, 2, 3]]
+    assert [scheduler.get_sequence(seq_id).num_cached for seq_id in (2, 3)] == [320, 320]
+
+
 def make_priority(num_blocks):
     allocator = BlockAllocator(num_blocks)
     cache = PrefixCache(allocator, BLOCK, "priority")
