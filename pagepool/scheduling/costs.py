@@ -7,6 +7,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
+from pagepool.arguments import integer
 from pagepool.config import PressureCosts
 from pagepool.scheduling.swap import SwapFile
 
@@ -37,6 +38,7 @@ def calibrate(
     The pages of free blocks are overwritten. Raises `PoolExhausted` when the pool has no free block, `SwapError` when
     the file cannot be used.
     """
+    tokens, rounds = integer("tokens", tokens, low=1), integer("rounds", rounds, low=1)
     costs: dict[str, float] = {}
     if prefill is not None:
         prefill(tokens)  # the first call warms up

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pagepool.arguments import wrong
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.tokens import token_row
 from pagepool.scheduling.batch import ScheduledBatch
@@ -184,6 +185,8 @@ def open_reuse(cache: Any, account: BlockAccount | NoBlocks, outputs: str) -> Pr
     """For a `PrefixCache` over the pool of `account`, or None; `outputs` as in `SchedulerConfig.cache_outputs`."""
     if cache is None:
         return NoReuse()
+    if not hasattr(cache, "cache_blocks"):
+        raise wrong("prefix_cache", "a PrefixCache or None", cache)
     if not isinstance(account, BlockAccount):
         raise ValueError("a prefix cache needs a pool with blocks")
     return PrefixReuse(cache, account, outputs)

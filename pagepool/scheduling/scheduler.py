@@ -208,9 +208,9 @@ class Scheduler(Roster):
         An entry that is None or negative adds nothing; neither does the entry of a prompt chunk that was not the last
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
         drafts that were accepted, then one token more; the slots of the others are taken back. Sequences that reach
-        their limit finish. Raises ValueError when the lengths differ, the batch was committed before, or a token has
-        more than the 32 bits that a prefix cache holds, TypeError when an entry is not an integer; nothing has changed
-        then.
+        their limit finish. Raises ValueError when the lengths differ, the batch was committed before or is of another
+        scheduler, or a token has more than the 32 bits that a prefix cache holds, TypeError when an entry is not an
+        integer; nothing has changed then.
         """
         if not isinstance(batch, ScheduledBatch):
             raise wrong("batch", "a ScheduledBatch", batch)
@@ -219,6 +219,8 @@ class Scheduler(Roster):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(batch._sequences)} sequences")
         if batch._committed:
             raise ValueError("the batch was committed before")
+        if batch is not self._out and not all(self._knows(seq) for seq in batch._sequences):
+            raise ValueError("the batch is of another scheduler")
         if self._reuse.keeps:
             check_tokens(results)
         if self.config.lookahead:
@@ -241,6 +243,10 @@ class Scheduler(Roster):
         if finished:
             self._finish(finished)
         self._planner.regroup(got, missed)
+
+    def _knows(self, seq: Sequence) -> bool:
+        """Whether it is one of this scheduler's, or has ended."""
+        return seq.state is FINISHED or self._sequences.get(seq.id) is seq
 
     def _close(self, batch: ScheduledBatch) -> None:
         """`batch` was run: what it stored can be kept, and slots that were for drafts are taken back."""

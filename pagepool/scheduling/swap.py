@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from pagepool.arguments import integer
 from pagepool.errors import SwapError
 
 __all__ = ["SwapFile", "Ticket"]
@@ -52,9 +53,7 @@ class SwapFile:
             raise TypeError("a swap file is for one KvCachePool or a list of them")
         if any(pool.allocator is not self.pools[0].allocator for pool in self.pools):
             raise ValueError("the pools of a swap file must share one allocator")
-        self.num_blocks = operator.index(num_blocks)
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks must be at least 0, not {num_blocks}")
+        self.num_blocks = integer("num_blocks", num_blocks, low=0)
         self._block_bytes = sum(self._bytes_of(pool) for pool in self.pools)
         self._free: list[int] = []
         self._held: dict[int, int] = {}  # the places of all tickets that are out, with their checksums

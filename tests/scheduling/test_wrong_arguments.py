@@ -4,14 +4,17 @@ import pytest
 
 from pagepool import (
     BlockAllocator,
+    KvCachePool,
     KvLayout,
     PrefixCache,
     PrefixPins,
     PressureCosts,
     Scheduler,
     SchedulerConfig,
+    SwapFile,
     Tenant,
     Transaction,
+    calibrate,
 )
 
 
@@ -45,8 +48,12 @@ def test_others_do_too():
     worth = PrefixCache(BlockAllocator(8), 4, "priority")
     blocks = cache.allocator.allocate_n(1)
     pins = PrefixPins(cache, 2)
+    pool = KvCachePool(8, 1)
     for call, words in (
         (lambda: PressureCosts(None), "recompute_us_per_token must be a number, not None"),
+        (lambda: Scheduler(None, cache.allocator, 5), "prefix_cache must be a PrefixCache or None, not int: 5"),
+        (lambda: SwapFile(pool, num_blocks="2"), "num_blocks must be an integer, not str: '2'"),
+        (lambda: calibrate(rounds=None), "rounds must be an integer, not None"),
         (lambda: Transaction(5), "a participant must be a sequence, a StateHandle or .*, not int: 5"),
         (lambda: PrefixPins(cache, None), "budget must be an integer, not None"),
         (lambda: pins.pin([1], ttl="x"), "ttl must be a number, not str: 'x'"),
@@ -66,6 +73,20 @@ def test_others_do_too():
     assert len(pins) == 0 and cache.num_cached == worth.num_cached == 0
 
 
+def test_a_batch_of_another_scheduler_is_refused():
+    ours, other = Scheduler(), Scheduler()
+    for scheduler in (ours, other):
+        scheduler.add_request([1, 2], 9)
+    early, batch = ours.schedule(), other.schedule()
+    with pytest.raises(ValueError, match="the batch is of another scheduler"):
+        ours.commit(batch, [7])
+    assert other.get_sequence(1).output_tokens == [] and ours.get_sequence(1).output_tokens == []
+    other.commit(batch, [7])
+    ours.schedule()
+    ours.commit(early, [8])  # late, and its own
+    assert other.get_sequence(1).output_tokens == [7] and ours.get_sequence(1).output_tokens == [8]
+
+
 def test_a_config_names_what_is_wrong():
     for call, error, words in (
         (lambda: SchedulerConfig(max_sequences=2.5), TypeError, "max_sequences must be an integer, not float: 2.5"),
@@ -76,6 +97,7 @@ def test_a_config_names_what_is_wrong():
         (lambda: Tenant(min_blocks="2"), TypeError, "min_blocks must be an integer, not str: '2'"),
         (lambda: PressureCosts(swap_us_per_block=b"1"), TypeError, "swap_us_per_block must be a number, not bytes"),
         (lambda: KvLayout(1, 1, 8, block_size=2000), ValueError, "block_size must be from 1 to 1024, not 2000"),
+        (lambda: calibrate(tokens=0), ValueError, "tokens must be at least 1, not 0"),
         (lambda: PrefixPins(PrefixCache(BlockAllocator(1)), -1), ValueError, "budget must be at least 0, not -1"),
     ):
         with pytest.raises(error, match=words):
