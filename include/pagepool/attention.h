@@ -56,7 +56,7 @@ extern "C" {
 /* What decode computes in.
  *
  * PP_EXACT: f32 products and sums of the stored values.  A head's error is below 1e-5 of its largest output, as long as
- * scores stay below 30 or so: they are f32, and errors grow with their size.
+ * scores stay below 20 or so: they are f32, and errors grow with their size.
  *
  * PP_ROUNDED_BF16, for pages of bf16: queries are rounded to bf16, and so are the softmax's weights, and both are
  * multiplied by the CPU's dot products of pairs of bf16 (AVX512_BF16), which do twice as much as fma.  All else stays

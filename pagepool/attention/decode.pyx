@@ -100,7 +100,7 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     nothing but the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the
     order, the threads or the block size.
 
-    In exact arithmetic a head's error is below 1e-5 of its largest output, as long as scores stay below 30 or so: those
+    In exact arithmetic a head's error is below 1e-5 of its largest output, as long as scores stay below 20 or so: those
     are float32, and errors grow with their size. With "bf16", rounding changes a score by at most
     E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the
     lse by E + 2^-8; on random numbers outputs were off by up to 5e-3 of the largest one.
