@@ -10,7 +10,7 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
-from libc.math cimport isfinite, sqrt
+from libc.math cimport sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
 from pagepool.attention.custom_mask cimport MaskBits
@@ -165,8 +165,8 @@ cdef class Arguments:
 
     cdef int read_scale(self, object sm_scale) except -1:
         cdef double scale = 1.0 / sqrt(self.q.shape[2]) if sm_scale is None else read_float("sm_scale", sm_scale)
-        if not isfinite(<float>scale):
-            raise ValueError(f"sm_scale must be a finite float32, not {sm_scale}")
+        if not -2e38 <= scale <= 2e38:  # times log2(e) it is a float32
+            raise ValueError(f"sm_scale must be from -2e38 to 2e38, not {sm_scale}")
         self.args.sm_scale = <float>scale
         return 0
 

@@ -262,9 +262,10 @@ def test_neutral_variants_are_taken(call):
     call(window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None)
 
 
-@pytest.mark.parametrize("sm_scale", [float("nan"), float("inf"), 1e39])
-def test_a_scale_that_is_no_finite_float32(call, sm_scale):
-    refused(call, ValueError, "sm_scale", sm_scale=sm_scale)
+@pytest.mark.parametrize("sm_scale", [float("nan"), float("inf"), 1e39, 2.4e38, -2.4e38])
+def test_a_scale_that_float32_does_not_hold_in_base_2(call, sm_scale):
+    match = f"sm_scale must be from -2e38 to 2e38, not {re.escape(str(sm_scale))}$"
+    refused(call, ValueError, match, sm_scale=sm_scale)
 
 
 @pytest.mark.parametrize("num_threads", [0, -1])
