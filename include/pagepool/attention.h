@@ -87,7 +87,7 @@ typedef struct pp_decode_args {
     int64_t block_tables_stride;  /* in elements */
     int64_t block_tables_width;
     const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
-    float sm_scale;               /* of scores: 1 / sqrt(head_dim) in most models */
+    float sm_scale;               /* of scores: 1 / sqrt(head_dim) in most models; from -2e38 to 2e38 */
     int64_t window;               /* 0: every token; else the last `window` ones up to the query's own: what no query
                                      token of a sequence sees is not read, nor its id */
     float logits_soft_cap;        /* 0: none; else, from 1e-30 to 1e30, a score becomes cap * tanh(score / cap) */
@@ -119,14 +119,14 @@ typedef struct pp_decode_plan {
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
 /* Checks everything (PP_INVALID_ARGUMENT: a size, a num_qo_heads that num_kv_heads does not divide, an arithmetic that
- * the pages are not for, a soft cap out of range, a seq_len below 0 or past the table's width, a query_start_loc that
- * does not begin with 0 or falls, an array that is missing, a workspace that is too small or not aligned, results or a
- * workspace that overlap each other or anything that is read, whatever the strides; PP_INVALID_BLOCK: an id within what
- * is seen of a sequence that is out of range) and plans; nothing is written on failure but the workspace.
- * `workspace` is 64-byte aligned and must live until the last unit is done; so must the pool, the mask with its two
- * arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc are copied.  Running a unit
- * takes up to 10 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32 v_head_dim over a V
- * within K. */
+ * the pages are not for, a scale or soft cap out of range, a seq_len below 0 or past the table's width, a
+ * query_start_loc that does not begin with 0 or falls, an array that is missing, a workspace that is too small or not
+ * aligned, results or a workspace that overlap each other or anything that is read, whatever the strides;
+ * PP_INVALID_BLOCK: an id within what is seen of a sequence that is out of range) and plans; nothing is written on
+ * failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is done; so must the
+ * pool, the mask with its two arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc are
+ * copied.  Running a unit takes up to 10 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32
+ * v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

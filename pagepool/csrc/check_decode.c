@@ -1,13 +1,17 @@
 /* check_decode.c: see check_decode.h. */
 #include "check_decode.h"
 
+#include <math.h>
+
 pp_status pp_check_decode(const pp_decode_args *args) {
     if (!args->pool) return PP_INVALID_ARGUMENT;
     const pp_kv_layout *layout = &args->pool->layout;
-    const float cap = args->logits_soft_cap; /* its inverse is taken */
+    const float cap = args->logits_soft_cap;  /* its inverse is taken */
+    const float scale = fabsf(args->sm_scale); /* times log2(e) it is an f32 */
     if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
         args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0 || args->window < 0 ||
-        (args->query_start_loc && args->query_start_loc[0]) || (cap != 0.0f && !(cap >= 1e-30f && cap <= 1e30f)) ||
+        (args->query_start_loc && args->query_start_loc[0]) ||
+        !(scale <= 2e38f) || (cap != 0.0f && !(cap >= 1e-30f && cap <= 1e30f)) ||
         (args->num_seqs && (!args->seq_lens || (args->block_tables_width && !args->block_tables))) ||
         (args->arithmetic != PP_EXACT && (args->arithmetic != PP_ROUNDED_BF16 || layout->dtype != PP_BF16)) ||
         (args->custom_mask && (!args->mask_indptr || !args->mask_widths)))

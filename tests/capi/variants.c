@@ -98,7 +98,7 @@ static void check_overlaps(const scenario *s) {
     make_masks(s, &args);
     float first = args.out[0];
     const pp_kv_pool nothing = {.num_blocks = 0};
-    for (int way = 0; way < 23; way++) {
+    for (int way = 0; way < 26; way++) {
         bad = args;
         if (way == 0) bad.out = (float *)(uintptr_t)s->q;
         if (way == 1) bad.lse = args.out + scenario_out_count(s) - 1;
@@ -123,6 +123,9 @@ static void check_overlaps(const scenario *s) {
         if (way == 20) bad.block_tables_width = INT64_MAX / 2; /* sizes that pass what can be addressed */
         if (way == 21) bad.block_tables_stride = INT64_MIN;
         if (way == 22) bad.q_stride_seq = INT64_MAX / 3;
+        if (way == 23) bad.sm_scale = NAN;
+        if (way == 24) bad.sm_scale = -INFINITY;
+        if (way == 25) bad.sm_scale = 2.4e38f;
         first = args.out[0];
         CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
         CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
