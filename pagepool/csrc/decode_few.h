@@ -28,10 +28,11 @@ PP_INLINE void PP_NAME(prefetch_once)(int mode, const unsigned char *at, int byt
 
 /* Adds to HEADS x NV sums the products of NV vectors, each of the first or (ODD) the second of two neighbouring rows
  * that are `width` elements long, with a weight per head.  The weights of two heads stay in registers while the vectors
- * come one by one; of more heads the weights come one by one, for two vectors each, and once more for the next two. */
+ * come one by one; of more heads the weights come one by one, for two vectors each, and once more for the next two, or
+ * for three. */
 PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int ODD, const unsigned char *const *at,
                                      int width, const float *weight, const int weight_step, pp_v *sum) {
-    const int AT_ONCE = HEADS <= 2 ? 1 : 2;
+    const int AT_ONCE = HEADS <= 2 ? 1 : NV == 3 ? 3 : 2;
     pp_v x[8], w[PP_MAX_HEADS];
     PP_UNROLL for (int i = 0; i < NV; i += AT_ONCE) {
         PP_UNROLL for (int j = i; j < i + AT_ONCE; j++) {
@@ -41,6 +42,10 @@ PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int OD
             if (HEADS > 1) x[j] = v_kept(x[j]);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++) {
+            if (AT_ONCE == 3) {
+                v_add_products_3(sum + g * NV, x, weight + g * weight_step);
+                continue;
+            }
             if (i == 0 || AT_ONCE == 2) w[g] = v_set1(weight[g * weight_step]);
             PP_UNROLL for (int j = i; j < i + AT_ONCE; j++) v_add_product(&sum[g * NV + j], x[j], w[g]);
         }
@@ -170,15 +175,22 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const pp_tile *til
             v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
 }
 
-static __attribute__((noinline)) void PP_NAME(run_values)(int heads, const pp_tile *tile, int column, const float *p,
-                                                          float *o, int prefetch) {
+/* The next vectors of dims of a run: how many is returned.  The 8 of a run with 4 heads go as 3, 3 and 2. */
+static __attribute__((noinline)) int PP_NAME(run_values)(int heads, const pp_tile *tile, int column, const float *p,
+                                                         float *o, int prefetch) {
     switch (heads) {
-    case 1: PP_NAME(values)(1, 8, tile, PP_V_RUN, column, p, o, prefetch); break;
-    case 2: PP_NAME(values)(2, 4, tile, PP_V_RUN, column, p, o, prefetch); break;
-    case 3: PP_NAME(values)(3, 4, tile, PP_V_RUN, column, p, o, prefetch); break;
-    case 4: PP_NAME(values)(4, 2, tile, PP_V_RUN, column, p, o, prefetch); break;
-    case 5: PP_NAME(values)(5, 2, tile, PP_V_RUN, column, p, o, prefetch); break;
-    case 6: PP_NAME(values)(6, 2, tile, PP_V_RUN, column, p, o, prefetch); break;
+    case 1: PP_NAME(values)(1, 8, tile, PP_V_RUN, column, p, o, prefetch); return 8;
+    case 2: PP_NAME(values)(2, 4, tile, PP_V_RUN, column, p, o, prefetch); return 4;
+    case 3: PP_NAME(values)(3, 4, tile, PP_V_RUN, column, p, o, prefetch); return 4;
+    case 4:
+        if (column % PP_V_RUN < 6 * PP_LANES) {
+            PP_NAME(values)(4, 3, tile, PP_V_RUN, column, p, o, prefetch);
+            return 3;
+        }
+        PP_NAME(values)(4, 2, tile, PP_V_RUN, column, p, o, prefetch);
+        return 2;
+    case 5: PP_NAME(values)(5, 2, tile, PP_V_RUN, column, p, o, prefetch); return 2;
+    default: PP_NAME(values)(6, 2, tile, PP_V_RUN, column, p, o, prefetch); return 2;
     }
 }
 
@@ -239,8 +251,7 @@ PP_INLINE void PP_NAME(tile_values)(int heads, const pp_tile *tile, int from, in
     }
     int d = 0;
     if (to - from == PP_TILE) {
-        const int step = PP_V_RUN / (heads == 1 ? 1 : heads <= 3 ? 2 : 4);
-        for (; d < whole; d += step) PP_NAME(run_values)(heads, tile, d, p, o, prefetch);
+        while (d < whole) d += PP_LANES * PP_NAME(run_values)(heads, tile, d, p, o, prefetch);
         for (; d + 2 * PP_LANES <= dims; d += 2 * PP_LANES)
             PP_NAME(narrow_values)(heads, tile, dims - whole, d, p, o, prefetch);
     }
