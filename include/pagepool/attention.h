@@ -34,7 +34,8 @@
  * but the counts and sm_scale, which has no default: 0 would weigh all tokens alike.
  *
  * Numbers are what IEEE 754 makes of them: a NaN in q or K makes a head NaN, one in V its own dim.  A score of +inf
- * makes a head NaN, and a token whose score is -inf weighs nothing (where all are, the head is NaN and its lse -inf).
+ * makes a head NaN, as may a q that is not finite once it is multiplied by sm_scale log2(e), for scores are in base 2;
+ * and a token whose score is -inf weighs nothing (where all are, the head is NaN and its lse -inf).
  * A sink of -inf is none. */
 #ifndef PAGEPOOL_ATTENTION_H
 #define PAGEPOOL_ATTENTION_H
