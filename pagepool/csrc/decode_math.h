@@ -233,7 +233,9 @@ static __attribute__((noinline)) void add_to_blocks(const pp_tile *tile, int hea
 }
 
 /* How the rows of a kv head are cut into parts that share loads: about equal ones of up to PP_MAX_HEADS. */
-PP_INLINE int32_t num_parts(int32_t head_rows) { return (head_rows + PP_MAX_HEADS - 1) / PP_MAX_HEADS; }
+PP_INLINE int32_t num_parts(int32_t head_rows) {
+    return head_rows / PP_MAX_HEADS + (head_rows % PP_MAX_HEADS != 0);
+}
 PP_INLINE int32_t part_border(int32_t head_rows, int32_t part) {
     return (int32_t)((int64_t)head_rows * part / num_parts(head_rows));
 }
@@ -425,7 +427,7 @@ static void merge_rows(const pp_merge_args *args) {
         float maximum = -INFINITY, total = 0.0f;
         for (int64_t i = 0; i < args->num_parts; i++) {
             const float part = s[i * args->s_stride_part];
-            if (!(part <= maximum)) maximum = part; /* a NaN is taken, and stays */
+            if (!(part <= maximum)) maximum = part; /* of a NaN weight and result are NaN anyway */
         }
         const float shift = maximum == -INFINITY ? 0.0f : maximum; /* nothing less nothing is NaN */
         for (int64_t i = 0; i < args->num_parts; i++) total += exp_one(s[i * args->s_stride_part] - shift);
