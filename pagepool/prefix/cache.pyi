@@ -1,5 +1,5 @@
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeAlias, final
+from typing import SupportsIndex, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,19 @@ class PrefixCache(CacheSummary):
         now: float = 0.0,
         group: SupportsIndex = 0,
     ) -> int: ...
-    def cache_beside(self, tokens: _Ids, blocks: _Ids, **names: Any) -> int: ...
+    def cache_beside(
+        self,
+        tokens: _Ids,
+        blocks: _Ids,
+        *,
+        cache_salt: _Key = None,
+        extra_keys: Iterable[_Key] = (),
+        start: SupportsIndex = 0,
+        priority: SupportsIndex = 0,
+        ttl: float | None = None,
+        now: float = 0.0,
+        group: SupportsIndex = 0,
+    ) -> int: ...
     def expire(self, now: float) -> int: ...
     def touch(self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()) -> int: ...
     def evict(self, n: SupportsIndex, *, group: SupportsIndex = 0) -> int: ...

@@ -184,6 +184,18 @@ cdef class PrefixCache(CacheSummary):
         `InvalidBlock` for a block that is free, out of range, or cached for other tokens, `ValueError` for too few
         blocks or a `start` behind the last full one, `TypeError`, `MemoryError`; then nothing has changed.
         """
+        return self.put(False, tokens, blocks, cache_salt, extra_keys, start, priority, ttl, now, group)
+
+    def cache_beside(
+        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0
+    ):
+        """As `cache_blocks`, but all that is cached stays, so that `discard` can take it back. Internal."""
+        return self.put(True, tokens, blocks, cache_salt, extra_keys, start, priority, ttl, now, group)
+
+    cdef int64_t put(
+        self, bint stays, object tokens, object blocks, object cache_salt, object extra_keys, object start,
+        object priority, object ttl, double now, object group
+    ) except -1:
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
@@ -202,17 +214,9 @@ cdef class PrefixCache(CacheSummary):
             _guard = Uninterrupted()
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
-            return cached.keep(key, &row[0], ids.ids, n, known, mark, level, end)
+            return cached.keep(key, &row[0], ids.ids, n, known, mark, level, end, stays)
         finally:
             release_ids(&ids)
-
-    def cache_beside(self, tokens, blocks, **names):
-        """As `cache_blocks`, but all that is cached stays, so that `discard` can take it back. Internal."""
-        self.cached.stays = True
-        try:
-            return self.cache_blocks(tokens, blocks, **names)
-        finally:
-            self.cached.stays = False
 
     def expire(self, double now):
         """Tells the time: blocks whose priority ends by `now` get priority 0, as used just now; returns how many.

@@ -6,7 +6,7 @@ from pagepool.prefix.evictable_blocks cimport EvictableBlocks
 
 cdef class CachedBlocks(EvictableBlocks):
     cdef uint8_t mark  # of the blocks that come next
-    cdef bint stays  # what is cached, whoever uses it
+    cdef bint stays  # what is cached, whoever uses it, while blocks are kept
     cdef int32_t *path  # room for the nodes and the blocks of one call
     cdef int64_t path_room
 
@@ -26,9 +26,10 @@ cdef class CachedBlocks(EvictableBlocks):
     cdef int64_t c_publish(
         self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1
-    # All of `PrefixCache.cache_blocks` but its arguments: a named key, mark, priority and its end as the policy has it.
+    # All of `PrefixCache.cache_blocks` but its arguments: a named key, mark, priority and its end as the policy has it;
+    # and whether all that is cached stays.
     cdef int64_t keep(
         self, tuple key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark, int level,
-        uint64_t end
+        uint64_t end, bint stays
     ) except -1
     cdef object refused(self, int64_t i, int32_t block, pp_status status)

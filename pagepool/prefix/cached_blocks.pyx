@@ -187,13 +187,14 @@ cdef class CachedBlocks(EvictableBlocks):
 
     cdef int64_t keep(
         self, tuple key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark, int level,
-        uint64_t end
+        uint64_t end, bint stays
     ) except -1:
         cdef int32_t root
         try:
             self.c_reserve_path(2 * n)
             self.table.reserve(n + 1)
             self.mark = <uint8_t>mark
+            self.stays = stays
             self.order.priority = level
             self.order.end = end
             self.order.c_reserve(n)
@@ -205,6 +206,7 @@ cdef class CachedBlocks(EvictableBlocks):
                 self.c_unpin(root)
         finally:
             self.mark = CACHED
+            self.stays = False
             self.order.priority = 0
             self.order.end = 0
 

@@ -109,7 +109,7 @@ cdef class PrefixSpace:
         cdef Uninterrupted _guard
         try:
             _guard = Uninterrupted()  # within, since it may be refused as well
-            fresh[0] = self.cache.cached.keep(self.named_key, tokens, blocks, n, start, CACHED, priority, 0)
+            fresh[0] = self.cache.cached.keep(self.named_key, tokens, blocks, n, start, CACHED, priority, 0, False)
         except InvalidBlock:
             return PP_INVALID_BLOCK
         except PoolError:
