@@ -7,11 +7,6 @@ from pagepool.prefix.summary cimport CacheSummary
 
 cdef class PrefixCache(CacheSummary):
     cdef EventLog log(self)
-    # `cache_blocks`; with `stays` all that is cached stays.
-    cdef int64_t put(
-        self, bint stays, object tokens, object blocks, object cache_salt, object extra_keys, object start,
-        object priority, object ttl, double now, object group
-    ) except -1
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, HeldBlocks held)
 
     # One of `drain_events`, without the GIL, while no other thread is in a call of the cache: see EventLog.c_next.

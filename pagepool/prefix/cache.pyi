@@ -47,19 +47,7 @@ class PrefixCache(CacheSummary):
         ttl: float | None = None,
         now: float = 0.0,
         group: SupportsIndex = 0,
-    ) -> int: ...
-    def cache_beside(
-        self,
-        tokens: _Ids,
-        blocks: _Ids,
-        *,
-        cache_salt: _Key = None,
-        extra_keys: Iterable[_Key] = (),
-        start: SupportsIndex = 0,
-        priority: SupportsIndex = 0,
-        ttl: float | None = None,
-        now: float = 0.0,
-        group: SupportsIndex = 0,
+        beside: bool = False,
     ) -> int: ...
     def expire(self, now: float) -> int: ...
     def touch(self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()) -> int: ...

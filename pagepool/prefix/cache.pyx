@@ -164,7 +164,8 @@ cdef class PrefixCache(CacheSummary):
         return self.cached.c_walk(root, &row[0], n, True) * self.block_size
 
     def cache_blocks(
-        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0
+        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0,
+        bint beside=False
     ):
         """Keeps the full blocks of a sequence; returns how many of them it has taken now.
 
@@ -177,6 +178,7 @@ cdef class PrefixCache(CacheSummary):
         priority  of the blocks that are new, from 0, the first to be evicted, to 255; for the policy "priority" alone
         ttl       how long from `now` on they have it, until `expire` is told that time, then it is 0; None: for good
         group     whose the new blocks are, from 0, nobody's, to 254; see `floors`
+        beside    whether all that is cached stays, so that `discard` of the new blocks takes everything back
 
         The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
         that one stays while others use it, and the sequence's own remains the sequence's alone; one that nobody uses
@@ -184,18 +186,6 @@ cdef class PrefixCache(CacheSummary):
         `InvalidBlock` for a block that is free, out of range, or cached for other tokens, `ValueError` for too few
         blocks or a `start` behind the last full one, `TypeError`, `MemoryError`; then nothing has changed.
         """
-        return self.put(False, tokens, blocks, cache_salt, extra_keys, start, priority, ttl, now, group)
-
-    def cache_beside(
-        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0
-    ):
-        """As `cache_blocks`, but all that is cached stays, so that `discard` can take it back. Internal."""
-        return self.put(True, tokens, blocks, cache_salt, extra_keys, start, priority, ttl, now, group)
-
-    cdef int64_t put(
-        self, bint stays, object tokens, object blocks, object cache_salt, object extra_keys, object start,
-        object priority, object ttl, double now, object group
-    ) except -1:
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
@@ -214,7 +204,7 @@ cdef class PrefixCache(CacheSummary):
             _guard = Uninterrupted()
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
-            return cached.keep(key, &row[0], ids.ids, n, known, mark, level, end, stays)
+            return cached.keep(key, &row[0], ids.ids, n, known, mark, level, end, beside)
         finally:
             release_ids(&ids)
 

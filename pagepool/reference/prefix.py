@@ -45,7 +45,7 @@ class PrefixCache(CacheSummary):
         self.block_size = block_size
         self.policy = policy
         self.evicted = self.cleared = self.looked_up = self.hits = 0
-        self.floors, self._stays = CacheFloors(self), False
+        self.floors = CacheFloors(self)
         self._forget()
         allocator.add_holder(self)
 
@@ -92,6 +92,7 @@ class PrefixCache(CacheSummary):
         ttl: float | None = None,
         now: float = 0.0,
         group: int = 0,
+        beside: bool = False,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them it has taken now."""
         if self.policy != "priority" and (priority or ttl is not None):
@@ -106,7 +107,7 @@ class PrefixCache(CacheSummary):
         if last is not None and last.key == keys[start - 1] and root_of(last) is root:
             node, keys, ids = last, keys[start:], ids[start:]
         path = path_of(node, keys)
-        fresh = [(node, block) for node, block in zip(path, ids, strict=False) if self._gives_way(node, block)]
+        fresh = [(node, block) for node, block in zip(path, ids, strict=False) if self._gives_way(node, block, beside)]
         taken = [block for _, block in fresh]
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
             raise InvalidBlock("a block is cached already, for other tokens, or given twice")
@@ -120,14 +121,6 @@ class PrefixCache(CacheSummary):
                 self._replace(node, block)
         self._order.priority, self._order.end = 0, None
         return len(fresh)
-
-    def cache_beside(self, tokens: Any, blocks: Any, **names: Any) -> int:
-        """As `cache_blocks`, but all that is cached stays."""
-        self._stays = True
-        try:
-            return self.cache_blocks(tokens, blocks, **names)
-        finally:
-            self._stays = False
 
     def expire(self, now: float) -> int:
         """Tells the time: blocks whose priority ends by `now` get priority 0; returns how many."""
@@ -225,9 +218,9 @@ class PrefixCache(CacheSummary):
         self.floors.add(block, group)
         self._order.insert(node)
 
-    def _gives_way(self, node: Node, block: int) -> bool:
+    def _gives_way(self, node: Node, block: int, beside: bool) -> bool:
         """Whether the node has no block, or one that nobody uses where the other is somebody's and not cached."""
-        if node.block is None or node.block == block or self._stays or self._in_use(node):
+        if node.block is None or node.block == block or beside or self._in_use(node):
             return node.block is None
         is_block = 0 <= block < self.allocator.max_capacity and block not in self._cached
         return bool(is_block and self.allocator.ref_count(block))

@@ -33,7 +33,7 @@ class Publication:
         if len(self.held):
             holds = self.cache.holds
             self._fresh = array("i", [block for block in self.blocks if not holds(block)])
-            self.cache.cache_beside(self.tokens, self.blocks, **self.keys)
+            self.cache.cache_blocks(self.tokens, self.blocks, **{**self.keys, "beside": True})
 
     def take_back(self) -> None:
         """Undoes `publish`, if that was done."""
