@@ -168,4 +168,5 @@ cdef extern from "pagepool/threads.h" nogil:
     ctypedef void (*pp_range_body)(void *context, int64_t begin, int64_t end) noexcept nogil
     void pp_parallel_for(int num_threads, int64_t num_units, pp_range_body body, void *context) noexcept
     int pp_default_num_threads() noexcept
+    int pp_num_threads_forced_unusable() noexcept
     void pp_threads_quiesce() noexcept

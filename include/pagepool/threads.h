@@ -22,9 +22,11 @@ extern "C" {
 PP_API void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *context, int64_t begin, int64_t end),
                             void *context);
 
-/* The number of CPUs in the calling thread's affinity mask, or PAGEPOOL_NUM_THREADS when that is a number from 1 to
- * PP_MAX_THREADS. */
+/* The number of CPUs in the calling thread's affinity mask, or the environment's PAGEPOOL_NUM_THREADS, which is read at
+ * each call; anything but a number from 1 to PP_MAX_THREADS is ignored there, and pp_num_threads_forced_unusable() is 1
+ * then. */
 PP_API int pp_default_num_threads(void);
+PP_API int pp_num_threads_forced_unusable(void);
 
 /* Waits until every worker sleeps: for measurements that want the cores to themselves. */
 PP_API void pp_threads_quiesce(void);

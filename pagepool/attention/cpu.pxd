@@ -1,1 +1,4 @@
-# Nothing to cimport: C callers have pagepool/cpu.h.
+# C callers have pagepool/cpu.h and pagepool/threads.h.
+
+# The default of `decode`; once for each value of PAGEPOOL_NUM_THREADS that is none, a RuntimeWarning says so.
+cdef int c_num_threads() except -1

@@ -1,6 +1,9 @@
 """cpu_info: the instruction set in use and what the CPU has."""
 
-from pagepool.memory.kernels cimport c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable
+from pagepool.csrc cimport PP_MAX_THREADS
+from pagepool.memory.kernels cimport (
+    c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable, c_num_threads_forced_unusable,
+)
 
 import os
 import platform
@@ -8,13 +11,32 @@ import warnings
 
 __all__ = ["cpu_info"]
 
+cdef object told = None  # the last value of PAGEPOOL_NUM_THREADS that was warned of
+
+
+cdef int c_num_threads() except -1:
+    global told
+    cdef int num_threads = c_default_num_threads()
+    if c_num_threads_forced_unusable():
+        asked = os.environ.get("PAGEPOOL_NUM_THREADS")
+        if asked != told:
+            warnings.warn(
+                f"PAGEPOOL_NUM_THREADS={asked!r} is not a number from 1 to {PP_MAX_THREADS}: "
+                f"as many threads are used as this process has CPUs, {num_threads}",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+            told = asked
+    return num_threads
+
 
 def cpu_info():
     """What the kernels run on.
 
     Returns a dict: `isa`, the instruction set in use; `available`, all that this build has and this machine can run,
     best first; `num_threads`, the default of `decode`; `machine`, the architecture. The environment's PAGEPOOL_ISA
-    names one of `available` to be used instead of the best; it is read once.
+    names one of `available` to be used instead of the best; it is read once. PAGEPOOL_NUM_THREADS, from 1 to 256, is
+    read at each call. A `RuntimeWarning` says which value of either cannot be had, and what is used instead.
 
     >>> info = cpu_info()
     >>> info["isa"] in info["available"] and info["available"][-1] == "baseline"
@@ -26,7 +48,7 @@ def cpu_info():
     return {
         "isa": c_isa().decode(),
         "available": available,
-        "num_threads": c_default_num_threads(),
+        "num_threads": c_num_threads(),
         "machine": platform.machine(),
     }
 
@@ -38,3 +60,4 @@ if c_isa_forced_unavailable():
         RuntimeWarning,
         stacklevel=2,
     )
+c_num_threads()  # warns

@@ -8,6 +8,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from pagepool.attention.arguments cimport Arguments
+from pagepool.attention.cpu cimport c_num_threads
 from pagepool.csrc cimport (
     PP_MAX_THREADS,
     PP_OK,
@@ -15,7 +16,7 @@ from pagepool.csrc cimport (
     pp_status,
 )
 from pagepool.memory.ids cimport read_number
-from pagepool.memory.kernels cimport c_decode_args, c_default_num_threads
+from pagepool.memory.kernels cimport c_decode_args
 from pagepool.memory.kv_pool cimport KvCachePool
 
 import numpy as np
@@ -52,7 +53,7 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
 
 cdef int read_threads(object num_threads) except -1:
     if num_threads is None:
-        return c_default_num_threads()
+        return c_num_threads()
     cdef int64_t threads = read_number("num_threads", num_threads)
     if not 1 <= threads <= PP_MAX_THREADS:
         raise ValueError(f"num_threads must be from 1 to {PP_MAX_THREADS}, not {num_threads}")

@@ -234,13 +234,20 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
     pthread_mutex_unlock(&pool.caller);
 }
 
-int pp_default_num_threads(void) {
+/* What PAGEPOOL_NUM_THREADS asks for: 0 when that is nothing, -1 when it is no number of threads. */
+static int asked_num_threads(void) {
     const char *text = getenv("PAGEPOOL_NUM_THREADS");
-    if (text && *text) {
-        char *end;
-        long asked = strtol(text, &end, 10);
-        if (!*end && asked >= 1 && asked <= PP_MAX_THREADS) return (int)asked;
-    }
+    if (!text || !*text) return 0;
+    char *end;
+    const long asked = strtol(text, &end, 10);
+    return !*end && asked >= 1 && asked <= PP_MAX_THREADS ? (int)asked : -1;
+}
+
+int pp_num_threads_forced_unusable(void) { return asked_num_threads() < 0; }
+
+int pp_default_num_threads(void) {
+    const int asked = asked_num_threads();
+    if (asked > 0) return asked;
     cpu_set_t set[8]; /* 8,192 CPUs, of which the kernel fills in those that there may be: so many bytes */
     const long bytes = syscall(SYS_sched_getaffinity, 0, sizeof set, set);
     if (bytes < 1) return 1;

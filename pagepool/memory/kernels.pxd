@@ -12,6 +12,7 @@ cdef void c_widen(float *to, const void *source, int64_t n, pp_dtype dtype) noex
 cdef pp_status c_decode_args(const pp_decode_args *args, int num_threads) noexcept nogil
 cdef pp_status c_merge_states(const pp_merge_args *args) noexcept nogil
 cdef int c_default_num_threads() noexcept nogil
+cdef int c_num_threads_forced_unusable() noexcept nogil
 cdef const char *c_isa() noexcept nogil
 cdef const char *c_isa_available(int i) noexcept nogil
 cdef int c_isa_forced_unavailable() noexcept nogil

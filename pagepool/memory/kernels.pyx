@@ -7,7 +7,8 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport (
     pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_isa, pp_isa_available, pp_isa_forced_unavailable,
-    pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states, pp_status, pp_widen,
+    pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states,
+    pp_num_threads_forced_unusable, pp_status, pp_widen,
 )
 
 __all__ = []
@@ -37,6 +38,10 @@ cdef pp_status c_merge_states(const pp_merge_args *args) noexcept nogil:
 
 cdef int c_default_num_threads() noexcept nogil:
     return pp_default_num_threads()
+
+
+cdef int c_num_threads_forced_unusable() noexcept nogil:
+    return pp_num_threads_forced_unusable()
 
 
 cdef const char *c_isa() noexcept nogil:

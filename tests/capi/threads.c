@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -79,6 +80,28 @@ static void check_fork(void) {
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
+/* What PAGEPOOL_NUM_THREADS may be, read at each call; anything else is ignored, and that can be asked. */
+static void check_environment(void) {
+    const char *before = getenv("PAGEPOOL_NUM_THREADS");
+    char *kept = before ? strdup(before) : NULL;
+    CHECK(unsetenv("PAGEPOOL_NUM_THREADS") == 0 && !pp_num_threads_forced_unusable());
+    const int cpus = pp_default_num_threads();
+    static const char *const numbers[] = {"1", "7", "256"}, *const nonsense[] = {"0", "-1", "257", "two", "2 ", "2.5",
+                                                                               "99999999999999999999"};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        CHECK(setenv("PAGEPOOL_NUM_THREADS", numbers[i], 1) == 0);
+        CHECK(!pp_num_threads_forced_unusable() && pp_default_num_threads() == atoi(numbers[i]));
+    }
+    for (size_t i = 0; i < sizeof nonsense / sizeof *nonsense; i++) {
+        CHECK(setenv("PAGEPOOL_NUM_THREADS", nonsense[i], 1) == 0);
+        CHECK(pp_num_threads_forced_unusable() && pp_default_num_threads() == cpus);
+    }
+    CHECK(setenv("PAGEPOOL_NUM_THREADS", "", 1) == 0);
+    CHECK(!pp_num_threads_forced_unusable() && pp_default_num_threads() == cpus);
+    CHECK((kept ? setenv("PAGEPOOL_NUM_THREADS", kept, 1) : unsetenv("PAGEPOOL_NUM_THREADS")) == 0);
+    free(kept);
+}
+
 /* More threads than CPUs: workers come on the caller's own. */
 static void check_one_cpu(void) {
     cpu_set_t before, one;
@@ -116,6 +139,7 @@ static void check_masks(void) {
 
 int main(int argc, char **argv) {
     if (argc > 1) rounds = atoi(argv[1]);
+    check_environment();
     check_masks();
     check_one_cpu();
     pthread_t threads[CALLERS];
