@@ -12,6 +12,7 @@ from pagepool._version import __version__
 from pagepool.errors import PoolError
 from pagepool.replay import command, convert, options
 from pagepool.replay.driver import ReplayFailed
+from pagepool.replay.files import STDOUT, written_to
 from pagepool.replay.json_lines import TraceError
 
 __all__ = ["main"]
@@ -44,12 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # closed by who started us; print would take stdout instead
     try:
         if chosen.command == "record":
-            print(f"{convert.run(chosen):,} requests in {chosen.output}")
+            made = f"{convert.run(chosen):,} requests in {chosen.output}"
+            with written_to(STDOUT):
+                print(made)
         else:
             command.run(chosen)
-        sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -14,11 +12,12 @@ from pagepool.config import SchedulerConfig
 from pagepool.replay.arrivals import Users
 from pagepool.replay.attend import Attention
 from pagepool.replay.driver import Replay
+from pagepool.replay.files import STDOUT, check_writable, written_to
 from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.meter import MeteredAccount, MeteredCache
 from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
 from pagepool.replay.outcome import Outcome, bundled_trace
-from pagepool.replay.page import page, write_page
+from pagepool.replay.page import page
 from pagepool.replay.passes import run_passes
 from pagepool.replay.picture import replay_picture
 from pagepool.replay.plot import draw, load
@@ -38,30 +37,35 @@ CLOCKLESS = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
 
 def run(options: argparse.Namespace) -> None:
     """Read the trace, replay it, write the results. Raises `TraceError`, `UsageError`, `ReplayFailed`."""
-    streamed = [f"--{name}" for name in ("json", "plot", "html") if getattr(options, name) == "-"]
+    files = {name: getattr(options, name) for name in ("json", "plot", "html") if getattr(options, name)}
+    streamed = [f"--{name}" for name, file in files.items() if file == STDOUT]
     if len(streamed) > 1:
         raise UsageError(f"{' and '.join(streamed)} cannot both be standard output; name a file for one of them")
-    for name in (options.json, options.plot, options.html):
-        if name and name != "-":
-            _check_writable(Path(name))
+    for file in files.values():
+        check_writable(file)
     if options.plot:
         _check_plot()
     outcome = run_passes(options) if options.clock == "none" else _replay(options)
     if not outcome.numbers["requests"]:
         print("pagepool: the trace has no requests", file=sys.stderr)
-    if options.plot:
-        draw(outcome.picture, sys.stdout.buffer if options.plot == "-" else options.plot)
-    if options.html == "-":
-        print(page(outcome.picture), end="")
-    elif options.html:
-        write_page(outcome.picture, options.html)
-    if options.json == "-":
-        json.dump(outcome.numbers, sys.stdout, indent=2)
-        print()
-    elif options.json:
-        Path(options.json).write_text(json.dumps(outcome.numbers, indent=2) + "\n")
+    for name, file in files.items():
+        with written_to(file):
+            _write(name, outcome, file)
     if not streamed:
-        outcome.show(outcome.numbers)
+        with written_to(STDOUT):
+            outcome.show(outcome.numbers)
+
+
+def _write(name: str, outcome: Outcome, file: str) -> None:
+    """One of the results, by the name of its option, to a file or to standard output."""
+    if name == "plot":
+        draw(outcome.picture, sys.stdout.buffer if file == STDOUT else file)
+        return
+    text = page(outcome.picture) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
+    if file == STDOUT:
+        sys.stdout.buffer.write(text.encode())  # what the page names itself, whatever a terminal speaks
+    else:
+        Path(file).write_text(text, encoding="utf-8")
 
 
 def _replay(options: argparse.Namespace) -> Outcome:
@@ -102,21 +106,6 @@ def _check_plot() -> None:
         load()
     except ImportError as error:
         raise UsageError(f"--plot needs matplotlib, which is not installed ({error}); --html needs nothing") from None
-
-
-def _check_writable(path: Path) -> None:
-    """Raise now what would be raised after the whole replay."""
-    if path.is_dir():
-        reason = errno.EISDIR
-    elif not path.parent.exists():
-        reason = errno.ENOENT
-    elif not path.parent.is_dir():
-        reason = errno.ENOTDIR
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = errno.EACCES
-    else:
-        return
-    raise UsageError(f"{path}: cannot be written: {os.strerror(reason)}")
 
 
 def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagepool.replay.plot_style import COLOURS, MUTED, style
+from pagepool.replay.plot_style import COLOURS, MUTED, percent, style
 
 __all__ = ["draw_hybrid"]
 
@@ -22,7 +22,7 @@ def draw_hybrid(figure: Any, hybrid: dict[str, Any]) -> None:
             axis.plot(hybrid["ends"], line[every], color=colour, lw=1, ls=EVERY_BLOCK, alpha=0.8)
             axis.plot(hybrid["ends"], line[kept], color=colour, lw=1.5)
     over_trace.set_ylim(bottom=0)
-    over_trace.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    over_trace.yaxis.set_major_formatter(percent)
     states.set_yscale("symlog", linthresh=10)
     states.set_ylim(bottom=0)
     states.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -43,6 +43,6 @@ def _budgets(axis: Any, lines: list[dict[str, Any]]) -> None:
         axis.axhline(line["hit_rate"], color=colour, lw=1, ls=EVERY_BLOCK, alpha=0.8)
     axis.set_ylim(bottom=0)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.yaxis.set_major_formatter(percent)
     if any(line["budgets"] for line in lines):
         axis.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=MUTED)

@@ -58,7 +58,8 @@ def about_states(numbers: dict[str, Any]) -> str:
     """How large a state is, what all of them may take, and the grid."""
     sizes = numbers["states"]
     budget = "no bound" if sizes["budget_bytes"] is None else f"at most {sizes['budget_bytes'] / 2**20:,.1f} MiB"
-    return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; a grid of {sizes['grid']:,} tokens"
+    grid = f"a grid of {sizes['grid']:,} tokens" if sizes["grid"] else "no grid"
+    return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; {grid}"
 
 
 def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:

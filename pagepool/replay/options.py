@@ -21,6 +21,7 @@ DEFAULT_BLOCK_SIZE = 16
 CLOCK_ORDERS = ("fcfs", "lpm")
 MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
+MAX_THREADS = 256  # of decode
 MAX_BUDGET = 1 << 24
 MAX_BYTES = 1 << 50
 
@@ -40,6 +41,12 @@ def _between(low: int, high: int) -> Any:
         return value
 
     return parse
+
+
+def _file(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is empty")
+    return text
 
 
 def _bytes(text: str) -> int:
@@ -70,7 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `pagepool replay`."""
     add = parser.add_argument
     add(
-        "trace", nargs="?", metavar="TRACE", help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's"
+        "trace",
+        nargs="?",
+        type=_file,
+        metavar="TRACE",
+        help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's",
     )
     add("--requests", type=_between(1, MAX_BLOCKS), metavar="N", help="replay only the first N requests")
     add(
@@ -109,7 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"store K/V and attend: {', '.join(GEOMETRIES)}",
     )
     add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages, with --attend; default: bfloat16")
-    add("--threads", type=_between(1, 1024), metavar="N", help="threads of decode, with --attend; default: all cores")
+    add(
+        "--threads",
+        type=_between(1, MAX_THREADS),
+        metavar="N",
+        help="threads of decode, with --attend; default: all cores",
+    )
     add(
         "--reference",
         action="store_true",
@@ -178,13 +194,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--plot",
+        type=_file,
         metavar="FILE",
         help="draw a PNG: the pool, batches and latency over time, or with --clock none the hit rate over capacity; "
         "with --hybrid what is usable over the bytes of states and over the trace; needs matplotlib",
     )
-    add("--html", metavar="FILE", help="the same as a page to look into; it needs nothing but a browser")
+    add("--html", type=_file, metavar="FILE", help="the same as a page to look into; it needs nothing but a browser")
     add(
         "--json",
+        type=_file,
         metavar="FILE",
         help="write the results to FILE as JSON; - is standard output, without the table, here and for --plot and "
         "--html, one of the three",

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-__all__ = ["page", "write_page"]
+__all__ = ["page"]
 
 TEMPLATE = Path(__file__).parent.parent / "data" / "replay.html"
 
@@ -22,8 +22,3 @@ def page(picture: dict[str, Any]) -> str:
     head, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("{{title}}")
     body, _, tail = rest.partition("{{data}}")
     return f"{head}{escape(picture['title'])}{body}{data}{tail}"
-
-
-def write_page(picture: dict[str, Any], path: str | Path) -> None:
-    """Writes the page. Raises OSError."""
-    Path(path).write_text(page(picture), encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pagepool.replay.hybrid_plot import draw_hybrid
-from pagepool.replay.plot_style import COLOURS, INK, MUTED, SURFACE, legend, style
+from pagepool.replay.plot_style import COLOURS, INK, MUTED, SURFACE, legend, percent, style
 
 __all__ = ["draw", "load"]
 
@@ -118,5 +118,5 @@ def _curve(axis: Any, curve: dict[str, Any]) -> None:
         )
     axis.set_ylim(bottom=0)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.yaxis.set_major_formatter(percent)
     legend(axis)

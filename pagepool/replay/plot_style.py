@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["COLOURS", "INK", "MUTED", "SURFACE", "legend", "style"]
+__all__ = ["COLOURS", "INK", "MUTED", "SURFACE", "legend", "percent", "style"]
 
 COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#8a63d2", "#e87ba4", "#008300", "#52514e")
 INK, MUTED, GRID, SURFACE = "#0b0b0b", "#52514e", "#e4e3df", "#fcfcfb"
@@ -26,3 +26,12 @@ def style(axis: Any, title: str) -> None:
 def legend(axis: Any) -> None:
     """The names of the lines, above on the right."""
     axis.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=4, frameon=False, fontsize=8, labelcolor=MUTED)
+
+
+def percent(value: float, _position: int | None = None) -> str:
+    """A share with the digits that it has: ticks of low rates are parts of a percent.
+
+    >>> percent(0.2), percent(0.015)
+    ('20%', '1.5%')
+    """
+    return f"{100 * value:.6g}%"

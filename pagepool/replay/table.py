@@ -10,6 +10,8 @@ __all__ = ["show"]
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: str = "") -> None:
     """Print a table: the first column from the left, the others from the right; no header when it is empty."""
+    if sys.stdout is None:
+        return  # closed by who started us
     if sys.stdout.isatty() and _rich(title, header, rows, footer):
         return
     lines = [header, *rows] if header else rows

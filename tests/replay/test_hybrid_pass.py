@@ -58,7 +58,7 @@ def test_the_table(make_trace, capsys):
     path = make_trace(RECORDS, block=4)
     assert cli.main(["replay", str(path), "--clock", "none", "--hybrid", "16M", "--state-grid", "0"]) == 0
     printed = capsys.readouterr().out
-    assert "states of 16.00 MiB, no bound; a grid of 0 tokens" in printed and "72.7%" in printed
+    assert "states of 16.00 MiB, no bound; no grid" in printed and "72.7%" in printed
     assert "1 / 1" in printed and "states kept / times used" in printed
 
 

@@ -1,5 +1,7 @@
 """What the replay shows: progress on stderr, a table on stdout, with and without rich."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -77,6 +79,37 @@ def test_a_reader_that_leaves_is_no_traceback():
     command = f"{sys.executable} -m pagepool replay --requests 2 | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">/dev/full", 2, "pagepool: standard output: cannot be written: No space left on device\n"),
+        ("--json - >/dev/full", 2, "pagepool: standard output: cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("--json numbers.json >&-", 0, ""),
+        ("--json - >&-", 2, "pagepool: standard output: cannot be written: Bad file descriptor\n"),
+        ("--json - 2>&-", 0, ""),
+        ("--blocks 0 2>&-", 2, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirection, code, said, tmp_path):
+    """They are no traceback, and what is printed does not go where something else was meant to go."""
+    command = f"{sys.executable} -m pagepool replay --requests 2 {redirection}"
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (code, said)
+    if "2>&-" in redirection:
+        assert code == 2 or json.loads(done.stdout)["finished"] == 2
+    if "numbers.json" in redirection:
+        assert json.loads((tmp_path / "numbers.json").read_text())["finished"] == 2
 
 
 def test_tables_are_never_cut_off(monkeypatch, capsys):

@@ -251,6 +251,23 @@ def test_a_png_is_drawn(make_trace, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_ticks_of_low_rates_differ():
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    from matplotlib.figure import Figure
+
+    from pagepool.replay.hybrid_plot import draw_hybrid
+
+    for top in (0.003, 0.011, 0.042, 0.3, 1.0):
+        line = {"name": "lru", "budgets": [(1 << 20, top / 2), (1 << 21, top)], "hit_rate": top}
+        line |= {"usable": [top], "hit": [top], "states": [1], "every_block": [2]}
+        figure = Figure()
+        draw_hybrid(figure, {"lines": [line], "ends": [1]})
+        figure.draw_without_rendering()
+        for axis in figure.axes[:2]:
+            labels = [label.get_text() for label in axis.get_yticklabels()]
+            assert len(set(labels)) == len(labels) > 2 and labels[0] == "0%"
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 def test_a_browser_draws_the_page(make_trace, tmp_path, capsys):
     prefixes = make_trace([[at, 12, 1, [0, 2, 3 + at % 2, 1]] for at in range(20)], block=4)

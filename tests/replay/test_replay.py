@@ -173,6 +173,12 @@ def test_a_bad_trace_is_one_line_and_exit_2(make_trace, capsys):
     assert printed.err.startswith(f"pagepool: {path}:3: the number of prompt tokens")
 
 
+def test_a_trace_without_a_name_is_not_the_bundled_one(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", ""])
+    assert caught.value.code == 2 and "TRACE: the name of a file is empty" in capsys.readouterr().err
+
+
 def test_results_that_cannot_be_written_are_refused_before_the_replay(tmp_path, capsys):
     (tmp_path / "file").touch()
     for target, reason in (
@@ -182,6 +188,15 @@ def test_results_that_cannot_be_written_are_refused_before_the_replay(tmp_path, 
     ):
         assert main(["replay", "--json", str(target)]) == 2
         assert capsys.readouterr().err == f"pagepool: {target}: cannot be written: {reason}\n"
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--plot"])
+def test_a_disk_that_is_full_is_named(option, capsys):
+    if option == "--plot":
+        pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    assert main(["replay", "--requests", "2", option, "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "pagepool: /dev/full: cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +209,10 @@ def test_results_that_cannot_be_written_are_refused_before_the_replay(tmp_path, 
         ["--budget", "0"],
         ["--cost", "1,2"],
         ["--attend", "gpt"],
+        ["--threads", "257"],
+        ["--json", ""],
+        ["--html", ""],
+        ["--plot", ""],
         ["--block", "4"],
     ],
 )

@@ -1,0 +1,50 @@
+"""Where results go: files, and standard output as `-`. What cannot be written is said by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pagepool.replay.options import UsageError
+
+__all__ = ["STDOUT", "check_writable", "written_to"]
+
+STDOUT = "-"
+
+
+def check_writable(name: str) -> None:
+    """Raise now what would be raised when all work is done."""
+    path = Path(name)
+    if name == STDOUT:
+        reason = 0 if sys.stdout is not None else errno.EBADF
+    elif path.is_dir():
+        reason = errno.EISDIR
+    elif not path.parent.exists():
+        reason = errno.ENOENT
+    elif not path.parent.is_dir():
+        reason = errno.ENOTDIR
+    else:
+        reason = 0 if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES
+    if reason:
+        raise _cannot(name, reason)
+
+
+@contextmanager
+def written_to(name: str) -> Iterator[None]:
+    """Within it that file is written. A reader of standard output that has gone is a `BrokenPipeError` as ever."""
+    try:
+        yield
+        if name == STDOUT and sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _cannot(name, error.errno or errno.EIO) from None
+
+
+def _cannot(name: str, reason: int) -> UsageError:
+    return UsageError(f"{'standard output' if name == STDOUT else name}: cannot be written: {os.strerror(reason)}")
