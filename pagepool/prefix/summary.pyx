@@ -35,6 +35,11 @@ cdef class CacheSummary:
         return self.cached.num_cached
 
     @property
+    def inserted(self):
+        """How many blocks were ever cached. As long as it stays the same, no look-up finds more than it did before."""
+        return self.cached.inserted
+
+    @property
     def evictable(self):
         """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
         return self.cached.floors.c_idle()

@@ -38,6 +38,11 @@ class CacheSummary:
         return len(self._cached)
 
     @property
+    def inserted(self) -> int:
+        """How many blocks were ever cached."""
+        return self.num_cached + self.evicted + self.cleared
+
+    @property
     def evictable(self) -> int:
         """Cached blocks that nobody else holds."""
         return sum(not self._in_use(node) for node in self._cached.values())
@@ -54,6 +59,7 @@ class CacheSummary:
             "evictable": self.evictable,
             "looked_up": self.looked_up,
             "hits": self.hits,
+            "inserted": self.inserted,
             "evicted": self.evicted,
             "cleared": self.cleared,
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
@@ -16,6 +18,18 @@ from pagepool.scheduling.waiting import WaitingQueue
 __all__ = ["Admission"]
 
 PREFILLING = SeqState.PREFILLING
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Whose turn it was when one did not fit, how many had gone by then, and the room; how much of it was cached, when
+    the cache had taken in `inserted` blocks: no more of it since, while it takes in none."""
+
+    seq: Sequence
+    num_gone: int
+    room: int
+    cached: int
+    inserted: int
 
 
 class Admission:
@@ -45,8 +59,7 @@ class Admission:
         self._tenants = tenants
         self._floors = floors
         self._ladder = ladder
-        # Whose turn it was when one did not fit, how many had gone by then, the room, and how much of it was cached.
-        self._short: tuple[Sequence, int, int, int] | None = None
+        self._short: Refusal | None = None  # of the last try, unless it was admitted
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of `seq` that the prefix cache has, for the policy."""
@@ -68,7 +81,8 @@ class Admission:
             if self._is_short(seq, room):
                 return
             if not self._start(seq, now):
-                self._short = (seq, active.num_gone, room, self._reuse.cached(seq))
+                inserted = self._reuse.inserted  # before it is looked up: others may use the cache, too
+                self._short = Refusal(seq, active.num_gone, room, self._reuse.cached(seq), inserted)
                 return
             self._short = None
             if waiting.is_aged(seq, now):
@@ -88,10 +102,17 @@ class Admission:
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""
-        if self._short is None or not self._active.size:
+        short, reuse = self._short, self._reuse
+        if short is None or not self._active.size:
             return False
-        who, num_gone, had, cached = self._short
-        return seq is who and self._active.num_gone == num_gone and room <= had and self._reuse.cached(seq) <= cached
+        if seq is not short.seq or self._active.num_gone != short.num_gone or room > short.room:
+            return False
+        inserted = reuse.inserted
+        if inserted != short.inserted:
+            if reuse.cached(seq) > short.cached:
+                return False
+            short.inserted = inserted
+        return True
 
     def _start(self, seq: Sequence, now: int) -> bool:
         """Give `seq` its state, with all that is cached, kept or swapped; False, with nothing changed, when it does not

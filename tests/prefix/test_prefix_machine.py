@@ -14,7 +14,8 @@ SALTS = st.sampled_from([None, "a", b"a", "", 0, False])
 KEYS = st.sampled_from([(), ("a",), ("a", "b"), ("ab",), (1,), ("1",), (True,)])
 # Few tokens, so that prompts share beginnings, and blocks by chance their tokens but not what precedes them.
 TOKENS = st.lists(st.integers(0, 1), max_size=24)
-NAMES = ("num_cached", "evictable")
+NAMES = ("num_cached", "evictable", "inserted")
+PROMPTS = [[number >> bit & 1 for bit in range(4)] * 3 for number in range(16)]
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -25,6 +26,7 @@ class PrefixMachine(RuleBasedStateMachine):
         hash_bits=st.sampled_from([0, 1, 64]),
     )
     def begin(self, capacity, block_size, policy, hash_bits):
+        self.inserted, self.found = None, []
         self.block_size = block_size
         self.ours = PrefixCache(BlockAllocator(capacity), block_size, policy, hash_bits=hash_bits)
         self.plain = PlainCache(PlainAllocator(capacity), block_size, policy)
@@ -132,11 +134,18 @@ class PrefixMachine(RuleBasedStateMachine):
         for name in NAMES:
             assert getattr(self.ours, name) == getattr(self.plain, name)
         stats = self.ours.stats()
-        for name in ("evicted", "looked_up", "hits"):
+        for name in ("evicted", "cleared", "looked_up", "hits"):
             assert stats[name] == getattr(self.plain, name)
+        self.no_more_is_found_while_nothing_is_cached()
         assert stats["used"] + stats["evictable"] + stats["free"] == self.ours.allocator.capacity
         for block in range(self.ours.allocator.capacity):
             assert self.ours.allocator.ref_count(block) == self.plain.allocator.ref_count(block)
+
+    def no_more_is_found_while_nothing_is_cached(self):
+        found = [self.ours.cached_tokens(prompt) for prompt in PROMPTS]
+        if self.ours.inserted == self.inserted:
+            assert all(now <= before for now, before in zip(found, self.found, strict=True))
+        self.inserted, self.found = self.ours.inserted, found
 
     def teardown(self):
         if hasattr(self, "ours"):

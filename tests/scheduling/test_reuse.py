@@ -164,6 +164,37 @@ def test_who_shares_a_prompt_that_is_read_by_now_waits_no_longer():
     assert [scheduler.get_sequence(seq_id).num_cached for seq_id in (2, 3)] == [320, 320]
 
 
+class CountedCache:
+    """A prefix cache that counts how often prompts are looked up."""
+
+    def __init__(self, cache):
+        self._cache = cache
+        self.lookups = 0
+
+    def __getattr__(self, name):
+        if name in ("cached_tokens", "match_prefix"):
+            self.lookups += 1
+        return getattr(self._cache, name)
+
+
+@pytest.mark.parametrize("outputs", ["full", "end"])
+@pytest.mark.parametrize("api", [pagepool, reference])
+def test_who_waits_is_looked_up_again_only_when_something_was_cached(outputs, api):
+    allocator = api.BlockAllocator(24)
+    cache = CountedCache(api.PrefixCache(allocator, BLOCK))
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, watermark=0, cache_outputs=outputs), allocator, cache)
+    scheduler.add_request([1] * 8, 90)
+    run_step(scheduler)
+    scheduler.add_request([2] * 95, 96)
+    run_step(scheduler)
+    lookups, inserted = cache.lookups, cache.inserted
+    for _ in range(60):
+        assert run_step(scheduler).seq_ids == [1]
+    assert cache.inserted - inserted == (15 if outputs == "full" else 0)
+    assert cache.lookups - lookups == cache.inserted - inserted
+    run_to_end(scheduler)
+
+
 def make_priority(num_blocks):
     allocator = BlockAllocator(num_blocks)
     cache = PrefixCache(allocator, BLOCK, "priority")
