@@ -65,6 +65,11 @@ class Admission:
         """Tokens of `seq` that the prefix cache has, for the policy."""
         return self._reuse.cached(seq)
 
+    @property
+    def inserted(self) -> int:
+        """While it stays the same, `cached` only falls, for the policy."""
+        return self._reuse.inserted
+
     def served(self, tenant: object) -> float:
         """What a tenant was served, for the policy."""
         return self._tenants.served(tenant)
@@ -88,6 +93,7 @@ class Admission:
             if waiting.is_aged(seq, now):
                 seq._rank = (0, 0, seq.id)
             # It waits, whatever raises, until it is active.
+            waiting.changed(seq.tenant)
             self._tenants.start(seq)
             self._floors.enter(seq)
             seq.num_cached = seq._fed

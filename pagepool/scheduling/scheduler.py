@@ -268,7 +268,8 @@ class Scheduler(Roster):
             else:
                 self._waiting.remove(seq)
                 self._ladder.forget(seq)
-            self._tenants.leave(seq)
+            if self._tenants.leave(seq):
+                self._waiting.changed(seq.tenant)
             self._floors.leave(seq)
             seq.state = FINISHED
             seq.kv = None

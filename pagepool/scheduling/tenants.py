@@ -53,8 +53,8 @@ class Tenants:
             self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
         self._live[tenant] += 1
 
-    def leave(self, seq: Sequence) -> None:
-        """A request ended."""
+    def leave(self, seq: Sequence) -> bool:
+        """A request ended. Returns whether others of its tenant may start now that had to wait for its quota."""
         tenant = seq.tenant
         if seq._counted:
             self._held[tenant] -= self._blocks_for(seq.max_tokens)
@@ -64,6 +64,7 @@ class Tenants:
             del self._live[tenant], self._held[tenant]
             if len(self._served) > 2 * len(self._live) + SPARE:
                 self._sweep()
+        return seq._counted and self._limits.get(tenant, ANYONE).max_blocks is not None
 
     def start(self, seq: Sequence) -> None:
         """A request was admitted, perhaps again."""

@@ -1,4 +1,4 @@
-"""The waiting line: one lane per tenant, in the order of rank; the policy picks among the heads."""
+"""The waiting line: one lane per tenant, in the order of rank; the policy chooses among the heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from pagepool.scheduling.policies import Policy, View
 from pagepool.scheduling.request import Rank, Sequence
+from pagepool.scheduling.turns import Turns
 
 __all__ = ["WaitingQueue"]
 
@@ -83,31 +84,39 @@ class WaitingQueue:
         self._max_wait = max_wait_steps
         self._live: dict[int, Sequence] = {}
         self._lanes: dict[Any, Lane] = {}
+        self._turns = Turns(self._heads)
+        self._ages = Turns(self._oldest)
+        self._inserted = 0  # blocks in the prefix cache, when keys were compared last
 
     def __len__(self) -> int:
         return len(self._live)
 
     def push(self, seq: Sequence) -> None:
         """Add `seq`, which must not be waiting already."""
+        self.changed(seq.tenant)
         self._live[seq.id] = seq
         lane = self._lanes.get(seq.tenant)
         if lane is None:
             lane = self._lanes[seq.tenant] = Lane(self._policy.window, self._live)
         lane.push(seq)
 
+    def changed(self, tenant: Any) -> None:
+        """Others of the tenant's requests may start than before."""
+        self._turns.changed(tenant)
+        self._ages.changed(tenant)
+
     def peek(self, view: View, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
         """The sequence that goes next in step `now`, or None; of those that may start, tenant by tenant."""
-        lanes = self._lanes.values()
         if self._max_wait is not None:
-            aged = [
-                seq
-                for lane in lanes
-                if (seq := lane.oldest()) is not None and now - seq._arrived >= self._max_wait and may_start(seq)
-            ]
-            if aged:
-                return min(aged, key=lambda seq: seq.id)
-        heads = [seq for lane in lanes for seq in lane.heads() if may_start(seq)]
-        return self._policy.pick(heads, view) if heads else None
+            oldest = self._ages.first(_id, may_start)
+            if oldest is not None and self.is_aged(oldest, now):
+                return oldest
+        key = self._policy.key
+        if self._policy.by_cache and self._inserted != (inserted := view.inserted):
+            for tenant in self._lanes:
+                self._turns.changed(tenant)
+            self._inserted = inserted
+        return self._turns.first(lambda seq: key(seq, view), may_start)
 
     def is_aged(self, seq: Sequence, now: int) -> bool:
         """True when `seq` has waited so long that nobody who came later may go before it."""
@@ -115,9 +124,23 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Take out `seq`, wherever it stands. Nothing, if that was done."""
+        self.changed(seq.tenant)
         if self._live.pop(seq.id, None) is None:
             return
         lane = self._lanes[seq.tenant]
         lane.removed()
         if not lane.size:
             del self._lanes[seq.tenant]
+
+    def _heads(self, tenant: Any) -> list[Sequence]:
+        lane = self._lanes.get(tenant)
+        return [] if lane is None else lane.heads()
+
+    def _oldest(self, tenant: Any) -> list[Sequence]:
+        lane = self._lanes.get(tenant)
+        oldest = None if lane is None else lane.oldest()
+        return [] if oldest is None else [oldest]
+
+
+def _id(seq: Sequence) -> int:
+    return seq.id

@@ -77,7 +77,7 @@ def random_config(rng, num_blocks):
     )
 
 
-def run(seed, steps=150):
+def run(seed, steps=150, tenants=(0, 1, None)):
     """Both worlds through the same requests; returns how often each rung was taken."""
     rng = random.Random(seed)
     num_blocks = rng.randint(4, 16)
@@ -88,7 +88,7 @@ def run(seed, steps=150):
     now = 0.0
     for number in range(20 * steps):
         if number < steps and rng.random() < 0.3:
-            add(rng, worlds, cache_policy)
+            add(rng, worlds, cache_policy, tenants)
         if number < steps and rng.random() < 0.05 and ours.allocator.free_count:
             for world in worlds:
                 world.outside.append(world.allocator.allocate())
@@ -122,8 +122,8 @@ def run(seed, steps=150):
     return ours.scheduler.pressure.counts
 
 
-def add(rng, worlds, cache_policy):
-    tenant = rng.choice([0, 1, None])
+def add(rng, worlds, cache_policy, tenants=(0, 1, None)):
+    tenant = rng.choice(tenants)
     head = [rng.randrange(3)] * rng.choice([0, 4, 8, 9])
     prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
     about = {"tenant": tenant, "priority": rng.randrange(3), "cache_salt": rng.choice([None, None, "a"])}
@@ -159,6 +159,12 @@ def report(rng, worlds, batches):
 @given(st.integers(0, 2**32))
 def test_the_same_plan_and_the_same_records_in_every_step(seed):
     run(seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_plan_for_many_tenants(seed):
+    run(seed, tenants=range(9))
 
 
 def test_what_comes_back_from_the_swap_file_wants_its_own_blocks():

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pagepool.scheduling.request import Rank, Sequence
 
-__all__ = ["Policy", "View", "first"]
+__all__ = ["Policy", "View", "by_rank"]
 
 
 class View(Protocol):
@@ -18,12 +18,16 @@ class View(Protocol):
         """Tokens of `seq` whose blocks are in the prefix cache."""
 
     def served(self, tenant: Any) -> float:
-        """Tokens that a tenant has been served, weighted, over its share."""
+        """Tokens that a tenant has been served, weighted, over its share. It never falls while one of them waits."""
+
+    @property
+    def inserted(self) -> int:
+        """As long as it stays the same, `cached` only falls."""
 
 
-def first(heads: list[Sequence], view: View) -> Sequence:
+def by_rank(seq: Sequence, view: View) -> Rank:
     """The one with the least rank."""
-    return heads[0] if len(heads) == 1 else min(heads, key=lambda seq: seq._rank)
+    return seq._rank
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,12 @@ class Policy:
 
     rank    the order in which requests of one tenant wait; it stays the same for a request's life. When blocks run out,
             the active sequence with the greatest rank gives way first. Unique, since it ends with the id
-    pick    which of the heads, the first `window` of every tenant's line, goes next
+    key     of the heads, the first `window` of every tenant's line, the one with the least key goes next. Unique, and
+            while a request waits it only grows, so that not all are asked in every step
+    by_cache  the key falls when `inserted` has grown, and then only
     """
 
     rank: Callable[[Sequence], Rank]
-    pick: Callable[[list[Sequence], View], Sequence] = first
+    key: Callable[[Sequence, View], Any] = by_rank
     window: int = 1
+    by_cache: bool = False

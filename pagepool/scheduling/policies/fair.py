@@ -15,9 +15,9 @@ from pagepool.scheduling.request import Sequence
 __all__ = ["FAIR"]
 
 
-def least_served(heads: list[Sequence], view: View) -> Sequence:
-    """The first request of the tenant with the lowest counter; equals in the order of arrival."""
-    return min(heads, key=lambda seq: (view.served(seq.tenant), seq.id))
+def least_served(seq: Sequence, view: View) -> tuple[float, int]:
+    """The first request of the tenant with the lowest counter, which never falls; equals in the order of arrival."""
+    return view.served(seq.tenant), seq.id
 
 
-FAIR = Policy(rank=arrival, pick=least_served)
+FAIR = Policy(rank=arrival, key=least_served)

@@ -12,9 +12,9 @@ __all__ = ["LPM"]
 WINDOW = 32
 
 
-def longest_match(heads: list[Sequence], view: View) -> Sequence:
+def longest_match(seq: Sequence, view: View) -> tuple[int, int]:
     """The greatest share of cached tokens in absolute numbers; equals in the order of arrival."""
-    return min(heads, key=lambda seq: (-view.cached(seq), seq.id))
+    return -view.cached(seq), seq.id
 
 
-LPM = Policy(rank=arrival, pick=longest_match, window=WINDOW)
+LPM = Policy(rank=arrival, key=longest_match, window=WINDOW, by_cache=True)

@@ -1,0 +1,177 @@
+"""Who of those that wait goes next: as if all were asked each time, though only who has changed is."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
+from pagepool.scheduling.policies import POLICIES
+from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.tenants import Tenants
+from pagepool.scheduling.waiting import WaitingQueue
+
+TENANTS = st.integers(0, 5)
+
+
+class Interrupt(Exception):
+    """Raised in the middle of a call."""
+
+
+class WaitingMachine(RuleBasedStateMachine):
+    """The line beside a list of all who wait; `room`, `counters` and `found` are what the world says of them."""
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), max_wait=st.sampled_from([None, 3, 10, 1000]))
+    def begin(self, policy, max_wait):
+        self.policy, self.max_wait = POLICIES[policy], max_wait
+        self.queue = WaitingQueue(self.policy, max_wait)
+        self.waiting = {}
+        self.away = []  # taken out, and may come back
+        self.room = dict.fromkeys(range(6), 3)
+        self.counters = dict.fromkeys(range(6), 0)
+        self.found = {}
+        self.inserted = self.now = self.calls_left = 0
+        self.next_id = 1
+
+    def cached(self, seq):
+        self.called()
+        return self.found.get(seq.id, 0)
+
+    def served(self, tenant):
+        self.called()
+        return self.counters[tenant]
+
+    def may_start(self, seq):
+        self.called()
+        return seq.max_tokens <= self.room[seq.tenant]
+
+    def called(self):
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise Interrupt
+
+    @rule(tenant=TENANTS, priority=st.integers(0, 2), size=st.integers(1, 6))
+    def add(self, tenant, priority, size):
+        seq = Sequence(self.next_id, [1], size, priority, tenant)
+        seq._rank = self.policy.rank(seq)
+        seq._arrived = self.now
+        self.next_id += 1
+        self.queue.push(seq)
+        self.waiting[seq.id] = seq
+
+    @rule(data=st.data(), back=st.booleans())
+    def remove(self, data, back):
+        if self.waiting:
+            seq = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
+            self.queue.remove(seq)
+            self.queue.remove(seq)  # nothing
+            if back:
+                self.away.append(seq)
+
+    @rule()
+    def admit_and_remove(self):
+        seq = self.queue.peek(self, self.now, self.may_start)
+        if seq is not None:
+            self.queue.remove(self.waiting.pop(seq.id))
+            self.away.append(seq)
+
+    @rule()
+    def come_back(self):
+        if self.away:
+            seq = self.away.pop()
+            self.queue.push(seq)
+            self.waiting[seq.id] = seq
+
+    @rule(tenant=TENANTS, room=st.integers(0, 6))
+    def quota(self, tenant, room):
+        self.room[tenant] = room
+        self.queue.changed(tenant)
+
+    @rule(tenant=TENANTS, tokens=st.integers(1, 4))
+    def charge(self, tenant, tokens):
+        self.counters[tenant] += tokens
+
+    @rule(seq_id=st.integers(1, 12), tokens=st.integers(1, 9))
+    def cache(self, seq_id, tokens):
+        self.inserted += 1
+        self.found[seq_id] = self.found.get(seq_id, 0) + tokens
+
+    @rule(seq_id=st.integers(1, 12), tokens=st.integers(1, 9))
+    def evict(self, seq_id, tokens):
+        self.found[seq_id] = max(0, self.found.get(seq_id, 0) - tokens)
+
+    @rule(steps=st.integers(1, 4))
+    def time(self, steps):
+        self.now += steps
+
+    @rule(calls=st.integers(1, 12))
+    def interrupted(self, calls):
+        self.calls_left = calls
+        with suppress(Interrupt):
+            self.queue.peek(self, self.now, self.may_start)
+        self.calls_left = 0
+
+    @invariant()
+    def whoever_is_next_of_all(self):
+        if not hasattr(self, "queue"):
+            return
+        assert len(self.queue) == len(self.waiting)
+        lines = {}
+        for seq in sorted(self.waiting.values(), key=lambda seq: seq._rank):
+            lines.setdefault(seq.tenant, []).append(seq)
+        oldest = [min(line, key=lambda seq: seq.id) for line in lines.values()]
+        aged = [seq for seq in oldest if self.queue.is_aged(seq, self.now) and self.may_start(seq)]
+        heads = [seq for line in lines.values() for seq in line[: self.policy.window] if self.may_start(seq)]
+        expected = min(aged, key=lambda seq: seq.id, default=None)
+        if expected is None:
+            expected = min(heads, key=lambda seq: self.policy.key(seq, self), default=None)
+        assert self.queue.peek(self, self.now, self.may_start) is expected
+
+
+class TestWaitingMachine(WaitingMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("quota", [None, 40])
+def test_who_just_waits_is_not_asked_in_every_step(policy, quota, monkeypatch):
+    """Three of 200 tenants run, the others do not fit, and the quotas of the three are used up."""
+    asked = []
+    may_start, served = Tenants.may_start, Tenants.served
+    monkeypatch.setattr(Tenants, "may_start", lambda self, seq: asked.append(seq) or may_start(self, seq))
+    monkeypatch.setattr(Tenants, "served", lambda self, tenant: asked.append(tenant) or served(self, tenant))
+    allocator = BlockAllocator(79)
+    cache = PrefixCache(allocator, 4)
+    config = SchedulerConfig(
+        policy=policy, block_size=4, watermark=0, max_batch_tokens=512, max_prefill_tokens=512, cache_outputs="end",
+        tenants={} if quota is None else {number: Tenant(max_blocks=quota) for number in range(200)},
+    )  # fmt: skip
+    scheduler = Scheduler(config, allocator, cache)
+    for number in range(400):
+        scheduler.add_request([1000 + number] * 80, 100, tenant=number % 200)
+    while scheduler.active_count < 3:
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [7] * len(batch))
+    scheduler.commit(scheduler.schedule(), [7] * 3)  # what they have stored is looked at once
+    asked.clear()
+    for _ in range(15):
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [7] * len(batch))
+    assert (scheduler.active_count, scheduler.waiting_count) == (3, 397)
+    # Under "fair" the top of the line is asked, and those that pass it by as they are served.
+    assert len(asked) <= (15 * 4 if policy == "fair" else 0)
+
+
+def test_many_changes_leave_no_more_entries_than_tenants_that_wait():
+    queue = WaitingQueue(POLICIES["fcfs"], 10)
+    seqs = [Sequence(number, [1], 1, 0, number % 7) for number in range(1, 8)]
+    for seq in seqs:
+        seq._rank = (1, 0, seq.id)
+        queue.push(seq)
+    for _ in range(2000):
+        for tenant in range(7):
+            queue.changed(tenant)
+        assert queue.peek(None, 0, lambda seq: True) is seqs[0]
+    assert len(queue._turns._heap) <= 2 * 7 + 64 + 7
