@@ -1,4 +1,4 @@
-/* decode_math.h: exp and merging of partial results, in an instruction set's vocabulary.  Included once per ISA. */
+/* decode_math.h: exp, weights and merging of partial results, in an instruction set's vocabulary.  Once per ISA. */
 
 /* 2^x, and exp(x), for x <= 127: x (or x / ln 2) is n + r with n a multiple of 1/8, 2^n is put together from a table
  * and an exponent, and 2^r a polynomial of degree 3 (minimax: 2.7e-8 of the value); 1.2 ulp in all.  In the kernels
@@ -288,52 +288,18 @@ PP_INLINE void prefetch_rows(rows_ahead *ahead) {
         prefetch_into_l2(ahead->at, 1);
 }
 
-/* Packs queries times `scale` part by part, pair by pair of dims, as kernels.h says; a pair takes `size` floats. */
-PP_INLINE void pack_pairs(const int size, float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                          float scale) {
-    const int32_t head_rows = group_size * num_queries;
-    float scaled[PP_MAX_HEAD_DIM], rounded[PP_MAX_HEAD_DIM / 2];
-    for (int32_t kv = 0; kv < num_kv_heads; kv++)
-        for (int32_t part = 0; part < num_parts(head_rows); part++) {
-            const int32_t from = part_border(head_rows, part), rows = part_border(head_rows, part + 1) - from;
-            for (int32_t r = 0; r < rows; r++) {
-                const int64_t head = kv * group_size + (from + r) % group_size;
-                const float *row = q + (from + r) / group_size * q_stride_token + head * q_stride_head;
-                for (int32_t d = 0; d < head_dim; d++) scaled[d] = row[d] * scale;
-                if (size == 1) round_to_pairs(rounded, scaled, head_dim);
-                const float *pairs = size == 1 ? rounded : scaled;
-                for (int32_t p = 0; p < head_dim / 2; p++)
-                    memcpy(to + (p * rows + r) * size, pairs + p * size, (size_t)size * sizeof(float));
-            }
-            to += rows * (head_dim / 2) * size;
-        }
-}
-
-static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
-                         int32_t group_size, int32_t num_queries, int32_t head_dim, float sm_scale) {
-    const float scale = pp_in_base_2(sm_scale);
-    pack_pairs(2, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim, scale);
-}
-
-static void pack_rounded_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                                 int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                                 float sm_scale) {
-    (void)sm_scale; /* what are numbers of bf16 shall stay so */
-    pack_pairs(1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim, 1.0f);
-}
-
 /* A row's result while its chunks are merged; `m` and `total` are those of all chunks so far. */
 typedef struct merged_row {
     float m, total;
-    int empty; /* no chunk had a token that the row sees */
-    float sum[PP_MAX_HEAD_DIM];
+    int empty;        /* no chunk had a token that the row sees */
+    const float *sum; /* one chunk's where it lies, or `scaled` */
+    float scaled[PP_MAX_HEAD_DIM];
 } merged_row;
 
 static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged_row *merged) {
     const pp_chunk *chunk = work->chunk;
     const int64_t width = chunk->row_stride - PP_GROUP;
-    float *sum = merged->sum;
+    float *scaled = merged->scaled;
     merged->empty = 1;
     for (int64_t c = 0; c < work->num_chunks; c++) {
         const float *row = chunk->rows + r * chunk->row_stride + c * work->record_stride;
@@ -343,26 +309,45 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
             merged->empty = 0;
             merged->m = m;
             merged->total = row[width];
-            for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_load(row + d));
+            merged->sum = row;
             continue;
         }
         const float both = m > merged->m ? m : merged->m;
         const float old_scale = exp2_one(merged->m - both), scale = exp2_one(m - both);
-        const float scaled = merged->total * old_scale, added = row[width] * scale;
-        merged->total = scaled + added;
+        const float before = merged->total * old_scale, added = row[width] * scale;
+        merged->total = before + added;
         merged->m = both;
-        for (int64_t d = 0; d < width; d += PP_LANES)
-            v_store(sum + d, v_fma(v_load(row + d), v_set1(scale), v_mul(v_load(sum + d), v_set1(old_scale))));
+        for (int64_t d = 0; d < width; d += PP_LANES) {
+            const pp_v sum = v_mul(v_load(merged->sum + d), v_set1(old_scale));
+            v_store(scaled + d, v_fma(v_load(row + d), v_set1(scale), sum));
+        }
+        merged->sum = scaled;
     }
     if (sink && !merged->empty) { /* as a chunk that has a weight and no value */
         const float m = pp_in_base_2(*sink), both = m > merged->m ? m : merged->m;
-        const float old_scale = exp2_one(merged->m - both), scaled = merged->total * old_scale;
-        merged->total = scaled + exp2_one(m - both);
+        const float old_scale = exp2_one(merged->m - both), before = merged->total * old_scale;
+        merged->total = before + exp2_one(m - both);
         merged->m = both;
-        for (int64_t d = 0; d < width; d += PP_LANES) v_store(sum + d, v_mul(v_load(sum + d), v_set1(old_scale)));
+        for (int64_t d = 0; d < width; d += PP_LANES)
+            v_store(scaled + d, v_mul(v_load(merged->sum + d), v_set1(old_scale)));
+        merged->sum = scaled;
     }
-    for (int64_t d = 0; d < width; d += PP_LANES)
-        v_store(sum + d, merged->empty ? v_set1(0.0f) : v_div(v_load(sum + d), v_set1(merged->total)));
+}
+
+/* out[:dims] = the row's result. */
+static void write_row(const merged_row *merged, float *out, int64_t dims) {
+    if (merged->empty) {
+        memset(out, 0, (size_t)dims * sizeof(float));
+        return;
+    }
+    const pp_v total = v_set1(merged->total);
+    int64_t d = 0;
+    for (; d + PP_LANES <= dims; d += PP_LANES) v_store(out + d, v_div(v_load(merged->sum + d), total));
+    if (d < dims) {
+        float rest[PP_LANES];
+        v_store(rest, v_div(v_load(merged->sum + d), total));
+        memcpy(out + d, rest, (size_t)(dims - d) * sizeof(float));
+    }
 }
 
 /* Block by block the row's weights, out of the sums of its chunks; 0 for blocks outside of what it may see. */
@@ -396,7 +381,7 @@ static void merge_chunks(const pp_merge *work) {
         const int32_t query = r % head_rows / group_size, head = r / head_rows * group_size + r % group_size;
         const int64_t at = (int64_t)query * work->num_qo_heads + head;
         merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged);
-        memcpy(work->out + at * work->v_head_dim, merged.sum, (size_t)work->v_head_dim * sizeof(float));
+        write_row(&merged, work->out + at * work->v_head_dim, work->v_head_dim);
         if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, merged.total);
         if (work->block_scores) merge_block_scores(work, r, query, &merged, work->block_scores + at * work->width);
     }

@@ -18,6 +18,8 @@
 #define PP_TURN_WORD(word) PP_TURN_SQUARE(word)
 #include "turn_block.h"
 
+#include "pack_queries.h"
+
 #include "append_kernel.h"
 
 #define PP_DTYPE f32

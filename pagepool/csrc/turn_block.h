@@ -4,14 +4,9 @@
 #define PP_WORD PP_CAT(uint, PP_WORD_BITS, _t)
 typedef PP_WORD PP_BLOCK __attribute__((vector_size(PP_WORD_BITS)));
 
-/* Row r of `to` becomes column r of `from`; steps in bytes.  Three rounds of interleaving rows i and i + 4. */
-PP_INLINE void PP_CAT(turn_block_, PP_WORD_BITS, )(unsigned char *to, int64_t to_step, const unsigned char *from,
-                                                  int64_t from_step) {
-    PP_BLOCK a[8], b[8];
-    PP_UNROLL for (int i = 0; i < 8; i++) {
-        memcpy(&a[i], from + i * from_step, sizeof a[i]);
-        a[i] = PP_TURN_WORD(a[i]);
-    }
+/* In place: three rounds of interleaving rows i and i + 4. */
+PP_INLINE void PP_CAT(turn_words_, PP_WORD_BITS, )(PP_BLOCK *a) {
+    PP_BLOCK b[8];
     PP_UNROLL for (int round = 0; round < 3; round++) {
         PP_UNROLL for (int i = 0; i < 4; i++) {
             b[2 * i] = PP_INTERLEAVE_LOW(a[i], a[i + 4]);
@@ -19,6 +14,17 @@ PP_INLINE void PP_CAT(turn_block_, PP_WORD_BITS, )(unsigned char *to, int64_t to
         }
         PP_UNROLL for (int i = 0; i < 8; i++) a[i] = b[i];
     }
+}
+
+/* Row r of `to` becomes column r of `from`; steps in bytes. */
+PP_INLINE void PP_CAT(turn_block_, PP_WORD_BITS, )(unsigned char *to, int64_t to_step, const unsigned char *from,
+                                                  int64_t from_step) {
+    PP_BLOCK a[8];
+    PP_UNROLL for (int i = 0; i < 8; i++) {
+        memcpy(&a[i], from + i * from_step, sizeof a[i]);
+        a[i] = PP_TURN_WORD(a[i]);
+    }
+    PP_CAT(turn_words_, PP_WORD_BITS, )(a);
     PP_UNROLL for (int i = 0; i < 8; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
 }
 

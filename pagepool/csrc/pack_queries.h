@@ -1,0 +1,74 @@
+/* pack_queries.h: lays out queries in the order in which the kernels read them, as kernels.h says, in an instruction
+ * set's vocabulary.  Included once per ISA.
+ *
+ * Pairs of dims come one after another, in a pair the rows of a part: a part is turned, its pairs as words. */
+
+enum { PP_TURNED_DIMS = 16, PP_PAIR_FLOATS = 2 };
+_Static_assert(PP_MAX_HEADS <= 8, "the rows of a part in one block of words");
+
+/* Turns 16 dims times `scale` of all rows at once; there are 8 pointers, those past `rows` as good as any.  Eight words
+ * are written for each pair: those beyond its rows are where pairs behind it come, so the last dims go one by one. */
+static void turn_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
+    typedef float floats __attribute__((vector_size(64)));
+    const int32_t end = rows < 8 ? head_dim - PP_TURNED_DIMS : head_dim;
+    int32_t d = 0;
+    for (; d + PP_TURNED_DIMS <= end; d += PP_TURNED_DIMS) {
+        pp_block_64 words[8];
+        PP_UNROLL for (int i = 0; i < 8; i++) {
+            floats x;
+            memcpy(&x, row[i] + d, sizeof x);
+            words[i] = (pp_block_64)(x * scale);
+        }
+        turn_words_64(words);
+        PP_UNROLL for (int i = 0; i < 8; i++, to += PP_PAIR_FLOATS * rows) memcpy(to, &words[i], sizeof words[i]);
+    }
+    for (; d < head_dim; d += PP_PAIR_FLOATS)
+        for (int32_t r = 0; r < rows; r++, to += PP_PAIR_FLOATS)
+            for (int i = 0; i < PP_PAIR_FLOATS; i++) to[i] = row[r][d + i] * scale;
+}
+
+/* The same of pairs of numbers of bfloat16, to which they are rounded first. */
+static void turn_rounded(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
+    float rounded[PP_MAX_HEAD_DIM / 2];
+    (void)scale; /* what are numbers of bf16 shall stay so */
+    for (int32_t r = 0; r < rows; r++) {
+        round_to_pairs(rounded, row[r], head_dim);
+        for (int32_t p = 0; p < head_dim / 2; p++) to[p * rows + r] = rounded[p];
+    }
+}
+
+PP_INLINE void pack_parts(void (*turn)(float *, const float *const *, int32_t, int32_t, float), const int pair_floats,
+                          float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
+                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
+                          float scale) {
+    const int32_t head_rows = group_size * num_queries;
+    for (int32_t kv = 0; kv < num_kv_heads; kv++, q += group_size * q_stride_head) {
+        const float *next = q; /* row by row: the heads of a query, then those of the next one */
+        for (int32_t part = 0, head = 0; part < num_parts(head_rows); part++) {
+            const int32_t rows = part_border(head_rows, part + 1) - part_border(head_rows, part);
+            const float *row[8] = {q, q, q, q, q, q, q, q};
+            for (int32_t r = 0; r < rows; r++) {
+                row[r] = next;
+                next += q_stride_head;
+                if (++head < group_size) continue;
+                head = 0;
+                next += q_stride_token - group_size * q_stride_head;
+            }
+            turn(to, row, rows, head_dim, scale);
+            to += rows * (head_dim / 2) * pair_floats;
+        }
+    }
+}
+
+static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
+                         int32_t group_size, int32_t num_queries, int32_t head_dim, float sm_scale) {
+    pack_parts(turn_queries, PP_PAIR_FLOATS, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size,
+               num_queries, head_dim, pp_in_base_2(sm_scale));
+}
+
+static void pack_rounded_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
+                                 int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
+                                 float sm_scale) {
+    pack_parts(turn_rounded, 1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim,
+               sm_scale);
+}
