@@ -112,21 +112,22 @@ class Comparison:
     def cell(self, shape, dtype, threads, errors, absent):
         size, copies = kv_bytes(shape, dtype), copies_of(shape, dtype)
         calls = max(2, min(100, int(self.seconds / 3 * 20e9 / size)))
-        stream, pages, rates, dots, spent = [], [], [], [0.0], {name: [] for name in errors}
+        stream, pages = [], []
+        spent, rates = {name: [] for name in errors}, {name: [] for name in errors}
         for _ in range(self.rounds):
             time.sleep(PAUSE)
             stream.append(self.machine.stream(size, copies, threads, calls))
             pages.append(min(self.machine.chunks(size, copies, page_bytes(shape, dtype), threads, calls)))
-            rates.append(self.machine.rate("fma", threads, 0.005))
-            if self.dots:
-                dots.append(self.machine.rate("dot", threads, 0.005))
             for name in spent:
+                before = self.rates(threads)
                 time.sleep(PAUSE)
                 self.processes[name].tell(round=threads, seconds=self.seconds)
                 answer = self.processes[name].answer()
                 spent[name].append(answer.get("seconds"))
-        fma = flops(shape) / max(rates)  # the cores do not swing as the memory does: less was a disturbance
-        dot = flops(shape) / (max(dots) or max(rates))
+                after = self.rates(threads)
+                rates[name].append({kind: max(before[kind], after[kind]) for kind in before})
+        work, every = flops(shape), [rate["fma"] for side in rates.values() for rate in side] or [float("nan")]
+        fma = work / median(every)
         binds = "fma" if fma > median(stream) else "stream"
         return {
             "shape": shape,
@@ -136,15 +137,25 @@ class Comparison:
             "stream_gb_per_s": size / median(stream) / 1e9,
             "pages_ms": 1e3 * median(pages),
             "fma_ms": 1e3 * fma,
+            "best_fma_ms": 1e3 * work / max(every),
             "binds": binds,
             "target": target(shape, dtype, threads, binds),
             "sides": {
-                name: result(times, dot if name in self.dots else fma, stream, errors[name][str(threads)])
+                name: result(times, self.compute(name, work, rates[name]), stream, errors[name][str(threads)])
                 for name, times in spent.items()
                 if None not in times
             },
             "absent": absent | {name: "it failed in a round" for name, times in spent.items() if None in times},
         }
+
+    def rates(self, threads):
+        """What so many cores compute at this moment: on shared machines it changes within milliseconds."""
+        kinds = ("fma", "dot") if self.dots else ("fma",)
+        return {kind: self.machine.rate(kind, threads, 0.005) for kind in kinds}
+
+    def compute(self, name, work, rates):
+        """Seconds that the work of a side takes at the rates of each round."""
+        return [work / ((name in self.dots and rate["dot"]) or rate["fma"]) for rate in rates]
 
 
 def facts(machine, threads):
@@ -168,14 +179,18 @@ def facts(machine, threads):
 
 
 def result(rounds, compute, stream, errors):
-    """The figures of a side that `compute` seconds bound beside the stream: of its ways that of the smallest median."""
+    """The figures of a side that `compute` seconds bound beside the stream, round by round: of its ways that of the
+    smallest median."""
     way = min(errors, key=lambda way: median(times[way] for times in rounds))
     times = [times[way] for times in rounds]
+    limits = [max(pair) for pair in zip(stream, compute, strict=True)]
     return {
         "ms": 1e3 * median(times),
-        "compute_ms": 1e3 * compute,
-        "share": median(max(best, compute) / ours for best, ours in zip(stream, times, strict=True)),
+        "compute_ms": 1e3 * median(compute),
+        "share": median(limit / ours for limit, ours in zip(limits, times, strict=True)),
         "stream_share": median(best / ours for best, ours in zip(stream, times, strict=True)),
+        "best_share": max(median(stream), min(compute)) / median(times),
+        "rounds": [{"ms": 1e3 * ours, "limit_ms": 1e3 * limit} for ours, limit in zip(times, limits, strict=True)],
         "error": errors[way],
         "way": way,
     }
