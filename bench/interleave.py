@@ -137,7 +137,7 @@ class Comparison:
             "stream_gb_per_s": size / median(stream) / 1e9,
             "pages_ms": 1e3 * median(pages),
             "fma_ms": 1e3 * fma,
-            "best_fma_ms": 1e3 * work / max(every),
+            "best_fma_ms": 1e3 * (work / max(every)),
             "binds": binds,
             "target": target(shape, dtype, threads, binds),
             "sides": {
