@@ -1,9 +1,9 @@
 """CacheSummary: what a prefix cache holds and has done."""
 
 cimport cython
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
-from pagepool.memory.ids cimport read_id
+from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
 
 from pagepool.errors import PoolError
 
@@ -54,6 +54,22 @@ cdef class CacheSummary:
         cdef int32_t number
         read_id(block, &number)
         return 0 <= number < self.allocator.max_capacity and self.cached.owners[number] > 0
+
+    def count_cached(self, blocks):
+        """How many of these blocks are cached. O(blocks); not those that are no blocks of the allocator.
+
+        >>> from pagepool import BlockAllocator, PrefixCache
+        >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
+        >>> cache.cache_blocks([7, 8], cache.allocator.allocate_n(2)), cache.count_cached([0, 1, 2, 99])
+        (2, 2)
+        """
+        cdef IdArray ids
+        cdef int64_t count = 0, i
+        read_ids(blocks, &ids)
+        for i in range(ids.count):
+            count += 0 <= ids.ids[i] < self.allocator.max_capacity and self.cached.owners[ids.ids[i]] > 0
+        release_ids(&ids)
+        return count
 
     def stats(self):
         """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(1).

@@ -238,7 +238,8 @@ class Ladder:
         """The floors of the cache are those of the tenants, less what they hold outside of it."""
         if self.cache is not None:
             for tenant, group in self.tenants.groups.items():
-                self.cache.floors.set(group, max(0, self.tenants.floors[tenant] - self.tenants.outside(tenant)))
+                outside = self.tenants.outside(tenant, self.cache)
+                self.cache.floors.set(group, max(0, self.tenants.floors[tenant] - outside))
 
     def _drop(self, tickets: list[Any]) -> None:
         for ticket in tickets:

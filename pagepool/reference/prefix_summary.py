@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pagepool.errors import PoolError
@@ -50,6 +51,10 @@ class CacheSummary:
     def holds(self, block: int) -> bool:
         """Whether the block is cached."""
         return block in self._cached
+
+    def count_cached(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are cached."""
+        return sum(block in self._cached for block in blocks)
 
     def stats(self) -> dict[str, Any]:
         """What it holds and has done, as a dict."""

@@ -61,17 +61,15 @@ class Tenants:
         )
         return quota is None or request.counted or held + self._blocks_for(request.max_tokens) <= quota
 
-    def outside(self, tenant: Any) -> int:
+    def outside(self, tenant: Any, cache: Any) -> int:
         """Blocks of its sequences that are not in the prefix cache."""
-        return sum(
-            max(0, self._blocks_for(other.kv.len) - other.kept)
-            for other in self.requests()
-            if other.tenant == tenant and other.kv is not None
-        )
+        held = [other.kv for other in self.requests() if other.tenant == tenant and other.kv is not None]
+        used = [block for kv in held for block in kv.blocks[: self._blocks_for(kv.len)]]
+        return len(used) - (0 if cache is None else int(cache.count_cached(used)))
 
     def above(self, tenant: Any, cache: Any) -> int | None:
         """By how many blocks it is above its floor; None without one."""
         if tenant not in self.floors:
             return None
         cached = 0 if cache is None else cache.floors.cached(self.groups[tenant])
-        return int(cached) + self.outside(tenant) - self.floors[tenant]
+        return int(cached) + self.outside(tenant, cache) - self.floors[tenant]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pagepool.config import Tenant
@@ -104,6 +104,14 @@ class TenantFloors:
         return floors
 
     def _outside(self, tenant: Any) -> int:
-        blocks_for = self._account.blocks_for
-        holders: Iterable[Sequence] = self._sequences[tenant].values()
-        return sum(max(0, blocks_for(seq.kv.len) - seq._kept) for seq in holders if seq.kv is not None)
+        return sum([self._apart(seq) for seq in self._sequences[tenant].values() if seq.kv is not None])
+
+    def _apart(self, seq: Sequence) -> int:
+        """What it has not given to the cache yet, and its copies beside blocks that others gave for the same tokens."""
+        kept, blocks = seq._kept, self._account.blocks_for(seq.kv.len)
+        cache: Any = self._account.cache
+        if cache is None:
+            return blocks
+        if not seq._twins:
+            return max(0, blocks - kept)
+        return blocks - int(cache.count_cached(seq.kv.block_table[: min(kept, blocks)]))

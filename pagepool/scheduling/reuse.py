@@ -134,7 +134,7 @@ class PrefixReuse:
             tokens = self._tokens(seq, full * self._account.block_size)
             taken = self._cache_blocks(seq, tokens, seq.kv.block_table[:full], 0 if seq._twins else start)
             seq._twins = seq._twins or taken < full - seq._kept
-        seq._kept = full
+        seq._kept = max(seq._kept, full)  # of outputs, too, it may have begun with what is cached
 
     def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
         """Keep the blocks that `batch`, which was run, has filled, in the order of ids. Its decodes are the members of

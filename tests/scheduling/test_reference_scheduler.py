@@ -46,6 +46,12 @@ class World:
         blocks = (self.allocator.free_count, self.cache and (self.cache.evictable, self.cache.num_cached))
         return found, blocks, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
 
+    def above(self, tenant):
+        """By how many blocks it is above its floor."""
+        if hasattr(self.scheduler, "tenants"):
+            return self.scheduler.tenants.above(tenant, self.cache)
+        return self.scheduler._floors.above(tenant)
+
     def standing(self, seq_id):
         seq = self.scheduler.get_sequence(seq_id)
         state = seq.state if isinstance(seq.state, str) else seq.state.value
@@ -105,6 +111,7 @@ def run(seed, steps=150, tenants=(0, 1, None)):
         assert ours.picture(batches[0]) == theirs.picture(batches[1]), f"step {number} of seed {seed}"
         assert ours.records() == theirs.records(), f"step {number} of seed {seed}"
         report(rng, worlds, batches)
+        assert ours.above(0) == theirs.above(0), f"step {number} of seed {seed}"
         for seq_id in list(ours.scheduler._sequences):
             assert ours.standing(seq_id) == theirs.standing(seq_id), f"step {number} of seed {seed}"
         if rng.random() < 0.5:

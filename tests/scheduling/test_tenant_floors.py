@@ -98,13 +98,32 @@ def test_a_floor_spares_the_sequences_of_a_tenant():
     assert victims(("partial",), small=Tenant(min_blocks=3)) == [0, 1, 1]  # it gives one, and one more was needed
 
 
+def test_a_copy_beside_anothers_cached_block_counts_for_the_floor():
+    """Both have read the same tokens at once, and only the first one's blocks are cached. The copies are the second's:
+    with them it is above its floor, and gives before one that is at its own."""
+    tenants = {"copy": Tenant(min_blocks=3), "quiet": Tenant(min_blocks=4)}
+    scheduler, cache = make(20, tenants=tenants, max_batch_tokens=512, max_prefill_tokens=512)
+    scheduler.add_request([1] * 48, 52)
+    scheduler.add_request([1] * 16, 20, tenant="copy")
+    scheduler.add_request([2] * 13, 16, tenant="quiet")
+    assert step(scheduler).seq_ids == [1, 2, 3]
+    assert step(scheduler).seq_ids == [1, 3]
+    assert cache.floors.cached(1) == 0 and scheduler._floors.above("copy") == 0
+    assert [scheduler.get_sequence(seq_id).num_preemptions for seq_id in (1, 2, 3)] == [0, 1, 0]
+    run_to_end(scheduler)
+    assert scheduler.get_sequence(3).num_preemptions == 0
+    cache.check()
+
+
 def test_a_tenant_gives_no_more_than_what_is_above_its_floor():
     scheduler, _ = make(12, None, tenants={"c": Tenant(min_blocks=3)}, ladder=("partial",))
     for tenant in ("a", "b", "c"):
         scheduler.add_request([1] * 15, 32, tenant=tenant)
     for _ in range(200):
         step(scheduler)
-        assert scheduler.get_sequence(3).fed >= 12
+        seq = scheduler.get_sequence(3)
+        assert seq.fed >= 12
+        assert seq.kv is None or scheduler._floors.above("c") == -(-seq.kv.len // BLOCK) - 3  # waiting or not
     assert not scheduler.has_work and scheduler.get_sequence(3).num_preemptions
 
 
