@@ -23,6 +23,7 @@ cdef class CachedBlocks(EvictableBlocks):
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     # n blocks of `tokens` behind `node`, which has none of them, get nodes.
     cdef void c_add(self, int32_t node, const int32_t *tokens, int64_t n, const int32_t *blocks) noexcept
+    cdef bint c_takes(self, int64_t i, int64_t known) noexcept
     cdef int64_t c_publish(
         self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1

@@ -131,6 +131,10 @@ cdef class CachedBlocks(EvictableBlocks):
             return False
         return self.allocator.c_ref_count(block) > 0
 
+    cdef inline bint c_takes(self, int64_t i, int64_t known) noexcept:
+        """Whether block i gets a place: behind the `known` nodes, at one without a block, or where one gives way."""
+        return i >= known or self.path[i] < 0 or self.table.nodes[self.path[i]].block < 0
+
     cdef int64_t c_publish(
         self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1:
@@ -154,13 +158,13 @@ cdef class CachedBlocks(EvictableBlocks):
         for i in range(n):
             if i < known and self.c_gives_way(self.path[i], blocks[i]):
                 self.path[i] = -1 - self.path[i]
-            if i >= known or self.path[i] < 0 or nodes[self.path[i]].block < 0:
+            if self.c_takes(i, known):
                 taken[fresh] = blocks[i]
                 fresh += 1
         status = self.kept.c_keep_n(taken, fresh, self.mark, &failed)
         if status != PP_OK:
             for i in range(n):
-                if i >= known or self.path[i] < 0 or nodes[self.path[i]].block < 0:
+                if self.c_takes(i, known):
                     failed -= 1
                     if failed < 0:
                         raise self.refused(start + i, blocks[i], status)
