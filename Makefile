@@ -107,6 +107,7 @@ STEPS ?= 1000000
 pressure-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS steps; SEED=N repeats a run
 	PYTHONPATH=. $(PY) tests/scheduling/pressure_run.py --steps $(STEPS) $(if $(SEED),--seed $(SEED))
 
+# What a sanitizer reports goes to the descriptor of standard error: pytest must not keep it.
 SAN_TESTS ?= memory attention prefix
 san-python: SAN = build/address-undefined
 san-python: $(VENV)/.build $(VENV)/.test
@@ -114,7 +115,8 @@ san-python: $(VENV)/.build $(VENV)/.test
 	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
 	cd $(SAN) && PYTHONPATH=lib PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-		$(abspath $(PY)) -m pytest -q -p no:cacheprovider -k "not canonical_order" $(addprefix tests/,$(SAN_TESTS))
+		$(abspath $(PY)) -m pytest -q -p no:cacheprovider --capture=sys -k "not canonical_order" \
+		$(addprefix tests/,$(SAN_TESTS))
 
 THREAD_TESTS ?= test_threads.py memory/test_nogil.py
 san-threads: SAN = build/thread
@@ -123,7 +125,7 @@ san-threads: $(VENV)/.build $(VENV)/.test  ## the tests of threads under TSan
 	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
 	cd $(SAN) && PYTHONPATH=lib LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
 		$$(setarch -R true 2>/dev/null && echo setarch -R) \
-		$(abspath $(PY)) -m pytest -q -p no:cacheprovider $(addprefix tests/,$(THREAD_TESTS))
+		$(abspath $(PY)) -m pytest -q -p no:cacheprovider --capture=sys $(addprefix tests/,$(THREAD_TESTS))
 
 # Cross-compiled with warnings as errors; run under qemu-user when it is there.
 aarch64:  ## compile the C for aarch64 and run its program, where a cross compiler is installed
