@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # closed by who started us; print would take stdout instead
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for, as on stderr
     try:
         if chosen.command == "record":
             made = f"{convert.run(chosen):,} requests in {chosen.output}"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from trace_bytes import lines_of
 
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
@@ -110,6 +111,14 @@ def test_streams_that_are_closed_or_full(redirection, code, said, tmp_path):
         assert code == 2 or json.loads(done.stdout)["finished"] == 2
     if "numbers.json" in redirection:
         assert json.loads((tmp_path / "numbers.json").read_text())["finished"] == 2
+
+
+def test_names_that_a_terminal_has_no_letters_for_are_written_as_escapes(make_trace):
+    path = make_trace(lines_of([[0, 5, 3, []]], name="prägnant"))
+    command = [sys.executable, "-m", "pagepool", "replay", str(path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and "replay of pr\\xe4gnant" in done.stdout
 
 
 def test_tables_are_never_cut_off(monkeypatch, capsys):
