@@ -3,7 +3,7 @@
  * Included from decode_kernel.h with PP_DOT (by_instruction, by_fma, by_double) defined, for bf16 pages.  Nothing is
  * widened: pages hold pairs of dims of K and pairs of tokens of V, which is what a dot product of pairs takes.
  *
- *   scores   32 tokens side by side, pairs of dims one after another, in two chains: pairs 0, 2, ... and 1, 3, ...
+ *   scores   32 tokens side by side, pairs of dims one after another
  *   softmax  as ever, in f32; then the weights are rounded, pairs of tokens side by side
  *   sums     of the rounded weights: 16 side by side, each a chain over its pair of every tile
  *   values   64 dims side by side, pairs of tokens one after another
@@ -15,17 +15,25 @@
 #define FLUSH_END PP_CAT(flush_end_, PP_DOT, )
 #define FLUSHES PP_CAT(FLUSHES_, PP_DOT, )
 #define ROUND_WEIGHTS PP_CAT(round_weights_, PP_DOT, )
+#define WEIGH PP_NAME(weigh)
+#define ADD_TO_BLOCKS PP_NAME(add_to_blocks)
+#define SCORE_VECTORS PP_NAME(score_vectors)
 
-enum { PP_NAME(PAIR_BYTES) = 4, PP_NAME(PAIRS) = PP_TILE / 2 };
+enum { PP_NAME(PAIR_BYTES) = 4 };
 
-/* The sums of the products of even and of odd pairs, as a score: queries that are numbers of bf16 shall stay so, and
- * are not scaled beforehand. */
-PP_INLINE pp_v PP_NAME(score)(pp_v even, pp_v odd, pp_v scale) { return v_mul(v_add(even, odd), scale); }
+/* Adds a pair of dims to NV vectors of scores of HEADS heads. */
+PP_INLINE void PP_NAME(score_pair)(const int HEADS, const int NV, const pp_v *k, const float *q, pp_v *sum) {
+    PP_UNROLL for (int g = 0; g < HEADS; g++) {
+        const pp_v pair = v_set1(q[g]);
+        PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = V_DOT(sum[g * NV + j], k[j], pair);
+    }
+}
 
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads; where subnormals are flushed by a
- * mode, the sums that they are made of.  From one pair of dims to the next, queries are q_step elements apart. */
+ * mode, which is none of the scale's, not scaled yet.  From one pair of dims to the next, queries are q_step elements
+ * apart. */
 PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
-                               const int q_step, float *s, float *odd_sums, int prefetch) {
+                               const int q_step, float *s, int prefetch) {
     enum { ROW = PP_GROUP * PP_NAME(PAIR_BYTES) }; /* a pair of dims of a group of tokens */
     const int per_group = PP_GROUP / PP_LANES;
     const unsigned char *rows[4], *ahead[4], *half[4];
@@ -36,50 +44,74 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
         ahead[j] = tile->next_k[(first + j) / per_group];
         half[j] = tile->v[(first + j) / per_group];
     }
-    pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
-    PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
-    for (int64_t at = 0, end = tile->head_dim / 2 * ROW; at < end; at += 2 * ROW, q += 2 * q_step) {
-        pp_v a[4], b[4];
+    pp_v sum[PP_MAX_HEADS * 4];
+    PP_UNROLL for (int i = 0; i < HEADS * NV; i++) sum[i] = v_set1(0.0f);
+    for (int64_t at = 0, end = tile->head_dim / 2 * ROW; at < end; at += ROW, q += q_step) {
+        pp_v k[4];
         PP_UNROLL for (int j = 0; j < NV; j++) {
-            a[j] = v_load((const float *)(rows[j] + at));
-            b[j] = v_load((const float *)(rows[j] + at + ROW));
+            k[j] = v_load((const float *)(rows[j] + at));
             if (prefetch && column[j] == 0)
-                prefetch_walk(prefetch, 1, 2 * ROW, ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
+                prefetch_walk(prefetch, 1, ROW, ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
                               rows[j] + at + PP_NEARER);
         }
-        PP_UNROLL for (int g = 0; g < HEADS; g++) {
-            const pp_v qa = v_set1(q[g]), qb = v_set1(q[q_step + g]);
-            PP_UNROLL for (int j = 0; j < NV; j++) {
-                even[g * NV + j] = V_DOT(even[g * NV + j], a[j], qa);
-                odd[g * NV + j] = V_DOT(odd[g * NV + j], b[j], qb);
-            }
-        }
+        PP_NAME(score_pair)(HEADS, NV, k, q, sum);
     }
     const pp_v scale = v_set1(tile->scale);
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++) {
-            const int at = g * PP_TILE + (first + j) * PP_LANES;
-            v_store(s + at, FLUSHES ? even[g * NV + j] : PP_NAME(score)(even[g * NV + j], odd[g * NV + j], scale));
-            if (FLUSHES) v_store(odd_sums + at, odd[g * NV + j]);
+            const pp_v score = sum[g * NV + j];
+            v_store(s + g * PP_TILE + (first + j) * PP_LANES, FLUSHES ? score : v_mul(score, scale));
         }
+}
+
+/* Makes a head's scores s of a tile weights and rounds these, pairs of tokens side by side, in the same place. */
+PP_INLINE void PP_NAME(round_weights)(float *s, float shift) {
+    PP_UNROLL for (int t = 0; t < PP_TILE; t += PP_LANES) v_store(s + t, v_exp2(v_sub(v_load(s + t), v_set1(shift))));
+    ROUND_WEIGHTS(s, s);
+}
+
+/* Adds a head's rounded weights to its running sums. */
+PP_INLINE void PP_NAME(sum_weights)(const float *pairs, float *sums) {
+    const pp_v ones = (pp_v)((pp_bits)v_set1(0.0f) | 0x3f803f80u);
+    PP_UNROLL for (int i = 0; i < PP_TILE / 2; i += PP_LANES)
+        v_store(sums + i, V_DOT(v_load(sums + i), v_load(pairs + i), ones));
+}
+
+/* Both, where no mode flushes subnormals. */
+PP_INLINE void WEIGH(float *s, float shift, float *sums) {
+    PP_NAME(round_weights)(s, shift);
+    PP_NAME(sum_weights)(s, sums);
+}
+
+/* Adds the rounded weights of a tile to the sums of its blocks. */
+static __attribute__((noinline)) void ADD_TO_BLOCKS(const pp_tile *tile, int heads, const float *pairs,
+                                                    const float *rescale) {
+    float p[PP_MAX_HEADS * PP_TILE];
+    for (int g = 0; g < heads; g++) widen_pairs(p + g * PP_TILE, pairs + g * PP_TILE, PP_TILE);
+    add_to_blocks(tile, heads, p, rescale);
+}
+
+/* Vectors of tokens of a pass over the scores: one chain takes half as many registers as two.  4 at most. */
+PP_INLINE int SCORE_VECTORS(int heads) {
+    const int room = 2 * score_vectors(heads), most = PP_TILE / PP_LANES < 4 ? PP_TILE / PP_LANES : 4;
+    return room < most ? room : most;
 }
 
 /* The scores of a tile, as far as it has tokens that are seen. */
 PP_INLINE void PP_NAME(tile_scores)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *s,
-                                    float *odd, int prefetch) {
+                                    int prefetch) {
     enum { VECTORS = PP_TILE / PP_LANES };
     const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
     const int pass = score_heads(HEADS), last = HEADS - pass; /* two passes at most */
+    const int nv = SCORE_VECTORS(HEADS);
     int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
-    for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS)) {
-        PP_NAME(scores)(pass, score_vectors(HEADS), tile, vector, q, q_step, s, odd, prefetch);
-        if (last)
-            PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + pass, q_step, s + pass * PP_TILE,
-                            odd + pass * PP_TILE, 0);
+    for (; vector + nv <= full; vector += nv) {
+        PP_NAME(scores)(pass, nv, tile, vector, q, q_step, s, prefetch);
+        if (last) PP_NAME(scores)(last, nv, tile, vector, q + pass, q_step, s + pass * PP_TILE, 0);
     }
     for (; vector < full; vector++)
         for (int g = 0; g < HEADS; g++)
-            PP_NAME(scores)(1, 1, tile, vector, q + g, q_step, s + g * PP_TILE, odd + g * PP_TILE, g ? 0 : prefetch);
+            PP_NAME(scores)(1, 1, tile, vector, q + g, q_step, s + g * PP_TILE, g ? 0 : prefetch);
 }
 
 /* Adds p V of one or both of two neighbouring tokens: `mask` keeps the halves of those that are seen, since what is not
@@ -98,7 +130,7 @@ PP_INLINE void PP_NAME(value_pair)(const int HEADS, const int NV, const int HALF
         if (mask != ALL_SEEN) x[j] = keep_bits(x[j], mask);
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        const pp_v p = v_set1(pairs[g * PP_NAME(PAIRS)]);
+        const pp_v p = v_set1(pairs[g * PP_TILE]);
         PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = V_DOT(sum[g * NV + j], x[j], p);
     }
 }
@@ -150,12 +182,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
 /* The sums of weights and the values of a tile, these run by run of tokens that are seen. */
 PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const float *pairs, const float *scales,
                                     float *rows, int prefetch) {
-    const pp_v ones = (pp_v)((pp_bits)v_set1(0.0f) | 0x3f803f80u);
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        float *sums = rows + (g + 1) * tile->row_stride - PP_GROUP;
-        PP_UNROLL for (int i = 0; i < PP_NAME(PAIRS); i += PP_LANES)
-            v_store(sums + i, V_DOT(v_load(sums + i), v_load(pairs + g * PP_NAME(PAIRS) + i), ones));
-    }
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_NAME(sum_weights)(pairs + g * PP_TILE, rows + (g + 1) * tile->row_stride - PP_GROUP);
     const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     uint32_t seen = tile->seen;
     do {
@@ -170,7 +198,7 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
                             d == whole ? prefetch : 0);
 #if PP_HALF_TAIL
         for (int g = 0; d < dims && g < HEADS; g++)
-            PP_NAME(values)(1, 1, 1, tile, dims - whole, d, from, to, pairs + g * PP_NAME(PAIRS),
+            PP_NAME(values)(1, 1, 1, tile, dims - whole, d, from, to, pairs + g * PP_TILE,
                             scales ? scales + g : NULL, rows + g * tile->row_stride, d == whole && !g ? prefetch : 0);
 #endif
         scales = NULL;
@@ -180,8 +208,8 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
 
 /* Both stages for a mode that flushes subnormals: not inlined, see dot_by_fma.h. */
 static __attribute__((noinline)) void PP_NAME(flushed_scores)(int heads, const pp_tile *tile, const float *q,
-                                                              int q_step, float *even, float *odd, int prefetch) {
-    PP_FOR_HEADS(heads, PP_NAME(tile_scores)(HEADS, tile, q, q_step, even, odd, prefetch))
+                                                              int q_step, float *s, int prefetch) {
+    PP_FOR_HEADS(heads, PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, prefetch))
 }
 
 static __attribute__((noinline)) void PP_NAME(flushed_values)(int heads, const pp_tile *tile, const float *pairs,
@@ -192,45 +220,28 @@ static __attribute__((noinline)) void PP_NAME(flushed_values)(int heads, const p
 /* One tile of one kv head for HEADS of its rows that see the same of it; arguments as in decode_kernel.h. */
 PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
                              int prefetch) {
-    enum { VECTORS = PP_TILE / PP_LANES };
-    float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64))), odd[FLUSHES ? PP_MAX_HEADS * PP_TILE : 1];
-    float pairs[PP_MAX_HEADS * PP_NAME(PAIRS)] __attribute__((aligned(64))), rescale[PP_RESCALES];
+    float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64))), rescale[PP_RESCALES];
     if (FLUSHES) {
         const pp_v scale = v_set1(tile->scale);
         const unsigned before = FLUSH_BEGIN();
-        PP_NAME(flushed_scores)(HEADS, tile, q, q_step, s, odd, prefetch);
+        PP_NAME(flushed_scores)(HEADS, tile, q, q_step, s, prefetch);
         FLUSH_END(before);
-        for (int t = 0; t < HEADS * PP_TILE; t += PP_LANES)
-            v_store(s + t, PP_NAME(score)(v_load(s + t), v_load(odd + t), scale));
+        for (int t = 0; t < HEADS * PP_TILE; t += PP_LANES) v_store(s + t, v_mul(v_load(s + t), scale));
     } else {
-        PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, odd, prefetch);
+        PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, prefetch);
     }
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
-    PP_UNROLL for (int g = 0; g < HEADS; g++) {
-        float *row = s + g * PP_TILE;
-        const pp_v shift = v_set1(m[g]);
-        PP_UNROLL for (int j = 0; j < VECTORS; j++)
-            v_store(row + j * PP_LANES, v_exp2(v_sub(v_load(row + j * PP_LANES), shift)));
-        ROUND_WEIGHTS(pairs + g * PP_NAME(PAIRS), row);
-    }
-    if (tile->block_sums) {
-        widen_pairs(s, pairs, HEADS * PP_TILE);
-        add_to_blocks(tile, HEADS, s, scales);
-    }
+    PP_UNROLL for (int g = 0; g < HEADS; g++) PP_NAME(round_weights)(s + g * PP_TILE, m[g]);
+    if (tile->block_sums) ADD_TO_BLOCKS(tile, HEADS, s, scales);
     if (!tile->next_v[0]) prefetch = PP_PREFETCH_NONE;
     if (FLUSHES) {
         const unsigned before = FLUSH_BEGIN();
-        PP_NAME(flushed_values)(HEADS, tile, pairs, scales, rows, prefetch);
+        PP_NAME(flushed_values)(HEADS, tile, s, scales, rows, prefetch);
         FLUSH_END(before);
     } else {
-        PP_NAME(tile_values)(HEADS, tile, pairs, scales, rows, prefetch);
+        PP_NAME(tile_values)(HEADS, tile, s, scales, rows, prefetch);
     }
 }
 
-#undef V_DOT
-#undef FLUSH_BEGIN
-#undef FLUSH_END
-#undef FLUSHES
-#undef ROUND_WEIGHTS

@@ -19,12 +19,14 @@
 
 #ifdef PP_DOT
 #include "decode_dot.h"
-#define PP_IN_STEPS 0
 #else
 #define PP_PAGES PP_DTYPE
 #define PP_QUERY_PAIR 2 /* elements of packed queries that a pair of dims takes */
 #define LOAD2 PP_CAT(v_load2_, PP_DTYPE, )
 #define LOAD2_HALF PP_CAT(v_load2_half_, PP_DTYPE, )
+#define WEIGH weigh
+#define ADD_TO_BLOCKS add_to_blocks
+#define SCORE_VECTORS score_vectors
 
 enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
 
@@ -205,11 +207,11 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
 }
 
 #define PP_IN_STEPS PP_STEPS
-#if PP_IN_STEPS
-#include "decode_step.h"
+#include "decode_arrange.h"
 #endif
 
-#include "decode_arrange.h"
+#if PP_IN_STEPS
+#include "decode_step.h"
 #endif
 
 static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
@@ -375,3 +377,11 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 #undef PP_IN_STEPS
 #undef LOAD2
 #undef LOAD2_HALF
+#undef WEIGH
+#undef ADD_TO_BLOCKS
+#undef SCORE_VECTORS
+#undef V_DOT
+#undef FLUSH_BEGIN
+#undef FLUSH_END
+#undef FLUSHES
+#undef ROUND_WEIGHTS

@@ -99,11 +99,6 @@ typedef struct weighing {
     int64_t row_stride;
 } weighing;
 
-PP_INLINE void weigh_next(weighing *to_do) {
-    const int g = to_do->next++;
-    weigh(to_do->s + g * PP_TILE, to_do->m[g], to_do->rows + (g + 1) * to_do->row_stride - PP_GROUP);
-}
-
 /* The same for all heads, after raising shifts; whether some rose, and rescale was set. */
 PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
     const int above = raise_if_above(HEADS, s, m, rows, row_stride, rescale);

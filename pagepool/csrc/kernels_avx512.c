@@ -38,6 +38,7 @@
 #define PP_ITEM 2
 #define PP_QUERY_PAIR 1
 #define PP_DOT by_instruction
+#define PP_IN_STEPS PP_STEPS
 #include "decode_kernel.h"
 
 const pp_kernels pp_kernels_avx512_bf16 = PP_KERNELS("avx512_bf16", chunk_bf16_instruction);

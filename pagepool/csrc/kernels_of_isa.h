@@ -48,6 +48,7 @@
 #define PP_COLUMN 4
 #define PP_QUERY_PAIR 1
 #define PP_DOT PP_EMULATED
+#define PP_IN_STEPS 0
 #include "decode_kernel.h"
 
 #define PP_TEXT_(name) #name

@@ -37,8 +37,8 @@ In arithmetic "bf16", which rounds q and the weights to bfloat16 and works on pa
 
 three steps are others:
 
-    3 score   two chains of dot over the pairs of dims, pairs 0, 2, ... and pairs 1, 3, ..., each ascending from 0;
-              then (even + odd) * in_base_2(sm_scale): q is not scaled beforehand
+    3 score   one chain of dot over the pairs of dims, ascending from 0, times in_base_2(sm_scale): q is not scaled
+              beforehand. One, since two would take the registers by which each pair of q serves two vectors of tokens
     8 sum     of the rounded p (subnormal ones count as 0): 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)),
               and then as ever
     9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two; of a token that is not
@@ -206,14 +206,16 @@ def _chunk(head: Head, tokens: list[int]) -> Partial:
 
 
 def _score(head: Head, t: int) -> float:
-    chains, k = [0.0, 0.0], head.k[t]
+    k, total = head.k[t], 0.0
     if head.rounded:
         for d in range(0, len(k), 2):
-            chains[d // 2 % 2] = dot(chains[d // 2 % 2], head.q[d : d + 2], k[d : d + 2])
+            total = dot(total, head.q[d : d + 2], k[d : d + 2])
     else:
+        chains = [0.0, 0.0]
         for d, (a, b) in enumerate(zip(head.q, k, strict=True)):
             chains[d % 2] = head.fma(a, b, chains[d % 2])
-    score = f32(f32(chains[0] + chains[1]) * head.scale)
+        total = f32(chains[0] + chains[1])
+    score = f32(total * head.scale)
     if head.cap:
         score = f32(head.cap * tanh(f32(score * f32(1.0 / head.cap)), head.fma))
     if head.slope is not None:
