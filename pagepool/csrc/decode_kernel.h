@@ -254,8 +254,8 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
 
 #if defined(PP_DOT) || !defined(PP_FEW_REGISTERS)
 /* Parts of a head's rows read the same bytes one after the other: the first asks for what is read next. */
-PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts) {
-    (void)parts;
+PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts, const pp_tile *tile) {
+    (void)parts, (void)tile;
     return place == 0 ? mode : PP_PREFETCH_NONE;
 }
 #endif
@@ -332,7 +332,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             for (int32_t part = index; part < end; part++)
                 PP_NAME(part)(work, &tile, part_border(head_rows, part - head * parts),
                               part_border(head_rows, part + 1 - head * parts), row_of_part(head_rows, part),
-                              PP_NAME(part_prefetch)(prefetch, part - index, end - index));
+                              PP_NAME(part_prefetch)(prefetch, part - index, end - index, &tile));
         }
         memcpy(groups, next, sizeof groups);
     }

@@ -53,6 +53,8 @@ PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
  * again, half a visit later and, by what reads FAST (f32, dot products), also a run of V or PP_NEAR bytes later and
  * PP_NEARER bytes later.  The next head's or page's are found through the block table; hardware prefetchers stop at the
  * end of a 4 KB page and know nothing of the table. */
+/* As PP_PREFETCH_REPEAT, by two parts of a head's rows: one asks for what is read first, the other for the rest. */
+enum { PP_PREFETCH_EARLY = PP_PREFETCH_REPEAT + 1, PP_PREFETCH_LATE };
 enum { PP_NEAR = 2048, PP_NEARER = 512 };
 PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned char *visit, const unsigned char *half,
                              const unsigned char *near, const unsigned char *nearer) {

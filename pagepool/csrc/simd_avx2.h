@@ -32,6 +32,11 @@ static inline pp_v v_kept(pp_v a) {
     __asm__("" : "+x"(a));
     return a;
 }
+/* The same of 12 at once. */
+static inline void v_kept_12(pp_v *a) {
+    __asm__("" : "+x"(a[0]), "+x"(a[1]), "+x"(a[2]), "+x"(a[3]), "+x"(a[4]), "+x"(a[5]), "+x"(a[6]), "+x"(a[7]),
+            "+x"(a[8]), "+x"(a[9]), "+x"(a[10]), "+x"(a[11]));
+}
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm256_max_ps(a, b); }
 /* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
