@@ -283,16 +283,15 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     if (work->block_sums)
         memset(work->block_sums + first * work->num_blocks, 0,
                (size_t)((last - first) * work->num_blocks) * sizeof(float));
-    /* One row per kv head in 16 bit, or two in f32, read about as fast as memory delivers.  Over long runs the
-     * hardware's prefetchers do better then (Zen 4: 0.93 to 0.98 of the limit, not 0.82 to 0.87), if left alone. */
+    /* One row per kv head in 16 bit, or two in f32, read about as fast as memory delivers. */
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
     const int is_long = run_bytes >= 1 << 17;
-    const int by_hardware = work->prefetch == PP_PREFETCH_REPEAT && head_rows <= PP_ITEM / 2 && is_long;
+    const int in_runs = work->prefetch == PP_PREFETCH_REPEAT && head_rows <= PP_ITEM / 2 && is_long;
+    const int mode = !layout->tiled ? PP_PREFETCH_NONE : in_runs ? PP_PREFETCH_RUN : work->prefetch;
     const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long;
     /* Two tiles at a time are read from where they are.  A prefetch into L1 comes twice as early then: too early for
-     * what fits there, if heads are large.  And hardware's prefetchers follow the streams of one tile better than those
-     * of two (0.98 of the limit, not 0.8, for one head in f32). */
-    const int steps = PP_IN_STEPS && !by_hardware && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
+     * what fits there, if heads are large.  And of runs the streams of one tile are read faster than those of two. */
+    const int steps = PP_IN_STEPS && !in_runs && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
                       (work->prefetch != PP_PREFETCH_L1 || layout->head_bytes <= 4096);
     const unsigned char *groups[4], *next[4];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
@@ -315,7 +314,6 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             const int32_t head = index / parts, head_end = (head + 1) * parts;
             end = head_end < work->part_end ? head_end : work->part_end;
             const int more_heads = end < work->part_end;
-            const int prefetch = layout->tiled && !(by_hardware && more_heads) ? work->prefetch : PP_PREFETCH_NONE;
             if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);
             for (int i = 0; i < (tile.step ? 4 : 2); i++) {
                 unsigned char *group = scratch + (scratch ? i * tiled->head_bytes : 0);
@@ -332,7 +330,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             for (int32_t part = index; part < end; part++)
                 PP_NAME(part)(work, &tile, part_border(head_rows, part - head * parts),
                               part_border(head_rows, part + 1 - head * parts), row_of_part(head_rows, part),
-                              PP_NAME(part_prefetch)(prefetch, part - index, end - index, &tile));
+                              PP_NAME(part_prefetch)(mode, part - index, end - index, &tile));
         }
         memcpy(groups, next, sizeof groups);
     }
