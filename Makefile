@@ -123,7 +123,7 @@ san-threads: SAN = build/thread
 san-threads: $(VENV)/.build $(VENV)/.test  ## the tests of threads under TSan
 	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build --build-lib $(SAN)/lib
 	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
-	cd $(SAN) && PYTHONPATH=lib LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
+	cd $(SAN) && PYTHONPATH=lib PAGEPOOL_SANITIZE=thread LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
 		$$(setarch -R true 2>/dev/null && echo setarch -R) \
 		$(abspath $(PY)) -m pytest -q -p no:cacheprovider --capture=sys $(addprefix tests/,$(THREAD_TESTS))
 

@@ -12,20 +12,24 @@ import pytest
 import pagepool
 
 SETUP = """
+import os
 import sys
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 name, include, library = (sys.argv.pop() for _ in range(3))
+# How the library was built, if in a way that its users must share: ThreadSanitizer does not see locks taken elsewhere.
+sanitize = os.environ.get("PAGEPOOL_SANITIZE")
+flags = ["-g1", f"-fsanitize={sanitize}"] if sanitize else []
 extension = Extension(
     name,
     [f"{name}.pyx"],
     include_dirs=[include],
     library_dirs=[library],
     libraries=["pagepool"],
-    extra_compile_args=["-std=c11", "-O2", "-pthread"],
-    extra_link_args=["-pthread"],
+    extra_compile_args=["-std=c11", "-O2", "-pthread", *flags],
+    extra_link_args=["-pthread", *flags],
 )
 directives = {"language_level": 3, "boundscheck": False, "wraparound": False, "cdivision": True}
 setup(name=name, ext_modules=cythonize([extension], compiler_directives=directives, quiet=True))

@@ -6,7 +6,7 @@ from libc.stdlib cimport free, malloc
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from pagepool cimport BlockAllocator, KvCachePool, PagedSeqState, SsmStatePool
-from pagepool.csrc cimport PP_EXHAUSTED, PP_INVALID_BLOCK, PP_OK, pp_status
+from pagepool.csrc cimport PP_EXHAUSTED, PP_INVALID_BLOCK, PP_OK, pp_lock, pp_status
 from pagepool.memory.page_buffer cimport PageBuffer
 
 
@@ -195,14 +195,9 @@ EXHAUSTED = PP_EXHAUSTED
 INVALID_BLOCK = PP_INVALID_BLOCK
 
 
-cdef extern from *:
-    """
-    #include "pagepool/lock.h"
-    static void add_readers(void *lock, int number) {
-        __atomic_fetch_add(&((pp_lock *)lock)->readers, number, __ATOMIC_SEQ_CST);
-    }
-    """
-    void add_readers(void *lock, int number) nogil
+cdef extern from "pagepool/lock.h" nogil:
+    void pp_read_begin(pp_lock *lock)
+    void pp_read_end(pp_lock *lock)
 
 
 def copy_for(KvCachePool pool, double duration, begun):
@@ -211,10 +206,10 @@ def copy_for(KvCachePool pool, double duration, begun):
     cdef BlockAllocator allocator = pool.allocator
     cdef double end = seconds() + duration
     cdef bint there = True
-    add_readers(&allocator.lock, 1)
+    pp_read_begin(&allocator.lock)
     begun.set()
     with nogil:
         while seconds() < end:
             there = there and buffer.base != NULL
-        add_readers(&allocator.lock, -1)
+        pp_read_end(&allocator.lock)
     return there
