@@ -6,14 +6,15 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from pagepool._version import __version__
 from pagepool.errors import PoolError
 from pagepool.replay import command, convert, options
 from pagepool.replay.driver import ReplayFailed
-from pagepool.replay.files import STDOUT, written_to
+from pagepool.replay.files import STDOUT, drop_output, written_to
 from pagepool.replay.json_lines import TraceError
 
 __all__ = ["main"]
@@ -48,8 +49,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # closed by who started us; print would take stdout instead
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for, as on stderr
+    with _every_name_printable():
+        return _run(chosen)
+
+
+@contextmanager
+def _every_name_printable() -> Iterator[None]:
+    """Names that the terminal has no letters for are shown by number, as on stderr."""
+    stream = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else None
+    before = None
+    with suppress(ValueError):  # closed or detached by the caller: writing will say so
+        if stream is not None:
+            before = stream.errors
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        if stream is not None and before is not None:
+            with suppress(OSError, ValueError):
+                stream.reconfigure(errors=before)
+
+
+def _run(chosen: argparse.Namespace) -> int:
     try:
         if chosen.command == "record":
             made = f"{convert.run(chosen):,} requests in {chosen.output}"
@@ -61,8 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        # The reader of our output has gone. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()  # its reader has gone
         return FAILED
     except (TraceError, options.UsageError, OSError) as error:
         return _fail(BAD_INPUT, str(error))

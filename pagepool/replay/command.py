@@ -62,8 +62,10 @@ def _write(name: str, outcome: Outcome, file: str) -> None:
         draw(outcome.picture, sys.stdout.buffer if file == STDOUT else file)
         return
     text = page(outcome.picture) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
-    if file == STDOUT:
+    if file == STDOUT and hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(text.encode())  # what the page names itself, whatever a terminal speaks
+    elif file == STDOUT:
+        sys.stdout.write(text)  # a caller's io.StringIO
     else:
         Path(file).write_text(text, encoding="utf-8")
 

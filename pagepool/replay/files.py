@@ -6,12 +6,12 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pagepool.replay.options import UsageError
 
-__all__ = ["STDOUT", "check_writable", "written_to"]
+__all__ = ["STDOUT", "check_writable", "drop_output", "written_to"]
 
 STDOUT = "-"
 
@@ -43,7 +43,24 @@ def written_to(name: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
+        if name == STDOUT:
+            drop_output()
         raise _cannot(name, error.errno or errno.EIO) from None
+
+
+def drop_output() -> None:
+    """Drop what standard output has not taken: Python would complain once more when it flushes at exit."""
+    with suppress(AttributeError, OSError, ValueError):  # where it is none, no file or closed, nothing is left
+        stream = sys.stdout
+        file = stream.fileno()
+        kept, nowhere = os.dup(file), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, file)
+            stream.flush()
+        finally:
+            os.dup2(kept, file)
+            os.close(kept)
+            os.close(nowhere)
 
 
 def _cannot(name: str, reason: int) -> UsageError:

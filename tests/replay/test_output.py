@@ -1,17 +1,20 @@
 """What the replay shows: progress on stderr, a table on stdout, with and without rich."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from trace_bytes import lines_of
 
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
+from pagepool.replay import files, report, table
 from pagepool.replay import progress as progress_module
-from pagepool.replay import report, table
 from pagepool.replay.clock import CostModel
 from pagepool.replay.driver import Replay
 from pagepool.replay.meter import MeteredAccount
@@ -98,13 +101,15 @@ def test_streams_that_are_closed_or_full(redirection, code, said, tmp_path):
     """They are no traceback, and what is printed does not go where something else was meant to go."""
     command = f"{sys.executable} -m pagepool replay --requests 2 {redirection}"
     path = os.pathsep.join(sys.path)
+    # Output that Python keeps until its end, as it does for its users: what is left then it tries to write once more.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         ["bash", "-c", command],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**environment, "PYTHONPATH": path},
     )
     assert (done.returncode, done.stderr) == (code, said)
     if "2>&-" in redirection:
@@ -140,3 +145,25 @@ def test_passes_say_how_far_they_are(monkeypatch, capsys, make_trace):
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1:4] for line in lines] == [[str(done), "of", "6"] for done in range(6)]
     assert lines[0].endswith("requests, lru with 1,000 blocks") and "arc" in lines[3]
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_caller_may_take_what_is_printed(option):
+    with contextlib.redirect_stdout(io.StringIO()) as taken:
+        assert main(["replay", "--requests", "2", option, "-"]) == 0
+    assert json.loads(taken.getvalue())["finished"] == 2 if option == "--json" else "</html>" in taken.getvalue()
+
+
+def test_the_callers_standard_output_is_left_as_it_was(monkeypatch, tmp_path):
+    with (tmp_path / "printed").open("w", encoding="ascii", errors="strict") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert main(["replay", "--requests", "2"]) == 0
+        assert file.errors == "strict"
+    full = Path("/dev/full").open("w", encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", full)
+    assert main(["replay", "--requests", "2"]) == 2
+    full.write("x")
+    with pytest.raises(OSError, match="No space left"):  # it is the same file as before, and nothing is left in it
+        full.flush()
+    files.drop_output()
+    full.close()
