@@ -12,6 +12,8 @@ __all__ = ["ActiveSequences"]
 
 FINISHED = SeqState.FINISHED
 PREFILLING = SeqState.PREFILLING
+# Below this many that have finished a sweep is not worth its pass.
+SWEEP_FROM = 64
 
 
 class ActiveSequences:
@@ -50,6 +52,8 @@ class ActiveSequences:
 
     def add(self, seq: Sequence) -> None:
         """Put `seq`, about to be PREFILLING, at the tail; or, where memory ends, leave all as it is."""
+        if self._gone > self.size + SWEEP_FROM:
+            self._sweep()  # steps of a cohort take nobody out of the ring
         size, reserved = self.size + 1, self.reserved + self._blocks_for(seq.max_tokens)
         num_prefills, (unread, promised) = self.num_prefills + 1, self._owed(seq)
         unread, promised = self.unread + unread, self.promised + promised
@@ -102,8 +106,7 @@ class ActiveSequences:
     def take_all(self) -> list[Sequence]:
         """Everyone, for a step that holds them all; the order of the ring does not matter then."""
         if self._gone:
-            self._ring = deque(seq for seq in self._ring if seq.state is not FINISHED)
-            self._gone = 0
+            self._sweep()
         return list(self._ring)
 
     def take(self, places: int) -> list[Sequence]:
@@ -135,6 +138,10 @@ class ActiveSequences:
         else:
             self._ring.extendleft(reversed(self._taken))
         self._taken = []
+
+    def _sweep(self) -> None:
+        self._ring = deque(seq for seq in self._ring if seq.state is not FINISHED)
+        self._gone = 0
 
     def _oldest_prefill(self) -> Sequence | None:
         line = self._prefills

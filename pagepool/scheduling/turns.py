@@ -37,6 +37,12 @@ class Turns:
         """Its line is another, or who of it may start, or a key has fallen."""
         self._changed[tenant] = None
 
+    def forget(self, tenant: Any) -> None:
+        """It has no line any more: neither its name nor its requests are kept until somebody asks who is first."""
+        self._entries.pop(tenant, None)
+        self._changed.pop(tenant, None)
+        self._sweep()
+
     def first(self, key: Callable[[Sequence], Any], may_start: Callable[[Sequence], bool]) -> Sequence | None:
         """The one with the least key of all candidates that may start, or None."""
         while True:
@@ -65,6 +71,10 @@ class Turns:
             else:
                 self._entries.pop(tenant, None)
             self._changed.popitem()  # that one; its place is gone, too, which `del` would leave to be passed over
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Once most entries of the heap count no more."""
         if len(self._heap) > 2 * len(self._entries) + SWEEP_FROM:
             heap = list(self._entries.values())
             heapify(heap)

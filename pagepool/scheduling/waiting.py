@@ -20,8 +20,8 @@ SWEEP_FROM = 64
 class Lane:
     """The requests of one tenant: `front` is sorted, `rest` a heap, and nothing in the rest is before the front.
 
-    push and pop are O(log n), a removal O(1) amortised: a removed entry stays until it surfaces, or until half of all
-    are dead and one sweep clears them.
+    push and pop are O(log n), a removal O(window) amortised: behind the front a removed entry stays until it surfaces,
+    or until half of all are dead and one sweep clears them.
     """
 
     def __init__(self, window: int, live: dict[int, Sequence]) -> None:
@@ -50,7 +50,8 @@ class Lane:
             self._front = front = [rank for rank in front if rank[2] in live]
         while len(front) < self._window and rest:
             rank = heappop(rest)
-            if rank[2] in live:
+            # A removed one that is back may still have its old entry here, which is not before its new one.
+            if rank[2] in live and all(rank[2] != other[2] for other in front):
                 front.append(rank)
         return [live[rank[2]] for rank in front]
 
@@ -63,9 +64,11 @@ class Lane:
             heappop(self._arrivals)
         return None
 
-    def removed(self) -> None:
+    def removed(self, seq: Sequence) -> None:
         """One of the sequences is no longer live."""
         self.size -= 1
+        # At once: it may come back before anybody looks, with another rank even, and would stand here twice.
+        self._front = [rank for rank in self._front if rank[2] != seq.id]
         if len(self._arrivals) > 2 * self.size + SWEEP_FROM:
             self._rest = [rank for rank in self._rest if rank[2] in self._live]
             heapify(self._rest)
@@ -103,7 +106,8 @@ class WaitingQueue:
     def changed(self, tenant: Any) -> None:
         """Others of the tenant's requests may start than before."""
         self._turns.changed(tenant)
-        self._ages.changed(tenant)
+        if self._max_wait is not None:  # nobody asks who is oldest without it
+            self._ages.changed(tenant)
 
     def peek(self, view: View, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
         """The sequence that goes next in step `now`, or None; of those that may start, tenant by tenant."""
@@ -125,12 +129,14 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Take out `seq`, wherever it stands. Nothing, if that was done."""
         self.changed(seq.tenant)
-        if self._live.pop(seq.id, None) is None:
-            return
-        lane = self._lanes[seq.tenant]
-        lane.removed()
-        if not lane.size:
-            del self._lanes[seq.tenant]
+        if self._live.pop(seq.id, None) is not None:
+            lane = self._lanes[seq.tenant]
+            lane.removed(seq)
+            if not lane.size:
+                del self._lanes[seq.tenant]
+        if seq.tenant not in self._lanes:
+            self._turns.forget(seq.tenant)
+            self._ages.forget(seq.tenant)
 
     def _heads(self, tenant: Any) -> list[Sequence]:
         lane = self._lanes.get(tenant)

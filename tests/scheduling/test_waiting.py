@@ -175,3 +175,62 @@ def test_many_changes_leave_no_more_entries_than_tenants_that_wait():
             queue.changed(tenant)
         assert queue.peek(None, 0, lambda seq: True) is seqs[0]
     assert len(queue._turns._heap) <= 2 * 7 + 64 + 7
+
+
+def waiting_line(policy, count, tenant=None):
+    queue = WaitingQueue(POLICIES[policy], None)
+    seqs = [Sequence(number, [1], 1, 0, tenant) for number in range(1, count + 1)]
+    for seq in seqs:
+        seq._rank = POLICIES[policy].rank(seq)
+        queue.push(seq)
+    return queue, seqs
+
+
+@pytest.mark.parametrize("aged", [False, True])
+@pytest.mark.parametrize("place", [0, 20, 39])
+def test_one_that_comes_back_before_anybody_looks_stands_there_once(place, aged):
+    queue, seqs = waiting_line("lpm", 40)
+    queue._heads(None)
+    back = seqs[place]
+    queue.remove(back)
+    if aged:
+        back._rank = (0, 0, back.id)
+    queue.push(back)
+    assert queue._heads(None) == sorted(seqs, key=lambda seq: seq._rank)[:32]
+    for seq in seqs[:8]:
+        queue.remove(seq)
+    assert queue._heads(None) == sorted(seqs[8:], key=lambda seq: seq._rank)[:32]
+
+
+@pytest.mark.parametrize("max_wait", [None, 10])
+def test_names_of_tenants_that_are_gone_are_not_kept(max_wait):
+    scheduler = Scheduler(SchedulerConfig(max_sequences=1, max_wait_steps=max_wait))
+    runs = scheduler.add_request([1], 10**6)
+    waiting = scheduler._waiting
+    scheduler.schedule()
+    for number in range(50):  # while its place is taken nobody asks who is next
+        seq_id = scheduler.add_request([1] * 8, 9, tenant=number)
+        scheduler.commit(scheduler.schedule(), [1])
+        scheduler.remove_sequence(seq_id)
+    scheduler.remove_sequence(runs)
+    for number in range(200):
+        scheduler.add_request([1] * 8, 9, tenant=number)
+        scheduler.commit(scheduler.schedule(), [1])
+    assert scheduler.total_count == len(scheduler.drain_finished())
+    for turns in (waiting._turns, waiting._ages):
+        assert (turns._changed, turns._entries) == ({}, {})
+        assert len(turns._heap) <= 64
+
+
+def test_who_has_finished_leaves_the_ring_while_a_cohort_lasts():
+    scheduler = Scheduler(SchedulerConfig(), BlockAllocator(400))
+    longest = served = 0
+    for number in range(2000):
+        if number % 5 == 0:
+            scheduler.add_request([1] * 50, 70)
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [1] * len(batch))
+        served += len(scheduler.drain_finished())
+        longest = max(longest, len(scheduler._active._ring))
+    assert served > 300
+    assert longest < 100
