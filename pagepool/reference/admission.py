@@ -75,11 +75,14 @@ class Admission(Ladder):
         def aged(request: Request) -> bool:
             return most is not None and self.num_steps - request.arrived >= most
 
-        oldest = [min(line, key=lambda request: request.id) for line in lines.values()]
+        # Whom the quota counts already, since it was preempted, may always start, and keeps others out until it does.
+        counted = [[request for request in line if request.counted] for line in lines.values()]
+        oldest = [min(line, key=lambda request: request.id) for line in [*lines.values(), *counted] if line]
         old = [request for request in oldest if aged(request) and self.tenants.may_start(request)]
         if old:
             return min(old, key=lambda request: request.id), True
         heads = [request for line in lines.values() for request in line[: WINDOW.get(policy, 1)]]
+        heads += [line[0] for line in counted if line and line[0] not in heads]
         heads = [request for request in heads if self.tenants.may_start(request)]
         if not heads:
             return None, False

@@ -93,7 +93,7 @@ class Admission:
             if waiting.is_aged(seq, now):
                 seq._rank = (0, 0, seq.id)
             # It waits, whatever raises, until it is active.
-            waiting.changed(seq.tenant)
+            waiting.starts(seq)
             self._tenants.start(seq)
             self._floors.enter(seq)
             seq.num_cached = seq._fed

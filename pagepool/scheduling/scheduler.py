@@ -263,13 +263,14 @@ class Scheduler(Roster):
             if seq.kv is not None:
                 # What is in a batch that is out may not have been stored yet.
                 self._reuse.publish(seq, seq._fed - (self._out.tokens_of(seq) if self._out else 0))
+            if self._tenants.keeps_out(seq):
+                self._waiting.changed(seq.tenant)  # first: it may want memory, and what has left must be FINISHED
             if seq.state is PREFILLING or seq.state is DECODING:
                 self._active.leave(seq)
             else:
                 self._waiting.remove(seq)
                 self._ladder.forget(seq)
-            if self._tenants.leave(seq):
-                self._waiting.changed(seq.tenant)
+            self._tenants.leave(seq)
             self._floors.leave(seq)
             seq.state = FINISHED
             seq.kv = None

@@ -53,8 +53,12 @@ class Tenants:
             self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
         self._live[tenant] += 1
 
-    def leave(self, seq: Sequence) -> bool:
-        """A request ended. Returns whether others of its tenant may start now that had to wait for its quota."""
+    def keeps_out(self, seq: Sequence) -> bool:
+        """Whether others of its tenant may wait for its part of the quota."""
+        return seq._counted and self._limits.get(seq.tenant, ANYONE).max_blocks is not None
+
+    def leave(self, seq: Sequence) -> None:
+        """A request ended."""
         tenant = seq.tenant
         if seq._counted:
             self._held[tenant] -= self._blocks_for(seq.max_tokens)
@@ -64,13 +68,13 @@ class Tenants:
             del self._live[tenant], self._held[tenant]
             if len(self._served) > 2 * len(self._live) + SPARE:
                 self._sweep()
-        return seq._counted and self._limits.get(tenant, ANYONE).max_blocks is not None
 
     def start(self, seq: Sequence) -> None:
         """A request was admitted, perhaps again."""
         if not seq._counted:
-            self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
+            # In this order: an interrupt in between must not make it count twice, which would keep others out for ever.
             seq._counted = True
+            self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
 
     def may_start(self, seq: Sequence) -> bool:
         """True when the quota of its tenant has room for all that `seq` may need."""

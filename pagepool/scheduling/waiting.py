@@ -30,43 +30,57 @@ class Lane:
         self._front: list[Rank] = []
         self._rest: list[Rank] = []
         self._arrivals: list[int] = []
+        self.counted: dict[int, Sequence] = {}  # those of whom the quota counts what they need
         self.size = 0
 
     def push(self, seq: Sequence) -> None:
-        """Add a sequence that is live already."""
+        """Add a sequence that is live right after."""
         self.size += 1
+        if seq._counted:
+            self.counted[seq.id] = seq
         heappush(self._arrivals, seq.id)
         if self._front and seq._rank < self._front[-1]:
             insort(self._front, seq._rank)
             if len(self._front) > self._window:
-                heappush(self._rest, self._front.pop())
+                heappush(self._rest, self._front[-1])
+                self._front.pop()
         else:
             heappush(self._rest, seq._rank)
 
     def heads(self) -> list[Sequence]:
-        """The first `window` that are live, in the order of rank."""
+        """The first `window` that are live, in the order of rank; behind them the first one that the quota counts, when
+        it is none of these: it may always start, and as long as it does not, it may keep them out."""
         live, front, rest = self._live, self._front, self._rest
         if any(rank[2] not in live for rank in front):
             self._front = front = [rank for rank in front if rank[2] in live]
         while len(front) < self._window and rest:
-            rank = heappop(rest)
+            rank = rest[0]
             # A removed one that is back may still have its old entry here, which is not before its new one.
             if rank[2] in live and all(rank[2] != other[2] for other in front):
                 front.append(rank)
-        return [live[rank[2]] for rank in front]
+            heappop(rest)  # last: whatever raises, it is not lost
+        found = [live[rank[2]] for rank in front]
+        if self.counted and not any(seq.id in self.counted for seq in found):
+            found += sorted(self._counted(), key=lambda seq: seq._rank)[:1]
+        return found
 
-    def oldest(self) -> Sequence | None:
-        """The live one that came first."""
+    def oldest(self) -> list[Sequence]:
+        """The live one that came first, and the first one that the quota counts."""
         while self._arrivals:
             seq = self._live.get(self._arrivals[0])
             if seq is not None:
-                return seq
+                return [seq] if seq.id in self.counted else [seq, *sorted(self._counted(), key=_id)[:1]]
             heappop(self._arrivals)
-        return None
+        return []
+
+    def _counted(self) -> list[Sequence]:
+        """Those of `counted` that are live: one whose removal was interrupted is not."""
+        return [seq for number, seq in self.counted.items() if number in self._live]
 
     def removed(self, seq: Sequence) -> None:
         """One of the sequences is no longer live."""
         self.size -= 1
+        self.counted.pop(seq.id, None)
         # At once: it may come back before anybody looks, with another rank even, and would stand here twice.
         self._front = [rank for rank in self._front if rank[2] != seq.id]
         if len(self._arrivals) > 2 * self.size + SWEEP_FROM:
@@ -97,11 +111,16 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         """Add `seq`, which must not be waiting already."""
         self.changed(seq.tenant)
-        self._live[seq.id] = seq
         lane = self._lanes.get(seq.tenant)
         if lane is None:
             lane = self._lanes[seq.tenant] = Lane(self._policy.window, self._live)
         lane.push(seq)
+        self._live[seq.id] = seq  # last: who is live has its place
+
+    def starts(self, seq: Sequence) -> None:
+        """The quota is about to count `seq`, which waits until it is removed."""
+        self.changed(seq.tenant)
+        self._lanes[seq.tenant].counted[seq.id] = seq
 
     def changed(self, tenant: Any) -> None:
         """Others of the tenant's requests may start than before."""
@@ -144,8 +163,7 @@ class WaitingQueue:
 
     def _oldest(self, tenant: Any) -> list[Sequence]:
         lane = self._lanes.get(tenant)
-        oldest = None if lane is None else lane.oldest()
-        return [] if oldest is None else [oldest]
+        return [] if lane is None else lane.oldest()
 
 
 def _id(seq: Sequence) -> int:

@@ -1,17 +1,21 @@
 """Who of those that wait goes next: as if all were asked each time, though only who has changed is."""
 
+from collections import Counter
 from contextlib import suppress
+from heapq import heappop
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
+import pagepool
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant, reference
+from pagepool.scheduling import waiting
 from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.request import Sequence
 from pagepool.scheduling.tenants import Tenants
-from pagepool.scheduling.waiting import WaitingQueue
+from pagepool.scheduling.waiting import Lane, WaitingQueue
 
 TENANTS = st.integers(0, 5)
 
@@ -52,9 +56,10 @@ class WaitingMachine(RuleBasedStateMachine):
         if self.calls_left == 0:
             raise Interrupt
 
-    @rule(tenant=TENANTS, priority=st.integers(0, 2), size=st.integers(1, 6))
-    def add(self, tenant, priority, size):
+    @rule(tenant=TENANTS, priority=st.integers(0, 2), size=st.integers(1, 6), counted=st.booleans())
+    def add(self, tenant, priority, size, counted):
         seq = Sequence(self.next_id, [1], size, priority, tenant)
+        seq._counted = counted
         seq._rank = self.policy.rank(seq)
         seq._arrived = self.now
         self.next_id += 1
@@ -121,9 +126,12 @@ class WaitingMachine(RuleBasedStateMachine):
         lines = {}
         for seq in sorted(self.waiting.values(), key=lambda seq: seq._rank):
             lines.setdefault(seq.tenant, []).append(seq)
-        oldest = [min(line, key=lambda seq: seq.id) for line in lines.values()]
+        counted = [[seq for seq in line if seq._counted] for line in lines.values()]
+        oldest = [min(line, key=lambda seq: seq.id) for line in [*lines.values(), *counted] if line]
         aged = [seq for seq in oldest if self.queue.is_aged(seq, self.now) and self.may_start(seq)]
-        heads = [seq for line in lines.values() for seq in line[: self.policy.window] if self.may_start(seq)]
+        heads = [seq for line in lines.values() for seq in line[: self.policy.window]]
+        heads += [line[0] for line in counted if line and line[0] not in heads]
+        heads = [seq for seq in heads if self.may_start(seq)]
         expected = min(aged, key=lambda seq: seq.id, default=None)
         if expected is None:
             expected = min(heads, key=lambda seq: self.policy.key(seq, self), default=None)
@@ -234,3 +242,107 @@ def test_who_has_finished_leaves_the_ring_while_a_cohort_lasts():
         longest = max(longest, len(scheduler._active._ring))
     assert served > 300
     assert longest < 100
+
+
+@pytest.mark.parametrize("api", [pagepool, reference])
+@pytest.mark.parametrize("max_wait", [None, 10_000])
+def test_a_preempted_one_comes_back_past_those_whom_its_quota_keeps_out(api, max_wait):
+    config = SchedulerConfig(block_size=4, watermark=0, max_wait_steps=max_wait, tenants={"t": Tenant(max_blocks=5)})
+    scheduler = api.Scheduler(config, api.BlockAllocator(8))
+    scheduler.add_request([1] * 4, 20, priority=2, tenant="t")
+    preempted = scheduler.add_request([1] * 8, 20, priority=1, tenant="t")
+    scheduler.schedule()
+    scheduler.add_request([2] * 20, 28, priority=0, tenant="u")
+    kept_out = False
+    for _ in range(300):
+        if not kept_out and scheduler.get_sequence(preempted).num_preemptions:
+            scheduler.add_request([3] * 4, 8, priority=0, tenant="t")
+            kept_out = True
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [7] * len(batch.seq_ids))
+    assert kept_out
+    assert not scheduler.has_work
+
+
+def test_an_aged_one_that_was_preempted_goes_before_those_who_came_later():
+    queue = WaitingQueue(POLICIES["priority"], 10)
+    seqs = [Sequence(number, [1], 1, 0, tenant) for number, tenant in enumerate("ttu", 1)]
+    seqs[1]._counted = True
+    for seq in seqs:
+        seq._rank = POLICIES["priority"].rank(seq)
+        queue.push(seq)
+    assert queue.peek(None, 99, lambda seq: seq is not seqs[0]) is seqs[1]
+    assert queue.peek(None, 0, lambda seq: seq is not seqs[0]) is seqs[1]
+    queue.remove(seqs[1])
+    assert queue.peek(None, 99, lambda seq: seq is not seqs[0]) is seqs[2]
+
+
+def test_one_whose_removal_was_interrupted_is_asked_no_more(monkeypatch):
+    queue, seqs = waiting_line("fcfs", 2)
+    queue.starts(seqs[1])
+    monkeypatch.setattr(Lane, "removed", interrupt)
+    with pytest.raises(Interrupt):
+        queue.remove(seqs[1])
+    assert queue._heads(None) == queue._oldest(None) == seqs[:1]
+
+
+def test_a_push_that_is_interrupted_leaves_nobody_without_a_place(monkeypatch):
+    queue, seqs = waiting_line("fcfs", 1)
+    late = Sequence(2, [1], 1)
+    late._rank = (1, 0, 2)
+    monkeypatch.setattr(Lane, "push", interrupt)
+    with pytest.raises(Interrupt):
+        queue.push(late)
+    assert len(queue) == 1
+    assert queue._heads(None) == seqs
+
+
+def test_what_is_interrupted_on_its_way_to_the_front_stays(monkeypatch):
+    queue, seqs = waiting_line("fcfs", 2)
+    monkeypatch.setattr(waiting, "heappop", lambda heap: interrupt(heappop(heap)))
+    with pytest.raises(Interrupt):
+        queue._heads(None)
+    monkeypatch.undo()
+    assert queue._heads(None) == seqs[:1]
+    queue.remove(seqs[0])
+    assert queue._heads(None) == seqs[1:]
+
+
+def interrupt(*args):
+    raise Interrupt
+
+
+def test_a_start_that_is_interrupted_counts_once():
+    tenants = Tenants(SchedulerConfig(tenants={None: Tenant(max_blocks=4)}), lambda tokens: tokens)
+    first, second = Sequence(1, [1], 3), Sequence(2, [1], 3)
+    for seq in (first, second):
+        tenants.arrive(seq)
+
+    class Held(Counter):
+        interrupts = 1
+
+        def __setitem__(self, tenant, count):
+            super().__setitem__(tenant, count)
+            if self.interrupts:
+                self.interrupts -= 1
+                raise Interrupt
+
+    tenants._held = Held()
+    with pytest.raises(Interrupt):
+        tenants.start(first)
+    tenants.start(first)
+    tenants.leave(first)
+    assert tenants.may_start(second)
+
+
+def test_no_memory_for_a_change_leaves_one_that_finishes_where_it_stands(monkeypatch):
+    scheduler = Scheduler(SchedulerConfig(tenants={None: Tenant(max_blocks=4)}), BlockAllocator(9))
+    seq_id = scheduler.add_request([1] * 8, 20)
+    scheduler.schedule()
+    monkeypatch.setattr(scheduler._waiting, "changed", interrupt)
+    with pytest.raises(Interrupt):
+        scheduler.finish_sequence(seq_id)
+    assert scheduler.active_count == 1
+    monkeypatch.undo()
+    scheduler.finish_sequence(seq_id)
+    assert (scheduler.active_count, scheduler.has_work) == (0, False)

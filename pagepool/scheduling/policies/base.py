@@ -36,8 +36,9 @@ class Policy:
 
     rank    the order in which requests of one tenant wait; it stays the same for a request's life. When blocks run out,
             the active sequence with the greatest rank gives way first. Unique, since it ends with the id
-    key     of the heads, the first `window` of every tenant's line, the one with the least key goes next. Unique, and
-            while a request waits it only grows, so that not all are asked in every step
+    key     of the heads, the first `window` of every tenant's line and the first one that its quota counts already, the
+            one with the least key goes next. Unique, and while a request waits it only grows, so that not all are asked
+            in every step
     by_cache  the key falls when `inserted` has grown, and then only
     """
 
