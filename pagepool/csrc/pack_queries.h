@@ -42,17 +42,16 @@ PP_INLINE void pack_parts(void (*turn)(float *, const float *const *, int32_t, i
                           int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
                           float scale) {
     const int32_t head_rows = group_size * num_queries;
-    for (int32_t kv = 0; kv < num_kv_heads; kv++, q += group_size * q_stride_head) {
-        const float *next = q; /* row by row: the heads of a query, then those of the next one */
-        for (int32_t part = 0, head = 0; part < num_parts(head_rows); part++) {
+    for (int32_t kv = 0; kv < num_kv_heads; kv++) {
+        int64_t query = 0, head = 0; /* row by row: the heads of a query, then those of the next one */
+        for (int32_t part = 0; part < num_parts(head_rows); part++) {
             const int32_t rows = part_border(head_rows, part + 1) - part_border(head_rows, part);
             const float *row[8] = {q, q, q, q, q, q, q, q};
             for (int32_t r = 0; r < rows; r++) {
-                row[r] = next;
-                next += q_stride_head;
+                row[r] = q + query * q_stride_token + ((int64_t)kv * group_size + head) * q_stride_head;
                 if (++head < group_size) continue;
                 head = 0;
-                next += q_stride_token - group_size * q_stride_head;
+                query++;
             }
             turn(to, row, rows, head_dim, scale);
             to += rows * (head_dim / 2) * pair_floats;
