@@ -118,14 +118,15 @@ class Comparison:
             time.sleep(PAUSE)
             stream.append(self.machine.stream(size, copies, threads, calls))
             pages.append(min(self.machine.chunks(size, copies, page_bytes(shape, dtype), threads, calls)))
+            before = self.rates(threads)
             for name in spent:
-                before = self.rates(threads)
                 time.sleep(PAUSE)
                 self.processes[name].tell(round=threads, seconds=self.seconds)
                 answer = self.processes[name].answer()
                 spent[name].append(answer.get("seconds"))
                 after = self.rates(threads)
                 rates[name].append({kind: max(before[kind], after[kind]) for kind in before})
+                before = after
         work, every = flops(shape), [rate["fma"] for side in rates.values() for rate in side] or [float("nan")]
         fma = work / median(every)
         binds = "fma" if fma > median(stream) else "stream"
