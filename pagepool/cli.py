@@ -14,7 +14,7 @@ from pagepool._version import __version__
 from pagepool.errors import PoolError
 from pagepool.replay import command, convert, options
 from pagepool.replay.driver import ReplayFailed
-from pagepool.replay.files import STDOUT, drop_output, written_to
+from pagepool.replay.files import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.replay.json_lines import TraceError
 
 __all__ = ["main"]
@@ -36,6 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors are one line on stderr. With options that argparse refuses, and for --help, SystemExit is raised as usual.
     """
+    if sys.stderr is None or is_closed(sys.stderr):
+        sys.stderr = open(os.devnull, "w")  # closed by who started us; print would take stdout instead
+    if sys.stdout is not None:  # without any, what is to be read by people is left out
+        try:
+            check_writable(STDOUT)
+        except options.UsageError as error:
+            return _fail(BAD_INPUT, str(error))
     parser = OneLineParser(prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -47,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # closed by who started us; print would take stdout instead
     with _every_name_printable():
         return _run(chosen)
 
@@ -58,10 +63,9 @@ def _every_name_printable() -> Iterator[None]:
     """Names that the terminal has no letters for are shown by number, as on stderr."""
     stream = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else None
     before = None
-    with suppress(ValueError):  # closed or detached by the caller: writing will say so
-        if stream is not None:
-            before = stream.errors
-            stream.reconfigure(errors="backslashreplace")
+    if stream is not None:
+        before = stream.errors
+        stream.reconfigure(errors="backslashreplace")
     try:
         yield
     finally:

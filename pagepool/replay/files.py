@@ -8,19 +8,28 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pagepool.replay.options import UsageError
 
-__all__ = ["STDOUT", "check_writable", "drop_output", "written_to"]
+__all__ = ["STDOUT", "check_writable", "drop_output", "is_closed", "written_to"]
 
 STDOUT = "-"
+
+
+def is_closed(stream: Any) -> bool:
+    """Whether nothing can be written to a stream any more: closed, or its buffer detached. None is not closed."""
+    try:
+        return bool(getattr(stream, "closed", False))
+    except ValueError:  # of one that is detached nothing can be asked
+        return True
 
 
 def check_writable(name: str) -> None:
     """Raise now what would be raised when all work is done."""
     path = Path(name)
     if name == STDOUT:
-        reason = 0 if sys.stdout is not None else errno.EBADF
+        reason = 0 if sys.stdout is not None and not is_closed(sys.stdout) else errno.EBADF
     elif path.is_dir():
         reason = errno.EISDIR
     elif not path.parent.exists():

@@ -118,6 +118,28 @@ def test_streams_that_are_closed_or_full(redirection, code, said, tmp_path):
         assert json.loads((tmp_path / "numbers.json").read_text())["finished"] == 2
 
 
+@pytest.mark.parametrize("how", ["close", "detach"])
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--html", "-"], ["--help"]])
+def test_standard_output_that_the_caller_closed_is_one_line(how, arguments, monkeypatch, capfd):
+    stream = io.TextIOWrapper(io.BytesIO())
+    getattr(stream, how)()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["replay", "--requests", "2", *arguments]) == 2
+    assert capfd.readouterr().err == "pagepool: standard output: cannot be written: Bad file descriptor\n"
+    assert sys.stdout is stream
+
+
+@pytest.mark.parametrize("how", ["close", "detach"])
+def test_where_both_streams_are_closed_nothing_is_said(how, monkeypatch, capfd):
+    for name in ("stdout", "stderr"):
+        stream = io.TextIOWrapper(io.BytesIO())
+        getattr(stream, how)()
+        monkeypatch.setattr(sys, name, stream)
+    assert main(["replay", "--requests", "2"]) == 2
+    sys.stderr.close()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_names_that_a_terminal_has_no_letters_for_are_written_as_escapes(make_trace):
     path = make_trace(lines_of([[0, 5, 3, []]], name="prägnant"))
     command = [sys.executable, "-m", "pagepool", "replay", str(path)]
