@@ -34,6 +34,7 @@ cdef class EvictableBlocks:
     cdef long long inserted
     cdef long long evicted
     cdef long long cleared
+    cdef long long forgotten  # those of `cleared` that did not give their place to another
 
     cdef int reset(self) except -1
     # The ids of all cached blocks.

@@ -48,6 +48,7 @@ cdef class EvictableBlocks:
         if self.log is not None:
             self.log.c_add(CLEARED, -1, -1)
         self.cleared += self.num_cached
+        self.forgotten += self.num_cached
         self.num_cached = 0
         list_clear(&self.held)
         self.floors.c_clear()
@@ -152,6 +153,7 @@ cdef class EvictableBlocks:
         self.c_drop_run(node, 1, 0)
         self.evicted -= 1
         self.cleared += 1
+        self.forgotten += 1
         return True
 
     cdef bint c_in_use(self, int32_t node) noexcept:

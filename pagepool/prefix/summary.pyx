@@ -4,6 +4,7 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
+from pagepool.memory.paged_seq cimport PagedSeqState
 
 from pagepool.errors import PoolError
 
@@ -40,6 +41,12 @@ cdef class CacheSummary:
         return self.cached.inserted
 
     @property
+    def forgotten(self):
+        """How many blocks `discard` and `reset_prefix_cache` took out: as long as it stays the same, every cached block
+        that somebody else holds stays cached."""
+        return self.cached.forgotten
+
+    @property
     def evictable(self):
         """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
         return self.cached.floors.c_idle()
@@ -70,6 +77,38 @@ cdef class CacheSummary:
             count += 0 <= ids.ids[i] < self.allocator.max_capacity and self.cached.owners[ids.ids[i]] > 0
         release_ids(&ids)
         return count
+
+    def count_outside(self, list states not None):
+        """How many different blocks these `PagedSeqState` hold together that are not cached. O(blocks).
+
+        Raises `TypeError` for what is none, `ValueError` for one of another allocator.
+
+        >>> from pagepool import BlockAllocator, PagedSeqState, PrefixCache
+        >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
+        >>> state = PagedSeqState(cache.allocator, block_size=1)
+        >>> kept = state.append(3), cache.cache_blocks([7], state.blocks)
+        >>> cache.count_outside([state, state.fork()])
+        2
+        """
+        cdef PagedSeqState state
+        cdef int64_t count = 0
+        cdef int32_t block, i
+        shared = set()  # one that has a single reference is in no other table
+        for item in states:
+            if not isinstance(item, PagedSeqState):
+                raise TypeError(f"a state must be a PagedSeqState, not {type(item).__name__}")
+            state = <PagedSeqState>item
+            if state.allocator is not self.allocator:
+                raise ValueError("the sequence and the cache have different allocators")
+            for i in range(state.first_block, state.num_blocks):
+                block = state.c_blocks[i]
+                if self.cached.owners[block] > 0:
+                    continue
+                if self.allocator.c_ref_count(block) == 1:
+                    count += 1
+                else:
+                    shared.add(block)
+        return count + len(shared)
 
     def stats(self):
         """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(1).

@@ -44,7 +44,7 @@ class PrefixCache(CacheSummary):
         self.allocator = allocator
         self.block_size = block_size
         self.policy = policy
-        self.evicted = self.cleared = self.looked_up = self.hits = 0
+        self.evicted = self.cleared = self.forgotten = self.looked_up = self.hits = 0
         self.floors = CacheFloors(self)
         self._forget()
         allocator.add_holder(self)
@@ -184,12 +184,14 @@ class PrefixCache(CacheSummary):
             self._order.evicted(node)
             self.allocator.free(block)
         self.cleared += len(found)
+        self.forgotten += len(found)
         return len(found)
 
     def reset_prefix_cache(self) -> None:
         """Forgets everything and drops every reference of the cache."""
         self.allocator.free(sorted(self._cached, reverse=True))
         self.cleared += self.num_cached
+        self.forgotten += self.num_cached
         self._forget()
 
     def _forget(self) -> None:

@@ -56,6 +56,10 @@ class CacheSummary:
         """How many of these blocks are cached."""
         return sum(block in self._cached for block in blocks)
 
+    def count_outside(self, states: Iterable[Any]) -> int:
+        """How many different blocks these sequences hold that are not cached."""
+        return len({block for state in states for block in state.blocks} - set(self._cached))
+
     def stats(self) -> dict[str, Any]:
         """What it holds and has done, as a dict."""
         return {

@@ -64,8 +64,7 @@ class Tenants:
     def outside(self, tenant: Any, cache: Any) -> int:
         """Blocks of its sequences that are not in the prefix cache."""
         held = [other.kv for other in self.requests() if other.tenant == tenant and other.kv is not None]
-        used = [block for kv in held for block in kv.blocks[: self._blocks_for(kv.len)]]
-        return len(used) - (0 if cache is None else int(cache.count_cached(used)))
+        return sum(len(kv.blocks) for kv in held) if cache is None else int(cache.count_outside(held))
 
     def above(self, tenant: Any, cache: Any) -> int | None:
         """By how many blocks it is above its floor; None without one."""

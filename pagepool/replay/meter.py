@@ -60,7 +60,7 @@ class MeteredCache:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._cache, name)
-        if name not in ("match_prefix", "cached_tokens", "cache_blocks", "evict"):
+        if name not in ("match_held", "match_prefix", "cached_tokens", "cache_blocks", "evict"):
             return found
 
         def timed(*arguments: Any, **names: Any) -> Any:

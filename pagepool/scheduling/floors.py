@@ -8,6 +8,7 @@ from typing import Any
 from pagepool.config import Tenant
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.reuse import check_has
 
 __all__ = ["TenantFloors"]
 
@@ -19,7 +20,7 @@ class TenantFloors:
 
         holding(t) = cached(t) + outside(t)
         cached(t)  = blocks that a request of t gave to the prefix cache, in use or not
-        outside(t) = blocks of t's sequences, active or preempted, that are not in the cache
+        outside(t) = blocks of t's sequences, active or preempted, that are not in the cache, each once
 
     No block of t's is evicted, and none of its sequences gives way, for others while holding(t) is no more than its
     floor. That can be kept since the floors together fit into the pool, and no request is accepted that needs more than
@@ -41,6 +42,8 @@ class TenantFloors:
         self._sequences: dict[Any, dict[int, Sequence]] = {tenant: {} for tenant in self._floors}
         if self._floors and isinstance(account, BlockAccount):
             account.floors = self
+            if account.cache is not None:
+                check_has(account.cache, ("floors", "count_outside"))
 
     def __bool__(self) -> bool:
         return bool(self._floors)
@@ -104,14 +107,8 @@ class TenantFloors:
         return floors
 
     def _outside(self, tenant: Any) -> int:
-        return sum([self._apart(seq) for seq in self._sequences[tenant].values() if seq.kv is not None])
-
-    def _apart(self, seq: Sequence) -> int:
-        """What it has not given to the cache yet, and its copies beside blocks that others gave for the same tokens."""
-        kept, blocks = seq._kept, self._account.blocks_for(seq.kv.len)
+        states = [seq.kv for seq in self._sequences[tenant].values() if seq.kv is not None]
         cache: Any = self._account.cache
-        if cache is None:
-            return blocks
-        if not seq._twins:
-            return max(0, blocks - kept)
-        return blocks - int(cache.count_cached(seq.kv.block_table[: min(kept, blocks)]))
+        if cache is None:  # then no two of them share a block
+            return sum([self._account.blocks_for(state.len) for state in states])
+        return int(cache.count_outside(states))

@@ -55,6 +55,7 @@ class Sequence:
         "_cohort",
         "_counted",
         "_fed",
+        "_forgotten",
         "_group",
         "_kept",
         "_max_output",
@@ -116,11 +117,13 @@ class Sequence:
         self._rank: Rank = (1, 0, seq_id)
         self._arrived = 0
         # Its first `_row_end` tokens as the prefix cache reads them, None without a cache, and how many of its leading
-        # blocks the cache was given or has given; whether it has had others for the tokens of some of these.
+        # blocks the cache was given or has given; whether it has had others for the tokens of some of these, as of
+        # when it had been made to forget so many.
         self._row: Any = None
         self._row_end = len(prompt_tokens)
         self._kept = 0
         self._twins = False
+        self._forgotten = 0
         # Whether the quota of its tenant counts it, the tenant's number in the cache, and its pages in the swap file.
         self._counted = False
         self._group = 0

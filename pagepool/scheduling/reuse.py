@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from pagepool.arguments import wrong
+from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.held_blocks import hold
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.tokens import token_row
 from pagepool.scheduling.batch import ScheduledBatch
@@ -14,7 +17,21 @@ from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.cohort import Cohort
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["NoReuse", "PrefixReuse", "open_reuse"]
+__all__ = ["NoReuse", "PrefixReuse", "check_has", "open_reuse"]
+
+# What a scheduler asks of its prefix cache, whoever made it.
+NEEDED = (
+    "allocator",
+    "block_size",
+    "cache_blocks",
+    "cached_tokens",
+    "count_cached",
+    "evict",
+    "evictable",
+    "expire",
+    "forgotten",
+    "inserted",
+)
 
 
 class NoReuse:
@@ -108,8 +125,9 @@ class PrefixReuse:
         if full < least:
             return False
         readable = self._tokens(seq, full * size)
-        blocks = self._cache.match_prefix(readable, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        held = hold(account.allocator)
         try:
+            blocks = held.match_prefix(self._cache, readable, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
             if len(blocks) < least:
                 return False
             old, state = [seq.kv], account.open(seq.max_tokens, seq.id)
@@ -119,21 +137,28 @@ class PrefixReuse:
             seq._fed = state.len
             seq._kept = len(blocks)
             seq._twins = False
+            seq._forgotten = self._cache.forgotten
         finally:
-            self._cache.allocator.free(blocks)
+            held.give_back()
         return True
 
     def publish(self, seq: Sequence, num_tokens: int, start: int = 0) -> None:
         """Keep the full blocks among the first `num_tokens` of `seq`, of which the first `start` are kept already.
 
-        All are looked at in the end, and each time when the cache has had another's block in the place of one: when
-        nobody uses that one any more, it is its own that is wanted.
+        All are looked at in the end, once when the cache was made to forget some, and each time when it has had
+        another's block in the place of one: when nobody uses that one any more, it is its own that is wanted.
         """
         full = num_tokens // self._account.block_size
         if full:
-            tokens = self._tokens(seq, full * self._account.block_size)
-            taken = self._cache_blocks(seq, tokens, seq.kv.block_table[:full], 0 if seq._twins else start)
-            seq._twins = seq._twins or taken < full - seq._kept
+            tokens, blocks = self._tokens(seq, full * self._account.block_size), seq.kv.block_table[:full]
+            forgotten = self._cache.forgotten
+            if seq._forgotten == forgotten:
+                taken = self._cache_blocks(seq, tokens, blocks, 0 if seq._twins else start)
+                seq._twins = seq._twins or taken < full - seq._kept
+            else:
+                self._cache_blocks(seq, tokens, blocks, 0)
+                seq._twins = self._cache.count_cached(blocks) < full
+                seq._forgotten = forgotten
         seq._kept = max(seq._kept, full)  # of outputs, too, it may have begun with what is cached
 
     def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
@@ -188,12 +213,21 @@ def _by_id(seq: Sequence) -> int:
     return seq.id
 
 
+def check_has(cache: Any, names: Iterable[str]) -> None:
+    """Raises TypeError for what is no prefix cache, and for one that lacks what will be asked of it in a step."""
+    missing = [name for name in names if not hasattr(cache, name)]
+    if "cache_blocks" in missing:
+        raise wrong("prefix_cache", "a PrefixCache or None", cache)
+    if missing:
+        raise TypeError(f"prefix_cache must be as a PrefixCache: {type(cache).__name__} has no {', '.join(missing)}")
+
+
 def open_reuse(cache: Any, account: BlockAccount | NoBlocks, outputs: str) -> PrefixReuse | NoReuse:
     """For a `PrefixCache` over the pool of `account`, or None; `outputs` as in `SchedulerConfig.cache_outputs`."""
     if cache is None:
         return NoReuse()
-    if not hasattr(cache, "cache_blocks"):
-        raise wrong("prefix_cache", "a PrefixCache or None", cache)
+    ours = isinstance(getattr(cache, "allocator", None), BlockAllocator)
+    check_has(cache, (*NEEDED, "match_held" if ours else "match_prefix"))
     if not isinstance(account, BlockAccount):
         raise ValueError("a prefix cache needs a pool with blocks")
     return PrefixReuse(cache, account, outputs)

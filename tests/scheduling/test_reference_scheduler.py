@@ -83,9 +83,10 @@ def random_config(rng, num_blocks):
     )
 
 
-def run(seed, steps=150, tenants=(0, 1, None)):
-    """Both worlds through the same requests; returns how often each rung was taken."""
-    rng = random.Random(seed)
+def run(seed, steps=150, tenants=(0, 1, None), forget=0.0):
+    """Both worlds through the same requests; returns how often each rung was taken. `forget`: how often the caches
+    forget a block, or all, in use or not."""
+    rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
     config = random_config(rng, num_blocks)
     cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
@@ -106,6 +107,8 @@ def run(seed, steps=150, tenants=(0, 1, None)):
             seq_id, way = rng.choice(known), rng.choice(["finish_sequence", "remove_sequence"])
             for world in worlds:
                 getattr(world.scheduler, way)(seq_id)
+        if cache_policy and forgets.random() < forget:
+            make_forget(forgets, worlds)
         now += rng.random()
         batches = [world.scheduler.schedule(now) for world in worlds]
         assert ours.picture(batches[0]) == theirs.picture(batches[1]), f"step {number} of seed {seed}"
@@ -127,6 +130,17 @@ def run(seed, steps=150, tenants=(0, 1, None)):
         world.allocator.check()
         assert world.allocator.in_use == 0
     return ours.scheduler.pressure.counts
+
+
+def make_forget(rng, worlds):
+    holders = [seq_id for seq_id, seq in worlds[0].scheduler._sequences.items() if seq.kv is not None]
+    seq_id, place = rng.choice(holders or [0]), rng.randrange(4)
+    everything = rng.random() < 0.2
+    for world in worlds:
+        if everything:
+            world.cache.reset_prefix_cache()
+        elif seq_id:
+            world.cache.discard(world.scheduler.get_sequence(seq_id).kv.blocks[place : place + 2])
 
 
 def add(rng, worlds, cache_policy, tenants=(0, 1, None)):
@@ -172,6 +186,13 @@ def test_the_same_plan_and_the_same_records_in_every_step(seed):
 @given(st.integers(0, 2**32))
 def test_the_same_plan_for_many_tenants(seed):
     run(seed, tenants=range(9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_plan_beside_a_cache_that_forgets(seed):
+    run(seed, forget=0.1)
+    run(seed, tenants=(0, 0, 1, 2), forget=0.05)
 
 
 def test_what_comes_back_from_the_swap_file_wants_its_own_blocks():

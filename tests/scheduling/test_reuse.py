@@ -172,7 +172,7 @@ class CountedCache:
         self.lookups = 0
 
     def __getattr__(self, name):
-        if name in ("cached_tokens", "match_prefix"):
+        if name in ("cached_tokens", "match_held", "match_prefix"):
             self.lookups += 1
         return getattr(self._cache, name)
 

@@ -115,6 +115,58 @@ def test_a_copy_beside_anothers_cached_block_counts_for_the_floor():
     cache.check()
 
 
+def holding(scheduler, cache, tenant):
+    """What the equation says, block by block."""
+    group, floors = scheduler._floors.group(tenant), scheduler._floors
+    own = {block for seq in floors._sequences[tenant].values() if seq.kv is not None for block in seq.kv.blocks}
+    return cache.floors.cached(group) + sum(not cache.holds(block) for block in own)
+
+
+@pytest.mark.parametrize("forget", ["reset", "discard"])
+def test_what_the_cache_forgets_while_it_is_in_use_counts_on(forget):
+    """Two of a tenant share 3 blocks that one of them computed; forgotten, they are its own, each once; and when
+    another has had them cached again meanwhile, those of the two are copies beside his."""
+    tenants = {"a": Tenant(min_blocks=8)}
+    scheduler, cache = make(40, tenants=tenants, max_batch_tokens=512, max_prefill_tokens=512)
+    for _ in range(2):
+        scheduler.add_request([1] * 15, 40, tenant="a")
+        step(scheduler)
+    floors, first, second = scheduler._floors, *[scheduler.get_sequence(seq_id) for seq_id in (1, 2)]
+    assert second.kv.blocks[:3] == first.kv.blocks[:3] and cache.floors.cached(1) == 4
+    shared = second.kv.blocks[:3]
+    if forget == "reset":
+        cache.reset_prefix_cache()
+    else:
+        cache.discard(shared)
+    held = len({*first.kv.blocks, *second.kv.blocks})
+    assert floors.above("a") + 8 == holding(scheduler, cache, "a") == held
+    scheduler.add_request([1] * 15, 17, tenant="b")
+    for _ in range(16):
+        step(scheduler)
+        assert floors.above("a") + 8 == holding(scheduler, cache, "a")
+    assert cache.cached_tokens([1] * 12) == 12
+    run_to_end(scheduler)
+    assert floors.above("a") + 8 == cache.floors.cached(1)
+    cache.check()
+
+
+def test_a_cache_that_has_no_floors_is_refused_where_tenants_have_some():
+    class NoFloors:
+        def __init__(self, cache):
+            self._cache = cache
+
+        def __getattr__(self, name):
+            if name in ("floors", "count_outside"):
+                raise AttributeError(name)
+            return getattr(self._cache, name)
+
+    allocator = BlockAllocator(8)
+    cache = NoFloors(PrefixCache(allocator, BLOCK))
+    with pytest.raises(TypeError, match="prefix_cache must be as a PrefixCache: NoFloors has no floors, count_outside"):
+        Scheduler(SchedulerConfig(block_size=BLOCK, tenants={"a": Tenant(min_blocks=1)}), allocator, cache)
+    Scheduler(SchedulerConfig(block_size=BLOCK, tenants={"a": Tenant(max_blocks=4)}), allocator, cache)
+
+
 def test_a_tenant_gives_no_more_than_what_is_above_its_floor():
     scheduler, _ = make(12, None, tenants={"c": Tenant(min_blocks=3)}, ladder=("partial",))
     for tenant in ("a", "b", "c"):

@@ -43,6 +43,29 @@ def test_a_scheduler_names_what_is_wrong():
     scheduler.schedule(5.0)
 
 
+@pytest.mark.parametrize(
+    "lacks", [["inserted"], ["match_held"], ["expire", "inserted"], ["cached_tokens"], ["evict", "evictable"]]
+)
+def test_a_foreign_prefix_cache_is_asked_at_once_for_what_a_step_will_ask(lacks):
+    class Foreign:
+        def __getattr__(self, name):
+            if name in lacks:
+                raise AttributeError(name)
+            return getattr(cache, name)
+
+    cache = PrefixCache(BlockAllocator(8), 4)
+    config = SchedulerConfig(block_size=4, policy="lpm")
+    with pytest.raises(TypeError, match=f"prefix_cache must be as a PrefixCache: Foreign has no {', '.join(lacks)}$"):
+        Scheduler(config, cache.allocator, Foreign())
+    lacks.clear()
+    scheduler = Scheduler(config, cache.allocator, Foreign())
+    scheduler.add_request([1] * 9, 12)
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [7] * len(batch))
+    assert cache.num_cached == 2
+
+
 def test_others_do_too():
     cache = PrefixCache(BlockAllocator(8), 4)
     worth = PrefixCache(BlockAllocator(8), 4, "priority")
