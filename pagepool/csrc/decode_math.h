@@ -358,8 +358,8 @@ static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, c
         const int64_t first = (chunk->begin + c * PP_CHUNK) / block_size;
         const float *sums = chunk->block_sums + r * chunk->num_blocks + c * work->record_stride;
         if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
-        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - merged->m);
-        for (int64_t b = 0; b < chunk->num_blocks && first + b < end; b++) {
+        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - merged->m); /* may be NaN: 0 of it too */
+        for (int64_t b = begin > first ? begin - first : 0; b < chunk->num_blocks && first + b < end; b++) {
             const float weight = sums[b] * scale;
             scores[first + b] += weight;
         }

@@ -107,3 +107,16 @@ def test_scores_of_minus_infinity_and_nan():
     case = make_case(layout, 1, [40], kv=[(k, v)])
     scores = case.decode(return_block_scores=True)[1][0, 0]
     assert np.isnan(scores[:3]).all() and not scores[3:].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_blocks_outside_of_the_window_have_none_whatever_a_head_sees(value):
+    """Infinity less infinity is NaN, and that times nothing, too."""
+    k, v = np.zeros((64, 1, 8), np.float32), np.ones((64, 1, 8), np.float32)
+    k[40] = value
+    case = make_case(KvLayout(1, 1, 8, 5, "float32"), 1, [64], kv=[(k, v)])
+    case.q[:] = 1.0
+    scores = case.decode(window_left=30, return_block_scores=True)[1][0, 0]
+    inside = slice((63 - 30) // 5, -(-64 // 5))
+    assert np.isnan(scores[inside]).all()
+    assert not np.delete(scores, np.r_[inside]).any()
