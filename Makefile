@@ -92,15 +92,18 @@ san: san-c san-python san-threads  ## the C stress program, the memory and kerne
 san-c: $(VENV)/.build
 	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_clib
 	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build_clib
-	for name in program variants stress workspace; do $(CC) $(CAPI_FLAGS) -fsanitize=address,undefined tests/capi/$$name.c \
+	for name in program variants plans stress workspace; do \
+		$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined tests/capi/$$name.c \
 		build/address-undefined/clib/libpagepool.a -lm -o build/address-undefined/$$name || exit 1; done
-	for name in stress threads; do $(CC) $(CAPI_FLAGS) -fsanitize=thread tests/capi/$$name.c \
+	for name in stress plans threads; do \
+		$(CC) $(CAPI_FLAGS) -fsanitize=thread tests/capi/$$name.c \
 		build/thread/clib/libpagepool.a -lm -o build/thread/$$name || exit 1; done
-	for isa in $$(build/address-undefined/program | cut -d" " -f3-); do for name in program variants; do \
+	for isa in $$(build/address-undefined/program | cut -d" " -f3-); do for name in program variants plans; do \
 		PAGEPOOL_ISA=$$isa UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/$$name || exit 1; done; done
 	UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/stress 3
 	ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/workspace
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/stress 2
+	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/plans 40
 	TSAN_OPTIONS=die_after_fork=0 $$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/threads 40
 
 STEPS ?= 1000000

@@ -282,10 +282,13 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
 
 pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) {
     measures all;
+    pp_decode_plan made;
     pp_status status = measure(args, &all);
     if (status == PP_OK) status = cut(args, &all);
     if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
-    return status == PP_OK ? plan_units(plan, args, &all, workspace, 0) : status;
+    if (status == PP_OK) status = plan_units(&made, args, &all, workspace, 0);
+    if (status == PP_OK) *plan = made;
+    return status;
 }
 
 /* The sequence that unit belongs to: the last one that begins at or before it and is not empty. */

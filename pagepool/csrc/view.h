@@ -28,9 +28,10 @@ static inline int64_t pp_position(const pp_view *view, int64_t query) {
     return view->seq_len - view->num_queries + query;
 }
 
+/* A window may be as large as its type: what it takes away is told apart before anything is subtracted. */
 static inline int64_t pp_first_seen(const pp_view *view, int64_t query) {
-    const int64_t first = view->window ? pp_position(view, query) + 1 - view->window : 0;
-    return first > 0 ? first : 0;
+    const int64_t position = pp_position(view, query);
+    return view->window && position >= view->window ? position + 1 - view->window : 0;
 }
 
 static inline int64_t pp_end_seen(const pp_view *view, int64_t query) {

@@ -168,7 +168,7 @@ static inline void scenario_args(const scenario *s, int32_t layer, float *out, f
 /* Whether query token i of a sequence sees token t. */
 static inline int scenario_sees(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t i, int32_t t) {
     int32_t count = s->starts[seq + 1] - s->starts[seq], position = s->seq_lens[seq] - count + i;
-    if (args->window && t <= position - args->window) return 0;
+    if (args->window && position - t >= args->window) return 0;
     if (!args->custom_mask || args->mask_indptr[seq] < 0) return t <= position;
     int64_t width = args->mask_widths[seq], column = t - (s->seq_lens[seq] - width), bit = i * width + column;
     return column < 0 || (args->custom_mask[args->mask_indptr[seq] + bit / 8] >> bit % 8 & 1);

@@ -64,6 +64,12 @@ def test_merged_states_are_right_and_bad_ones_are_refused(c_program, tmp_path):
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok"]
 
 
+def test_plans_at_random_give_the_bits_of_one_thread_and_refusals_change_nothing(c_program, tmp_path):
+    program = build(HERE / "plans.c", tmp_path / "plans")
+    for isa in run([str(c_program)]).split()[2:]:
+        assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", "200", "rounds", isa]
+
+
 def test_no_bit_depends_on_how_threads_round_and_flush(c_program, tmp_path):
     program = build(HERE / "modes.c", tmp_path / "modes")
     for isa in run([str(c_program)]).split()[2:]:
