@@ -116,13 +116,13 @@ class ActiveSequences:
         if reserved is not None and places == 1 and not self._prefill_turn:
             reserved = None
         taken: list[Sequence] = []
+        self._taken = taken  # from the first one on: whoever is in neither has just left the head
         while len(taken) < places:
             seq = self._ring.popleft()
             if seq.state is FINISHED:
                 self._gone -= 1
             else:
                 taken.append(seq)
-        self._taken = taken
         if reserved is None:
             return taken
         if reserved not in taken:
@@ -138,6 +138,37 @@ class ActiveSequences:
         else:
             self._ring.extendleft(reversed(self._taken))
         self._taken = []
+
+    def rebuild(self, active: list[Sequence]) -> None:
+        """Hold exactly `active`, whatever stands here: in the order of the ring, in front of it who was being taken."""
+        found = {seq.id: seq for seq in active}
+        line = [seq for seq in (*self._taken, *self._ring) if seq.id in found]
+        missing = found.keys() - {seq.id for seq in line}
+        ring = {seq.id: seq for seq in ([found[number] for number in sorted(missing)] + line)}
+        first = {seq.id: seq for seq in (*self._prefills, *ring.values()) if seq.state is PREFILLING and seq.id in ring}
+        self._ring, self._taken, self._gone = deque(ring.values()), [], 0
+        self._prefills = deque(first.values())
+        self._ranks = sorted(seq._rank for seq in active)
+        self.size, self.num_prefills, self.unread, self.promised, self.reserved = self._sums(active)
+
+    def audit(self, active: list[Sequence]) -> str | None:
+        """The first equation that does not hold, `active` being all that are, or None."""
+        numbers = sorted(seq.id for seq in active)
+        sums = (self.size, self.num_prefills, self.unread, self.promised, self.reserved)
+        if sorted(seq.id for seq in self._ring if seq.state is not FINISHED) != numbers or self._taken:
+            return f"{len(active)} sequences are active, {len(self._ring) - self._gone} in the ring"
+        if len(self._ring) - self._gone != self.size or self._ranks != sorted(seq._rank for seq in active):
+            return f"{self.size} sequences have {len(self._ranks)} ranks, {self._gone} of {len(self._ring)} have gone"
+        if {seq.id for seq in active if seq.state is PREFILLING} - {seq.id for seq in self._prefills}:
+            return f"of {self.num_prefills} prefills {len(self._prefills)} are in line"
+        if sums != self._sums(active):
+            return f"size, prefills, unread, promised and reserved are {self._sums(active)}, not {sums}"
+        return None
+
+    def _sums(self, active: list[Sequence]) -> tuple[int, int, int, int, int]:
+        owed = [self._owed(seq) for seq in active if seq.state is PREFILLING]
+        reserved = sum(self._blocks_for(seq.max_tokens) for seq in active)
+        return len(active), len(owed), sum(unread for unread, _ in owed), sum(needed for _, needed in owed), reserved
 
     def _sweep(self) -> None:
         self._ring = deque(seq for seq in self._ring if seq.state is not FINISHED)

@@ -74,6 +74,10 @@ class Admission:
         """What a tenant was served, for the policy."""
         return self._tenants.served(tenant)
 
+    def forget(self) -> None:
+        """Try the next one whatever came of it last."""
+        self._short = None
+
     def admit(self, now: int) -> None:
         """Admit until the next one has to wait."""
         config, active, waiting = self._config, self._active, self._waiting
@@ -100,11 +104,7 @@ class Admission:
             seq._prefill_end = seq.total_tokens
             active.add(seq)
             seq.state = PREFILLING
-            try:
-                waiting.remove(seq)
-            except BaseException:
-                waiting.remove(seq)  # unless that was done
-                raise
+            waiting.remove(seq)
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""

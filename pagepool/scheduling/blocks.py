@@ -10,6 +10,7 @@ from typing import Any
 from pagepool.errors import PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import append_batch, release_batch
+from pagepool.memory.held_blocks import hold
 from pagepool.memory.paged_seq import PagedSeqState
 
 __all__ = ["BlockAccount", "NoBlocks", "by_group", "open_account"]
@@ -53,11 +54,18 @@ class NoBlocks:
     def give_back(self, states: list[Any]) -> None:
         return None
 
+    def rebuild(self, states: list[Any]) -> None:
+        return None
+
+    def audit(self, states: list[Any]) -> str | None:
+        return None
+
 
 class BlockAccount:
     """Blocks of one allocator, taken and given back for whole batches.
 
-    `take` is all or nothing. `num_tokens` is the number of tokens in the states that this account opened.
+    `take` is all or nothing. `num_tokens` is the number of tokens in the states that this account opened and has not
+    been given back: it knows them all, so that none is lost where a call is interrupted.
     `watermark` is the share of all blocks that an admission must leave free while others run. Blocks that only a
     prefix cache holds (`cache`, None without one) count as free: they are evicted when they are needed, but for what
     `floors` leave to others (None without any). Who needs blocks is told by groups, as in `TenantFloors.group`.
@@ -71,6 +79,8 @@ class BlockAccount:
         self.floors: Any = None
         self.num_tokens = 0
         self.evicted = 0
+        self.held = hold(allocator)  # references that are taken and given back within a call
+        self._states: dict[Any, None] = {}
         self._reserve = int(self.capacity * watermark)
         self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
         self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
@@ -111,6 +121,7 @@ class BlockAccount:
         """A new, empty state for at most `max_tokens` tokens."""
         state = self._make_state(self.allocator, self.block_size, self.blocks_for(max_tokens))
         state.label = label
+        self._states[state] = None
         return state
 
     def needs(self, states: list[Any], counts: list[int]) -> list[int]:
@@ -147,6 +158,26 @@ class BlockAccount:
         tokens = sum([state.len for state in states])
         self._release_batch(states, True)
         self.num_tokens -= tokens
+        for state in states:
+            del self._states[state]
+
+    def rebuild(self, states: list[Any]) -> None:
+        """Have exactly `states`; any other one that was opened is given back."""
+        self.held.give_back()
+        kept = dict.fromkeys(states)
+        self._release_batch([state for state in self._states if state not in kept and not state.closed], True)
+        self._states = kept
+        self.num_tokens = sum([state.len for state in states])
+
+    def audit(self, states: list[Any]) -> str | None:
+        """The first equation that does not hold, `states` being all that sequences have, or None."""
+        if len(self.held):
+            return f"{len(self.held)} references are held outside of a call"
+        if self._states != dict.fromkeys(states):
+            return f"{len(states)} sequences have blocks, {len(self._states)} states are open"
+        if self.num_tokens != sum([state.len for state in states]):
+            return f"sequences have {sum([state.len for state in states])} tokens in blocks, not {self.num_tokens}"
+        return None
 
     def _evict(self, needs: list[int], groups: list[int] | None) -> bool:
         """Evict what is missing for `needs`: at least one, since copies of shared blocks are not in it."""

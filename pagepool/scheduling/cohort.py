@@ -7,20 +7,30 @@ from typing import Any
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.request import SeqState, Sequence
 
-__all__ = ["Cohort"]
+__all__ = ["Cohort", "leave"]
+
+
+def leave(seq: Sequence, steps: int) -> None:
+    """End the membership of `seq` in a cohort that has taken `steps` steps."""
+    seq._fed = seq._joined + steps
+    seq._cohort = None
 
 
 class Cohort:
     """All decoding sequences, in lockstep: in each step each feeds the one token that `commit` gave it.
 
     The lists of a step are then those of the step before, and the work per sequence is one small list and one append.
-    Two things are not kept per sequence: `_fed` lags by `steps` until `settle`, and `_room` is how many tokens every
-    member may still get before the first one is at its limit. Prefills run beside a cohort and join it with their first
-    token. Whatever breaks the step (a token by `append_token`, a finish from outside, a sequence without a token, a
-    pool that is out, more sequences than places) settles it, and it is over; the next plain `commit` forms a new one.
+    Two things are not kept per sequence: until `settle` each has been fed `_joined + steps` tokens, and `_room` is how
+    many tokens every member may still get before the first one is at its limit. Prefills run beside a cohort and join
+    it with their first token. Whatever breaks the step (a token by `append_token`, a finish from outside, a sequence
+    without a token, a pool that is out, more sequences than places) settles it, and it is over; the next plain `commit`
+    forms a new one.
 
-    With a `block_size` it tells who has filled a block: a member fills one whenever its `_fed`, which stays, and
+    With a `block_size` it tells who has filled a block: a member fills one whenever its `_joined`, which stays, and
     `steps` add up to a multiple of that, so that it has its place in one of as many lists.
+
+    Who joins or leaves is a member by its `_cohort` alone, which is set last: in the middle of either, too, it is known
+    how much each has been fed.
     """
 
     drafts = None  # there is no lookahead in a cohort
@@ -60,28 +70,31 @@ class Cohort:
         self._batch, self._tokens = batch, None
         self.steps += 1
 
-    def commit(self, batch: ScheduledBatch, results: list[int | None]) -> list[Sequence] | None:
-        """Append the members' part of `results`; returns those now at their limit, already out of the cohort. None,
-        with nothing changed, unless this is the batch that is out and every member gets a token."""
+    def tokens_of(self, batch: ScheduledBatch, results: list[int | None]) -> list[int] | None:
+        """The members' part of `results`; None unless this is the batch that is out and every member gets a token."""
         size = len(self.sequences)
         tokens = results if len(results) == size else results[:size]
         if batch is not self._batch:
             return None
         if size and (None in tokens or min(tokens) < 0):  # type: ignore[type-var, operator]
             return None
+        return tokens  # type: ignore[return-value]
+
+    def commit(self, tokens: list[int]) -> list[Sequence]:
+        """Append the members' tokens; returns those now at their limit, already out of the cohort."""
         for output, token in zip(self._outputs, tokens, strict=True):
-            output.append(token)  # type: ignore[arg-type]
-        self._batch, self._tokens = None, tokens  # type: ignore[assignment]
+            output.append(token)
+        self._batch, self._tokens = None, tokens
         self._room -= 1
-        return self._leave_at_limit() if size and not self._room else []
+        return self._leave_at_limit() if tokens and not self._room else []
 
     def join(self, sequences: list[Sequence]) -> None:
         """Take in decoding sequences that have exactly one token to feed; only while `ready`."""
         for seq in sequences:
-            seq._fed -= self.steps
+            seq._joined = seq._fed - self.steps
             seq._cohort = self
             if self._block_size:
-                self._phases[-seq._fed % self._block_size].append(seq)
+                self._phases[-seq._joined % self._block_size].append(seq)
         self.sequences += sequences
         self.seq_ids += [seq.id for seq in sequences]
         self.states += [seq.kv for seq in sequences if seq.kv is not None]
@@ -102,16 +115,14 @@ class Cohort:
     def settle(self) -> None:
         """Write `_fed` of every member and end the cohort: it has no members from then on."""
         for seq in self.sequences:
-            seq._fed += self.steps
-            seq._cohort = None
+            leave(seq, self.steps)
         self._clear()
         self._batch = self._tokens = None
 
     def _leave_at_limit(self) -> list[Sequence]:
         done = [seq for seq, room in zip(self.sequences, self._rooms(), strict=True) if not room]
         for seq in done:
-            seq._fed += self.steps
-            seq._cohort = None
+            leave(seq, self.steps)
             index = self.sequences.index(seq)
             columns: tuple[list[Any] | None, ...]
             columns = (self.sequences, self.seq_ids, self.states, self._outputs, self._limits, self._tokens)

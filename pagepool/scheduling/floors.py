@@ -7,7 +7,7 @@ from typing import Any
 
 from pagepool.config import Tenant
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
-from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.reuse import check_has
 
 __all__ = ["TenantFloors"]
@@ -69,6 +69,31 @@ class TenantFloors:
         """`seq` has ended."""
         if seq.tenant in self._sequences:
             self._sequences[seq.tenant].pop(seq.id, None)
+
+    def rebuild(self, alive: list[Sequence]) -> None:
+        """Of `alive`, all that wait or are active, those count that may hold blocks, whatever was counted."""
+        for tenant, sequences in self._sequences.items():
+            found = {seq.id: seq for seq in alive if seq.tenant == tenant and self._may_hold(seq)}
+            sequences.clear()
+            sequences.update(found)
+
+    def audit(self, alive: list[Sequence]) -> str | None:
+        """The first equation that does not hold, block by block, or None."""
+        cache: Any = self._account.cache
+        for tenant, floor in self._floors.items():
+            own = [seq for seq in alive if seq.tenant == tenant and self._may_hold(seq)]
+            if self._sequences[tenant] != {seq.id: seq for seq in own}:
+                return f"{len(own)} sequences of tenant {tenant!r} may hold blocks, not {len(self._sequences[tenant])}"
+            blocks = {block for seq in own if seq.kv is not None for block in seq.kv.blocks}
+            outside = sum(cache is None or not cache.holds(block) for block in blocks)
+            holding = outside + (0 if cache is None else cache.floors.cached(self._groups[tenant]))
+            if self.above(tenant) != holding - floor:
+                return f"tenant {tenant!r} has {holding} blocks, {self.above(tenant)} above its floor of {floor}"
+        return None
+
+    @staticmethod
+    def _may_hold(seq: Sequence) -> bool:
+        return seq.kv is not None or seq.state is not SeqState.WAITING
 
     def above(self, tenant: Any) -> int | None:
         """By how many blocks a tenant is above its floor, or how many it is below, as a negative number; None without

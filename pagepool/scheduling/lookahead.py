@@ -9,7 +9,7 @@ from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.request import SeqState, Sequence
 
-__all__ = ["accept_drafts", "drafts_of", "rewind"]
+__all__ = ["accept_drafts", "drafts_of", "read_drafts", "rewind"]
 
 
 def drafts_of(seq: Sequence, lookahead: int) -> int:
@@ -17,15 +17,12 @@ def drafts_of(seq: Sequence, lookahead: int) -> int:
     return min(lookahead, seq._max_output - len(seq.output_tokens) - 1)
 
 
-def accept_drafts(
-    batch: ScheduledBatch, results: list[Any], account: BlockAccount | NoBlocks, is_last: bool
-) -> list[Any]:
-    """Count the drafts that were accepted and take back the slots of the others; returns the last token of each row.
+def read_drafts(batch: ScheduledBatch, results: list[Any]) -> list[list[int] | None]:
+    """The tokens of each row of `results` that is a list, None for the others.
 
-    A row of `results` that is a list holds the tokens that its sequence goes on with: the accepted drafts, then the one
-    that the model made itself. Unless `batch` is the last, its slots are taken back already, and the tokens are fed
-    again. Raises ValueError, and changes nothing, for a list that is empty, is longer than the row's slots, or is for a
-    row whose result is no token.
+    Such a row holds the tokens that its sequence goes on with: the accepted drafts, then the one that the model made
+    itself. Raises ValueError for a list that is empty, is longer than the row's slots, or is for a row whose result is
+    no token.
     """
     rows = [_as_row(result) for result in results]
     for row, (tokens, slots) in enumerate(zip(rows, batch.lookahead, strict=True)):
@@ -37,6 +34,21 @@ def accept_drafts(
             raise ValueError(f"row {row} got token {min(tokens)}, which is below 0")
         if not batch.wants_token[row]:
             raise ValueError(f"row {row} is a prompt chunk that is not the last: it has no tokens")
+    return rows
+
+
+def accept_drafts(
+    batch: ScheduledBatch,
+    results: list[Any],
+    rows: list[list[int] | None],
+    account: BlockAccount | NoBlocks,
+    is_last: bool,
+) -> list[Any]:
+    """Count the drafts that were accepted and take back the slots of the others; returns the last token of each row.
+
+    `rows` are those of `read_drafts`. Unless `batch` is the last, its slots are taken back already, and the tokens are
+    fed again.
+    """
     for row, tokens in enumerate(rows):
         seq = batch._sequences[row]
         if tokens is not None and seq.state is not SeqState.FINISHED:

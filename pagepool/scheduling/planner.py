@@ -10,6 +10,7 @@ from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.shares import places
 from pagepool.scheduling.step import LooseDecodes, Step
+from pagepool.scheduling.undo import Undo
 
 __all__ = ["Planner"]
 
@@ -35,20 +36,24 @@ class Planner:
         self._prefill_first = config.schedule == "prefill-first"
         self.cohort: Cohort | None = None
 
-    def next_step(self, now: int) -> ScheduledBatch:
-        """The batch of step `now`; empty when there is none."""
+    def next_step(self, now: int, undo: Undo) -> ScheduledBatch:
+        """The batch of step `now`; empty when there is none. What it changes is noted in `undo` first."""
         if self.cohort is not None:
             step = self._step_of_cohort(self.cohort)
-            if step is not None and self._ladder.take(step, now):
-                self.cohort.scheduled(step.batch)
-                self._read_prompts(step)
-                return step.batch
+            if step is not None:
+                undo.note_step(step.batch._sequences[step.batch.num_decodes :], self.cohort.steps)
+                if self._ladder.take(step, now):
+                    self.cohort.scheduled(step.batch)
+                    self._read_prompts(step)
+                    return step.batch
+                undo.step = None
             self.settle()
             if step is not None and not self._ladder.make_room(step, now):
                 return ScheduledBatch.empty()
         while self._active.size:
             decodes, prefills, by_turns = self._pick()
             step = Step(LooseDecodes(decodes, self._config.lookahead), prefills, self._config)
+            undo.note_step(step.batch._sequences)
             taken = self._ladder.take(step, now)
             if by_turns:
                 self._active.put_back(scheduled=taken)
@@ -57,6 +62,7 @@ class Planner:
                     seq._fed += count - drafts
                 self._read_prompts(step)
                 return step.batch
+            undo.step = None
             if not self._ladder.make_room(step, now):
                 break
         return ScheduledBatch.empty()

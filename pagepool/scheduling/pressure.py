@@ -139,6 +139,25 @@ class PressureLadder:
             self._swap.drop(seq._swapped[1])
             seq._swapped = None
 
+    def rebuild(self, alive: list[Sequence]) -> None:
+        """Have what `alive`, all that wait or are active, have, whatever stands here."""
+        if self._swap is not None:
+            self._swap.reclaim(self, [seq._swapped[1] for seq in alive if seq._swapped is not None])
+        self.parked = {seq.id: seq for seq in alive if _is_parked(seq)}
+
+    def audit(self, alive: list[Sequence]) -> str | None:
+        """The first equation that does not hold, or None."""
+        parked = {seq.id: seq for seq in alive if _is_parked(seq)}
+        if self.parked != parked:
+            return f"{len(parked)} preempted sequences have blocks or tickets, {len(self.parked)} are parked"
+        tickets = [seq._swapped for seq in alive if seq._swapped is not None]
+        if any(seq._swapped[0] != seq._fed for seq in parked.values() if seq._swapped is not None):
+            return "a ticket does not hold the tokens that follow those in blocks"
+        places = sorted(place for _, ticket, _ in tickets for place in ticket.places)
+        if self._swap is not None and places != sorted(self._swap.places_of(self)):
+            return f"tickets have {len(places)} places, {len(self._swap.places_of(self))} are held in the swap file"
+        return None
+
     def _victims(self) -> Iterator[tuple[Sequence, int]]:
         """Who gives way, in order, and how many blocks at most. Preempted ones first: they stand still anyhow. Tenants
         go no lower than to their floor; only when nobody else is left, and blocks that the scheduler has not given
@@ -209,7 +228,7 @@ class PressureLadder:
             else:
                 try:
                     used = -(-end // seq.kv.block_size)
-                    ticket = self._swap.store(seq.kv.blocks[keep // seq.kv.block_size : used])
+                    ticket = self._swap.store(seq.kv.blocks[keep // seq.kv.block_size : used], self)
                 except SwapError as error:
                     why += f"; {error}"
                 else:
@@ -225,3 +244,7 @@ class PressureLadder:
 
     def _record(self, rung: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
         self.log.add(PressureRecord(self._now, rung, seq_id, blocks, self._wanted, free, reason))
+
+
+def _is_parked(seq: Sequence) -> bool:
+    return seq.state is SeqState.PREEMPTED and (seq.kv is not None or seq._swapped is not None)

@@ -57,6 +57,7 @@ class Sequence:
         "_fed",
         "_forgotten",
         "_group",
+        "_joined",
         "_kept",
         "_max_output",
         "_prefill_end",
@@ -128,13 +129,15 @@ class Sequence:
         self._counted = False
         self._group = 0
         self._swapped: Any = None
-        # The cohort that it is a member of: it counts the steps that `_fed` lags behind (see cohort.py).
+        # The cohort that it is a member of, and what it was fed when that had taken no step: `_fed` does not count
+        # meanwhile (see cohort.py).
         self._cohort: Any = None
+        self._joined = 0
 
     @property
     def fed(self) -> int:
         """Tokens handed out in batches since the sequence was last admitted."""
-        return self._fed if self._cohort is None else self._fed + self._cohort.steps
+        return self._fed if self._cohort is None else self._joined + self._cohort.steps
 
     @property
     def prompt_pos(self) -> int:

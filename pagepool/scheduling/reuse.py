@@ -9,7 +9,6 @@ import numpy as np
 
 from pagepool.arguments import wrong
 from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.held_blocks import hold
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.tokens import token_row
 from pagepool.scheduling.batch import ScheduledBatch
@@ -125,21 +124,22 @@ class PrefixReuse:
         if full < least:
             return False
         readable = self._tokens(seq, full * size)
-        held = hold(account.allocator)
         try:
-            blocks = held.match_prefix(self._cache, readable, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+            blocks = account.held.match_prefix(
+                self._cache, readable, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys
+            )
             if len(blocks) < least:
                 return False
             old, state = [seq.kv], account.open(seq.max_tokens, seq.id)
             account.adopt(state, blocks)
-            account.give_back(old)
             seq.kv = state
+            account.give_back(old)
             seq._fed = state.len
             seq._kept = len(blocks)
             seq._twins = False
             seq._forgotten = self._cache.forgotten
         finally:
-            held.give_back()
+            account.held.give_back()
         return True
 
     def publish(self, seq: Sequence, num_tokens: int, start: int = 0) -> None:

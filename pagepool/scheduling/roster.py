@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
+from pagepool.scheduling.admission import Admission
+from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
+from pagepool.scheduling.floors import TenantFloors
+from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.records import PressureLog
 from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.tenants import Tenants
+from pagepool.scheduling.undo import Undo
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Roster"]
@@ -23,23 +30,30 @@ class Roster:
     _active: ActiveSequences
     _account: BlockAccount | NoBlocks
     _ladder: PressureLadder
+    _tenants: Tenants
+    _floors: TenantFloors
+    _admission: Admission
+    _planner: Planner
+    _out: ScheduledBatch | None
+    _undo: Undo | None
+    config: SchedulerConfig
     num_steps: int
 
     def __repr__(self) -> str:
         counts = f"{self.active_count} active, {self.waiting_count} waiting, {len(self._finished)} finished"
         return f"<{type(self).__name__}: {counts}>"
 
-    def drain_finished(self) -> list[Sequence]:
-        """Remove and return the finished sequences, in the order in which they finished."""
-        drained = list(self._finished.values())
-        self._finished.clear()
-        for seq in drained:
-            del self._sequences[seq.id]
-        return drained
-
     def get_sequence(self, seq_id: int) -> Sequence | None:
         """The sequence with this id, or None when it is unknown, drained or removed."""
         return self._sequences.get(seq_id)
+
+    @property
+    def outstanding(self) -> ScheduledBatch | None:
+        """The batch that `schedule` has handed out and no `commit` has taken yet, or None.
+
+        For a caller that was interrupted, perhaps before it had the batch: run again, it stores the same.
+        """
+        return None if self._out is None or self._out._committed else self._out
 
     @property
     def active_count(self) -> int:

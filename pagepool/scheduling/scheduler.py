@@ -11,27 +11,26 @@ from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import open_account
+from pagepool.scheduling.changes import Changes
 from pagepool.scheduling.floors import TenantFloors
-from pagepool.scheduling.intake import check_token, check_tokens, read_request, read_results, read_token, usable
-from pagepool.scheduling.lookahead import accept_drafts, rewind
+from pagepool.scheduling.intake import check_token, check_tokens, read_request, read_results, read_token
+from pagepool.scheduling.lookahead import read_drafts
 from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.reuse import open_reuse
-from pagepool.scheduling.roster import Roster
 from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.tenants import Tenants
+from pagepool.scheduling.undo import Undo
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
 
 FINISHED = SeqState.FINISHED
-DECODING = SeqState.DECODING
-PREFILLING = SeqState.PREFILLING
 
 
-class Scheduler(Roster):
+class Scheduler(Changes):
     """Continuous batching with chunked prefill over a paged pool.
 
     config        a `SchedulerConfig`; default: its defaults
@@ -46,6 +45,10 @@ class Scheduler(Roster):
     uses go first; then the newest sequence of the lowest priority gives its blocks back, waits at the front and is
     recomputed later; the oldest always keeps going, so every request ends. `pressure` tells who gave way, and why.
     One thread at a time may use a scheduler.
+
+    Where a call is interrupted, by a signal or for want of memory, nothing is torn or lost, and the next one goes on: a
+    step that was not returned was not taken, and what `commit` has not taken altogether it takes again. `outstanding`
+    is the batch that was handed out last; `check()` audits everything.
 
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
     >>> scheduler.add_request([11, 12, 13, 14, 15], max_tokens=7)
@@ -88,6 +91,7 @@ class Scheduler(Roster):
         self._planner = Planner(config, self._active, self._ladder, self._reuse.block_size)
         self._finished: dict[int, Sequence] = {}
         self._out: ScheduledBatch | None = None  # the last batch, until it is committed
+        self._undo: Undo | None = None  # of the call that is under way
         self._next_id = 1
         self._now = float("-inf")  # the latest time that `schedule` was told
         self.num_steps = 0
@@ -133,13 +137,7 @@ class Scheduler(Roster):
         seq._rank = self._policy.rank(seq)
         seq._arrived = self.num_steps
         self._next_id += 1
-        self._sequences[seq.id] = seq
-        if seq.at_limit:
-            seq.state = FINISHED
-            self._finished[seq.id] = seq
-        else:
-            self._tenants.arrive(seq)
-            self._waiting.push(seq)
+        self._add(seq)
         return seq.id
 
     def append_token(self, seq_id: int, token: int) -> None:
@@ -154,26 +152,19 @@ class Scheduler(Roster):
         token = read_token(token)
         if self._reuse.keeps:
             check_token(token)
-        self._planner.settle()
-        seq.output_tokens.append(token)
-        if seq.at_limit:
-            self._finish([seq])
+        self._append(seq, token)
 
     def finish_sequence(self, seq_id: int) -> None:
         """Stop a sequence and free its blocks; `drain_finished` will return it. Unknown ids are ignored."""
         seq = self._sequences.get(seq_id)
         if seq is None:
             return
-        seq.stopped = True
-        if seq.state is not FINISHED:
-            self._planner.settle()
-            self._finish([seq])
+        self._stop(seq)
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
         self.finish_sequence(seq_id)
-        self._finished.pop(seq_id, None)
-        self._sequences.pop(seq_id, None)
+        self._forget(seq_id)
 
     def schedule(self, now: float | None = None) -> ScheduledBatch:
         """The next step, its blocks taken. All budgets of the config hold.
@@ -190,17 +181,7 @@ class Scheduler(Roster):
         if now is not None:
             now = real("now", now, low=self._now)
             self._now = now
-        self.num_steps += 1
-        if self._out is not None:
-            self._close(self._out)
-        self._reuse.tell(self.num_steps if now is None else now)
-        self._admission.admit(self.num_steps)
-        batch = self._planner.next_step(self.num_steps)
-        if not batch.is_empty:
-            self._out = batch
-            if self._tenants.charges:
-                self._tenants.charge(batch)
-        return batch
+        return self._step(now)
 
     def commit(self, batch: ScheduledBatch, tokens: Iterable[Any]) -> None:
         """Hand back the results of `batch`: one entry per sequence, in its order.
@@ -223,56 +204,8 @@ class Scheduler(Roster):
             raise ValueError("the batch is of another scheduler")
         if self._reuse.keeps:
             check_tokens(results)
-        if self.config.lookahead:
-            results = accept_drafts(batch, results, self._account, batch is self._out)
-        cohort = self._planner.cohort
-        finished: list[Sequence] = []
-        first = 0 if cohort is None else len(cohort.sequences)
-        tokens_given = usable(results[first:])
-        if cohort is not None:
-            done = cohort.commit(batch, results)
-            if done is not None:
-                finished = done
-            else:
-                tokens_given = usable(results[:first]) + tokens_given
-                first = 0
-                self._planner.settle()
-        got, missed = batch._append(results, first, tokens_given, finished)
-        if batch is self._out:
-            self._close(batch)
-        if finished:
-            self._finish(finished)
-        self._planner.regroup(got, missed)
+        self._take(batch, results, read_drafts(batch, results) if self.config.lookahead else None)
 
     def _knows(self, seq: Sequence) -> bool:
         """Whether it is one of this scheduler's, or has ended."""
         return seq.state is FINISHED or self._sequences.get(seq.id) is seq
-
-    def _close(self, batch: ScheduledBatch) -> None:
-        """`batch` was run: what it stored can be kept, and slots that were for drafts are taken back."""
-        self._out = None
-        if self.config.lookahead:
-            rewind(batch, self._account)
-        self._reuse.publish_filled(batch, self._planner.cohort)
-
-    def _finish(self, sequences: list[Sequence]) -> None:
-        """Mark them FINISHED, wherever they stand, in the order of ids, and free their blocks."""
-        sequences.sort(key=lambda seq: seq.id)
-        states = [seq.kv for seq in sequences if seq.kv is not None]
-        for seq in sequences:
-            if seq.kv is not None:
-                # What is in a batch that is out may not have been stored yet.
-                self._reuse.publish(seq, seq._fed - (self._out.tokens_of(seq) if self._out else 0))
-            if self._tenants.keeps_out(seq):
-                self._waiting.changed(seq.tenant)  # first: it may want memory, and what has left must be FINISHED
-            if seq.state is PREFILLING or seq.state is DECODING:
-                self._active.leave(seq)
-            else:
-                self._waiting.remove(seq)
-                self._ladder.forget(seq)
-            self._tenants.leave(seq)
-            self._floors.leave(seq)
-            seq.state = FINISHED
-            seq.kv = None
-            self._finished[seq.id] = seq
-        self._account.give_back(states)

@@ -17,6 +17,8 @@ from pagepool.errors import SwapError
 
 __all__ = ["SwapFile", "Ticket"]
 
+NOBODY = (None, None)
+
 
 class Ticket(NamedTuple):
     """Where the pages of a run of blocks are: `places[i]` and the checksum of what was written there."""
@@ -56,7 +58,7 @@ class SwapFile:
         self.num_blocks = integer("num_blocks", num_blocks, low=0)
         self._block_bytes = sum(self._bytes_of(pool) for pool in self.pools)
         self._free: list[int] = []
-        self._held: dict[int, int] = {}  # the places of all tickets that are out, with their checksums
+        self._held: dict[int, tuple[int, Any]] = {}  # places of tickets that are out: the checksum, and whose it is
         self._fresh = 0
         try:
             descriptor, name = tempfile.mkstemp(prefix="pagepool", dir=directory)
@@ -71,22 +73,33 @@ class SwapFile:
         """Blocks that it has room for."""
         return self.num_blocks - self._fresh + len(self._free)
 
-    def store(self, blocks: Iterable[int]) -> Ticket:
+    def store(self, blocks: Iterable[int], owner: Any = None) -> Ticket:
         """Write the pages of `blocks`; they may be freed then. Raises `SwapError`, and holds nothing, when the file is
-        full or cannot be written."""
+        full or cannot be written. `owner`: who may ask for what is lost, see `reclaim`."""
         ids = [operator.index(block) for block in blocks]
         if len(ids) > self.free_blocks:
             raise SwapError(f"{len(ids)} blocks do not fit into the swap file: {self.free_blocks} are free")
-        places = [self._take() for _ in ids]
+        again = min(len(ids), len(self._free))
+        fresh = self._fresh + len(ids) - again
+        places = self._free[::-1][:again] + list(range(self._fresh, fresh))
         try:
             checksums = [self._write(block, place) for block, place in zip(ids, places, strict=True)]
-        except BaseException as error:
-            self._free += reversed(places)
-            if isinstance(error, OSError):
-                raise SwapError(f"{len(ids)} blocks cannot be written to the swap file: {error}") from error
-            raise
-        self._held.update(zip(places, checksums, strict=True))
-        return Ticket(tuple(places), tuple(checksums))
+        except OSError as error:
+            raise SwapError(f"{len(ids)} blocks cannot be written to the swap file: {error}") from error
+        ticket = Ticket(tuple(places), tuple(checksums))
+        self._held.update((place, (checksum, owner)) for place, checksum in zip(places, checksums, strict=True))
+        del self._free[len(self._free) - again :]
+        self._fresh = fresh
+        return ticket
+
+    def reclaim(self, owner: Any, tickets: Iterable[Ticket]) -> None:
+        """Forget what was stored for `owner` and is in none of `tickets`, all that it has: where a call was interrupted
+        a ticket may be lost, or a place both free and held."""
+        known = {place for ticket in tickets for place in ticket.places}
+        for place in [place for place, (_, who) in self._held.items() if who is owner and place not in known]:
+            del self._held[place]
+        self._fresh = max([self._fresh, *(place + 1 for place in self._held)])
+        self._free = [place for place in reversed(range(self._fresh)) if place not in self._held]
 
     def load(self, ticket: Ticket, blocks: Iterable[int]) -> None:
         """Read what `ticket` holds into the pages of as many `blocks`, in order, and forget it.
@@ -110,20 +123,18 @@ class SwapFile:
             del self._held[place]
         self._free += reversed(ticket.places)
 
+    def places_of(self, owner: Any) -> list[int]:
+        """Where what was stored for `owner` is."""
+        return [place for place, (_, who) in self._held.items() if who is owner]
+
     def close(self) -> None:
         """Give the file back. Tickets that are out are lost: loading them raises `SwapError`."""
         self._closing()
 
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._fresh += 1
-        return self._fresh - 1
-
     def _check_held(self, ticket: Ticket) -> None:
         """A place that is given back twice would be two tickets' at once."""
         for place, checksum in zip(ticket.places, ticket.checksums, strict=True):
-            if self._held.get(place) != checksum:
+            if self._held.get(place, NOBODY)[0] != checksum:
                 raise SwapError(f"the ticket of {len(ticket.places)} blocks was forgotten: place {place} is not its")
 
     def _write(self, block: int, place: int) -> int:

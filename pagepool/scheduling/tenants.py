@@ -9,6 +9,7 @@ from typing import Any
 from pagepool.config import SchedulerConfig, Tenant
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.undo import Undo
 
 __all__ = ["Tenants"]
 
@@ -83,12 +84,51 @@ class Tenants:
             return True
         return self._held[seq.tenant] + self._blocks_for(seq.max_tokens) <= quota
 
-    def charge(self, batch: ScheduledBatch) -> None:
-        """Count the tokens of a step."""
+    def charge(self, batch: ScheduledBatch, undo: Undo) -> None:
+        """Count the tokens of a step, the counters before noted in `undo`."""
+        after: dict[Any, float] = {}
         for row, seq in enumerate(batch._sequences):
+            tenant = seq.tenant
             weight = OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT
-            share = self._limits.get(seq.tenant, ANYONE).weight
-            self._served[seq.tenant] += weight * len(batch.tokens[row]) / share
+            share = self._limits.get(tenant, ANYONE).weight
+            before = after[tenant] if tenant in after else self._served[tenant]
+            after[tenant] = before + weight * len(batch.tokens[row]) / share
+        undo.served = {tenant: self._served[tenant] for tenant in after}
+        self._served.update(after)
+
+    def take_back(self, served: dict[Any, float]) -> None:
+        """These are the counters, as before a `charge`."""
+        self._served.update(served)
+
+    def rebuild(self, alive: list[Sequence]) -> None:
+        """Count exactly `alive`, all that wait or are active, whatever was counted."""
+        live, held = self._counts(alive)
+        for tenant, count in self._live.items():
+            if count and tenant not in live and tenant in self._served:
+                self._idle_at = self._served[tenant]
+        least = min((self._served[tenant] for tenant in live if tenant in self._served), default=self._idle_at)
+        for tenant in live:
+            self._served.setdefault(tenant, least)
+        self._live, self._held = live, held
+
+    def audit(self, alive: list[Sequence]) -> str | None:
+        """The first equation that does not hold, or None."""
+        live, held = self._counts(alive)
+        if +self._live != live or +self._held != held:
+            return f"tenants have {sum(live.values())} requests with {sum(held.values())} blocks, not " + (
+                f"{sum(self._live.values())} with {sum(self._held.values())}"
+            )
+        if not live.keys() <= self._served.keys():
+            return f"of {len(live)} tenants that wait or run, some have no counter"
+        return None
+
+    def _counts(self, alive: list[Sequence]) -> tuple[Counter[Any], Counter[Any]]:
+        live = Counter([seq.tenant for seq in alive])
+        held: Counter[Any] = Counter()
+        for seq in alive:
+            if seq._counted:
+                held[seq.tenant] += self._blocks_for(seq.max_tokens)
+        return live, +held
 
     def served(self, tenant: Any) -> float:
         """The counter of a tenant."""

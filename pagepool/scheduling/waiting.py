@@ -89,6 +89,16 @@ class Lane:
             self._arrivals = [number for number in self._arrivals if number in self._live]
             heapify(self._arrivals)
 
+    def audit(self, line: dict[int, Sequence]) -> str | None:
+        """The first equation that does not hold, `line` being the live ones, or None."""
+        if self.size != len(line) or not {seq._rank for seq in line.values()} <= {*self._front, *self._rest}:
+            return f"{len(line)} requests wait, {self.size} have places"
+        if not line.keys() <= set(self._arrivals) or self._front != sorted(self._front):
+            return f"the order of {len(line)} requests is broken"
+        if self.counted != {number: seq for number, seq in line.items() if seq._counted}:
+            return f"{len(self.counted)} requests are counted by the quota"
+        return None
+
 
 class WaitingQueue:
     """Sequences that wait. Invariant: `_live` holds exactly those, and the sizes of the lanes add up to them.
@@ -99,11 +109,32 @@ class WaitingQueue:
     def __init__(self, policy: Policy, max_wait_steps: int | None) -> None:
         self._policy = policy
         self._max_wait = max_wait_steps
+        self._inserted = 0  # blocks in the prefix cache, when keys were compared last
+        self.rebuild([])
+
+    def rebuild(self, waiting: list[Sequence]) -> None:
+        """Hold exactly `waiting`, whatever stands here."""
         self._live: dict[int, Sequence] = {}
         self._lanes: dict[Any, Lane] = {}
         self._turns = Turns(self._heads)
         self._ages = Turns(self._oldest)
-        self._inserted = 0  # blocks in the prefix cache, when keys were compared last
+        for seq in waiting:
+            self.push(seq)
+
+    def audit(self, waiting: list[Sequence]) -> str | None:
+        """The first equation that does not hold, `waiting` being all that do, or None."""
+        lines: dict[Any, dict[int, Sequence]] = {}
+        for seq in waiting:
+            lines.setdefault(seq.tenant, {})[seq.id] = seq
+        if self._live != {seq.id: seq for seq in waiting}:
+            return f"{len(waiting)} requests wait, {len(self._live)} are in line"
+        if self._lanes.keys() != lines.keys():
+            return f"requests of {len(lines)} tenants wait, there are lines of {len(self._lanes)}"
+        for tenant, line in lines.items():
+            broken = self._lanes[tenant].audit(line)
+            if broken is not None:
+                return f"tenant {tenant!r}: {broken}"
+        return None
 
     def __len__(self) -> int:
         return len(self._live)
