@@ -126,7 +126,7 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
  * PP_INVALID_BLOCK: an id within what is seen of a sequence that is out of range) and plans; nothing is written on
  * failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is done; so must the
  * pool, the mask with its two arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc are
- * copied.  Running a unit takes up to 10 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32
+ * copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32
  * v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 

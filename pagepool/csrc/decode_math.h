@@ -399,26 +399,29 @@ PP_INLINE void add_weighted(float *to, float a, const float *from, float b, int6
     }
 }
 
-/* Weights first, so that each part is read once and the result is divided by nothing. */
+/* Weights first, so that each part is read once and the result is divided by nothing.  Where there are no parts or no
+ * dims there may be no arrays of them either. */
 static void merge_rows(const pp_merge_args *args) {
     for (int64_t r = 0; r < args->num_rows; r++) {
-        const float *s = args->s + r * args->s_stride_row, *v = args->v + r * args->v_stride_row;
-        float *out = args->out + r * args->head_dim;
+        const int64_t s = r * args->s_stride_row, v = r * args->v_stride_row;
         float maximum = -INFINITY, total = 0.0f;
         for (int64_t i = 0; i < args->num_parts; i++) {
-            const float part = s[i * args->s_stride_part];
+            const float part = args->s[s + i * args->s_stride_part];
             if (!(part <= maximum)) maximum = part; /* of a NaN weight and result are NaN anyway */
         }
         const float shift = maximum == -INFINITY ? 0.0f : maximum; /* nothing less nothing is NaN */
-        for (int64_t i = 0; i < args->num_parts; i++) total += exp_one(s[i * args->s_stride_part] - shift);
+        for (int64_t i = 0; i < args->num_parts; i++) total += exp_one(args->s[s + i * args->s_stride_part] - shift);
         int empty = 1;
         for (int64_t i = 0; i < args->num_parts; i++) {
-            const float part = s[i * args->s_stride_part], weight = exp_one(part - shift) / total;
+            const float part = args->s[s + i * args->s_stride_part], weight = exp_one(part - shift) / total;
             if (part == -INFINITY) continue;
-            add_weighted(out, empty ? 0.0f : 1.0f, v + i * args->v_stride_part, weight, args->head_dim);
+            if (args->head_dim)
+                add_weighted(args->out + r * args->head_dim, empty ? 0.0f : 1.0f, args->v + v + i * args->v_stride_part,
+                             weight, args->head_dim);
             empty = 0;
         }
-        if (empty) memset(out, 0, (size_t)args->head_dim * sizeof(float));
+        if (empty && args->head_dim)
+            memset(args->out + r * args->head_dim, 0, (size_t)args->head_dim * sizeof(float));
         if (args->lse) args->lse[r] = empty ? -INFINITY : maximum + logf(total);
     }
 }

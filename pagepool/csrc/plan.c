@@ -151,6 +151,7 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     all->starts = aligned(sizeof(int32_t) * (num_seqs + 1));
     all->lengths = aligned(sizeof(int32_t) * num_seqs);
     all->ids = aligned(sizeof(int32_t) * (size_t)all->num_blocks);
+    if (all->counters > SIZE_MAX / 4 || all->ids > SIZE_MAX / 4) return PP_INVALID_ARGUMENT; /* their sum fits */
     size_t queries, records;
     const size_t query_bytes = (size_t)args->num_qo_heads * (size_t)layout->head_dim * sizeof(float);
     if (__builtin_mul_overflow((size_t)all->num_queries, query_bytes, &queries)) return PP_INVALID_ARGUMENT;
@@ -189,11 +190,11 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
         if (sum.num_blocks > all->num_blocks || sum.num_queries > all->num_queries) return PP_INVALID_ARGUMENT;
         plan->query_begin[s + 1] = (int32_t)sum.num_queries;
         const extent seen = extent_of(args, seq_len, (int32_t)queries);
-        const int32_t *from = args->block_tables + s * args->block_tables_stride + seen.first_block;
+        const int64_t first = s * args->block_tables_stride + seen.first_block;
         int32_t *to = plan->ids + plan->ids_begin[s];
         int bad = 0;
         for (int64_t b = 0; b < seen.end_block - seen.first_block; b++) {
-            to[b] = from[b];
+            to[b] = args->block_tables[first + b];
             bad |= to[b] < 0 || to[b] >= pool->num_blocks;
         }
         if (bad) return PP_INVALID_BLOCK;
