@@ -1,14 +1,7 @@
 """The arguments of decode, checked before anything is written."""
 
 cimport cython
-from cpython.buffer cimport (
-    PyBUF_FORMAT,
-    PyBUF_STRIDES,
-    Py_buffer,
-    PyBuffer_Release,
-    PyObject_CheckBuffer,
-    PyObject_GetBuffer,
-)
+from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_CheckBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.math cimport sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -16,6 +9,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
 from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status
+from pagepool.memory.buffers cimport get_buffer
 from pagepool.memory.ids cimport read_number
 from pagepool.memory.kernels cimport c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
@@ -93,6 +87,8 @@ cdef class Arguments:
             )
         if self.q.shape[0] > INT32_MAX or self.q.shape[1] > INT32_MAX:
             raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the most is {INT32_MAX}")
+        if self.tables.rows > INT32_MAX:
+            raise ValueError(f"block_tables has {self.tables.rows} sequences, the most is {INT32_MAX}")
         if self.q.shape[0] * self.q.shape[1] > MOST_ROWS:  # a tensor that repeats itself may be of any size
             raise ValueError(f"q has {self.q.shape[0]} query tokens of {self.q.shape[1]} heads, the most is "
                              f"{MOST_ROWS} in all")
@@ -224,7 +220,7 @@ cdef class Arguments:
         cdef Py_ssize_t axis, step = sizeof(float), one = 1
         if not PyObject_CheckBuffer(out):
             raise TypeError(f"out must be a float32 array, not a {type(out).__name__}")
-        PyObject_GetBuffer(out, &self.out, PyBUF_FORMAT | PyBUF_STRIDES)
+        get_buffer(out, &self.out)
         self.has_out = True
         if self.out.readonly:
             raise ValueError("out is read-only: it is where the result is written")

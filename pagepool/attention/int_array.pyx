@@ -1,7 +1,9 @@
 """int32 arrays of one or two dimensions as callers give them: block tables and lengths, read in place."""
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_CheckBuffer
 from libc.stdint cimport int32_t
+
+from pagepool.memory.buffers cimport get_buffer
 
 __all__ = []
 
@@ -21,7 +23,7 @@ cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
     array.has_view = False
     if not PyObject_CheckBuffer(source):
         raise TypeError(f"{name} must be an int32 array, not a {type(source).__name__}")
-    PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    get_buffer(source, view)
     array.has_view = True
     try:
         if not is_int32(view):

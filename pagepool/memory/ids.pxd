@@ -11,6 +11,8 @@ cdef struct IdArray:
     int32_t room[64]
 
 
+# Whether a buffer's format is one of these codes in this machine's byte order.
+cdef bint has_format(const char *format, const char *codes) noexcept
 cdef int read_id(object value, int32_t *block) except -1
 cdef int64_t read_count(object value) except? -1
 # Numbers of tokens, each read before anything else is looked at: an __index__ may do anything.

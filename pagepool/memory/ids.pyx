@@ -1,11 +1,13 @@
 """Block ids as callers give them: an int, a sequence of ints, an array. Contiguous int32 arrays are read in place."""
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport PyBuffer_Release, PyObject_CheckBuffer
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyIndex_Check, PyNumber_Index
 from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_SIZE, PySequence_Fast_ITEMS
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
+
+from pagepool.memory.buffers cimport get_buffer
 
 from pagepool.errors import InvalidBlock
 
@@ -73,7 +75,7 @@ cdef int take_room(IdArray *array, Py_ssize_t count) except -1:
 
 cdef bint has_format(const char *format, const char *codes) noexcept:
     """Whether a buffer's format is one of these codes in this machine's byte order."""
-    if format[0] == b"@" or format[0] == b"<":
+    if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
         format += 1
     while codes[0]:
         if format[0] == codes[0] and format[1] == 0:
@@ -87,7 +89,7 @@ cdef int read_buffer(object blocks, IdArray *array) except -1:
     cdef Py_buffer *view = &array.view
     cdef const char *cell
     cdef Py_ssize_t i
-    PyObject_GetBuffer(blocks, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    get_buffer(blocks, view)
     array.has_view = True
     if view.ndim > 1:
         raise ValueError(f"block ids must have 1 dimension, not {view.ndim}")

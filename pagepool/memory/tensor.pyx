@@ -1,8 +1,9 @@
 """Float tensors as callers give them: by the buffer protocol, as ml_dtypes arrays, or by DLPack."""
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport PyBuffer_Release, PyObject_CheckBuffer
 
 from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32
+from pagepool.memory.buffers cimport get_buffer
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_FLOAT, PP_DL_UINT, import_capsule, pp_dl_tensor
 
 import numpy as np
@@ -49,7 +50,7 @@ cdef bint read_view(str name, object source, Tensor *tensor) except -1:
     cdef Py_buffer *view = &tensor.view
     cdef int i
     try:
-        PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+        get_buffer(source, view)
     except (BufferError, ValueError):  # NumPy has no format for the dtypes of ml_dtypes
         return False
     tensor.has_view = True

@@ -1,10 +1,12 @@
 """TokenRows: the slots, keys and values of an append, checked before anything is written."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport PyBuffer_Release, PyObject_CheckBuffer
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32, pp_dtype, pp_kv_layout, pp_kv_rows
+from pagepool.memory.buffers cimport get_buffer
+from pagepool.memory.ids cimport has_format
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
 
 import numpy as np
@@ -60,11 +62,11 @@ cdef class TokenRows:
             if not hasattr(slot_mapping, "__dlpack__"):
                 raise TypeError(f"slot_mapping must be an int64 array, not {type(slot_mapping).__name__}")
             slot_mapping = np.from_dlpack(slot_mapping)
-        PyObject_GetBuffer(slot_mapping, view, PyBUF_FORMAT | PyBUF_STRIDES)
+        get_buffer(slot_mapping, view)
         self.has_slots = True
         if view.itemsize == 8 and <size_t>view.buf % 8:
             raise ValueError("slot_mapping must be aligned to 8 bytes")
-        if view.itemsize != 8 or (view.format[0] != b"l" and view.format[0] != b"q") or view.format[1]:
+        if view.itemsize != 8 or not has_format(view.format, b"lq"):
             raise TypeError(f"slot_mapping must be int64, not {getattr(slot_mapping, 'dtype', view.format.decode())}")
         if view.ndim != 1:
             raise ValueError(f"slot_mapping must have 1 dimension, not {view.ndim}")

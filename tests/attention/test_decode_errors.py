@@ -1,5 +1,6 @@
 """Bad input to decode: a clear error, and `out` is as it was."""
 
+import mmap
 import re
 
 import numpy as np
@@ -10,6 +11,7 @@ from pagepool import InvalidBlock, KvCachePool, KvLayout, decode
 
 SENTINEL = np.float32(12345.0)
 LAYOUT = KvLayout(2, 2, 16, dtype="float32")
+NORESERVE = 0x4000  # of Linux; mmap names it from Python 3.13 on
 
 
 @pytest.fixture
@@ -329,3 +331,14 @@ def test_queries_that_no_memory_holds(call):
         starts = np.array([0, len(q)], np.int32)
         match = "q has 2097152 query tokens of 1048576 heads, the most is 1099511627776"
         refused(call, ValueError, match, q=q, block_tables=tables, seq_lens=lens, query_start_loc=starts)
+
+
+def test_more_sequences_than_are_counted(call):
+    """Address space alone: none of it is touched."""
+    count = 1 << 31
+    many = np.frombuffer(
+        mmap.mmap(-1, 4 * (count + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE), np.int32
+    )
+    match = f"block_tables has {count} sequences, the most is {count - 1}"
+    empty = {"q": np.zeros((0, 4, 16), np.float32), "block_tables": np.zeros((count, 0), np.int32)}
+    refused(call, ValueError, match, **empty, seq_lens=many[:-1], query_start_loc=many, out=None)
