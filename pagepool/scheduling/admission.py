@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
@@ -30,6 +32,14 @@ class Refusal:
     room: int
     cached: int
     inserted: int
+
+
+class Bounds:
+    """As `Admission` for a policy, at no cost: `cached` may be more than it is."""
+
+    def __init__(self, reuse: PrefixReuse | NoReuse, tenants: Tenants) -> None:
+        self.cached = reuse.found
+        self.served = tenants.served
 
 
 class Admission:
@@ -60,15 +70,15 @@ class Admission:
         self._floors = floors
         self._ladder = ladder
         self._short: Refusal | None = None  # of the last try, unless it was admitted
+        self.bounds = Bounds(reuse, tenants)
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of `seq` that the prefix cache has, for the policy."""
         return self._reuse.cached(seq)
 
-    @property
-    def inserted(self) -> int:
-        """While it stays the same, `cached` only falls, for the policy."""
-        return self._reuse.inserted
+    def grown(self) -> Iterable[Any] | None:
+        """The tenants of those of whom more may be cached than at the last call, None for all, for the policy."""
+        return self._reuse.grown()
 
     def served(self, tenant: object) -> float:
         """What a tenant was served, for the policy."""
@@ -105,6 +115,7 @@ class Admission:
             active.add(seq)
             seq.state = PREFILLING
             waiting.remove(seq)
+            self._reuse.starts(seq)
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""

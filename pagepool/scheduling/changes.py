@@ -9,7 +9,6 @@ from pagepool.scheduling.intake import usable
 from pagepool.scheduling.lookahead import accept_drafts, rewind
 from pagepool.scheduling.mending import Mending, whole
 from pagepool.scheduling.request import SeqState, Sequence
-from pagepool.scheduling.reuse import NoReuse, PrefixReuse
 from pagepool.scheduling.undo import Undo
 
 __all__ = ["Changes"]
@@ -21,8 +20,6 @@ PREFILLING = SeqState.PREFILLING
 
 class Changes(Mending):
     """The part of a `Scheduler` that acts: each call altogether, or not at all until it can only go forward."""
-
-    _reuse: PrefixReuse | NoReuse
 
     @whole
     def _add(self, undo: Undo, seq: Sequence) -> None:
@@ -120,6 +117,7 @@ class Changes(Mending):
                 self._active.leave(seq)
             else:
                 self._waiting.remove(seq)
+                self._reuse.starts(seq)
                 self._ladder.forget(seq)
             self._tenants.leave(seq)
             self._floors.leave(seq)

@@ -120,6 +120,7 @@ class Mending(Roster):
         self._tenants.rebuild(alive)
         self._floors.rebuild(alive)
         self._ladder.rebuild(alive)
+        self._reuse.rebuild()
         self._admission.forget()
 
     def _take_back_tokens(self, undo: Undo) -> None:

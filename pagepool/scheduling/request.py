@@ -64,8 +64,10 @@ class Sequence:
         "_rank",
         "_row",
         "_row_end",
+        "_summed",
         "_swapped",
         "_twins",
+        "_watch",
         "cache_priority",
         "cache_salt",
         "cache_ttl",
@@ -125,6 +127,9 @@ class Sequence:
         self._kept = 0
         self._twins = False
         self._forgotten = 0
+        # How many of its blocks `Watches` has summed up, with the sum; and what it watches for (see watches.py).
+        self._summed = (0, 0)
+        self._watch: tuple[int, int, int | None] | None = None
         # Whether the quota of its tenant counts it, the tenant's number in the cache, and its pages in the swap file.
         self._counted = False
         self._group = 0

@@ -15,6 +15,7 @@ from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.cohort import Cohort
 from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.watches import Watches
 
 __all__ = ["NoReuse", "PrefixReuse", "check_has", "open_reuse"]
 
@@ -47,6 +48,18 @@ class NoReuse:
     def cached(self, seq: Sequence) -> int:
         return 0
 
+    def found(self, seq: Sequence) -> int:
+        return 0
+
+    def grown(self) -> Iterable[Any] | None:
+        return ()
+
+    def starts(self, seq: Sequence) -> None:
+        return None
+
+    def rebuild(self) -> None:
+        return None
+
     def adopt(self, seq: Sequence) -> bool:
         return False
 
@@ -66,12 +79,13 @@ class PrefixReuse:
     A block is published when its last token is stored for certain: when the step that filled it is committed, or, if it
     holds outputs and `outputs` is "end", when the sequence ends or gives way. A block that a sequence holds is never
     evicted, and takes the place of one for the same tokens that nobody uses. The cache is told the time of each step,
-    in which requests say how long their blocks have their priority.
+    in which requests say how long their blocks have their priority. With `by_cache` it is asked often, of all that
+    wait, who finds how much: then it is known who may find more than before.
     """
 
     keeps = True
 
-    def __init__(self, cache: Any, account: BlockAccount, outputs: str) -> None:
+    def __init__(self, cache: Any, account: BlockAccount, outputs: str, by_cache: bool) -> None:
         if cache.allocator is not account.allocator:
             raise ValueError("the prefix cache and the pool must have one allocator")
         if cache.block_size != account.block_size:
@@ -79,6 +93,8 @@ class PrefixReuse:
         self._cache = cache
         self._account = account
         self._prompts_only = outputs == "end"
+        self._watches = Watches(account.block_size) if by_cache else None
+        self._seen = cache.inserted  # by whoever: blocks that `_watches` knows of
         self._now = 0.0
         self._has_terms = False
         # Of the blocks that a cohort is to tell when they are full.
@@ -107,9 +123,40 @@ class PrefixReuse:
         return count
 
     def cached(self, seq: Sequence) -> int:
-        """Tokens of the prompt of `seq` that are cached. Changes nothing."""
-        count: int = self._cache.cached_tokens(self._prompt(seq), cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        """Tokens of the prompt of `seq`, which waits, that are cached."""
+        prompt = seq._row[: len(seq.prompt_tokens)]
+        count: int = self._cache.cached_tokens(prompt, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        if self._watches is not None:
+            self._watches.note(seq, prompt, count)
         return count
+
+    def found(self, seq: Sequence) -> int:
+        """At least as many, without a look unless there may be more than at the last one."""
+        count = None if self._watches is None else self._watches.found(seq)
+        return self.cached(seq) if count is None else count
+
+    def grown(self) -> Iterable[Any] | None:
+        """The tenants of those of whom more may be cached than at the last call; None: all."""
+        if self._watches is None:
+            return None
+        self._see()
+        return self._watches.grown()
+
+    def starts(self, seq: Sequence) -> None:
+        """`seq` does not wait any more."""
+        if self._watches is not None:
+            self._watches.drop(seq)
+
+    def rebuild(self) -> None:
+        """Of nobody it is known what is cached."""
+        if self._watches is not None:
+            self._watches.forget()
+
+    def _see(self) -> None:
+        """Whether somebody else has cached blocks."""
+        if self._watches is not None and self._seen != self._cache.inserted:
+            self._watches.forget()
+            self._seen = self._cache.inserted
 
     def adopt(self, seq: Sequence) -> bool:
         """Begin `seq` with its cached blocks, where they are more than it has; at least one token is left to read.
@@ -152,11 +199,15 @@ class PrefixReuse:
         if full:
             tokens, blocks = self._tokens(seq, full * self._account.block_size), seq.kv.block_table[:full]
             forgotten = self._cache.forgotten
+            first = 0 if seq._twins or seq._forgotten != forgotten else start
+            self._see()
+            taken = self._cache_blocks(seq, tokens, blocks, first)
+            if taken and self._watches is not None:
+                self._seen = self._cache.inserted
+                self._watches.stored(seq, tokens, first)
             if seq._forgotten == forgotten:
-                taken = self._cache_blocks(seq, tokens, blocks, 0 if seq._twins else start)
                 seq._twins = seq._twins or taken < full - seq._kept
             else:
-                self._cache_blocks(seq, tokens, blocks, 0)
                 seq._twins = self._cache.count_cached(blocks) < full
                 seq._forgotten = forgotten
         seq._kept = max(seq._kept, full)  # of outputs, too, it may have begun with what is cached
@@ -192,9 +243,6 @@ class PrefixReuse:
         )
         return taken
 
-    def _prompt(self, seq: Sequence) -> Any:
-        return seq._row[: len(seq.prompt_tokens)]
-
     def _tokens(self, seq: Sequence, count: int) -> Any:
         """The first `count` tokens."""
         end = seq._row_end
@@ -222,12 +270,15 @@ def check_has(cache: Any, names: Iterable[str]) -> None:
         raise TypeError(f"prefix_cache must be as a PrefixCache: {type(cache).__name__} has no {', '.join(missing)}")
 
 
-def open_reuse(cache: Any, account: BlockAccount | NoBlocks, outputs: str) -> PrefixReuse | NoReuse:
-    """For a `PrefixCache` over the pool of `account`, or None; `outputs` as in `SchedulerConfig.cache_outputs`."""
+def open_reuse(
+    cache: Any, account: BlockAccount | NoBlocks, outputs: str, by_cache: bool = False
+) -> PrefixReuse | NoReuse:
+    """For a `PrefixCache` over the pool of `account`, or None; `outputs` as in `SchedulerConfig.cache_outputs`,
+    `by_cache` as of the policy."""
     if cache is None:
         return NoReuse()
     ours = isinstance(getattr(cache, "allocator", None), BlockAllocator)
     check_has(cache, (*NEEDED, "match_held" if ours else "match_prefix"))
     if not isinstance(account, BlockAccount):
         raise ValueError("a prefix cache needs a pool with blocks")
-    return PrefixReuse(cache, account, outputs)
+    return PrefixReuse(cache, account, outputs, by_cache)

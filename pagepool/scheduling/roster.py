@@ -14,6 +14,7 @@ from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.records import PressureLog
 from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.reuse import NoReuse, PrefixReuse
 from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.undo import Undo
 from pagepool.scheduling.waiting import WaitingQueue
@@ -32,6 +33,7 @@ class Roster:
     _ladder: PressureLadder
     _tenants: Tenants
     _floors: TenantFloors
+    _reuse: PrefixReuse | NoReuse
     _admission: Admission
     _planner: Planner
     _out: ScheduledBatch | None

@@ -83,7 +83,7 @@ class Scheduler(Changes):
         self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
         self._active = ActiveSequences(account.blocks_for)
         self._tenants = Tenants(config, account.blocks_for)
-        self._reuse = open_reuse(prefix_cache, account, config.cache_outputs)
+        self._reuse = open_reuse(prefix_cache, account, config.cache_outputs, self._policy.by_cache)
         self._floors = TenantFloors(config.tenants, account)
         shared = (self._waiting, self._active, account, self._reuse, self._tenants, self._floors)
         self._ladder = PressureLadder(config, self._sequences, *shared, swap)

@@ -43,8 +43,14 @@ class Turns:
         self._changed.pop(tenant, None)
         self._sweep()
 
-    def first(self, key: Callable[[Sequence], Any], may_start: Callable[[Sequence], bool]) -> Sequence | None:
-        """The one with the least key of all candidates that may start, or None."""
+    def first(
+        self,
+        key: Callable[[Sequence], Any],
+        may_start: Callable[[Sequence], bool],
+        exact: Callable[[Sequence], Any] | None = None,
+    ) -> Sequence | None:
+        """The one with the least key of all candidates that may start, or None. With `exact` it is that by which they
+        go; `key` is no more than that, and after `exact` was asked the same."""
         while True:
             self._look(key, may_start)
             if not self._heap:
@@ -53,7 +59,7 @@ class Turns:
             seq = entry[-1]
             if self._entries.get(seq.tenant) is not entry:
                 heappop(self._heap)
-            elif key(seq) == entry[0]:
+            elif (exact or key)(seq) == entry[0]:
                 return seq
             else:
                 self.changed(seq.tenant)

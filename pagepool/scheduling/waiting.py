@@ -109,7 +109,6 @@ class WaitingQueue:
     def __init__(self, policy: Policy, max_wait_steps: int | None) -> None:
         self._policy = policy
         self._max_wait = max_wait_steps
-        self._inserted = 0  # blocks in the prefix cache, when keys were compared last
         self.rebuild([])
 
     def rebuild(self, waiting: list[Sequence]) -> None:
@@ -166,11 +165,13 @@ class WaitingQueue:
             if oldest is not None and self.is_aged(oldest, now):
                 return oldest
         key = self._policy.key
-        if self._policy.by_cache and self._inserted != (inserted := view.inserted):
-            for tenant in self._lanes:
-                self._turns.changed(tenant)
-            self._inserted = inserted
-        return self._turns.first(lambda seq: key(seq, view), may_start)
+        if not self._policy.by_cache:
+            return self._turns.first(lambda seq: key(seq, view), may_start)
+        grown = view.grown()
+        for tenant in self._lanes if grown is None else grown:
+            self._turns.changed(tenant)
+        bounds = view.bounds
+        return self._turns.first(lambda seq: key(seq, bounds), may_start, lambda seq: key(seq, view))
 
     def is_aged(self, seq: Sequence, now: int) -> bool:
         """True when `seq` has waited so long that nobody who came later may go before it."""

@@ -1,5 +1,6 @@
 """The scheduler beside the plain one of `reference/`: the same plan, step by step, and the same records of pressure."""
 
+import dataclasses
 import random
 
 import pytest
@@ -83,12 +84,12 @@ def random_config(rng, num_blocks):
     )
 
 
-def run(seed, steps=150, tenants=(0, 1, None), forget=0.0):
+def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
     """Both worlds through the same requests; returns how often each rung was taken. `forget`: how often the caches
-    forget a block, or all, in use or not."""
+    forget a block, or all, in use or not; `others`: how often somebody else caches a prompt."""
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
-    config = random_config(rng, num_blocks)
+    config = dataclasses.replace(random_config(rng, num_blocks), **fixed)
     cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
     swap_blocks = rng.choice([0, 3, 50])
     ours, theirs = worlds = [World(api, config, num_blocks, cache_policy, swap_blocks) for api in (pagepool, reference)]
@@ -109,6 +110,10 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0):
                 getattr(world.scheduler, way)(seq_id)
         if cache_policy and forgets.random() < forget:
             make_forget(forgets, worlds)
+        if cache_policy and forgets.random() < others:
+            token, full = forgets.randrange(3), forgets.randint(1, 3)
+            for world in worlds:
+                cache_elsewhere(world, [token] * BLOCK * full)
         now += rng.random()
         batches = [world.scheduler.schedule(now) for world in worlds]
         assert ours.picture(batches[0]) == theirs.picture(batches[1]), f"step {number} of seed {seed}"
@@ -141,6 +146,14 @@ def make_forget(rng, worlds):
             world.cache.reset_prefix_cache()
         elif seq_id:
             world.cache.discard(world.scheduler.get_sequence(seq_id).kv.blocks[place : place + 2])
+
+
+def cache_elsewhere(world, prompt):
+    """By somebody else, where there is room."""
+    if world.allocator.free_count >= len(prompt) // BLOCK:
+        blocks = world.allocator.allocate_n(len(prompt) // BLOCK)
+        world.cache.cache_blocks(prompt, blocks)
+        world.allocator.free(blocks)
 
 
 def add(rng, worlds, cache_policy, tenants=(0, 1, None)):
@@ -193,6 +206,13 @@ def test_the_same_plan_for_many_tenants(seed):
 def test_the_same_plan_beside_a_cache_that_forgets(seed):
     run(seed, forget=0.1)
     run(seed, tenants=(0, 0, 1, 2), forget=0.05)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_longest_match_goes_first_whoever_was_looked_up_again(seed):
+    run(seed, policy="lpm", max_sequences=20)
+    run(seed, policy="lpm", max_sequences=20, tenants=range(9), forget=0.05, others=0.05)
 
 
 def test_what_comes_back_from_the_swap_file_wants_its_own_blocks():

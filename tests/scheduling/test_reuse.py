@@ -195,6 +195,32 @@ def test_who_waits_is_looked_up_again_only_when_something_was_cached(outputs, ap
     run_to_end(scheduler)
 
 
+@pytest.mark.parametrize("tenants", [1, 40])
+def test_the_longest_match_looks_up_only_whom_a_block_may_concern(tenants):
+    """40 wait for room; of the one that runs a block is cached that concerns 5 of them, then 9 that concern nobody."""
+    allocator = BlockAllocator(38)
+    cache = CountedCache(PrefixCache(allocator, BLOCK))
+    config = SchedulerConfig(block_size=BLOCK, policy="lpm", watermark=0, max_batch_tokens=512, max_prefill_tokens=512)
+    scheduler = Scheduler(config, allocator, cache)
+    scheduler.add_request([1] * 8, 150)
+    run_step(scheduler)
+    for number in range(40):
+        head = [1] * 8 + [7] * 4 if number < 5 else [2 + number]
+        scheduler.add_request((head + [number] * 150)[:150], 152, tenant=number % tenants)
+    run_step(scheduler)
+    lookups, inserted = cache.lookups, cache.inserted
+    assert lookups >= 32
+    for _ in range(40):
+        assert run_step(scheduler).seq_ids == [1]
+    assert cache.inserted - inserted == 10
+    assert 5 <= cache.lookups - lookups - 40 <= 5 + 2 * 10  # beside whoever is first, in every step
+    lookups = cache.lookups
+    blocks = allocator.allocate_n(3)
+    cache.cache_blocks([1] * 4 + [8] * 8, blocks)  # somebody else does: whom it concerns is not known
+    run_step(scheduler)
+    assert cache.lookups - lookups >= 32
+
+
 def make_priority(num_blocks):
     allocator = BlockAllocator(num_blocks)
     cache = PrefixCache(allocator, BLOCK, "priority")

@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import suppress
 from heapq import heappop
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -27,21 +28,39 @@ class Interrupt(Exception):
 class WaitingMachine(RuleBasedStateMachine):
     """The line beside a list of all who wait; `room`, `counters` and `found` are what the world says of them."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), max_wait=st.sampled_from([None, 3, 10, 1000]))
-    def begin(self, policy, max_wait):
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)), max_wait=st.sampled_from([None, 3, 10, 1000]), lost=st.booleans()
+    )
+    def begin(self, policy, max_wait, lost):
+        """`lost`: who has grown is not known."""
         self.policy, self.max_wait = POLICIES[policy], max_wait
         self.queue = WaitingQueue(self.policy, max_wait)
         self.waiting = {}
         self.away = []  # taken out, and may come back
         self.room = dict.fromkeys(range(6), 3)
         self.counters = dict.fromkeys(range(6), 0)
-        self.found = {}
-        self.inserted = self.now = self.calls_left = 0
+        self.found, self.known, self.grew, self.lost = {}, {}, [], lost
+        self.now = self.calls_left = 0
         self.next_id = 1
 
     def cached(self, seq):
         self.called()
-        return self.found.get(seq.id, 0)
+        self.known[seq.id] = self.found.get(seq.id, 0)
+        return self.known[seq.id]
+
+    @property
+    def bounds(self):
+        """As `Watches` knows it: what was asked last, where nothing was cached since."""
+        return SimpleNamespace(cached=self.bound, served=self.served)
+
+    def bound(self, seq):
+        if seq.id not in self.known:
+            self.known[seq.id] = self.cached(seq)
+        return self.known[seq.id]
+
+    def grown(self):
+        grown, self.grew = self.grew, []
+        return None if self.lost else grown
 
     def served(self, tenant):
         self.called()
@@ -100,8 +119,9 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @rule(seq_id=st.integers(1, 12), tokens=st.integers(1, 9))
     def cache(self, seq_id, tokens):
-        self.inserted += 1
         self.found[seq_id] = self.found.get(seq_id, 0) + tokens
+        self.known.pop(seq_id, None)
+        self.grew += [seq.tenant for seq in [*self.waiting.values(), *self.away] if seq.id == seq_id]
 
     @rule(seq_id=st.integers(1, 12), tokens=st.integers(1, 9))
     def evict(self, seq_id, tokens):

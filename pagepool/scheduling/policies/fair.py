@@ -8,14 +8,14 @@ differ by no more than what is admitted at a time can add.
 
 from __future__ import annotations
 
-from pagepool.scheduling.policies.base import Policy, View
+from pagepool.scheduling.policies.base import Facts, Policy
 from pagepool.scheduling.policies.fcfs import arrival
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["FAIR"]
 
 
-def least_served(seq: Sequence, view: View) -> tuple[float, int]:
+def least_served(seq: Sequence, view: Facts) -> tuple[float, int]:
     """The first request of the tenant with the lowest counter, which never falls; equals in the order of arrival."""
     return view.served(seq.tenant), seq.id
 

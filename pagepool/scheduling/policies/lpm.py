@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pagepool.scheduling.policies.base import Policy, View
+from pagepool.scheduling.policies.base import Facts, Policy
 from pagepool.scheduling.policies.fcfs import arrival
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["LPM"]
 
-# Each admission looks all of them up.
+# Each is looked up when it comes to stand among them, and when more of it may be cached.
 WINDOW = 32
 
 
-def longest_match(seq: Sequence, view: View) -> tuple[int, int]:
+def longest_match(seq: Sequence, view: Facts) -> tuple[int, int]:
     """The greatest share of cached tokens in absolute numbers; equals in the order of arrival."""
     return -view.cached(seq), seq.id
 
