@@ -12,7 +12,7 @@ from pagepool import cpu_info
 FOLDER = Path(__file__).parent
 KERNEL_TESTS = ["test_decode_accuracy.py", "test_decode_bits.py", "test_decode_special.py"]
 KERNEL_TESTS += ["test_decode_variants.py", "test_head_dims.py", "test_several_queries.py", "test_block_scores.py"]
-KERNEL_TESTS += ["test_merge.py", "test_page_conversion.py", "test_arithmetic_bf16.py"]
+KERNEL_TESTS += ["test_merge.py", "test_page_conversion.py", "test_arithmetic_bf16.py", "test_any_call.py"]
 KERNEL_TESTS += ["../memory/test_append_runs.py"]
 
 
