@@ -47,8 +47,8 @@ class KvLayout:
     """The shape of a KV pool: what one block holds.
 
     A block holds the keys and values of `block_size` tokens in every layer. Block sizes that are multiples of 16 take
-    the vector path; any other from 1 to 1,024 is correct, unpadded and slower. `head_dim` is a multiple of 8 from
-    8 to 1,024. `dtype` is "float32", "float16" or "bfloat16".
+    the vector path; any other from 1 to 1,024 is correct, unpadded and slower. `head_dim` and `v_head_dim` are
+    multiples of 8 from 8 to 1,024. `dtype` is "float32", "float16" or "bfloat16".
 
     `head_dim` is that of queries and keys; `v_head_dim` that of values and results, the same by default. With `v_in_k`
     the first `v_head_dim` dims of a key are its value, stored once: the latent cache of multi-head latent attention.

@@ -8,9 +8,9 @@
  * The query tokens of a sequence are its last ones: of n, the one of index i stands at position seq_len - n + i.  It
  * sees the tokens up to its position (causal), and has then exactly the bits of a lone query token of the sequence that
  * ends there.  Or a mask says what it sees, for trees of speculated tokens: bit i * width + j (little-endian in each
- * byte) is for token seq_len - width + j, and the tokens before the last `width` are seen by all.  With width = n that
- * is a tree over the speculated tokens, with width = seq_len a full mask.  A window and ALiBi count from the query
- * token's position.  A query token that sees nothing gives zeros and the lse -inf.
+ * byte) is for token seq_len - width + j (none where that is below 0), and the tokens before the last `width` are seen
+ * by all.  With width = n that is a tree over the speculated tokens, with width = seq_len a full mask.  A window and
+ * ALiBi count from the query token's position.  A query token that sees nothing gives zeros and the lse -inf.
  *
  * A plan cuts the work into units that do not depend on each other; any thread may run any range of them, in any
  * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what, nor
@@ -89,8 +89,9 @@ typedef struct pp_decode_args {
     int64_t block_tables_width;
     const int32_t *seq_lens;      /* (num_seqs,): tokens whose K and V are in the pages */
     float sm_scale;               /* of scores: 1 / sqrt(head_dim) in most models; from -2e38 to 2e38 */
-    int64_t window;               /* 0: every token; else the last `window` ones up to the query's own: what no query
-                                     token of a sequence sees is not read, nor its id */
+    int64_t window;               /* 0: every token; else the last `window` ones up to the query's own.  Blocks before
+                                     all windows of a sequence are not read, nor their ids; those that only a mask
+                                     hides are */
     float logits_soft_cap;        /* 0: none; else, from 1e-30 to 1e30, a score becomes cap * tanh(score / cap) */
     const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - position) is added, after the cap */
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
@@ -123,11 +124,11 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
  * the pages are not for, a scale or soft cap out of range, a seq_len below 0 or past the table's width, a
  * query_start_loc that does not begin with 0 or falls, an array that is missing, a workspace that is too small or not
  * aligned, results or a workspace that overlap each other or anything that is read, whatever the strides;
- * PP_INVALID_BLOCK: an id within what is seen of a sequence that is out of range) and plans; nothing is written on
- * failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is done; so must the
- * pool, the mask with its two arrays, slopes, sinks and the results.  q, block_tables, seq_lens and query_start_loc are
- * copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim) elements more over plain pages, 32
- * v_head_dim over a V within K. */
+ * PP_INVALID_BLOCK: an id out of range, of a block that is not before all windows of its sequence) and plans; nothing
+ * is written on failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is done; so
+ * must the pool, the mask with its two arrays, slopes, sinks and the results.  q, block_tables, seq_lens and
+ * query_start_loc are copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim) elements more
+ * over plain pages, 32 v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */
@@ -140,7 +141,7 @@ PP_API void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end);
  *
  *   v        part i of row r at v + r * v_stride_row + i * v_stride_part, head_dim contiguous elements
  *   s        its log of the sum of exp(scores) at s + r * s_stride_row + i * s_stride_part; -inf: a part without
- *            tokens, whose v does not count
+ *            tokens, whose v does not count; inf or NaN: the row becomes NaN
  *   out      (num_rows, head_dim), C-contiguous; must not overlap v or s
  *   lse      NULL, or (num_rows,)
  *

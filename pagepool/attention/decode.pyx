@@ -80,12 +80,13 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
                    little-endian, each sequence from a byte of its own on
     sm_scale       what scores are multiplied by; 1 / sqrt(head_dim) by default. For a latent cache that is not what
                    the model means: its keys have fewer dims before they are projected
-    window_left    a query sees so many tokens to its left and its own (sliding window); -1: all. Pages without a seen
-                   token are not read, nor are their ids
+    window_left    a query sees so many tokens to its left and its own (sliding window); -1: all. Pages before all
+                   windows of a sequence are not read, nor are their ids; those that only a mask hides are
     logits_soft_cap  when not 0, a score becomes cap * tanh(score / cap) (Gemma 2)
     alibi_slopes   (num_qo_heads,): slope * (t - the query token's position) is added to the score of token t (ALiBi,
                    Press et al.), after the cap
-    sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss)
+    sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss); one
+                   of -inf is none
     out            where to write: float32, C-contiguous, of the result's shape, apart from all that is read
     return_lse     also return the natural log of the sum of exp(score) of each row, sinks included
     return_block_scores  also return, for each row, the sums of its weights over the tokens of each block: what a cache
@@ -105,6 +106,10 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     are float32, and errors grow with their size. With "bf16", rounding changes a score by at most
     E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the
     lse by E + 2^-8; on random numbers outputs were off by up to 5e-3 of the largest one.
+
+    Numbers are what IEEE 754 makes of them: a NaN in q or K, or a score of inf, makes a head NaN, a NaN in V its own
+    dim; a token whose score is -inf weighs nothing, and where all are the head is NaN and its lse -inf. What a query
+    token does not see does not matter to it, be it NaN.
 
     Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`
     for an id out of range; nothing is written then. The GIL is released. Block ids are checked for range, not for

@@ -81,9 +81,10 @@ def test_nothing_at_all_is_zeros(num_states):
     assert np.isneginf(lse).all()
 
 
-def test_nan_stays():
+@pytest.mark.parametrize("sums", [(np.nan, 0.0), (0.0, np.nan), (np.inf, 0.0), (np.inf, np.inf), (-np.inf, np.nan)])
+def test_a_sum_of_nan_or_infinity_makes_its_row_nan(sums):
     v = np.ones((1, 2, 1, 8), np.float32)
-    out, lse = merge_states(v, np.array([[[np.nan], [0.0]]], np.float32))
+    out, lse = merge_states(v, np.array(sums, np.float32).reshape(1, 2, 1))
     assert np.isnan(out).all()
     assert np.isnan(lse).all()
 

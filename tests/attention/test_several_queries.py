@@ -272,6 +272,16 @@ def test_pages_that_no_query_sees_are_not_read(case):
         blind.decode(query_start_loc=starts, window_left=30)
 
 
+def test_ids_of_blocks_that_only_a_mask_hides_are_checked():
+    case, starts = make_case(KvLayout(1, 1, 16), 2, [64]).with_queries([2])
+    case.block_tables[0, 1] = case.num_blocks
+    mask = np.ones((2, 64), bool)
+    mask[:, :32] = False
+    with pytest.raises(InvalidBlock, match=r"block_tables\[0, 1\]"):
+        case.decode(query_start_loc=starts, custom_mask=[mask])
+    case.decode(query_start_loc=starts, custom_mask=[mask], window_left=30)
+
+
 def test_a_chunk_of_a_prompt_is_several_queries():
     """200 query tokens, most of them blind for the last chunk."""
     case, starts = make_case(KvLayout(1, 1, 16, dtype="float32"), 2, [600]).with_queries([200])
