@@ -1,4 +1,5 @@
 from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int32_t
 
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport IntArray
@@ -19,6 +20,7 @@ cdef class Arguments:
     cdef MaskBits mask
     cdef Py_buffer out
     cdef bint has_out
+    cdef int32_t *own_starts
     cdef float *widened
     cdef float *slopes
     cdef float *sinks

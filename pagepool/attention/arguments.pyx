@@ -5,6 +5,7 @@ from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_CheckBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.math cimport sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.string cimport memcpy
 
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
@@ -57,6 +58,7 @@ cdef class Arguments:
         release_ints(&self.starts)
         if self.has_out:
             PyBuffer_Release(&self.out)
+        PyMem_Free(self.own_starts)
         PyMem_Free(self.widened)
         PyMem_Free(self.slopes)
         PyMem_Free(self.sinks)
@@ -105,14 +107,20 @@ cdef class Arguments:
         return self.read_queries()
 
     cdef int read_starts(self, object query_start_loc) except -1:
-        """Where each sequence's query tokens begin in q, and where the last one's end."""
+        """Where each sequence's query tokens begin in q, and where the last one's end.
+
+        A copy: q and the results are as large as it says, so the library must read what was checked.
+        """
         cdef Py_ssize_t s, num_seqs = self.tables.rows
-        cdef const int32_t *starts
+        cdef int32_t *starts
         read_ints("query_start_loc", query_start_loc, 1, &self.starts)
-        starts = self.starts.data
         if self.starts.rows != num_seqs + 1:
             raise ValueError(f"query_start_loc must have {num_seqs + 1} entries for {num_seqs} sequences, "
                              f"not {self.starts.rows}")
+        self.own_starts = starts = <int32_t *>PyMem_Malloc(<size_t>(num_seqs + 1) * sizeof(int32_t))
+        if starts == NULL:
+            raise MemoryError(f"no memory for the query_start_loc of {num_seqs} sequences")
+        memcpy(starts, self.starts.data, <size_t>(num_seqs + 1) * sizeof(int32_t))
         if starts[0] != 0 or starts[num_seqs] != self.q.shape[0]:
             raise ValueError(f"query_start_loc must go from 0 to the {self.q.shape[0]} query tokens of q, "
                              f"not from {starts[0]} to {starts[num_seqs]}")

@@ -272,6 +272,32 @@ def test_pages_that_no_query_sees_are_not_read(case):
         blind.decode(query_start_loc=starts, window_left=30)
 
 
+class Shown:
+    """An array that does something when it is asked for."""
+
+    def __init__(self, array, act):
+        self.array, self.act = array, act
+
+    def __dlpack__(self, **options):
+        self.act()
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_counts_that_change_after_they_were_checked_lead_nothing_out_of_q_and_out():
+    case, starts = make_case(KvLayout(1, 1, 16), 2, [64, 20]).with_queries([2, 3])
+    expected = case.decode(query_start_loc=starts, sinks=np.ones(2, np.float32))
+    memory = np.full((9, 2, 16), 12345.0, np.float32)
+    changing = starts.copy()
+    sinks = Shown(np.ones(2, np.float32), lambda: changing.__setitem__(2, 9))
+    case.decode(query_start_loc=changing, sinks=sinks, out=memory[:5])
+    assert changing[2] == 9
+    assert_same_bits([memory[:5]], [expected])
+    assert (memory[5:] == 12345.0).all()
+
+
 def test_ids_of_blocks_that_only_a_mask_hides_are_checked():
     case, starts = make_case(KvLayout(1, 1, 16), 2, [64]).with_queries([2])
     case.block_tables[0, 1] = case.num_blocks
