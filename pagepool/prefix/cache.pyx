@@ -263,7 +263,8 @@ cdef class PrefixCache(CacheSummary):
         """Forgets these blocks, in use or not; returns how many of them were cached. Other ids change nothing.
 
         For blocks whose keys and values turn out to be wrong, or were never written. What sequences hold stays theirs;
-        what is cached behind a forgotten block is found no more until that is cached again.
+        what is cached behind a forgotten block is found no more until that is cached again. A sequence of a `Scheduler`
+        that holds one gives the cache nothing more.
 
         >>> from pagepool import BlockAllocator
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
@@ -311,7 +312,8 @@ cdef class PrefixCache(CacheSummary):
         return self.cached.log
 
     def reset_prefix_cache(self):
-        """Forgets everything and drops every reference of the cache; blocks of sequences stay theirs.
+        """Forgets everything and drops every reference of the cache; blocks of sequences stay theirs, and those of a
+        `Scheduler` do not bring back what they had before.
 
         The lowest id that is free then is the next to be handed out. O(n log n).
         """

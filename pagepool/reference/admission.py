@@ -97,6 +97,7 @@ class Admission(Ladder):
         before, fed = request.kv, request.fed
         if before is None:
             request.kv = self._open(request)
+            request.barred = request.barred and request.swapped is not None
         found = self._adopt(request)
         if self._fits(request):
             self.restore(request, self.num_steps)
@@ -107,6 +108,7 @@ class Admission(Ladder):
         elif found:
             request.kv.truncate(fed)
         request.fed, request.kept = fed, self.blocks_for(fed)
+        request.own &= set(() if before is None else request.kv.blocks)
         return False
 
     def _open(self, request: Request) -> PagedSeqState:
@@ -128,6 +130,7 @@ class Admission(Ladder):
             request.kv = self._open(request)
             request.kv.adopt(blocks)
             request.fed, request.kept = request.kv.len, len(blocks)
+            request.own, request.barred = set(blocks.tolist()), False
         self.allocator.free(blocks)
         return found
 

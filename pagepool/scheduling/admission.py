@@ -10,9 +10,10 @@ from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.floors import TenantFloors
+from pagepool.scheduling.no_reuse import NoReuse
 from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.request import SeqState, Sequence
-from pagepool.scheduling.reuse import NoReuse, PrefixReuse
+from pagepool.scheduling.reuse import PrefixReuse
 from pagepool.scheduling.shares import first_chunk
 from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.waiting import WaitingQueue
@@ -138,6 +139,8 @@ class Admission:
         try:
             if state is None:
                 seq.kv = self._account.open(seq.max_tokens, seq.id)
+                if seq._swapped is None:
+                    self._reuse.begins(seq)
             self._reuse.adopt(seq)
             fits = self._fits(seq, now)
             if fits:

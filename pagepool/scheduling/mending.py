@@ -172,7 +172,8 @@ class Mending(Roster):
                 seq.state = PREEMPTED
             elif seq.state is PREEMPTED and not seq._fed:
                 seq.kv = None
-            seq._kept = min(seq._kept, account.blocks_for(seq._fed))
+            if seq._kept > account.blocks_for(seq._fed):
+                seq._kept, seq._own = account.blocks_for(seq._fed), 0
         if seq.state is not PREEMPTED:
             seq.state = DECODING if seq._fed >= seq._prefill_end else PREFILLING
         if seq._swapped is not None and (seq.state is not PREEMPTED or seq._swapped[0] != seq._fed):

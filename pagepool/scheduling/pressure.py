@@ -10,9 +10,10 @@ from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks, by_group
 from pagepool.scheduling.costs import cheaper_to_swap
 from pagepool.scheduling.floors import TenantFloors
+from pagepool.scheduling.no_reuse import NoReuse
 from pagepool.scheduling.records import PressureLog, PressureRecord
 from pagepool.scheduling.request import SeqState, Sequence
-from pagepool.scheduling.reuse import NoReuse, PrefixReuse
+from pagepool.scheduling.reuse import PrefixReuse
 from pagepool.scheduling.step import Step
 from pagepool.scheduling.swap import SwapFile, Ticket
 from pagepool.scheduling.tenants import Tenants
@@ -203,6 +204,8 @@ class PressureLadder:
             seq.kv = None
         seq._fed = keep
         seq._kept = account.blocks_for(keep)
+        if keep:
+            self._reuse.recount(seq)
         if was_active:
             seq.state = SeqState.PREEMPTED
             seq.num_preemptions += 1

@@ -52,6 +52,7 @@ class Sequence:
 
     __slots__ = (
         "_arrived",
+        "_barred",
         "_cohort",
         "_counted",
         "_fed",
@@ -60,6 +61,7 @@ class Sequence:
         "_joined",
         "_kept",
         "_max_output",
+        "_own",
         "_prefill_end",
         "_rank",
         "_row",
@@ -120,12 +122,14 @@ class Sequence:
         self._rank: Rank = (1, 0, seq_id)
         self._arrived = 0
         # Its first `_row_end` tokens as the prefix cache reads them, None without a cache, and how many of its leading
-        # blocks the cache was given or has given; whether it has had others for the tokens of some of these, as of
-        # when it had been made to forget so many.
+        # blocks the cache was given or has given; whether it has had others for the tokens of some of these, and then
+        # how many are its own. Whether it was made to forget one of them, when it had been made to forget so many.
         self._row: Any = None
         self._row_end = len(prompt_tokens)
         self._kept = 0
         self._twins = False
+        self._own = 0
+        self._barred = False
         self._forgotten = 0
         # How many of its blocks `Watches` has summed up, with the sum; and what it watches for (see watches.py).
         self._summed = (0, 0)

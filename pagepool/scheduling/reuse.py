@@ -14,10 +14,11 @@ from pagepool.prefix.tokens import token_row
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.cohort import Cohort
+from pagepool.scheduling.no_reuse import NoReuse
 from pagepool.scheduling.request import Sequence
 from pagepool.scheduling.watches import Watches
 
-__all__ = ["NoReuse", "PrefixReuse", "check_has", "open_reuse"]
+__all__ = ["PrefixReuse", "check_has", "open_reuse"]
 
 # What a scheduler asks of its prefix cache, whoever made it.
 NEEDED = (
@@ -32,45 +33,6 @@ NEEDED = (
     "forgotten",
     "inserted",
 )
-
-
-class NoReuse:
-    """No cache: nothing is found and nothing is kept."""
-
-    keeps = False
-    block_size = 0
-    inserted = 0
-
-    def row(self, seq: Sequence) -> None:
-        if seq.cache_salt is not None or seq.extra_keys:
-            root_key(seq.cache_salt, seq.extra_keys)  # raises as it would with a cache
-
-    def cached(self, seq: Sequence) -> int:
-        return 0
-
-    def found(self, seq: Sequence) -> int:
-        return 0
-
-    def grown(self) -> Iterable[Any] | None:
-        return ()
-
-    def starts(self, seq: Sequence) -> None:
-        return None
-
-    def rebuild(self) -> None:
-        return None
-
-    def adopt(self, seq: Sequence) -> bool:
-        return False
-
-    def tell(self, now: float) -> None:
-        return None
-
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
-        return None
-
-    def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
-        return None
 
 
 class PrefixReuse:
@@ -183,7 +145,7 @@ class PrefixReuse:
             account.give_back(old)
             seq._fed = state.len
             seq._kept = len(blocks)
-            seq._twins = False
+            seq._twins = seq._barred = False
             seq._forgotten = self._cache.forgotten
         finally:
             account.held.give_back()
@@ -192,25 +154,40 @@ class PrefixReuse:
     def publish(self, seq: Sequence, num_tokens: int, start: int = 0) -> None:
         """Keep the full blocks among the first `num_tokens` of `seq`, of which the first `start` are kept already.
 
-        All are looked at in the end, once when the cache was made to forget some, and each time when it has had
-        another's block in the place of one: when nobody uses that one any more, it is its own that is wanted.
+        All are looked at in the end, and each time when the cache has had another's block in the place of one: when
+        nobody uses that one any more, it is its own that is wanted. Nothing is kept once the cache was made to forget
+        one of them, whose keys and values may be wrong then, and with them all that were worked out after it.
         """
         full = num_tokens // self._account.block_size
-        if full:
+        if full and not self._is_barred(seq):
             tokens, blocks = self._tokens(seq, full * self._account.block_size), seq.kv.block_table[:full]
-            forgotten = self._cache.forgotten
-            first = 0 if seq._twins or seq._forgotten != forgotten else start
+            first = 0 if seq._twins else start
             self._see()
             taken = self._cache_blocks(seq, tokens, blocks, first)
             if taken and self._watches is not None:
                 self._seen = self._cache.inserted
                 self._watches.stored(seq, tokens, first)
-            if seq._forgotten == forgotten:
-                seq._twins = seq._twins or taken < full - seq._kept
-            else:
-                seq._twins = self._cache.count_cached(blocks) < full
-                seq._forgotten = forgotten
+            seq._twins = seq._twins or taken < full - seq._kept
         seq._kept = max(seq._kept, full)  # of outputs, too, it may have begun with what is cached
+        self.recount(seq)
+
+    def begins(self, seq: Sequence) -> None:
+        """It has no blocks, and will have read all of its tokens itself."""
+        seq._twins = seq._barred = False
+
+    def recount(self, seq: Sequence) -> None:
+        """`_kept` is another."""
+        if seq._twins:
+            seq._own = self._cache.count_cached(seq.kv.block_table[: seq._kept])
+
+    def _is_barred(self, seq: Sequence) -> bool:
+        """A block that it holds leaves the cache only where that is made to forget it."""
+        forgotten = self._cache.forgotten
+        if seq._forgotten != forgotten and not seq._barred:
+            own = seq._own if seq._twins else seq._kept
+            seq._barred = own > 0 and self._cache.count_cached(seq.kv.block_table[: seq._kept]) < own
+            seq._forgotten = forgotten
+        return seq._barred
 
     def publish_filled(self, batch: ScheduledBatch, cohort: Cohort | None) -> None:
         """Keep the blocks that `batch`, which was run, has filled, in the order of ids. Its decodes are the members of

@@ -10,11 +10,12 @@ from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.floors import TenantFloors
+from pagepool.scheduling.no_reuse import NoReuse
 from pagepool.scheduling.planner import Planner
 from pagepool.scheduling.pressure import PressureLadder
 from pagepool.scheduling.records import PressureLog
 from pagepool.scheduling.request import Sequence
-from pagepool.scheduling.reuse import NoReuse, PrefixReuse
+from pagepool.scheduling.reuse import PrefixReuse
 from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.undo import Undo
 from pagepool.scheduling.waiting import WaitingQueue

@@ -156,6 +156,8 @@ class World:
             self.drain()
         elif way < 0.25 and self.scheduler._sequences:
             self.call(self.scheduler.append_token, rng.choice(sorted(self.scheduler._sequences)), 3)
+        elif way < 0.28 and self.cache is not None:
+            self.cache.discard([rng.randrange(12)])
         else:
             self.step()
 

@@ -433,3 +433,29 @@ def test_pages_found_in_the_cache_hold_the_right_keys():
             scheduler.commit(batch, rng.integers(0, 3, len(batch)).tolist())
     assert cache.stats()["hits"] > 50 and scheduler.pressure.counts["evict"] > 0
     cache.check()
+
+
+@pytest.mark.parametrize("outputs", ["full", "end"])
+@pytest.mark.parametrize("forget", ["discard", "reset"])
+def test_what_the_cache_was_made_to_forget_does_not_come_back_from_those_who_hold_it(forget, outputs):
+    """Two hold a block that is found to be wrong, and with it all that they read after it. One begins anew."""
+    allocator = BlockAllocator(60)
+    cache = PrefixCache(allocator, BLOCK)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, cache_outputs=outputs), allocator, cache)
+    for _ in range(2):
+        scheduler.add_request([1] * 12, 40)
+        run_step(scheduler)
+    first, second = (scheduler.get_sequence(number) for number in (1, 2))
+    assert second.kv.blocks[:2] == first.kv.blocks[:2]
+    wrong, kept = first.kv.blocks[1], cache.num_cached
+    if forget == "discard":
+        assert cache.discard([wrong]) == 1
+    else:
+        cache.reset_prefix_cache()
+    run_to_end(scheduler)
+    assert cache.num_cached == (kept - 1 if forget == "discard" else 0)
+    assert cache.cached_tokens([1] * 12) == (4 if forget == "discard" else 0)
+    scheduler.add_request([1] * 12, 40)
+    run_to_end(scheduler)
+    assert cache.cached_tokens([1] * 12 + [7] * 24) == 36
+    cache.check()
