@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_cases import DTYPES, Case, assert_same_bits, make_case, random_kv
 
@@ -116,7 +116,7 @@ def assert_canonical(call, got, row, head):
     np.testing.assert_allclose(got[1][row, head], lse, rtol=3e-7, atol=1e-7)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls(), st.data())
 def test_bits_are_canonical_and_depend_on_what_a_row_sees_alone(call, data):
     expected, rows = call.decode(num_threads=1)
