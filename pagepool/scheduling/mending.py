@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
+from types import CodeType, FrameType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from pagepool.errors import PoolError
@@ -18,6 +20,8 @@ __all__ = ["Mending", "whole"]
 PREFILLING, DECODING = SeqState.PREFILLING, SeqState.DECODING
 WAITING, PREEMPTED, FINISHED = SeqState.WAITING, SeqState.PREEMPTED, SeqState.FINISHED
 
+CALLS: set[CodeType] = set()  # the code of `whole` methods: whether one is running is seen by it
+
 S = TypeVar("S", bound="Mending")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +35,7 @@ def whole(method: Callable[Concatenate[S, Undo, P], R]) -> Callable[Concatenate[
     @wraps(method)
     def call(self: S, *arguments: P.args, **names: P.kwargs) -> R:
         if self._undo is not None:
-            self._mend(self._undo)
+            self._recover(self._undo)
         self._undo = undo = Undo()
         try:
             result = method(self, undo, *arguments, **names)
@@ -41,6 +45,7 @@ def whole(method: Callable[Concatenate[S, Undo, P], R]) -> Callable[Concatenate[
         self._undo = None
         return result
 
+    CALLS.add(call.__code__)  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 
@@ -74,10 +79,19 @@ class Mending(Roster):
         >>> Scheduler().check()
         """
         if self._undo is not None:
-            self._mend(self._undo)
+            self._recover(self._undo)
         broken = audit(self)
         if broken is not None:
             raise PoolError(f"broken invariant: {broken}")
+
+    def _recover(self, undo: Undo) -> None:
+        """Mend what an earlier call left; raises RuntimeError when it has left nothing, but is running still."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code in CALLS and frame.f_locals.get("self") is self:
+                raise RuntimeError("the scheduler is in the middle of a call: a finalizer or handler calls it")
+            frame = frame.f_back
+        self._mend(undo)
 
     def _mend(self, undo: Undo) -> None:
         """Make everything agree with the sequences. It may be interrupted, and begins again then.

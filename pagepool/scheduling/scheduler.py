@@ -44,7 +44,7 @@ class Scheduler(Changes):
     are freed when a sequence finishes, is removed or is preempted. When the pool runs out, cached prefixes that nobody
     uses go first; then the newest sequence of the lowest priority gives its blocks back, waits at the front and is
     recomputed later; the oldest always keeps going, so every request ends. `pressure` tells who gave way, and why.
-    One thread at a time may use a scheduler.
+    One thread at a time may use a scheduler, and nothing may in the middle of a call: RuntimeError says so.
 
     Where a call is interrupted, by a signal or for want of memory, nothing is torn or lost, and the next one goes on: a
     step that was not returned was not taken, and what `commit` has not taken altogether it takes again. `outstanding`

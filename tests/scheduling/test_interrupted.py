@@ -10,6 +10,7 @@ from marked_engine import Engine
 
 import pagepool.scheduling
 from pagepool import (
+    BlockAllocator,
     PrefixCache,
     PressureCosts,
     Scheduler,
@@ -274,3 +275,27 @@ def test_a_step_that_was_not_returned_is_not_charged(monkeypatch):
                 again = {seq.id: seq.fed for seq in world.scheduler._sequences.values() if seq.state in ACTIVE}
                 assert again.items() >= {number: count for number, count in fed.items() if number in again}.items()
     raise AssertionError(f"no end of instructions, {taken_back} steps were taken back")
+
+
+@pytest.mark.parametrize("method", ["remove_sequence", "schedule", "check"])
+def test_who_calls_it_in_the_middle_of_a_call_is_refused(method):
+    """A finalizer or a handler of signals; here, its prefix cache. The call that was under way has raised."""
+
+    class Calling:
+        def __init__(self, cache):
+            self.cache = cache
+
+        def __getattr__(self, name):
+            if name == "match_held" and scheduler is not None:
+                getattr(scheduler, method)(*arguments)
+            return getattr(self.cache, name)
+
+    scheduler, arguments = None, (1,) if method == "remove_sequence" else ()
+    allocator = BlockAllocator(20)
+    cache = Calling(PrefixCache(allocator, BLOCK))
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, cache)
+    scheduler.add_request([1] * 9, 12)
+    with pytest.raises(RuntimeError, match="the scheduler is in the middle of a call"):
+        scheduler.schedule()
+    scheduler.check()
+    assert (scheduler.waiting_count, allocator.in_use) == (1, 0)
