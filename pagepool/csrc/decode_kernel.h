@@ -229,7 +229,11 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
         tile->row = from;
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)row * work->num_blocks;
         for (int32_t i = row; work->seen && i < row + to - from; i++) work->seen[i] = 1.0f;
-        PP_NAME(step_of)(to - from, tile, q, q_step, work->rows + row * work->row_stride, work->m + row, prefetch);
+        float *rows = work->rows + row * work->row_stride, *m = work->m + row;
+        if (prefetch == PP_PREFETCH_REPEAT)
+            PP_NAME(repeating_step_of)(to - from, tile, q, rows, m);
+        else
+            PP_NAME(step_of)(to - from, tile, q, rows, m, prefetch);
         return;
     }
 #endif

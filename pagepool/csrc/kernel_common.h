@@ -42,6 +42,21 @@ static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 
 #define PP_INTERLEAVE_HIGH(a, b) ((PP_BLOCK){a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]})
 #endif
 
+/* The same number; the compiler cannot tell, and neither work out anything from it beforehand. */
+PP_INLINE int64_t kept(int64_t x) {
+    __asm__("" : "+r"(x));
+    return x;
+}
+
+/* How far it is from one place to another, and the place so far away: of places that run along together one is counted
+ * up and the others are found from it.  Where memory is asked for only, nothing need be there. */
+PP_INLINE int64_t apart(const unsigned char *to, const unsigned char *from) {
+    return kept((int64_t)((uintptr_t)to - (uintptr_t)from));
+}
+PP_INLINE const unsigned char *distant(const unsigned char *from, int64_t bytes) {
+    return (const unsigned char *)((uintptr_t)from + (uintptr_t)bytes);
+}
+
 PP_INLINE void prefetch_into_l1(const unsigned char *at, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
 }
@@ -72,6 +87,31 @@ PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned
     prefetch_into_l2(half, bytes);
     if (FAST || mode == PP_PREFETCH_RUN) prefetch_into_l2(near, bytes);
     if (FAST && mode == PP_PREFETCH_REPEAT) prefetch_into_l1(nearer, bytes);
+}
+
+/* Prefetches `bytes` (whole lines) once, in a mode in which nothing is asked for again. */
+PP_INLINE void prefetch_once(int mode, const unsigned char *at, int bytes) {
+    if (mode == PP_PREFETCH_L2)
+        prefetch_into_l2(at, bytes);
+    else if (mode == PP_PREFETCH_L1)
+        prefetch_into_l1(at, bytes);
+}
+
+/* As prefetch_walk in PP_PREFETCH_REPEAT, in SHARES equal shares, line by line, to be done between products: all at
+ * once, or with tests of the mode, they take places for instructions that a busy neighbour on the core leaves few of. */
+PP_INLINE void prefetch_share(const int share, const int SHARES, const int FAST, const int bytes,
+                              const unsigned char *visit, const unsigned char *half, const unsigned char *near,
+                              const unsigned char *nearer) {
+    const int kinds = FAST ? 4 : 2, all = bytes / 64 * kinds;
+    PP_UNROLL for (int i = share * all / SHARES; i < (share + 1) * all / SHARES; i++) {
+        const int line = i / kinds * 64;
+        switch (i % kinds) {
+        case 0: prefetch_into_l2(visit + line, 64); break;
+        case 1: prefetch_into_l2(half + line, 64); break;
+        case 2: prefetch_into_l2(near + line, 64); break;
+        case 3: prefetch_into_l1(nearer + line, 64); break;
+        }
+    }
 }
 
 #endif
