@@ -320,7 +320,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             const int more_heads = end < work->part_end;
             if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);
             for (int i = 0; i < (tile.step ? 4 : 2); i++) {
-                unsigned char *group = scratch + (scratch ? i * tiled->head_bytes : 0);
+                unsigned char *group = scratch ? scratch + i * tiled->head_bytes : NULL;
                 tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : group;
                 tile.v[i] = scratch ? group + tiled->k_bytes : tile.k[i] + layout->k_bytes;
                 tile.next_k[i] = more_heads      ? tile.k[i] + layout->head_bytes

@@ -98,7 +98,8 @@ PP_INLINE void prefetch_once(int mode, const unsigned char *at, int bytes) {
 }
 
 /* As prefetch_walk in PP_PREFETCH_REPEAT, in SHARES equal shares, line by line, to be done between products: all at
- * once, or with tests of the mode, they take places for instructions that a busy neighbour on the core leaves few of. */
+ * once, or behind tests of the mode, they take places for instructions, of which a busy neighbour on the core leaves
+ * few. */
 PP_INLINE void prefetch_share(const int share, const int SHARES, const int FAST, const int bytes,
                               const unsigned char *visit, const unsigned char *half, const unsigned char *near,
                               const unsigned char *nearer) {
