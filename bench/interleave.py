@@ -111,7 +111,7 @@ class Comparison:
 
     def cell(self, shape, dtype, threads, errors, absent):
         size, copies = kv_bytes(shape, dtype), copies_of(shape, dtype)
-        calls = max(2, min(100, int(self.seconds / 3 * 20e9 / size)))
+        calls = max(2, min(5_000, int(self.seconds / 3 * 20e9 / size)))
         stream, pages = [], []
         spent, rates = {name: [] for name in errors}, {name: [] for name in errors}
         for _ in range(self.rounds):
