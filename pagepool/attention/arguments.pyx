@@ -11,7 +11,7 @@ from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
 from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status
 from pagepool.memory.buffers cimport get_buffer
-from pagepool.memory.ids cimport read_number
+from pagepool.memory.ids cimport has_format, read_number
 from pagepool.memory.kernels cimport c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
@@ -28,12 +28,7 @@ cdef pp_dtype kind_of(const Tensor *tensor) noexcept:
 
 
 cdef bint is_float32(const Py_buffer *view) noexcept:
-    cdef const char *format = view.format
-    if format == NULL or view.itemsize != sizeof(float):
-        return False
-    if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
-        format += 1
-    return format[0] == b"f" and format[1] == 0
+    return view.format != NULL and view.itemsize == sizeof(float) and has_format(view.format, b"f")
 
 
 cdef double read_float(str name, object number) except? -1.0:

@@ -4,17 +4,13 @@ from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_CheckBuffer
 from libc.stdint cimport int32_t
 
 from pagepool.memory.buffers cimport get_buffer
+from pagepool.memory.ids cimport has_format
 
 __all__ = []
 
 
 cdef bint is_int32(const Py_buffer *view) noexcept:
-    cdef const char *format = view.format
-    if format == NULL or view.itemsize != sizeof(int32_t):
-        return False
-    if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
-        format += 1
-    return (format[0] == b"i" or format[0] == b"l") and format[1] == 0
+    return view.format != NULL and view.itemsize == sizeof(int32_t) and has_format(view.format, b"il")
 
 
 cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1:

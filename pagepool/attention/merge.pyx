@@ -31,8 +31,7 @@ def merge_states(v, s):
 
     Returns (out, lse), float32 (n, num_heads, head_dim) and (n, num_heads): attention over all the tokens together.
     Rows without any tokens are zeros and -inf; a NaN or inf in s makes its row NaN. A row's bits depend on that row
-    alone. Raises `TypeError` for a dtype,
-    `ValueError` for a shape. The GIL is released.
+    alone. Raises `TypeError` for a dtype, `ValueError` for a shape. The GIL is released.
 
     The recursion of attention states is FlashInfer's (Ye et al., MLSys 2025), with the natural logarithm.
 

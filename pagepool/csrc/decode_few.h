@@ -34,14 +34,6 @@ PP_INLINE void PP_NAME(quarter_of)(int mode, const int VALUES, const pp_tile *ti
     *again = (VALUES ? group[0] : before) + from;
 }
 
-/* Prefetches `bytes` (whole lines), not again. */
-PP_INLINE void PP_NAME(prefetch_once)(int mode, const unsigned char *at, int bytes) {
-    if (mode == PP_PREFETCH_L1)
-        prefetch_into_l1(at, bytes);
-    else
-        prefetch_into_l2(at, bytes);
-}
-
 /* Adds to HEADS x NV sums the products of NV vectors, each of the first or (ODD) the second of two neighbouring rows
  * that are `width` elements long, with a weight per head.  The weights of up to three heads stay in registers while the
  * vectors come one by one; of more heads the weights come one by one, for two vectors each, and once more for the next
@@ -100,7 +92,7 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
         } else if (prefetch) {
             PP_UNROLL for (int i = 0; i * PER_GROUP < NV; i++) {
                 const int twice = prefetch == PP_PREFETCH_REPEAT, whole = twice && PP_ITEM == 2;
-                if (!whole) PP_NAME(prefetch_once)(prefetch, visit[i] + from, share);
+                if (!whole) prefetch_once(prefetch, visit[i] + from, share);
                 if (!whole && twice) prefetch_into_l2(half[i] + from, share);
                 if (whole && EVEN) prefetch_into_l2(half[i], BYTES);
                 if (whole && ODD) prefetch_into_l2(visit[i], BYTES);
@@ -216,7 +208,7 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int QUARTERS
                 if (one_more) prefetch_into_l2(half + piece, 64);
                 visit += pair_bytes / 2, half += pair_bytes / 2;
             } else if (prefetch) {
-                PP_NAME(prefetch_once)(prefetch, visit, bytes);
+                prefetch_once(prefetch, visit, bytes);
                 if (prefetch == PP_PREFETCH_REPEAT) prefetch_into_l2(half, bytes);
                 visit += pair_bytes, half += pair_bytes;
             }

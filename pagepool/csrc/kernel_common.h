@@ -89,12 +89,12 @@ PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned
     if (FAST && mode == PP_PREFETCH_REPEAT) prefetch_into_l1(nearer, bytes);
 }
 
-/* Prefetches `bytes` (whole lines) once, in a mode in which nothing is asked for again. */
+/* Prefetches `bytes` (whole lines), not again, into the cache of the mode, which may be PP_PREFETCH_NONE. */
 PP_INLINE void prefetch_once(int mode, const unsigned char *at, int bytes) {
-    if (mode == PP_PREFETCH_L2)
-        prefetch_into_l2(at, bytes);
-    else if (mode == PP_PREFETCH_L1)
+    if (mode == PP_PREFETCH_L1)
         prefetch_into_l1(at, bytes);
+    else if (mode != PP_PREFETCH_NONE)
+        prefetch_into_l2(at, bytes);
 }
 
 /* As prefetch_walk in PP_PREFETCH_REPEAT, in SHARES equal shares, line by line, to be done between products: all at

@@ -81,7 +81,7 @@ class SwapFile:
             raise SwapError(f"{len(ids)} blocks do not fit into the swap file: {self.free_blocks} are free")
         again = min(len(ids), len(self._free))
         fresh = self._fresh + len(ids) - again
-        places = self._free[::-1][:again] + list(range(self._fresh, fresh))
+        places = self._free[len(self._free) - again :][::-1] + list(range(self._fresh, fresh))
         try:
             checksums = [self._write(block, place) for block, place in zip(ids, places, strict=True)]
         except OSError as error:
