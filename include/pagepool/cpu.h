@@ -8,10 +8,11 @@
 extern "C" {
 #endif
 
-/* The name of the instruction set in use: "avx512_bf16" (with dot products of bf16), "avx512", "avx2", "neon" or
- * "baseline".  Chosen once, at the first call, as the best one that both the CPU (CPUID) and the system (XCR0)
- * offer, or as the environment's PAGEPOOL_ISA names it; a name that this machine cannot run is ignored, and
- * pp_isa_forced_unavailable() is 1 then. */
+/* The name of the instruction set in use: "avx512_wide_bf16", "avx512_wide", "avx512_bf16", "avx512", "avx2", "neon" or
+ * "baseline"; bf16: with dot products of bf16; wide: for cores whose vector units are 512 bits wide (Intel's, Zen 5 and
+ * later).  Chosen once, at the first call, as the best one that both the CPU (CPUID) and the system (XCR0) offer, or as
+ * the environment's PAGEPOOL_ISA names it; a name that this machine cannot run is ignored, and
+ * pp_isa_forced_unavailable() is 1 then.  No bit of exact arithmetic depends on it. */
 PP_API const char *pp_isa(void);
 PP_API int pp_isa_forced_unavailable(void);
 

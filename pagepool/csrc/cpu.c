@@ -54,10 +54,18 @@ static void read_maker(char maker[13], unsigned *signature) {
 }
 #endif
 
+/* 0 of another maker; AMD's base family is 0xf. */
+static unsigned family_of_amd(const char *maker, unsigned signature) {
+    return strcmp(maker, "AuthenticAMD") ? 0 : (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
+}
+
 int pp_prefetch_mode_of(const char *maker, unsigned signature) {
-    const unsigned family = (signature >> 8 & 0xf) + (signature >> 20 & 0xff); /* of AMD's: their base family is 0xf */
     if (!strcmp(maker, "GenuineIntel")) return PP_PREFETCH_L2;
-    return !strcmp(maker, "AuthenticAMD") && family == 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
+    return family_of_amd(maker, signature) >= 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
+}
+
+int pp_has_wide_units(const char *maker, unsigned signature) {
+    return !strcmp(maker, "GenuineIntel") || family_of_amd(maker, signature) >= 0x1a;
 }
 
 int pp_prefetch_mode(void) {
@@ -79,19 +87,31 @@ int pp_prefetch_mode(void) {
 
 static int always(void) { return 1; }
 
-/* Best first. */
+#if defined(__x86_64__)
+static int is_wide(void) {
+    char maker[13];
+    unsigned signature;
+    read_maker(maker, &signature);
+    return pp_has_wide_units(maker, signature);
+}
+#endif
+
+/* Best first; what runs and does not suit is there to be forced. */
 static const struct {
     const pp_kernels *kernels;
     int (*runs)(void);
+    int (*suits)(void);
 } CANDIDATES[] = {
 #if defined(__x86_64__)
-    {&pp_kernels_avx512_bf16, runs_avx512_bf16},
-    {&pp_kernels_avx512, runs_avx512},
-    {&pp_kernels_avx2, runs_avx2},
+    {&pp_kernels_avx512_wide_bf16, runs_avx512_bf16, is_wide},
+    {&pp_kernels_avx512_wide, runs_avx512, is_wide},
+    {&pp_kernels_avx512_bf16, runs_avx512_bf16, always},
+    {&pp_kernels_avx512, runs_avx512, always},
+    {&pp_kernels_avx2, runs_avx2, always},
 #elif defined(__aarch64__)
-    {&pp_kernels_neon, always},
+    {&pp_kernels_neon, always, always},
 #endif
-    {&pp_kernels_baseline, always},
+    {&pp_kernels_baseline, always, always},
 };
 enum { NUM_CANDIDATES = sizeof CANDIDATES / sizeof CANDIDATES[0] };
 
@@ -104,7 +124,7 @@ static const pp_kernels *by_name(const char *name) {
 
 static const pp_kernels *best(void) {
     int i = 0;
-    while (!CANDIDATES[i].runs()) i++;
+    while (!CANDIDATES[i].runs() || !CANDIDATES[i].suits()) i++;
     return CANDIDATES[i].kernels;
 }
 

@@ -30,13 +30,28 @@
 
 enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
 
+#ifndef PP_FEW_REGISTERS
+/* Of a pair of rows of K, which both chains of scores read, what a chain that goes alone asks for: in f32 its own row,
+ * in 16 bit, where both are one line, each chain the lines of every second pair. */
+PP_INLINE int PP_NAME(chain_asks)(const int EVEN, const int ODD, int pair) {
+    return (EVEN && ODD) || PP_ITEM == 4 || pair % 2 == ODD;
+}
+PP_INLINE int PP_NAME(chain_bytes)(const int EVEN, const int ODD) {
+    return EVEN && ODD ? PP_NAME(K_PAIR_BYTES) : 64;
+}
+PP_INLINE int PP_NAME(chain_skips)(const int EVEN) { return !EVEN && PP_ITEM == 4 ? 64 : 0; }
+#endif
+
 #ifdef PP_FEW_REGISTERS
 #include "decode_few.h"
 #else
-/* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over even and
- * over odd dims.  From one pair of dims to the next, queries are q_step elements apart. */
-PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
-                               const int q_step, float *s, int prefetch) {
+/* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over EVEN and
+ * over ODD dims, the latter after the former or both at once.  From one pair of dims to the next, queries are q_step
+ * elements apart. */
+PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, const int ODD, const pp_tile *tile,
+                               int first, const float *q, const int q_step, float *s, int prefetch) {
+    enum { NEAR = PP_WIDE ? PP_V_RUN * PP_GROUP * PP_ITEM : PP_NEAR };
+    const int skip = PP_NAME(chain_skips)(EVEN);
     const int per_group = PP_GROUP / PP_LANES;
     const int pairs = tile->head_dim / 2;
     const unsigned char *rows[4], *ahead[4], *half[4];
@@ -54,19 +69,32 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *til
         const int64_t at = (int64_t)p * PP_NAME(K_PAIR_BYTES);
         PP_UNROLL for (int j = 0; j < NV; j++) {
             LOAD2(rows[j] + at, PP_GROUP, column[j], &a[j], &b[j]);
-            if (prefetch && column[j] == 0)
-                prefetch_walk(prefetch, PP_ITEM == 4, PP_NAME(K_PAIR_BYTES), ahead[j] + at, half[j] + at,
-                              rows[j] + at + PP_NEAR, rows[j] + at + PP_NEARER);
+            if (prefetch && column[j] == 0 && PP_NAME(chain_asks)(EVEN, ODD, p))
+                prefetch_walk(prefetch, PP_ITEM == 4, PP_NAME(chain_bytes)(EVEN, ODD), ahead[j] + at + skip,
+                              half[j] + at + skip, rows[j] + at + skip + NEAR, rows[j] + at + skip + PP_NEARER);
         }
-        PP_UNROLL for (int g = 0; g < HEADS; g++)
+        PP_UNROLL for (int g = 0; g < HEADS; g++) {
+            const pp_spread x = v_spread(q + 2 * g + !EVEN), y = EVEN && ODD ? v_spread(q + 2 * g + 1) : x;
             PP_UNROLL for (int j = 0; j < NV; j++) {
-                even[g * NV + j] = v_fma_all(a[j], q + 2 * g, even[g * NV + j]);
-                odd[g * NV + j] = v_fma_all(b[j], q + 2 * g + 1, odd[g * NV + j]);
+                if (EVEN) even[g * NV + j] = v_fma_spread(a[j], x, even[g * NV + j]);
+                if (ODD) odd[g * NV + j] = v_fma_spread(b[j], y, odd[g * NV + j]);
             }
+        }
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)
-        PP_UNROLL for (int j = 0; j < NV; j++)
-            v_store(s + g * PP_TILE + (first + j) * PP_LANES, v_add(even[g * NV + j], odd[g * NV + j]));
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            float *to = s + g * PP_TILE + (first + j) * PP_LANES;
+            if (!ODD)
+                v_store(to, even[g * NV + j]);
+            else
+                v_store(to, v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]));
+        }
+}
+PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
+                               const int q_step, float *s, int prefetch) {
+    const int APART = chains_apart(HEADS);
+    PP_NAME(chains)(HEADS, NV, 1, !APART, tile, first, q, q_step, s, prefetch);
+    if (APART) PP_NAME(chains)(HEADS, NV, 0, 1, tile, first, q, q_step, s, prefetch);
 }
 
 /* Adds p V of one or both of two neighbouring tokens: FIRST, SECOND say which are seen. */
@@ -84,13 +112,15 @@ PP_INLINE void PP_NAME(value_pair)(const int HEADS, const int NV, const int HALF
     }
     (void)HALF;
     if (FIRST)
-        PP_UNROLL for (int g = 0; g < HEADS; g++)
-            PP_UNROLL for (int j = 0; j < NV; j++)
-                sum[g * NV + j] = v_fma_all(a[j], weight + g * PP_TILE, sum[g * NV + j]);
+        PP_UNROLL for (int g = 0; g < HEADS; g++) {
+            const pp_spread w = v_spread(weight + g * PP_TILE);
+            PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(a[j], w, sum[g * NV + j]);
+        }
     if (SECOND)
-        PP_UNROLL for (int g = 0; g < HEADS; g++)
-            PP_UNROLL for (int j = 0; j < NV; j++)
-                sum[g * NV + j] = v_fma_all(b[j], weight + g * PP_TILE + 1, sum[g * NV + j]);
+        PP_UNROLL for (int g = 0; g < HEADS; g++) {
+            const pp_spread w = v_spread(weight + g * PP_TILE + 1);
+            PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(b[j], w, sum[g * NV + j]);
+        }
 }
 
 /* Adds p V of tokens [from, to) to NV vectors of dims, from `column` of V's dims on, which lies in a run that is
@@ -287,16 +317,21 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     if (work->block_sums)
         memset(work->block_sums + first * work->num_blocks, 0,
                (size_t)((last - first) * work->num_blocks) * sizeof(float));
-    /* One row per kv head in 16 bit, or two in f32, read about as fast as memory delivers. */
+    /* What is read about as fast as memory delivers: one row per kv head in 16 bit, or two in f32; and, by wide units,
+     * up to 6 rows of heads of which two do not fit into L1. */
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
-    const int is_long = run_bytes >= 1 << 17;
-    const int in_runs = work->prefetch == PP_PREFETCH_REPEAT && head_rows <= PP_ITEM / 2 && is_long;
+    const int is_long = run_bytes >= 1 << 17, is_large = layout->head_bytes > 1 << 13;
+    const int is_fast = PP_WIDE ? head_rows <= 6 && is_large : head_rows <= PP_ITEM / 2 && is_long;
+    const int in_runs = work->prefetch == PP_PREFETCH_REPEAT && is_fast;
     const int mode = !layout->tiled ? PP_PREFETCH_NONE : in_runs ? PP_PREFETCH_RUN : work->prefetch;
     const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long;
     /* Two tiles at a time are read from where they are.  A prefetch into L1 comes twice as early then: too early for
-     * what fits there, if heads are large.  And of runs the streams of one tile are read faster than those of two. */
+     * what fits there, if heads are large and little is done with them.  And of runs the streams of one tile are read
+     * faster than those of two. */
+    const int fits_l1 = layout->head_bytes <= 1 << 12, is_slow = PP_WIDE && head_rows > 6;
+    const int into_l1 = work->prefetch == PP_PREFETCH_L1 || (PP_WIDE && work->prefetch == PP_PREFETCH_REPEAT);
     const int steps = PP_IN_STEPS && !in_runs && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
-                      (work->prefetch != PP_PREFETCH_L1 || layout->head_bytes <= 4096);
+                      (!into_l1 || fits_l1 || is_slow);
     const unsigned char *groups[4], *next[4];
     const int64_t first_tile = work->first / PP_TILE * PP_TILE;
     int64_t opened = work->first / PP_GROUP * PP_GROUP; /* the pages of tokens before it are open */
@@ -315,7 +350,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
         prefetch_rows(&ahead);
         pp_step_groups(work, more ? after : begin, next);
         for (int32_t index = work->part_begin, end; index < work->part_end; index = end) {
-            const int32_t head = index / parts, head_end = (head + 1) * parts;
+            const int32_t head = parts == 1 ? index : index / parts, head_end = (head + 1) * parts;
             end = head_end < work->part_end ? head_end : work->part_end;
             const int more_heads = end < work->part_end;
             if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);

@@ -232,10 +232,12 @@ PP_INLINE int32_t num_parts(int32_t head_rows) {
     return head_rows / PP_MAX_HEADS + (head_rows % PP_MAX_HEADS != 0);
 }
 PP_INLINE int32_t part_border(int32_t head_rows, int32_t part) {
+    if (num_parts(head_rows) == 1) return part * head_rows; /* the rule: no division */
     return (int32_t)((int64_t)head_rows * part / num_parts(head_rows));
 }
 /* The first row of a part, where parts are numbered through all kv heads. */
 PP_INLINE int32_t row_of_part(int32_t head_rows, int32_t part) {
+    if (num_parts(head_rows) == 1) return part * head_rows;
     return part / num_parts(head_rows) * head_rows + part_border(head_rows, part % num_parts(head_rows));
 }
 

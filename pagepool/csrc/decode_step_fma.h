@@ -3,11 +3,13 @@
 /* Between products of up to 6 heads softmax took 1 % more than before them. */
 enum { PP_NAME(TOGETHER) = 0, PP_NAME(BEFORE) = 6 };
 
-/* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES; meanwhile WEIGHED heads become weights. */
-PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int REPEATS,
-                                    const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do,
-                                    int prefetch) {
+/* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES, by chains over EVEN dims and over ODD ones; meanwhile
+ * WEIGHED heads become weights. */
+PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVEN, const int ODD, const int WEIGHED,
+                                    const int REPEATS, const pp_tile *tile, const int first, const float *q, float *s,
+                                    weighing *to_do, int prefetch) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES, PAIRS = 2 };
+    const int bytes = PP_NAME(chain_bytes)(EVEN, ODD), skip = PP_NAME(chain_skips)(EVEN);
     const unsigned char *rows[4];
     int64_t ahead[4], half[4]; /* from there to what is asked for */
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
@@ -26,8 +28,6 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
             PP_UNROLL for (int j = 0; j < NV; j++) {
                 ahead[j] = kept(ahead[j]);
                 half[j] = kept(half[j]);
-                if (!REPEATS && (first + j) % PER_GROUP == 0)
-                    prefetch_once(prefetch, distant(rows[j], ahead[j]), PAIRS * PP_NAME(K_PAIR_BYTES));
             }
             PP_UNROLL for (int i = 0; i < PAIRS; i++) {
                 pp_v a[4], b[4];
@@ -36,15 +36,20 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
                     row[j] = rows[j] + i * PP_NAME(K_PAIR_BYTES);
                     LOAD2(row[j], PP_GROUP, (first + j) % PER_GROUP * PP_LANES, &a[j], &b[j]);
                 }
+                const int asks = PP_NAME(chain_asks)(EVEN, ODD, i);
+                PP_UNROLL for (int j = 0; j < NV; j++)
+                    if (!REPEATS && asks && (first + j) % PER_GROUP == 0)
+                        prefetch_once(prefetch, distant(row[j], ahead[j]) + skip, bytes);
                 PP_UNROLL for (int g = 0; g < HEADS; g++) {
                     PP_UNROLL for (int j = 0; j < NV; j++)
-                        if (REPEATS && (first + j) % PER_GROUP == 0)
-                            prefetch_share(g, HEADS, PP_ITEM == 4, PP_NAME(K_PAIR_BYTES), distant(row[j], ahead[j]),
-                                           distant(row[j], half[j]), row[j] + PP_NEAR, row[j] + PP_NEARER);
+                        if (REPEATS && asks && (first + j) % PER_GROUP == 0)
+                            prefetch_share(g, HEADS, PP_ITEM == 4, bytes, distant(row[j], ahead[j]) + skip,
+                                           distant(row[j], half[j]) + skip, row[j] + PP_NEAR, row[j] + PP_NEARER);
+                    const float *pair = q + (i * HEADS + g) * 2;
+                    const pp_spread x = v_spread(pair + !EVEN), y = EVEN && ODD ? v_spread(pair + 1) : x;
                     PP_UNROLL for (int j = 0; j < NV; j++) {
-                        const float *pair = q + (i * HEADS + g) * 2;
-                        even[g * NV + j] = v_fma_all(a[j], pair, even[g * NV + j]);
-                        odd[g * NV + j] = v_fma_all(b[j], pair + 1, odd[g * NV + j]);
+                        if (EVEN) even[g * NV + j] = v_fma_spread(a[j], x, even[g * NV + j]);
+                        if (ODD) odd[g * NV + j] = v_fma_spread(b[j], y, odd[g * NV + j]);
                     }
                 }
             }
@@ -55,9 +60,20 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
     }
     PP_UNROLL for (int j = 0; j < NV; j++) {
         float *to = s + (first + j) / VECTORS * HEADS * PP_TILE + (first + j) % VECTORS * PP_LANES;
-        PP_UNROLL for (int g = 0; g < HEADS; g++)
-            v_store(to + g * PP_TILE, v_add(even[g * NV + j], odd[g * NV + j]));
+        PP_UNROLL for (int g = 0; g < HEADS; g++, to += PP_TILE)
+            if (!ODD)
+                v_store(to, even[g * NV + j]);
+            else
+                v_store(to, v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]));
     }
+}
+
+PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int REPEATS,
+                                    const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do,
+                                    int prefetch) {
+    const int APART = chains_apart(HEADS), later = APART ? WEIGHED / 2 : 0;
+    PP_NAME(step_chains)(HEADS, NV, 1, !APART, WEIGHED - later, REPEATS, tile, first, q, s, to_do, prefetch);
+    if (APART) PP_NAME(step_chains)(HEADS, NV, 0, 1, later, REPEATS, tile, first, q, s, to_do, prefetch);
 }
 
 /* Adds p V of both tiles to NV vectors of dims, from `column` of V's dims on; scales: of each tile, or NULL.  What is
@@ -96,12 +112,13 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
                 if (REPEATS)
                     prefetch_share(g, HEADS, PP_ITEM == 4, part, distant(rows, ahead), distant(rows, half),
                                    distant(rows, near), rows + nearer);
-                PP_UNROLL for (int j = 0; j < NV; j++)
-                    sum[g * NV + j] = v_fma_all(a[j], weight + g * PP_TILE, sum[g * NV + j]);
+                const pp_spread w = v_spread(weight + g * PP_TILE);
+                PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(a[j], w, sum[g * NV + j]);
             }
-            PP_UNROLL for (int g = 0; g < HEADS; g++)
-                PP_UNROLL for (int j = 0; j < NV; j++)
-                    sum[g * NV + j] = v_fma_all(b[j], weight + g * PP_TILE + 1, sum[g * NV + j]);
+            PP_UNROLL for (int g = 0; g < HEADS; g++) {
+                const pp_spread w = v_spread(weight + g * PP_TILE + 1);
+                PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(b[j], w, sum[g * NV + j]);
+            }
         }
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)

@@ -6,15 +6,18 @@
 #include "view.h"
 
 /* Where to prefetch, as measured on shuffled pages.  Intel server cores (16 line fill buffers in L1) gain 5 to 20 %
- * with L2, AMD's Zen 5 with L1.  Zen 4 gains most when each line is asked for again on the way, where it is read fast
- * ever nearer and the last time into L1: presumably L1 has too few buffers, and a prefetch into L2 is dropped while
- * their queue is full.  Zen 3, of the same family, is taken to be alike. */
+ * with L2.  Zen 4 and 5 gain most when each line is asked for again on the way: presumably L1 has too few buffers, and
+ * what finds none is dropped.  How often and how near is for the kernels of either to say (kernel_common.h).  Zen 3, of
+ * the same family as Zen 4, is taken to be alike. */
 enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT };
 int pp_prefetch_mode(void);
 
 /* The mode for a CPU by what CPUID says of it: leaf 0's name of the maker, leaf 1's eax (Zen 1 and 2: family 0x17,
  * Zen 3 and 4: 0x19, Zen 5: 0x1a). */
 int pp_prefetch_mode_of(const char *maker, unsigned signature);
+
+/* Whether a CPU that has AVX-512 does two fma of 512 bits in a cycle, taken from the same. */
+int pp_has_wide_units(const char *maker, unsigned signature);
 
 /* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered kv head
  * by kv head, in it query token by query token, in it query head by query head.  The rows of a kv head are cut into
@@ -129,6 +132,7 @@ extern const pp_kernels pp_kernels_baseline;
 #if defined(__x86_64__)
 extern const pp_kernels pp_kernels_avx2;
 extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;
+extern const pp_kernels pp_kernels_avx512_wide, pp_kernels_avx512_wide_bf16;
 #elif defined(__aarch64__)
 extern const pp_kernels pp_kernels_neon;
 #endif

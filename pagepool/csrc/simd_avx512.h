@@ -13,12 +13,28 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm512_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm512_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm512_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
-/* a * *b + c, where the instruction itself spreads *b over the lanes: a register less, and Zen 4 multiplies and adds at
- * its full rate, where with a load of its own for each *b it lost up to a quarter of it. */
-static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) {
+/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c.
+ *
+ * Wide units start two fma and two loads in a cycle.  An fma that loads and spreads *b itself takes a load's place each
+ * time, which what it multiplies lacks then: on Zen 5 that reached 0.76 to 0.83 of the rate at which it multiplies and
+ * adds, *b in a register for two vectors 0.95 to 1.  On Zen 4 an fma takes as long as two of its loads, so that the
+ * former is free and saves a register, while a load of its own for each *b took up to a quarter of the rate. */
+#if PP_WIDE
+typedef pp_v pp_spread;
+PP_INLINE pp_spread v_spread(const float *b) {
+    pp_v x = _mm512_set1_ps(*b);
+    __asm__("" : "+v"(x)); /* or compilers load it again for each fma */
+    return x;
+}
+PP_INLINE pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
+#else
+typedef const float *pp_spread;
+PP_INLINE pp_spread v_spread(const float *b) { return b; }
+PP_INLINE pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) {
     __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(a), "m"(*b));
     return c;
 }
+#endif
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm512_max_ps(a, b); }
 /* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
@@ -46,15 +62,15 @@ static inline int v_any_above(pp_v a, float limit) {
 static inline float v_highest(pp_v a) { return _mm512_reduce_max_ps(a); }
 
 /* Two neighbouring rows of `width` columns as f32: columns [column, column + 16) of each. */
-static inline void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     *a = _mm512_loadu_ps((const float *)rows + column);
     *b = _mm512_loadu_ps((const float *)rows + width + column);
 }
-static inline void v_load2_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE void v_load2_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     *a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(rows + 2 * column)));
     *b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(rows + 2 * (width + column))));
 }
-static inline void v_load2_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE void v_load2_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     (void)width;
     __m512i words = _mm512_loadu_si512(rows + 4 * column);
     *a = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
@@ -63,17 +79,17 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
 
 /* The same for the last 8 columns of a row; the upper lanes become 0 and nothing behind the rows is read. */
 #define PP_HALF_TAIL 1
-static inline void v_load2_half_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE void v_load2_half_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     *a = _mm512_maskz_loadu_ps(0xff, (const float *)rows + column);
     *b = _mm512_maskz_loadu_ps(0xff, (const float *)rows + width + column);
 }
-static inline void v_load2_half_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE void v_load2_half_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     __m128i x = _mm_loadu_si128((const __m128i *)(rows + 2 * column));
     __m128i y = _mm_loadu_si128((const __m128i *)(rows + 2 * (width + column)));
     *a = _mm512_cvtph_ps(_mm256_zextsi128_si256(x));
     *b = _mm512_cvtph_ps(_mm256_zextsi128_si256(y));
 }
-static inline void v_load2_half_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE void v_load2_half_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     (void)width;
     __m512i words = _mm512_maskz_loadu_epi32(0xff, rows + 4 * column);
     *a = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
@@ -88,8 +104,9 @@ static inline pp_v v_load_f16(const uint16_t *from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
-/* Accumulators that fit into 32 registers: heads of a pass over the scores and vectors of each (two
- * chains each), value vectors, for a number of heads. */
+/* Accumulators that fit into 32 registers: heads of a pass over the scores and vectors of each, whether its two chains
+ * go one after the other, value vectors, for a number of heads. */
 static inline int score_heads(int heads) { return heads; }
-static inline int score_vectors(int heads) { return heads <= 6 ? 2 : 1; }
+static inline int score_vectors(int heads) { return heads <= 6 || PP_WIDE ? 2 : 1; }
+static inline int chains_apart(int heads) { return heads > 6 && PP_WIDE; }
 static inline int value_vectors(int heads) { return heads <= 6 ? 4 : 2; }

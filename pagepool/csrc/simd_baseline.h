@@ -21,7 +21,10 @@ static inline pp_v v_mul(pp_v a, pp_v b) { return a * b; }
 static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
 /* Rounds twice: the one place where the bits differ from those of the instruction sets with fma. */
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
-static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
+/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
+typedef pp_v pp_spread;
+static inline pp_spread v_spread(const float *b) { return v_set1(*b); }
+static inline pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) { return v_fma(a, b, c); }
 static inline pp_v v_pick(pp_vi mask, pp_v yes, pp_v no) { return (pp_v)((mask & (pp_vi)yes) | (~mask & (pp_vi)no)); }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return v_pick(a > b, a, b); }
@@ -82,4 +85,5 @@ static inline pp_v v_load_f16(const uint16_t *from) { return v_from_f16((const u
  * chains each), value vectors, for a number of heads. */
 static inline int score_heads(int heads) { return heads <= 3 ? heads : (heads + 1) / 2; }
 static inline int score_vectors(int heads) { return heads == 1 ? 4 : 2; }
+static inline int chains_apart(int heads) { return (void)heads, 0; }
 static inline int value_vectors(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 2; }

@@ -14,7 +14,10 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return vsubq_f32(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return vmulq_f32(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return vdivq_f32(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
-static inline pp_v v_fma_all(pp_v a, const float *b, pp_v c) { return v_fma(a, v_set1(*b), c); }
+/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
+typedef pp_v pp_spread;
+static inline pp_spread v_spread(const float *b) { return v_set1(*b); }
+static inline pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) { return v_fma(a, b, c); }
 /* A NaN is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
 /* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
@@ -66,4 +69,5 @@ static inline pp_v v_load_f16(const uint16_t *from) { return vcvt_f32_f16(vreint
  * chains each), value vectors, for a number of heads. */
 static inline int score_heads(int heads) { return heads; }
 static inline int score_vectors(int heads) { return heads <= 2 ? 4 : heads <= 4 ? 2 : 1; }
+static inline int chains_apart(int heads) { return (void)heads, 0; }
 static inline int value_vectors(int heads) { return heads <= 3 ? 8 : heads <= 6 ? 4 : 2; }

@@ -1,4 +1,5 @@
-/* prefetch.c: the way to prefetch is a function of what CPUID says: of CPUs as they name themselves. */
+/* prefetch.c: the way to prefetch, and the kernels for AVX-512, are a function of what CPUID says: of CPUs as they name
+ * themselves. */
 #include <stdio.h>
 
 #include "pagepool/cpu.h"
@@ -6,28 +7,30 @@
 enum { NONE, L1, L2, REPEAT };
 int pp_prefetch_mode_of(const char *maker, unsigned signature); /* internal */
 int pp_prefetch_mode(void);
+int pp_has_wide_units(const char *maker, unsigned signature); /* internal */
 
 int main(void) {
     static const struct {
         const char *maker;
         unsigned signature;
-        int mode;
+        int mode, wide;
     } cpus[] = {
-        {"GenuineIntel", 0x00050654, L2},     /* Skylake-SP */
-        {"GenuineIntel", 0x000606a6, L2},     /* Ice Lake-SP */
-        {"GenuineIntel", 0x000806f8, L2},     /* Sapphire Rapids */
-        {"AuthenticAMD", 0x00800f12, L1},     /* Naples, Zen 1 */
-        {"AuthenticAMD", 0x00830f10, L1},     /* Rome, Zen 2 */
-        {"AuthenticAMD", 0x00a00f11, REPEAT}, /* Milan, Zen 3 */
-        {"AuthenticAMD", 0x00a10f11, REPEAT}, /* Genoa, Zen 4 */
-        {"AuthenticAMD", 0x00aa0f02, REPEAT}, /* Bergamo, Zen 4c */
-        {"AuthenticAMD", 0x00b00f21, L1},     /* Turin, Zen 5 */
-        {"HygonGenuine", 0x00900f02, L1},
-        {"CentaurHauls", 0x00a10f11, L1}, /* Zen 4's numbers of another maker */
-        {"", 0, L1},
+        {"GenuineIntel", 0x00050654, L2, 1}, /* Skylake-SP */
+        {"GenuineIntel", 0x000606a6, L2, 1}, /* Ice Lake-SP */
+        {"GenuineIntel", 0x000806f8, L2, 1}, /* Sapphire Rapids */
+        {"AuthenticAMD", 0x00800f12, L1, 0}, /* Naples, Zen 1 */
+        {"AuthenticAMD", 0x00830f10, L1, 0}, /* Rome, Zen 2 */
+        {"AuthenticAMD", 0x00a00f11, REPEAT, 0}, /* Milan, Zen 3 */
+        {"AuthenticAMD", 0x00a10f11, REPEAT, 0}, /* Genoa, Zen 4 */
+        {"AuthenticAMD", 0x00aa0f02, REPEAT, 0}, /* Bergamo, Zen 4c */
+        {"AuthenticAMD", 0x00b00f21, REPEAT, 1}, /* Turin, Zen 5 */
+        {"HygonGenuine", 0x00900f02, L1, 0},
+        {"CentaurHauls", 0x00a10f11, L1, 0}, /* Zen 4's numbers of another maker */
+        {"", 0, L1, 0},
     };
     for (unsigned i = 0; i < sizeof cpus / sizeof cpus[0]; i++)
-        if (pp_prefetch_mode_of(cpus[i].maker, cpus[i].signature) != cpus[i].mode) {
+        if (pp_prefetch_mode_of(cpus[i].maker, cpus[i].signature) != cpus[i].mode ||
+            pp_has_wide_units(cpus[i].maker, cpus[i].signature) != cpus[i].wide) {
             fprintf(stderr, "%s %08x\n", cpus[i].maker, cpus[i].signature);
             return 1;
         }

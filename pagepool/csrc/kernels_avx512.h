@@ -1,0 +1,63 @@
+/* kernels_avx512.h: the kernels in AVX-512, and those that have AVX512_BF16 beside.
+ *
+ * Included once with PP_WIDE 0, for cores whose vector units are 256 bits wide (Zen 4), and once with 1, for those of
+ * 512 bits: simd_avx512.h says what differs.  No bit of a result does. */
+#include "decode_tile.h"
+#include "kernel_common.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* Everything from here to the end of the region may use these instructions; nothing before it does, so that no
+ * baseline code can be replaced by a copy that does. */
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+#include "simd_avx512.h"
+#include "dot_by_fma.h"
+
+#if PP_WIDE
+#define PP_ISA avx512_wide
+#else
+#define PP_ISA avx512
+#endif
+#define PP_EMULATED by_fma
+#include "kernels_of_isa.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+#endif
+
+#include "dot_by_instruction.h"
+
+#define PP_DTYPE bf16_instruction
+#define PP_PAGES bf16
+#define PP_ITEM 2
+#define PP_QUERY_PAIR 1
+#define PP_DOT by_instruction
+#define PP_IN_STEPS PP_STEPS
+#include "decode_kernel.h"
+
+#define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) = PP_KERNELS(PP_TEXT(PP_ISA_BF16), chunk_bf16_instruction);
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#pragma GCC pop_options
+#endif
+
+#else
+typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+#endif
