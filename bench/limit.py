@@ -63,7 +63,7 @@ def print_row(row):
         print(
             f"{row['shape']:5} {row['dtype']:9} {row['threads']:7} {row['stream_ms']:9.3f} "
             f"{row['stream_gb_per_s']:6.1f} {row['pages_ms']:9.3f} {side['compute_ms']:9.3f}  {binds:6} "
-            f"{name:8} {side['ms']:9.3f} {side['stream_share']:9.2f} {side['best_share']:7.2f} "
+            f"{name:16} {side['ms']:9.3f} {side['stream_share']:9.2f} {side['best_share']:7.2f} "
             f"{side['share']:6.2f} {reached}",
             flush=True,
         )
@@ -78,7 +78,8 @@ def print_ratios(rows, first, second):
             continue
         ratio = median(other["ms"] / ours["ms"] for ours, other in zip(*rounds, strict=True))
         wanted = AVX2_TARGETS.get(row["shape"], {}).get(ITEM_BYTES[row["dtype"]])
-        shown = "" if wanted is None or (first, second) != ("avx2", "avx512") else f"{wanted:.2f}"
+        asked = first == "avx2" and second.startswith("avx512")
+        shown = f"{wanted:.2f}" if asked and wanted is not None else ""
         print(f"{row['shape']:5} {row['dtype']:9} {row['threads']:7}  {ratio:6.2f}  {shown:>6}")
 
 
@@ -94,7 +95,7 @@ def shares(options):
         found = facts(comparison.machine, options.threads)
         print_facts(found)
         print(
-            "shape dtype     threads stream ms   GB/s  pages ms    FMA ms  binds  side            ms  "
+            "shape dtype     threads stream ms   GB/s  pages ms    FMA ms  binds  side                    ms  "
             "of stream of best  share target"
         )
         dtypes = ["bfloat16"] if "bf16" in sides else options.dtype
