@@ -186,6 +186,14 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
 #endif
 #endif
 
+/* While softmax is done, and between two heads, nothing is read and nothing asked for: memory would come to rest.  In
+ * runs that wide units ask for once, the first lines of those that the next stage asks for: 2 to 5 % of S1 in f32. */
+PP_INLINE void PP_NAME(prefetch_between)(int mode, const unsigned char *const *next_stage) {
+    enum { RUN_BYTES = PP_V_RUN * PP_GROUP * PP_ITEM, LINES = 8 };
+    for (int i = 0; i < 2 && PP_WIDE && mode == PP_PREFETCH_RUN; i++)
+        prefetch_into_l1(distant(next_stage[i], RUN_BYTES), LINES * 64);
+}
+
 /* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries
  * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their shifts at m. */
 PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
@@ -206,6 +214,8 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     }
     for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, q_step, s, prefetch);
 #endif
+    const int mode = prefetch;
+    PP_NAME(prefetch_between)(mode, tile->v);
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     const float *scales = make_weights(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
@@ -234,6 +244,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
         scales = NULL;
         prefetch = PP_PREFETCH_NONE;
     } while (seen);
+    PP_NAME(prefetch_between)(mode, tile->next_k);
 }
 
 #define PP_IN_STEPS PP_STEPS
