@@ -30,7 +30,9 @@
 
 enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
 
-#ifndef PP_FEW_REGISTERS
+#ifdef PP_FEW_REGISTERS
+#include "decode_few.h"
+#else
 /* Of a pair of rows of K, which both chains of scores read, what a chain that goes alone asks for: in f32 its own row,
  * in 16 bit, where both are one line, each chain the lines of every second pair. */
 PP_INLINE int PP_NAME(chain_asks)(const int EVEN, const int ODD, int pair) {
@@ -40,11 +42,7 @@ PP_INLINE int PP_NAME(chain_bytes)(const int EVEN, const int ODD) {
     return EVEN && ODD ? PP_NAME(K_PAIR_BYTES) : 64;
 }
 PP_INLINE int PP_NAME(chain_skips)(const int EVEN) { return !EVEN && PP_ITEM == 4 ? 64 : 0; }
-#endif
 
-#ifdef PP_FEW_REGISTERS
-#include "decode_few.h"
-#else
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over EVEN and
  * over ODD dims, the latter after the former or both at once.  From one pair of dims to the next, queries are q_step
  * elements apart. */
@@ -90,6 +88,8 @@ PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, co
                 v_store(to, v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]));
         }
 }
+
+/* The same by both chains: at once, if there are registers for them. */
 PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const pp_tile *tile, int first, const float *q,
                                const int q_step, float *s, int prefetch) {
     const int APART = chains_apart(HEADS);

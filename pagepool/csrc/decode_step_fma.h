@@ -68,6 +68,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
     }
 }
 
+/* The same by both chains: at once, if there are registers for them. */
 PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int REPEATS,
                                     const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do,
                                     int prefetch) {

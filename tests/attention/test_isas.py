@@ -27,7 +27,9 @@ def test_the_forced_instruction_set_is_in_use():
 
 @pytest.mark.parametrize("isa", [isa for isa in cpu_info()["available"] if isa != cpu_info()["isa"]])
 def test_kernels_with(isa):
-    files = [str(FOLDER / name) for name in [*KERNEL_TESTS, "test_isas.py::test_the_forced_instruction_set_is_in_use"]]
+    # Its kernels but those for dot products are, function by function, those of the same set with such an instruction.
+    tests = ["test_arithmetic_bf16.py"] if f"{isa}_bf16" in cpu_info()["available"] else KERNEL_TESTS
+    files = [str(FOLDER / name) for name in [*tests, "test_isas.py::test_the_forced_instruction_set_is_in_use"]]
     # What is compared with the canonical order in plain Python reaches no code that the others do not, and sanitizers
     # make that slow.
     chosen = ["-k", "not canonical_order"] if "asan" in os.environ.get("LD_PRELOAD", "") else []
