@@ -110,13 +110,8 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
         rows[1] += BYTES;
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)
-        PP_UNROLL for (int j = 0; j < NV; j++) {
-            float *to = s + g * PP_TILE + (first + j) * PP_LANES;
-            if (!ODD)
-                v_store(to, even[g * NV + j]);
-            else
-                v_store(to, v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]));
-        }
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            store_chains(EVEN, ODD, s + g * PP_TILE + (first + j) * PP_LANES, even[g * NV + j], odd[g * NV + j]);
 }
 
 /* One chain of 2 to 6 heads. */

@@ -28,7 +28,7 @@
 #define ADD_TO_BLOCKS add_to_blocks
 #define SCORE_VECTORS score_vectors
 
-enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM };
+enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM, PP_NAME(RUN_BYTES) = PP_GROUP * PP_V_RUN * PP_ITEM };
 
 #ifdef PP_FEW_REGISTERS
 #include "decode_few.h"
@@ -48,7 +48,7 @@ PP_INLINE int PP_NAME(chain_skips)(const int EVEN) { return !EVEN && PP_ITEM == 
  * elements apart. */
 PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, const int ODD, const pp_tile *tile,
                                int first, const float *q, const int q_step, float *s, int prefetch) {
-    enum { NEAR = PP_WIDE ? PP_V_RUN * PP_GROUP * PP_ITEM : PP_NEAR };
+    enum { NEAR = PP_WIDE ? (int)PP_NAME(RUN_BYTES) : (int)PP_NEAR };
     const int skip = PP_NAME(chain_skips)(EVEN);
     const int per_group = PP_GROUP / PP_LANES;
     const int pairs = tile->head_dim / 2;
@@ -80,13 +80,8 @@ PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, co
         }
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)
-        PP_UNROLL for (int j = 0; j < NV; j++) {
-            float *to = s + g * PP_TILE + (first + j) * PP_LANES;
-            if (!ODD)
-                v_store(to, even[g * NV + j]);
-            else
-                v_store(to, v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]));
-        }
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            store_chains(EVEN, ODD, s + g * PP_TILE + (first + j) * PP_LANES, even[g * NV + j], odd[g * NV + j]);
 }
 
 /* The same by both chains: at once, if there are registers for them. */
@@ -189,9 +184,9 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
 /* While softmax is done, and between two heads, nothing is read and nothing asked for: memory would come to rest.  In
  * runs that wide units ask for once, the first lines of those that the next stage asks for: 2 to 5 % of S1 in f32. */
 PP_INLINE void PP_NAME(prefetch_between)(int mode, const unsigned char *const *next_stage) {
-    enum { RUN_BYTES = PP_V_RUN * PP_GROUP * PP_ITEM, LINES = 8 };
+    enum { LINES = 8 };
     for (int i = 0; i < 2 && PP_WIDE && mode == PP_PREFETCH_RUN; i++)
-        prefetch_into_l1(distant(next_stage[i], RUN_BYTES), LINES * 64);
+        prefetch_into_l1(distant(next_stage[i], PP_NAME(RUN_BYTES)), LINES * 64);
 }
 
 /* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries

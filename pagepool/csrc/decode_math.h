@@ -227,6 +227,11 @@ static __attribute__((noinline)) void add_to_blocks(const pp_tile *tile, int hea
     }
 }
 
+/* Stores a vector of scores: of the chain over EVEN dims, of both chains, or that over ODD ones added to the former. */
+PP_INLINE void store_chains(const int EVEN, const int ODD, float *to, pp_v even, pp_v odd) {
+    v_store(to, !ODD ? even : v_add(EVEN ? even : v_load(to), odd));
+}
+
 /* How the rows of a kv head are cut into parts that share loads: about equal ones of up to PP_MAX_HEADS. */
 PP_INLINE int32_t num_parts(int32_t head_rows) {
     return head_rows / PP_MAX_HEADS + (head_rows % PP_MAX_HEADS != 0);

@@ -60,11 +60,8 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
     }
     PP_UNROLL for (int j = 0; j < NV; j++) {
         float *to = s + (first + j) / VECTORS * HEADS * PP_TILE + (first + j) % VECTORS * PP_LANES;
-        PP_UNROLL for (int g = 0; g < HEADS; g++, to += PP_TILE)
-            if (!ODD)
-                v_store(to, even[g * NV + j]);
-            else
-                v_store(to, v_add(EVEN ? even[g * NV + j] : v_load(to), odd[g * NV + j]));
+        PP_UNROLL for (int g = 0; g < HEADS; g++)
+            store_chains(EVEN, ODD, to + g * PP_TILE, even[g * NV + j], odd[g * NV + j]);
     }
 }
 
@@ -82,7 +79,7 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
 PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEIGHS, const int REPEATS,
                                     const pp_tile *tile, int column, const float *p, const float *const *scales,
                                     float *o, weighing *to_do, int prefetch) {
-    enum { PAIR_BYTES = 2 * PP_V_RUN * PP_ITEM, RUN_BYTES = PP_GROUP * PP_V_RUN * PP_ITEM };
+    enum { PAIR_BYTES = 2 * PP_V_RUN * PP_ITEM, RUN_BYTES = PP_NAME(RUN_BYTES) };
     const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
     /* Each pass prefetches its part of every pair of rows: Zen 4 drops prefetches that come faster than the memory.
      * `asked` from the part that it reads. */

@@ -82,8 +82,9 @@ enum { PP_PREFETCH_EARLY = PP_PREFETCH_REPEAT + 1, PP_PREFETCH_LATE, PP_PREFETCH
  * later and, by the former, PP_NEARER bytes later.  The next head's or page's are found through the block table;
  * hardware prefetchers stop at the end of a 4 KB page and know nothing of the table.
  *
- * For wide units (Zen 5) a visit and half a visit before, into L1, are best for all: S2 in f32 in 2.7 ms, by four times
- * as on Zen 4 in 2.7 to 2.9, by a visit before alone in 3.2, and S1 in bf16 in 0.92, 0.97 and 1 times the latter's. */
+ * For wide units (Zen 5) a visit and half a visit before, into L1, are best for all but runs: S2 in f32 in 2.7 ms, by
+ * four times as on Zen 4 in 2.7 to 2.9, by a visit before alone in 3.2, and S1 in bf16 in 0.92, 0.97 and 1 times the
+ * latter's. */
 enum { PP_NEAR = 2048, PP_NEARER = 512 };
 PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned char *visit, const unsigned char *half,
                              const unsigned char *near, const unsigned char *nearer) {
@@ -91,9 +92,10 @@ PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned
         prefetch_into_l1(near, bytes);
         return;
     }
-    if (mode == PP_PREFETCH_L1 || (PP_WIDE && mode == PP_PREFETCH_REPEAT)) {
+    const int twice = PP_WIDE && mode == PP_PREFETCH_REPEAT;
+    if (mode == PP_PREFETCH_L1 || twice) {
         prefetch_into_l1(visit, bytes);
-        if (PP_WIDE && mode == PP_PREFETCH_REPEAT) prefetch_into_l1(half, bytes);
+        if (twice) prefetch_into_l1(half, bytes);
         return;
     }
     prefetch_into_l2(visit, bytes);
