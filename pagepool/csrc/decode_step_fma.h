@@ -9,42 +9,37 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
                                     const int REPEATS, const pp_tile *tile, const int first, const float *q, float *s,
                                     weighing *to_do, int prefetch) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES, PAIRS = 2 };
+    const int STEP = PAIRS * HEADS * 2;
     const int bytes = PP_NAME(chain_bytes)(EVEN, ODD), skip = PP_NAME(chain_skips)(EVEN);
-    const unsigned char *rows[4];
-    int64_t ahead[4], half[4]; /* from there to what is asked for */
+    const unsigned char *row = tile->k[first / PER_GROUP];
+    int64_t here[4], ahead[4], half[4]; /* from there to what a vector reads, and to what is asked for */
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int j = 0; j < NV; j++) {
         const int group = (first + j) / PER_GROUP;
-        rows[j] = tile->k[group];
-        ahead[j] = apart(tile->next_k[group], rows[j]);
-        half[j] = apart(tile->v[group], rows[j]);
+        here[j] = j ? apart(tile->k[group], row) : 0;
+        ahead[j] = apart(tile->next_k[group], row);
+        half[j] = apart(tile->v[group], row);
     }
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     const int64_t steps = tile->head_dim / (2 * PAIRS), piece = steps / (WEIGHED + 1);
-    int64_t left = steps;
+    const float *end = q + steps * STEP;
     for (int heads = WEIGHED; heads >= 0; heads--) {
-        const int64_t stop = heads ? left - piece : 0;
-        for (; left > stop; left--) {
-            PP_UNROLL for (int j = 0; j < NV; j++) {
-                ahead[j] = kept(ahead[j]);
-                half[j] = kept(half[j]);
-            }
-            PP_UNROLL for (int i = 0; i < PAIRS; i++) {
-                pp_v a[4], b[4];
-                const unsigned char *row[4];
-                PP_UNROLL for (int j = 0; j < NV; j++) {
-                    row[j] = rows[j] + i * PP_NAME(K_PAIR_BYTES);
-                    LOAD2(row[j], PP_GROUP, (first + j) % PER_GROUP * PP_LANES, &a[j], &b[j]);
-                }
+        for (const float *stop = heads ? q + piece * STEP : end; q < stop; q += STEP) {
+            PP_FORGET(row); /* or each of the places is counted up, and registers do not suffice */
+            PP_UNROLL for (int i = 0; i < PAIRS; i++, row += PP_NAME(K_PAIR_BYTES)) {
                 const int asks = PP_NAME(chain_asks)(EVEN, ODD, i);
+                pp_v a[4], b[4];
+                PP_UNROLL for (int j = 0; j < NV; j++)
+                    LOAD2(distant(row, here[j]), PP_GROUP, (first + j) % PER_GROUP * PP_LANES, &a[j], &b[j]);
                 PP_UNROLL for (int j = 0; j < NV; j++)
                     if (!REPEATS && asks && (first + j) % PER_GROUP == 0)
-                        prefetch_once(prefetch, distant(row[j], ahead[j]) + skip, bytes);
+                        prefetch_once(prefetch, distant(row, ahead[j]) + skip, bytes);
                 PP_UNROLL for (int g = 0; g < HEADS; g++) {
                     PP_UNROLL for (int j = 0; j < NV; j++)
                         if (REPEATS && asks && (first + j) % PER_GROUP == 0)
-                            prefetch_share(g, HEADS, PP_ITEM == 4, bytes, distant(row[j], ahead[j]) + skip,
-                                           distant(row[j], half[j]) + skip, row[j] + PP_NEAR, row[j] + PP_NEARER);
+                            prefetch_share(g, HEADS, PP_ITEM == 4, bytes, distant(row, ahead[j]) + skip,
+                                           distant(row, half[j]) + skip, distant(row, here[j]) + PP_NEAR,
+                                           distant(row, here[j]) + PP_NEARER);
                     const float *pair = q + (i * HEADS + g) * 2;
                     const pp_spread x = v_spread(pair + !EVEN), y = EVEN && ODD ? v_spread(pair + 1) : x;
                     PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -53,8 +48,6 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
                     }
                 }
             }
-            PP_UNROLL for (int j = 0; j < NV; j++) rows[j] += PAIRS * PP_NAME(K_PAIR_BYTES);
-            q += PAIRS * HEADS * 2;
         }
         if (heads) PP_NAME(weigh_next)(to_do);
     }
@@ -71,6 +64,7 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
                                     int prefetch) {
     const int APART = chains_apart(HEADS), later = APART ? WEIGHED / 2 : 0;
     PP_NAME(step_chains)(HEADS, NV, 1, !APART, WEIGHED - later, REPEATS, tile, first, q, s, to_do, prefetch);
+    PP_FORGET(s); /* or the former's sums stay in registers, which the latter needs */
     if (APART) PP_NAME(step_chains)(HEADS, NV, 0, 1, later, REPEATS, tile, first, q, s, to_do, prefetch);
 }
 

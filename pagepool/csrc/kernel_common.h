@@ -42,16 +42,15 @@ static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 
 #define PP_INTERLEAVE_HIGH(a, b) ((PP_BLOCK){a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]})
 #endif
 
-/* The same number; the compiler cannot tell, and neither work out anything from it beforehand. */
-PP_INLINE int64_t kept(int64_t x) {
-    __asm__("" : "+r"(x));
-    return x;
-}
+/* Compilers forget what they know of a variable, and work out nothing from it beforehand. */
+#define PP_FORGET(variable) __asm__("" : "+r"(variable))
 
 /* How far it is from one place to another, and the place so far away: of places that run along together one is counted
  * up and the others are found from it.  Where memory is asked for only, nothing need be there. */
 PP_INLINE int64_t apart(const unsigned char *to, const unsigned char *from) {
-    return kept((int64_t)((uintptr_t)to - (uintptr_t)from));
+    int64_t bytes = (int64_t)((uintptr_t)to - (uintptr_t)from);
+    PP_FORGET(bytes);
+    return bytes;
 }
 PP_INLINE const unsigned char *distant(const unsigned char *from, int64_t bytes) {
     return (const unsigned char *)((uintptr_t)from + (uintptr_t)bytes);
