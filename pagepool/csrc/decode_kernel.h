@@ -338,38 +338,49 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int into_l1 = work->prefetch == PP_PREFETCH_L1 || (PP_WIDE && work->prefetch == PP_PREFETCH_REPEAT);
     const int steps = PP_IN_STEPS && !in_runs && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
                       (!into_l1 || fits_l1 || is_slow);
-    const unsigned char *groups[4], *next[4];
-    const int64_t first_tile = work->first / PP_TILE * PP_TILE;
-    int64_t opened = work->first / PP_GROUP * PP_GROUP; /* the pages of tokens before it are open */
+    const int64_t first_tile = work->first / PP_TILE * PP_TILE, head_bytes = layout->head_bytes;
+    const int64_t first_head = head_begin * head_bytes;
+    const int num_groups = (int)((work->end - first_tile + PP_GROUP - 1) / PP_GROUP);
+    const unsigned char *list[PP_CHUNK_GROUPS], *const *groups = list, *const *next;
+    if (layout->tiled)
+        pp_list_groups(work, work->end, list);
+    else /* tiles are packed first */
+        for (int i = 0; i < PP_CHUNK_GROUPS; i++) list[i] = work->layer;
+    for (int i = 0; i < 4 && work->next[i]; i++) list[(num_groups + 1) / 2 * 2 + i] = distant(work->next[i], -first_head);
+    const int64_t all_see = pp_first_seen(&work->view, work->view.num_queries - 1), until = pp_until_all_see(&work->view);
+    int opened = 0; /* the pages of groups before it are open */
     rows_ahead ahead = rows_ahead_of(work);
-    pp_step_groups(work, first_tile, groups);
-    for (int64_t begin = first_tile, after; begin < work->end; begin = after) {
+    for (int64_t begin = first_tile, after; begin < work->end; begin = after, groups = next) {
         after = begin + 2 * PP_TILE;
-        tile.step = steps && begin >= work->first && after <= work->end && pp_all_see(&work->view, begin, after);
+        tile.step = steps && begin >= work->first && after <= work->end && begin >= all_see && after <= until;
         if (!tile.step) after = begin + PP_TILE;
         tile.begin = begin;
         tile.seen = pp_bits_between(work->first - begin, work->end - begin);
         tile.distance = begin - pp_position(&work->view, 0);
-        const int more = after < work->end;
-        while (opens && opened < work->end && opened < after + 2 * PP_TILE)
-            opened = open_pages(work, opened, head_begin * layout->head_bytes, run_bytes);
+        next = groups + (after - begin) / PP_GROUP;
+        while (opens && opened < num_groups && list + opened < next + 2 * PP_TILE / PP_GROUP)
+            opened = open_pages(work, list, opened, num_groups, first_head, run_bytes);
         prefetch_rows(&ahead);
-        pp_step_groups(work, more ? after : begin, next);
-        for (int32_t index = work->part_begin, end; index < work->part_end; index = end) {
-            const int32_t head = parts == 1 ? index : index / parts, head_end = (head + 1) * parts;
+        for (int32_t index = work->part_begin, head = head_begin, end; index < work->part_end; index = end, head++) {
+            const int32_t head_end = (head + 1) * parts;
             end = head_end < work->part_end ? head_end : work->part_end;
             const int more_heads = end < work->part_end;
+            const int64_t at = head * head_bytes, next_at = more_heads ? at + head_bytes : first_head;
+            const unsigned char *const *then = more_heads ? groups : next;
             if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);
-            for (int i = 0; i < (tile.step ? 4 : 2); i++) {
-                unsigned char *group = scratch ? scratch + i * tiled->head_bytes : NULL;
-                tile.k[i] = layout->tiled ? groups[i] + head * layout->head_bytes : group;
-                tile.v[i] = scratch ? group + tiled->k_bytes : tile.k[i] + layout->k_bytes;
-                tile.next_k[i] = more_heads      ? tile.k[i] + layout->head_bytes
-                                 : more          ? next[i] + head_begin * layout->head_bytes
-                                 : work->next[i] ? work->next[i]
-                                                 : tile.k[i];
+            for (int i = 0; i < 4; i++) {
+                tile.k[i] = groups[i] + at;
+                tile.v[i] = tile.k[i] + layout->k_bytes;
+                tile.next_k[i] = then[i] + next_at;
                 tile.next_v[i] = scratch ? NULL : tile.next_k[i] + layout->k_bytes;
-                if (scratch && layout->tiled) PP_OF_PAGES(turn)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
+            }
+            for (int i = 0; i < 2 && scratch; i++) {
+                unsigned char *group = scratch + i * tiled->head_bytes;
+                tile.v[i] = group + tiled->k_bytes;
+                if (layout->tiled)
+                    PP_OF_PAGES(turn)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
+                else
+                    tile.k[i] = group;
             }
             tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
             for (int32_t part = index; part < end; part++)
@@ -377,7 +388,6 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                               part_border(head_rows, part + 1 - head * parts), row_of_part(head_rows, part),
                               PP_NAME(part_prefetch)(mode, part - index, end - index, &tile));
         }
-        memcpy(groups, next, sizeof groups);
     }
     for (int32_t h = first; h < last; h++) {
         float *sums = work->rows + (h + 1) * work->row_stride - PP_GROUP;

@@ -60,27 +60,27 @@ static inline const unsigned char *pp_group(const pp_chunk *work, int64_t index,
     return work->layer + work->blocks[index] * layout->block_bytes + offset / PP_GROUP * layout->group_bytes;
 }
 
-/* The first bytes (of all heads) of the two groups of the tile that begins at token `begin`; for one without a token
- * that is seen the other stands.  In plain layouts tiles are packed first, and the layer's first byte stands for both.
- */
-static inline void pp_tile_groups(const pp_chunk *work, int64_t begin, const unsigned char **groups) {
-    const pp_kv_layout *layout = &work->pool->layout;
-    groups[0] = groups[1] = layout->tiled ? NULL : work->layer;
-    for (int i = 0; i < 2 && layout->tiled; i++) {
-        const int64_t token = begin + i * PP_GROUP;
-        if (token >= work->end || token + PP_GROUP <= work->first) continue;
-        groups[i] = pp_group(work, token / layout->block_size - work->first_block, token % layout->block_size);
+/* Lists the first bytes (of all heads), in a tiled layout, of the chunk's groups that lie before token `end`, from the
+ * first tile on, and of up to 4 behind them: a group without a token that is seen is stood for by the other one of its
+ * tile, and a tile behind the last one by that. */
+enum { PP_CHUNK_GROUPS = PP_CHUNK / PP_GROUP + 4 };
+static inline void pp_list_groups(const pp_chunk *work, int64_t end, const unsigned char **groups) {
+    const int64_t block_size = work->pool->layout.block_size, first = work->first / PP_GROUP * PP_GROUP;
+    const int64_t before = first % PP_TILE / PP_GROUP;
+    int64_t index = first / block_size - work->first_block, offset = first % block_size, count = before;
+    if (end > work->end) end = work->end;
+    for (int64_t token = first; token < end; token += PP_GROUP) {
+        groups[count++] = pp_group(work, index, offset);
+        offset += PP_GROUP;
+        if (offset == block_size) {
+            offset = 0;
+            index++;
+        }
     }
-    if (!groups[0]) groups[0] = groups[1];
-    if (!groups[1]) groups[1] = groups[0];
-}
-
-/* The same of two tiles; where there is no second one, those of the first stand for it. */
-static inline void pp_step_groups(const pp_chunk *work, int64_t begin, const unsigned char **groups) {
-    pp_tile_groups(work, begin, groups);
-    groups[2] = groups[0];
-    groups[3] = groups[1];
-    if (begin + PP_TILE < work->end) pp_tile_groups(work, begin + PP_TILE, groups + 2);
+    if (before) groups[0] = groups[1];
+    if (count % 2) groups[count] = groups[count - 1], count++;
+    groups[count] = groups[count - 2];
+    groups[count + 1] = groups[count - 1];
 }
 
 /* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */

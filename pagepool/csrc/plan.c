@@ -381,8 +381,9 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
 /* What a unit with rows reads first: the K of its first head in four groups. */
 static void first_read(const pp_chunk *work, const unsigned char **k) {
     const int32_t parts = parts_of(work->group_size * work->view.num_queries);
-    pp_step_groups(work, work->first / PP_TILE * PP_TILE, k);
-    for (int i = 0; i < 4; i++) k[i] += work->part_begin / parts * work->pool->layout.head_bytes;
+    const unsigned char *groups[PP_CHUNK_GROUPS];
+    pp_list_groups(work, work->first / PP_TILE * PP_TILE + 2 * PP_TILE, groups);
+    for (int i = 0; i < 4; i++) k[i] = groups[i] + work->part_begin / parts * work->pool->layout.head_bytes;
 }
 
 /* What it writes: its rows of the record. */

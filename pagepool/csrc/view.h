@@ -39,10 +39,9 @@ static inline int64_t pp_end_seen(const pp_view *view, int64_t query) {
     return end > 0 ? end : 0;
 }
 
-/* Whether every query token sees all of the tokens [begin, end). */
-static inline int pp_all_see(const pp_view *view, int64_t begin, int64_t end) {
-    if (pp_first_seen(view, view->num_queries - 1) > begin) return 0;
-    return end <= (view->mask ? view->mask_first : pp_end_seen(view, 0));
+/* Every query token sees all tokens from the first that the last one sees up to this one. */
+static inline int64_t pp_until_all_see(const pp_view *view) {
+    return view->mask ? view->mask_first : pp_end_seen(view, 0);
 }
 
 /* `count` bits, at most 32, from bit `at` on.  No byte beyond them is read. */
