@@ -21,17 +21,14 @@ PP_INLINE pp_v v_exp(pp_v x) {
     return exp2_of_parts(biased, v_fma(bounded, v_set1((float)(PP_LOG2_E - (float)PP_LOG2_E)), r));
 }
 
-/* Those of one number by the very same operations. */
-static inline float exp2_one(float x) {
+/* The first lane; and those of one number by the very same operations. */
+static inline float v_first(pp_v x) {
     float lanes[PP_LANES];
-    v_store(lanes, v_exp2(v_set1(x)));
+    v_store(lanes, x);
     return lanes[0];
 }
-static inline float exp_one(float x) {
-    float lanes[PP_LANES];
-    v_store(lanes, v_exp(v_set1(x)));
-    return lanes[0];
-}
+static inline float exp2_one(float x) { return v_first(v_exp2(v_set1(x))); }
+static inline float exp_one(float x) { return v_first(v_exp(v_set1(x))); }
 
 /* Scores (in base 2) may lie this much above what they are shifted by before that is raised: a weight is 2^8 at most,
  * as if there were 256 times as many tokens, and hardly any tile but a chunk's first raises a shift (lazy rescaling, as
@@ -283,9 +280,10 @@ PP_INLINE void prefetch_rows(rows_ahead *ahead) {
         prefetch_into_l2(ahead->at, 1);
 }
 
-/* A row's result while its chunks are merged; `m` and `total` are those of all chunks so far. */
+/* A row's result while its chunks are merged; `m` and `total` (in all lanes) are those of all chunks so far. */
 typedef struct merged_row {
-    float m, total;
+    pp_v total;
+    float m;
     int empty;        /* no chunk had a token that the row sees */
     const float *sum; /* one chunk's where it lies, or `scaled` */
     float scaled[PP_MAX_HEAD_DIM];
@@ -303,28 +301,25 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
         if (merged->empty) {
             merged->empty = 0;
             merged->m = m;
-            merged->total = row[width];
+            merged->total = v_set1(row[width]);
             merged->sum = row;
             continue;
         }
         const float both = m > merged->m ? m : merged->m;
-        const float old_scale = exp2_one(merged->m - both), scale = exp2_one(m - both);
-        const float before = merged->total * old_scale, added = row[width] * scale;
-        merged->total = before + added;
+        const pp_v old_scale = v_exp2(v_set1(merged->m - both)), scale = v_exp2(v_set1(m - both));
+        merged->total = v_add(v_mul(merged->total, old_scale), v_mul(v_set1(row[width]), scale));
         merged->m = both;
-        for (int64_t d = 0; d < width; d += PP_LANES) {
-            const pp_v sum = v_mul(v_load(merged->sum + d), v_set1(old_scale));
-            v_store(scaled + d, v_fma(v_load(row + d), v_set1(scale), sum));
-        }
+        for (int64_t d = 0; d < width; d += PP_LANES)
+            v_store(scaled + d, v_fma(v_load(row + d), scale, v_mul(v_load(merged->sum + d), old_scale)));
         merged->sum = scaled;
     }
     if (sink && !merged->empty) { /* as a chunk that has a weight and no value */
         const float m = pp_in_base_2(*sink), both = m > merged->m ? m : merged->m;
-        const float old_scale = exp2_one(merged->m - both), before = merged->total * old_scale;
-        merged->total = before + exp2_one(m - both);
+        const pp_v old_scale = v_exp2(v_set1(merged->m - both));
+        merged->total = v_add(v_mul(merged->total, old_scale), v_exp2(v_set1(m - both)));
         merged->m = both;
         for (int64_t d = 0; d < width; d += PP_LANES)
-            v_store(scaled + d, v_mul(v_load(merged->sum + d), v_set1(old_scale)));
+            v_store(scaled + d, v_mul(v_load(merged->sum + d), old_scale));
         merged->sum = scaled;
     }
 }
@@ -335,12 +330,11 @@ static void write_row(const merged_row *merged, float *out, int64_t dims) {
         memset(out, 0, (size_t)dims * sizeof(float));
         return;
     }
-    const pp_v total = v_set1(merged->total);
     int64_t d = 0;
-    for (; d + PP_LANES <= dims; d += PP_LANES) v_store(out + d, v_div(v_load(merged->sum + d), total));
+    for (; d + PP_LANES <= dims; d += PP_LANES) v_store(out + d, v_div(v_load(merged->sum + d), merged->total));
     if (d < dims) {
         float rest[PP_LANES];
-        v_store(rest, v_div(v_load(merged->sum + d), total));
+        v_store(rest, v_div(v_load(merged->sum + d), merged->total));
         memcpy(out + d, rest, (size_t)(dims - d) * sizeof(float));
     }
 }
@@ -364,7 +358,8 @@ static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, c
             scores[first + b] += weight;
         }
     }
-    for (int64_t b = begin; b < end; b++) scores[b] /= merged->total;
+    const float total = v_first(merged->total);
+    for (int64_t b = begin; b < end; b++) scores[b] /= total;
 }
 
 static void merge_chunks(const pp_merge *work) {
@@ -377,7 +372,7 @@ static void merge_chunks(const pp_merge *work) {
         const int64_t at = (int64_t)query * work->num_qo_heads + head;
         merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged);
         write_row(&merged, work->out + at * work->v_head_dim, work->v_head_dim);
-        if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, merged.total);
+        if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, v_first(merged.total));
         if (work->block_scores) merge_block_scores(work, r, query, &merged, work->block_scores + at * work->width);
     }
 }

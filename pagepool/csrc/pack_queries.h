@@ -7,12 +7,12 @@ enum { PP_TURNED_DIMS = 16, PP_PAIR_FLOATS = 2 };
 _Static_assert(PP_MAX_HEADS <= 8, "the rows of a part in one block of words");
 
 /* Turns 16 dims times `scale` of all rows at once; there are 8 pointers, those past `rows` as good as any.  Eight words
- * are written for each pair: those beyond its rows are where pairs behind it come, so the last dims go one by one. */
+ * are written for each pair: those beyond its rows are where pairs behind it come, but for the last ones. */
 static void turn_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
     typedef float floats __attribute__((vector_size(64)));
-    const int32_t end = rows < 8 ? head_dim - PP_TURNED_DIMS : head_dim;
+    const float *end = to + (int64_t)rows * head_dim;
     int32_t d = 0;
-    for (; d + PP_TURNED_DIMS <= end; d += PP_TURNED_DIMS) {
+    for (; d + PP_TURNED_DIMS <= head_dim; d += PP_TURNED_DIMS) {
         pp_block_64 words[8];
         PP_UNROLL for (int i = 0; i < 8; i++) {
             floats x;
@@ -20,7 +20,12 @@ static void turn_queries(float *to, const float *const *row, int32_t rows, int32
             words[i] = (pp_block_64)(x * scale);
         }
         turn_words_64(words);
-        PP_UNROLL for (int i = 0; i < 8; i++, to += PP_PAIR_FLOATS * rows) memcpy(to, &words[i], sizeof words[i]);
+        PP_UNROLL for (int i = 0; i < 8; i++, to += PP_PAIR_FLOATS * rows) {
+            if (end - to >= (int64_t)(sizeof words[i] / sizeof *to))
+                memcpy(to, &words[i], sizeof words[i]);
+            else
+                for (int32_t r = 0; r < rows; r++) memcpy(to + PP_PAIR_FLOATS * r, &words[i][r], sizeof words[i][r]);
+        }
     }
     for (; d < head_dim; d += PP_PAIR_FLOATS)
         for (int32_t r = 0; r < rows; r++, to += PP_PAIR_FLOATS)
