@@ -186,7 +186,7 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
 PP_INLINE void PP_NAME(prefetch_between)(int mode, const unsigned char *const *next_stage) {
     enum { LINES = 8 };
     for (int i = 0; i < 2 && PP_WIDE && mode == PP_PREFETCH_RUN; i++)
-        prefetch_into_l1(distant(next_stage[i], PP_NAME(RUN_BYTES)), LINES * 64);
+        prefetch_past_l2(distant(next_stage[i], PP_NAME(RUN_BYTES)), LINES * 64);
 }
 
 /* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries

@@ -67,13 +67,16 @@ PP_INLINE void prefetch_into_l1(const unsigned char *at, int bytes) {
 PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
+PP_INLINE void prefetch_past_l2(const unsigned char *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 0);
+}
 
 /* How some parts of a head's rows prefetch, beside the modes of kernels.h, where that is PP_PREFETCH_REPEAT.
  * EARLY, LATE: two parts, one asks for what is read first, the other for the rest.
  * RUN: lines that lie one behind another for long are read about as fast as memory delivers.  Zen 4's own prefetchers
  * alone reach 0.93 to 0.98 of that, and at times (on a host that others use, presumably as they are throttled) less
  * than half: asked for three times, none of them into L1, lines come at 0.85 to 0.95 of it always.  Wide units ask
- * once, a run of V ahead, into L1: on Zen 5 twice takes 1.05 to 1.2 times as long then. */
+ * once, a run of V ahead, into L1 past L2: on Zen 5 twice takes 1.05 to 1.2 times as long then. */
 enum { PP_PREFETCH_EARLY = PP_PREFETCH_REPEAT + 1, PP_PREFETCH_LATE, PP_PREFETCH_RUN };
 
 /* Prefetches `bytes` (whole lines) at places that are read later: a head's visit later and, where lines are asked for
@@ -83,18 +86,22 @@ enum { PP_PREFETCH_EARLY = PP_PREFETCH_REPEAT + 1, PP_PREFETCH_LATE, PP_PREFETCH
  *
  * For wide units (Zen 5) a visit and half a visit before, into L1, are best for all but runs: S2 in f32 in 2.7 ms, by
  * four times as on Zen 4 in 2.7 to 2.9, by a visit before alone in 3.2, and S1 in bf16 in 0.92, 0.97 and 1 times the
- * latter's. */
+ * latter's.  The first time past L2, from which nothing need make way for what is read once: S2 in 16 bit in 0.96 of
+ * the time, others in 0.98 to 1.  What is larger than L1 and no longer there is brought by the second time. */
 enum { PP_NEAR = 2048, PP_NEARER = 512 };
 PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned char *visit, const unsigned char *half,
                              const unsigned char *near, const unsigned char *nearer) {
     if (PP_WIDE && mode == PP_PREFETCH_RUN) {
-        prefetch_into_l1(near, bytes);
+        prefetch_past_l2(near, bytes);
         return;
     }
-    const int twice = PP_WIDE && mode == PP_PREFETCH_REPEAT;
-    if (mode == PP_PREFETCH_L1 || twice) {
+    if (PP_WIDE && mode == PP_PREFETCH_REPEAT) {
+        prefetch_past_l2(visit, bytes);
+        prefetch_into_l1(half, bytes);
+        return;
+    }
+    if (mode == PP_PREFETCH_L1) {
         prefetch_into_l1(visit, bytes);
-        if (twice) prefetch_into_l1(half, bytes);
         return;
     }
     prefetch_into_l2(visit, bytes);
@@ -122,7 +129,7 @@ PP_INLINE void prefetch_share(const int share, const int SHARES, const int FAST,
     PP_UNROLL for (int i = share * all / SHARES; i < (share + 1) * all / SHARES; i++) {
         const int line = i / kinds * 64;
         switch (i % kinds) {
-        case 0: PP_WIDE ? prefetch_into_l1(visit + line, 64) : prefetch_into_l2(visit + line, 64); break;
+        case 0: PP_WIDE ? prefetch_past_l2(visit + line, 64) : prefetch_into_l2(visit + line, 64); break;
         case 1: PP_WIDE ? prefetch_into_l1(half + line, 64) : prefetch_into_l2(half + line, 64); break;
         case 2: prefetch_into_l2(near + line, 64); break;
         case 3: prefetch_into_l1(nearer + line, 64); break;
