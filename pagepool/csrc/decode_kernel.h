@@ -346,8 +346,10 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
         pp_list_groups(work, work->end, list);
     else /* tiles are packed first */
         for (int i = 0; i < PP_CHUNK_GROUPS; i++) list[i] = work->layer;
-    for (int i = 0; i < 4 && work->next[i]; i++) list[(num_groups + 1) / 2 * 2 + i] = distant(work->next[i], -first_head);
-    const int64_t all_see = pp_first_seen(&work->view, work->view.num_queries - 1), until = pp_until_all_see(&work->view);
+    const unsigned char **behind = list + (num_groups + 1) / 2 * 2;
+    for (int i = 0; i < 4 && work->next[i]; i++) behind[i] = distant(work->next[i], -first_head);
+    const int64_t all_see = pp_first_seen(&work->view, work->view.num_queries - 1);
+    const int64_t until = pp_until_all_see(&work->view);
     int opened = 0; /* the pages of groups before it are open */
     rows_ahead ahead = rows_ahead_of(work);
     for (int64_t begin = first_tile, after; begin < work->end; begin = after, groups = next) {

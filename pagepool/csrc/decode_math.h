@@ -141,7 +141,7 @@ static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads
             const int32_t distance = (int32_t)(tile->distance - query);
             for (int t = 0; t < PP_TILE; t++) positions[t] = (float)(distance + t);
         }
-        const float slope = tile->alibi_slopes ? pp_in_base_2(tile->alibi_slopes[head]) : 0.0f;
+        const float slope = tile->alibi_slopes ? tile->alibi_slopes[head] : 0.0f;
         for (int t = 0; t < PP_TILE; t += PP_LANES) {
             pp_v x = v_load(s + t);
             if (tile->logits_soft_cap != 0.0f) x = v_mul(cap, v_tanh(v_mul(x, inverse)));

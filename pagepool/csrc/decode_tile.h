@@ -11,7 +11,7 @@ typedef struct pp_tile {
     uint32_t seen;                              /* a bit for each of its tokens; not 0 */
     int head_dim, v_head_dim;
     float scale, logits_soft_cap;               /* the former for queries that are not scaled, in base 2 */
-    const float *alibi_slopes;                  /* of the query heads of the kv head, or NULL */
+    const float *alibi_slopes;                  /* of the query heads of the kv head, in base 2, or NULL */
     int32_t row, group_size;                    /* the first row at work: query token row / group_size, head the rest */
     int64_t distance;                           /* from the first query token back to the tile's first: 0 or below */
     int64_t row_stride;

@@ -41,7 +41,7 @@ typedef struct pp_chunk {
     int32_t part_begin, part_end;
     int32_t group_size;         /* query heads per kv head */
     float sm_scale, logits_soft_cap;
-    const float *alibi_slopes;  /* NULL, or (num_qo_heads,) */
+    const float *alibi_slopes;  /* NULL, or (num_qo_heads,), in base 2 */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
     float *seen;                /* NULL: a lone query token, which sees all from `first` on */
@@ -61,8 +61,8 @@ static inline const unsigned char *pp_group(const pp_chunk *work, int64_t index,
 }
 
 /* Lists the first bytes (of all heads), in a tiled layout, of the chunk's groups that lie before token `end`, from the
- * first tile on, and of up to 4 behind them: a group without a token that is seen is stood for by the other one of its
- * tile, and a tile behind the last one by that. */
+ * first tile on, and 4 behind them: a group without a token that is seen is stood for by the other one of its tile, and
+ * tiles behind the last one by that. */
 enum { PP_CHUNK_GROUPS = PP_CHUNK / PP_GROUP + 4 };
 static inline void pp_list_groups(const pp_chunk *work, int64_t end, const unsigned char **groups) {
     const int64_t block_size = work->pool->layout.block_size, first = work->first / PP_GROUP * PP_GROUP;
@@ -79,8 +79,7 @@ static inline void pp_list_groups(const pp_chunk *work, int64_t end, const unsig
     }
     if (before) groups[0] = groups[1];
     if (count % 2) groups[count] = groups[count - 1], count++;
-    groups[count] = groups[count - 2];
-    groups[count + 1] = groups[count - 1];
+    for (int i = 0; i < 4; i++) groups[count + i] = groups[count - 2 + i % 2];
 }
 
 /* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */

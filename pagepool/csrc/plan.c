@@ -10,6 +10,7 @@
  * Lengths, query counts and block ids are copied into the workspace as they are checked: what another thread does to
  * the caller's arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the
  * kernel reads them: with the rest, or, where pp_decode waits for the units and each has queries of its own, by those.
+ * So are slopes of ALiBi, in base 2.
  *
  * Each chunk of each sequence has a record in the workspace, those of sequence s from record_begin[s] on: for its R =
  * num_qo_heads * (query tokens) rows, rows (R, row_stride), m (R,), seen (R,) unless there is one query token and no
@@ -20,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base_2.h"
 #include "check_decode.h"
 #include "float_mode.h"
 #include "kernels.h"
@@ -44,8 +46,9 @@ typedef struct measures {
     int64_t blocks_per_chunk;                    /* 0 unless scores are asked for */
     int32_t most_queries;                        /* of a sequence */
     int32_t slices;
-    /* Sizes: remaining; unit_begin, ids_begin and record_begin each; query_begin; seq_lens; ids; queries; all. */
-    size_t counters, begins, starts, lengths, ids, queries, bytes;
+    /* Sizes: remaining; unit_begin, ids_begin and record_begin each; query_begin; seq_lens; ids; slopes; queries;
+     * all. */
+    size_t counters, begins, starts, lengths, ids, slopes, queries, bytes;
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
@@ -151,12 +154,13 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     all->starts = aligned(sizeof(int32_t) * (num_seqs + 1));
     all->lengths = aligned(sizeof(int32_t) * num_seqs);
     all->ids = aligned(sizeof(int32_t) * (size_t)all->num_blocks);
+    all->slopes = args->alibi_slopes ? aligned(sizeof(float) * (size_t)args->num_qo_heads) : 0;
     if (all->counters > SIZE_MAX / 4 || all->ids > SIZE_MAX / 4) return PP_INVALID_ARGUMENT; /* their sum fits */
     size_t queries, records;
     const size_t query_bytes = (size_t)args->num_qo_heads * (size_t)layout->head_dim * sizeof(float);
     if (__builtin_mul_overflow((size_t)all->num_queries, query_bytes, &queries)) return PP_INVALID_ARGUMENT;
     all->queries = aligned(queries);
-    const size_t tables = all->counters + 3 * all->begins + all->starts + all->lengths + all->ids;
+    const size_t tables = all->counters + 3 * all->begins + all->starts + all->lengths + all->ids + all->slopes;
     if (__builtin_add_overflow(tables, all->queries, &all->bytes) ||
         __builtin_mul_overflow((size_t)all->num_records, sizeof(float), &records) ||
         __builtin_add_overflow(records, all->bytes, &all->bytes))
@@ -257,12 +261,17 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
     plan->query_begin = (int32_t *)(at += all->begins);
     plan->seq_lens = (int32_t *)(at += all->starts);
     plan->ids = (int32_t *)(at += all->lengths);
-    plan->q = (float *)(at += all->ids);
+    float *slopes = (float *)(at += all->ids);
+    plan->q = (float *)(at += all->slopes);
     plan->partial = (float *)(at += all->queries);
     status = copy_tables(plan, args, all);
     if (status != PP_OK) return status;
     if (!units_read_q) plan->args.q = NULL;
     const uint64_t modes = pp_modes_enter();
+    if (args->alibi_slopes) {
+        for (int32_t h = 0; h < args->num_qo_heads; h++) slopes[h] = pp_in_base_2(args->alibi_slopes[h]);
+        plan->args.alibi_slopes = slopes;
+    }
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t num_queries = queries_of(plan, s);
         const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
