@@ -116,8 +116,8 @@ typedef struct pp_decode_plan {
 } pp_decode_plan;
 
 /* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Depends only on the layout, the
- * sizes, seq_lens, query_start_loc, num_threads and whether there are a mask and block_scores, and reads no other array
- * but mask_widths.  PP_INVALID_ARGUMENT as of pp_decode_plan_init, where it can be told from these. */
+ * sizes, seq_lens, query_start_loc, num_threads and whether there are a mask, slopes and block_scores, and reads no
+ * other array but mask_widths.  PP_INVALID_ARGUMENT as of pp_decode_plan_init, where it can be told from these. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
 /* Checks everything (PP_INVALID_ARGUMENT: a size, a num_qo_heads that num_kv_heads does not divide, an arithmetic that
@@ -126,8 +126,8 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
  * aligned, results or a workspace that overlap each other or anything that is read, whatever the strides;
  * PP_INVALID_BLOCK: an id out of range, of a block that is not before all windows of its sequence) and plans; nothing
  * is written on failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is done; so
- * must the pool, the mask with its two arrays, slopes, sinks and the results.  q, block_tables, seq_lens and
- * query_start_loc are copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim) elements more
+ * must the pool, the mask with its two arrays, sinks and the results.  q, block_tables, seq_lens, query_start_loc and
+ * slopes are copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim) elements more
  * over plain pages, 32 v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 

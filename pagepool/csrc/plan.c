@@ -387,7 +387,7 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
     });
 }
 
-/* What a unit with rows reads first: the K of its first head in four groups. */
+/* What a unit with rows reads first, of tiled pages: the K of its first head in four groups. */
 static void first_read(const pp_chunk *work, const unsigned char **k) {
     const int32_t parts = parts_of(work->group_size * work->view.num_queries);
     const unsigned char *groups[PP_CHUNK_GROUPS];
@@ -439,7 +439,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
         slice = slice_after;
         if (unit + 1 < end) {
             chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
-            if (after.part_begin < after.part_end) first_read(&after, work.next);
+            if (after.part_begin < after.part_end && after.pool->layout.tiled) first_read(&after, work.next);
             work.next_rows = written(&after, &work.next_bytes);
         }
         pack_own(plan, sequence, &work);

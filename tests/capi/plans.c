@@ -124,15 +124,36 @@ typedef struct running {
     int64_t begin[MOST_RANGES], end[MOST_RANGES];
 } running;
 
-static void start(running *run, const pp_decode_args *args, const results *sizes) {
+/* Gives an array's copy in its place, NULL where there is none; *copy is that, to be lost. */
+typedef struct lent {
+    void *copy;
+    size_t bytes;
+} lent;
+
+static const void *lend(const void *array, size_t count, lent *copy) {
+    *copy = (lent){array ? take_copy(array, 4 * count) : NULL, array ? 4 * count : 0};
+    return copy->copy;
+}
+
+static void start(const scenario *s, running *run, const pp_decode_args *args, const results *sizes) {
+    const size_t seqs = (size_t)s->num_seqs, heads = (size_t)s->num_qo_heads;
+    const size_t numbers = (size_t)(scenario_row_count(s) * s->pool.layout.head_dim);
     size_t bytes;
     int64_t cut = 0;
+    lent lost[5]; /* what a plan copies need not be there any more when it runs */
     run->args = *args;
     take_results(sizes, &run->args);
     run->args.num_threads = ONE_OF(-5, 0, 1, 2, 3, 5, 8, 64, 100000, INT32_MAX);
+    run->args.q = lend(args->q, numbers, &lost[0]);
+    run->args.block_tables = lend(args->block_tables, seqs * (size_t)s->width, &lost[1]);
+    run->args.seq_lens = lend(args->seq_lens, seqs, &lost[2]);
+    run->args.query_start_loc = lend(args->query_start_loc, seqs + 1, &lost[3]);
+    run->args.alibi_slopes = lend(args->alibi_slopes, heads, &lost[4]);
     CHECK(pp_decode_workspace(&run->args, &bytes) == PP_OK && bytes > 0 && bytes % 64 == 0);
     run->workspace = taken[num_taken++] = scenario_memory(bytes);
     CHECK(pp_decode_plan_init(&run->plan, &run->args, run->workspace, bytes) == PP_OK);
+    for (int i = 0; i < 5; i++)
+        if (lost[i].bytes) memset(lost[i].copy, 0xff, lost[i].bytes);
     run->num_ranges = 1 + below(MOST_RANGES);
     run->next = 0;
     for (int i = 0; i < run->num_ranges; i++) {
@@ -174,10 +195,10 @@ static void run_on_threads(running *runs) {
     for (int i = 0; i < count; i++) CHECK(pthread_join(threads[i], NULL) == 0);
 }
 
-static void check_plans(const pp_decode_args *args, const results *sizes) {
+static void check_plans(const scenario *s, const pp_decode_args *args, const results *sizes) {
     running runs[2];
     const int way = below(4);
-    for (int i = 0; i < 2; i++) start(&runs[i], args, sizes);
+    for (int i = 0; i < 2; i++) start(s, &runs[i], args, sizes);
     if (way == 0) run_on_threads(runs);
     while (runs[0].next < runs[0].num_ranges) { /* the other one beside it, to its end or not */
         run_next(&runs[0]);
@@ -235,7 +256,7 @@ int main(int argc, char **argv) {
         CHECK(pp_decode(&args, 1) == PP_OK);
         if (round % 4 == 0) scenario_check(&s, &args);
         const int kept = num_taken;
-        for (int i = 0; i < 4; i++, give_back(kept)) check_plans(&args, &sizes);
+        for (int i = 0; i < 4; i++, give_back(kept)) check_plans(&s, &args, &sizes);
         for (int i = 0; i < 3 && s.num_seqs; i++, give_back(kept)) check_refused(&s, &args, &sizes);
         give_back(0);
         scenario_free(&s);
