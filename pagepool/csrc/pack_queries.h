@@ -23,8 +23,8 @@ static void turn_queries(float *to, const float *const *row, int32_t rows, int32
         PP_UNROLL for (int i = 0; i < 8; i++, to += PP_PAIR_FLOATS * rows) {
             if (end - to >= (int64_t)(sizeof words[i] / sizeof *to))
                 memcpy(to, &words[i], sizeof words[i]);
-            else
-                for (int32_t r = 0; r < rows; r++) memcpy(to + PP_PAIR_FLOATS * r, &words[i][r], sizeof words[i][r]);
+            else /* the last pairs: no more than what is left */
+                memcpy(to, &words[i], (size_t)(end - to) * sizeof *to);
         }
     }
     for (; d < head_dim; d += PP_PAIR_FLOATS)
