@@ -16,9 +16,6 @@
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
-#if PP_WIDE
-#pragma GCC target("tune=skylake-avx512") /* else places spill into vectors within loops: 2 to 8 % of S2 */
-#endif
 #endif
 
 #include "simd_avx512.h"
