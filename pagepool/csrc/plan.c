@@ -10,7 +10,7 @@
  * Lengths, query counts and block ids are copied into the workspace as they are checked: what another thread does to
  * the caller's arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the
  * kernel reads them: with the rest, or, where pp_decode waits for the units and each has queries of its own, by those.
- * So are slopes of ALiBi, in base 2.
+ * Slopes of ALiBi are copied, too, in base 2.
  *
  * Each chunk of each sequence has a record in the workspace, those of sequence s from record_begin[s] on: for its R =
  * num_qo_heads * (query tokens) rows, rows (R, row_stride), m (R,), seen (R,) unless there is one query token and no

@@ -124,12 +124,13 @@ typedef struct running {
     int64_t begin[MOST_RANGES], end[MOST_RANGES];
 } running;
 
-/* Gives an array's copy in its place, NULL where there is none; *copy is that, to be lost. */
+/* A copy of an array that a plan is given and then loses. */
 typedef struct lent {
     void *copy;
     size_t bytes;
 } lent;
 
+/* The copy of `count` elements of 4 bytes, or NULL where there is no array. */
 static const void *lend(const void *array, size_t count, lent *copy) {
     *copy = (lent){array ? take_copy(array, 4 * count) : NULL, array ? 4 * count : 0};
     return copy->copy;
