@@ -3,29 +3,34 @@
  *
  * Pairs of dims come one after another, in a pair the rows of a part: a part is turned, its pairs as words. */
 
-enum { PP_TURNED_DIMS = 16, PP_PAIR_FLOATS = 2 };
-_Static_assert(PP_MAX_HEADS <= 8, "the rows of a part in one block of words");
+enum { PP_PAIR_FLOATS = 2, PP_TURNED_PAIRS = PP_LANES / PP_PAIR_FLOATS };
+_Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_TURNED_PAIRS == 0, "8 rows are whole squares");
 
-/* Turns 16 dims times `scale` of all rows at once; there are 8 pointers, those past `rows` as good as any.  Eight words
- * are written for each pair: those beyond its rows are where pairs behind it come, but for the last ones. */
+/* Turns PP_LANES dims times `scale` of all rows at once, in squares of PP_TURNED_PAIRS rows and as many pairs; there are
+ * 8 pointers, those past `rows` as good as any.  Whole vectors are written for each pair: those beyond its rows are
+ * where pairs behind it come, but for the last ones. */
 static void turn_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
-    typedef float floats __attribute__((vector_size(64)));
+    enum { SQUARES = (PP_MAX_HEADS + PP_TURNED_PAIRS - 1) / PP_TURNED_PAIRS };
     const float *end = to + (int64_t)rows * head_dim;
+    const int squares = (rows + PP_TURNED_PAIRS - 1) / PP_TURNED_PAIRS;
     int32_t d = 0;
-    for (; d + PP_TURNED_DIMS <= head_dim; d += PP_TURNED_DIMS) {
-        pp_block_64 words[8];
-        PP_UNROLL for (int i = 0; i < 8; i++) {
-            floats x;
-            memcpy(&x, row[i] + d, sizeof x);
-            words[i] = (pp_block_64)(x * scale);
+    for (; d + PP_LANES <= head_dim; d += PP_LANES) {
+        pp_v turned[SQUARES][PP_TURNED_PAIRS];
+        PP_UNROLL for (int s = 0; s < SQUARES; s++) {
+            if (s == squares) break;
+            PP_UNROLL for (int i = 0; i < PP_TURNED_PAIRS; i++)
+                turned[s][i] = v_mul(v_load(row[s * PP_TURNED_PAIRS + i] + d), v_set1(scale));
+            v_turn_pairs(turned[s]);
         }
-        turn_words_64(words);
-        PP_UNROLL for (int i = 0; i < 8; i++, to += PP_PAIR_FLOATS * rows) {
-            if (end - to >= (int64_t)(sizeof words[i] / sizeof *to))
-                memcpy(to, &words[i], sizeof words[i]);
-            else /* the last pairs: no more than what is left */
-                memcpy(to, &words[i], (size_t)(end - to) * sizeof *to);
-        }
+        PP_UNROLL for (int i = 0; i < PP_TURNED_PAIRS; i++, to += PP_PAIR_FLOATS * rows)
+            PP_UNROLL for (int s = 0; s < SQUARES; s++) {
+                float *at = to + s * PP_LANES;
+                if (s == squares) break;
+                if (end - at >= PP_LANES)
+                    v_store(at, turned[s][i]);
+                else /* the last pairs: no more than what is left */
+                    memcpy(at, &turned[s][i], (size_t)(end - at) * sizeof *at);
+            }
     }
     for (; d < head_dim; d += PP_PAIR_FLOATS)
         for (int32_t r = 0; r < rows; r++, to += PP_PAIR_FLOATS)

@@ -65,6 +65,20 @@ static inline float v_highest(pp_v a) {
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 
+/* Turns a square of 4 rows of 4 pairs of lanes, in place. */
+static inline void v_turn_pairs(pp_v *a) {
+    __m256d even[2], odd[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256d upper = _mm256_castps_pd(a[2 * i]), lower = _mm256_castps_pd(a[2 * i + 1]);
+        even[i] = _mm256_unpacklo_pd(upper, lower);
+        odd[i] = _mm256_unpackhi_pd(upper, lower);
+    }
+    a[0] = _mm256_castpd_ps(_mm256_permute2f128_pd(even[0], even[1], 0x20));
+    a[1] = _mm256_castpd_ps(_mm256_permute2f128_pd(odd[0], odd[1], 0x20));
+    a[2] = _mm256_castpd_ps(_mm256_permute2f128_pd(even[0], even[1], 0x31));
+    a[3] = _mm256_castpd_ps(_mm256_permute2f128_pd(odd[0], odd[1], 0x31));
+}
+
 /* Two neighbouring rows of `width` columns as f32: columns [column, column + 8) of each. */
 static inline void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     *a = _mm256_loadu_ps((const float *)rows + column);

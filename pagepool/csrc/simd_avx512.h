@@ -61,6 +61,25 @@ static inline int v_any_above(pp_v a, float limit) {
 }
 static inline float v_highest(pp_v a) { return _mm512_reduce_max_ps(a); }
 
+/* Turns a square of 8 rows of 8 pairs of lanes, in place. */
+static inline void v_turn_pairs(pp_v *a) {
+    __m512d two[8], four[8];
+    PP_UNROLL for (int i = 0; i < 8; i += 2) { /* rows i and i + 1, pairs 0 2 4 6 and 1 3 5 7 */
+        const __m512d upper = _mm512_castps_pd(a[i]), lower = _mm512_castps_pd(a[i + 1]);
+        two[i] = _mm512_unpacklo_pd(upper, lower);
+        two[i + 1] = _mm512_unpackhi_pd(upper, lower);
+    }
+    PP_UNROLL for (int i = 0; i < 4; i++) { /* rows 0 to 3 or 4 to 7 of two pairs, p and p + 4, or p + 2 and p + 6 */
+        const int at = i / 2 * 4 + i % 2;
+        four[at] = _mm512_shuffle_f64x2(two[at], two[at + 2], 0x88);
+        four[at + 2] = _mm512_shuffle_f64x2(two[at], two[at + 2], 0xdd);
+    }
+    PP_UNROLL for (int p = 0; p < 4; p++) {
+        a[p] = _mm512_castpd_ps(_mm512_shuffle_f64x2(four[p], four[p + 4], 0x88));
+        a[p + 4] = _mm512_castpd_ps(_mm512_shuffle_f64x2(four[p], four[p + 4], 0xdd));
+    }
+}
+
 /* Two neighbouring rows of `width` columns as f32: columns [column, column + 16) of each. */
 PP_INLINE void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     *a = _mm512_loadu_ps((const float *)rows + column);
