@@ -18,8 +18,10 @@
 #define PP_OF_PAGES(name) PP_CAT(name, _, PP_PAGES)
 
 #ifdef PP_DOT
+#define PP_BY_HEADS 0
 #include "decode_dot.h"
 #else
+#define PP_BY_HEADS PP_FEW_REGISTERS /* the work on a head is decode_few.h's */
 #define PP_PAGES PP_DTYPE
 #define PP_QUERY_PAIR 2 /* elements of packed queries that a pair of dims takes */
 #define LOAD2 PP_CAT(v_load2_, PP_DTYPE, )
@@ -30,7 +32,9 @@
 
 enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM, PP_NAME(RUN_BYTES) = PP_GROUP * PP_V_RUN * PP_ITEM };
 
-#ifdef PP_FEW_REGISTERS
+#if PP_FEW_REGISTERS
+#define EVEN_ROW PP_CAT(v_even_, PP_DTYPE, )
+#define ODD_ROW PP_CAT(v_odd_, PP_DTYPE, )
 #include "decode_few.h"
 #else
 /* Of a pair of rows of K, which both chains of scores read, what a chain that goes alone asks for: in f32 its own row,
@@ -179,7 +183,6 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
                         rows + g * tile->row_stride, g ? 0 : prefetch);
 }
 #endif
-#endif
 
 /* While softmax is done, and between two heads, nothing is read and nothing asked for: memory would come to rest.  In
  * runs that wide units ask for once, the first lines of those that the next stage asks for: 2 to 5 % of S1 in f32. */
@@ -198,9 +201,6 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     enum { VECTORS = PP_TILE / PP_LANES };
     const int full = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
     int vector = tile->seen << PP_GROUP ? 0 : VECTORS / 2;
-#ifdef PP_FEW_REGISTERS
-    PP_NAME(tile_scores)(HEADS, tile, vector, full, q, q_step, s, prefetch);
-#else
     const int pass = score_heads(HEADS), last = HEADS - pass; /* two passes at most */
     for (; vector + score_vectors(HEADS) <= full; vector += score_vectors(HEADS)) {
         PP_NAME(scores)(pass, score_vectors(HEADS), tile, vector, q, q_step, s, prefetch);
@@ -208,7 +208,6 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
             PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + 2 * pass, q_step, s + pass * PP_TILE, 0);
     }
     for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, q_step, s, prefetch);
-#endif
     const int mode = prefetch;
     PP_NAME(prefetch_between)(mode, tile->v);
     if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
@@ -220,9 +219,6 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     do {
         int from, to;
         seen = take_run(seen, &from, &to);
-#ifdef PP_FEW_REGISTERS
-        PP_NAME(tile_values)(HEADS, tile, from, to, s, scales, rows, prefetch);
-#else
         const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim;
         const int whole = dims / PP_V_RUN * PP_V_RUN;
         int d = 0;
@@ -235,12 +231,12 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
         if (d < dims)
             PP_NAME(values_left)(HEADS, tile, dims - whole, d, from, to, s, scales, rows, d == whole ? prefetch : 0);
 #endif
-#endif
         scales = NULL;
         prefetch = PP_PREFETCH_NONE;
     } while (seen);
     PP_NAME(prefetch_between)(mode, tile->next_k);
 }
+#endif
 
 #define PP_IN_STEPS PP_STEPS
 #include "decode_arrange.h"
@@ -250,6 +246,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
 #include "decode_step.h"
 #endif
 
+#if !PP_BY_HEADS
 static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
                                                        float *rows, float *m, int prefetch) {
     PP_FOR_HEADS(heads, PP_NAME(tile)(HEADS, tile, q, q_step, rows, m, prefetch))
@@ -258,7 +255,7 @@ static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile 
 /* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,
  * `row` of all. */
 static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int32_t to, int32_t row, int prefetch) {
-    const int32_t group_size = work->group_size, q_step = PP_QUERY_PAIR * (to - from);
+    const int32_t q_step = PP_QUERY_PAIR * (to - from);
     const float *q = work->q + (int64_t)row * (tile->head_dim / 2 * PP_QUERY_PAIR);
 #if PP_IN_STEPS
     if (tile->step) {
@@ -274,16 +271,9 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
     }
 #endif
     for (int32_t r = from, end; r < to; r = end) {
-        end = to;
-        if (work->seen) {
-            tile->seen = pp_tile_seen(&work->view, r / group_size, tile->begin);
-            for (end = r - r % group_size + group_size; end < to; end += group_size)
-                if (pp_tile_seen(&work->view, end / group_size, tile->begin) != tile->seen) break;
-            if (end > to) end = to;
-            if (!tile->seen) continue;
-            for (int32_t i = r; i < end; i++) work->seen[row + i - from] = 1.0f;
-        }
         const int32_t at = row + r - from;
+        end = rows_alike(work, tile, r, to, at);
+        if (!tile->seen) continue;
         tile->row = r;
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)at * work->num_blocks;
         PP_NAME(tile_of)(end - r, tile, q + PP_QUERY_PAIR * (r - from), q_step, work->rows + at * work->row_stride,
@@ -292,7 +282,6 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
     }
 }
 
-#if defined(PP_DOT) || !defined(PP_FEW_REGISTERS)
 /* Parts of a head's rows read the same bytes one after the other: the first asks for what is read next. */
 PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts, const pp_tile *tile) {
     (void)parts, (void)tile;
@@ -385,10 +374,14 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                     tile.k[i] = group;
             }
             tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
+#if PP_BY_HEADS
+            PP_NAME(head)(work, &tile, head, index - head * parts, end - head * parts, mode);
+#else
             for (int32_t part = index; part < end; part++)
                 PP_NAME(part)(work, &tile, part_border(head_rows, part - head * parts),
                               part_border(head_rows, part + 1 - head * parts), row_of_part(head_rows, part),
                               PP_NAME(part_prefetch)(mode, part - index, end - index, &tile));
+#endif
         }
     }
     for (int32_t h = first; h < last; h++) {
@@ -429,9 +422,12 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 #undef PP_ITEM
 #undef PP_COLUMN
 #undef PP_DOT
+#undef PP_BY_HEADS
 #undef PP_IN_STEPS
 #undef LOAD2
 #undef LOAD2_HALF
+#undef EVEN_ROW
+#undef ODD_ROW
 #undef WEIGH
 #undef ADD_TO_BLOCKS
 #undef SCORE_VECTORS

@@ -103,6 +103,46 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
     return above;
 }
 
+/* Does `call` with HEADS, a constant, as `heads`, which is 1 to PP_MAX_HEADS: loops over heads are unrolled in it. */
+#define PP_CASE_HEADS(n, call) \
+    case n: { \
+        enum { HEADS = n }; \
+        call; \
+        break; \
+    }
+#define PP_CASES_TO_4(call) PP_CASE_HEADS(1, call) PP_CASE_HEADS(2, call) PP_CASE_HEADS(3, call) PP_CASE_HEADS(4, call)
+#if PP_MAX_HEADS > 4
+#define PP_CASES_TO_6(call) PP_CASES_TO_4(call) PP_CASE_HEADS(5, call) PP_CASE_HEADS(6, call)
+#else
+#define PP_CASES_TO_6(call) PP_CASES_TO_4(call)
+#endif
+#if PP_MAX_HEADS > 6
+#define PP_CASES_TO_8(call) PP_CASES_TO_6(call) PP_CASE_HEADS(7, call) PP_CASE_HEADS(8, call)
+#else
+#define PP_CASES_TO_8(call) PP_CASES_TO_6(call)
+#endif
+#define PP_FOR_HEADS(heads, call) \
+    switch (heads) { PP_CASES_TO_8(call) }
+
+#if PP_FEW_REGISTERS
+/* make_weights for each number of heads: functions, called from where that number is mostly the same. */
+typedef int weights_maker(float *s, float *m, float *rows, int64_t row_stride, float *rescale);
+#define PP_WEIGHTS_MAKER(HEADS) \
+    static __attribute__((noinline)) int make_weights_##HEADS(float *s, float *m, float *rows, int64_t row_stride, \
+                                                              float *rescale) { \
+        return make_weights(HEADS, s, m, rows, row_stride, rescale); \
+    }
+PP_WEIGHTS_MAKER(1)
+PP_WEIGHTS_MAKER(2)
+PP_WEIGHTS_MAKER(3)
+PP_WEIGHTS_MAKER(4)
+PP_WEIGHTS_MAKER(5)
+PP_WEIGHTS_MAKER(6)
+static weights_maker *const make_weights_of[PP_MAX_HEADS + 1] = {NULL,           make_weights_1, make_weights_2,
+                                                                 make_weights_3, make_weights_4, make_weights_5,
+                                                                 make_weights_6};
+#endif
+
 /* tanh(x) for 0 <= x < 0.625. */
 PP_INLINE pp_v tanh_near(pp_v x) {
     const pp_v z = v_mul(x, x);
@@ -165,26 +205,18 @@ PP_INLINE uint32_t take_run(uint32_t seen, int *from, int *to) {
     return *to < PP_TILE ? seen >> *to << *to : 0;
 }
 
-/* Does `call` with HEADS, a constant, as `heads`, which is 1 to PP_MAX_HEADS: loops over heads are unrolled in it. */
-#define PP_CASE_HEADS(n, call) \
-    case n: { \
-        enum { HEADS = n }; \
-        call; \
-        break; \
-    }
-#define PP_CASES_TO_4(call) PP_CASE_HEADS(1, call) PP_CASE_HEADS(2, call) PP_CASE_HEADS(3, call) PP_CASE_HEADS(4, call)
-#if PP_MAX_HEADS > 4
-#define PP_CASES_TO_6(call) PP_CASES_TO_4(call) PP_CASE_HEADS(5, call) PP_CASE_HEADS(6, call)
-#else
-#define PP_CASES_TO_6(call) PP_CASES_TO_4(call)
-#endif
-#if PP_MAX_HEADS > 6
-#define PP_CASES_TO_8(call) PP_CASES_TO_6(call) PP_CASE_HEADS(7, call) PP_CASE_HEADS(8, call)
-#else
-#define PP_CASES_TO_8(call) PP_CASES_TO_6(call)
-#endif
-#define PP_FOR_HEADS(heads, call) \
-    switch (heads) { PP_CASES_TO_8(call) }
+/* Of the rows of a kv head from row r on, up to `to`, those that see the same of the tile: where they end is returned,
+ * and `seen` of the tile is theirs.  Row r is row `at` of all. */
+PP_INLINE int32_t rows_alike(const pp_chunk *work, pp_tile *tile, int32_t r, int32_t to, int32_t at) {
+    const int32_t group_size = work->group_size;
+    if (!work->seen) return to;
+    tile->seen = pp_tile_seen(&work->view, r / group_size, tile->begin);
+    int32_t end = r - r % group_size + group_size;
+    while (end < to && pp_tile_seen(&work->view, end / group_size, tile->begin) == tile->seen) end += group_size;
+    if (end > to) end = to;
+    for (int32_t i = 0; tile->seen && i < end - r; i++) work->seen[at + i] = 1.0f;
+    return end;
+}
 
 /* Tokens that are not seen score -inf. */
 static __attribute__((noinline)) void hide_scores(const pp_tile *tile, int heads, float *s) {

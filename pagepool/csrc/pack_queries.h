@@ -6,9 +6,9 @@
 enum { PP_PAIR_FLOATS = 2, PP_TURNED_PAIRS = PP_LANES / PP_PAIR_FLOATS };
 _Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_TURNED_PAIRS == 0, "8 rows are whole squares");
 
-/* Turns PP_LANES dims times `scale` of all rows at once, in squares of PP_TURNED_PAIRS rows and as many pairs; there are
- * 8 pointers, those past `rows` as good as any.  Whole vectors are written for each pair: those beyond its rows are
- * where pairs behind it come, but for the last ones. */
+/* Turns PP_LANES dims times `scale` of all rows at once, in squares of PP_TURNED_PAIRS rows and as many pairs; there
+ * are 8 pointers, those past `rows` as good as any.  Whole vectors are written for each pair: what is beyond its rows
+ * is where pairs behind it come, but for the last ones. */
 static void turn_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
     enum { SQUARES = (PP_MAX_HEADS + PP_TURNED_PAIRS - 1) / PP_TURNED_PAIRS };
     const float *end = to + (int64_t)rows * head_dim;
@@ -17,7 +17,7 @@ static void turn_queries(float *to, const float *const *row, int32_t rows, int32
     for (; d + PP_LANES <= head_dim; d += PP_LANES) {
         pp_v turned[SQUARES][PP_TURNED_PAIRS];
         PP_UNROLL for (int s = 0; s < SQUARES; s++) {
-            if (s == squares) break;
+            if (s >= squares) continue;
             PP_UNROLL for (int i = 0; i < PP_TURNED_PAIRS; i++)
                 turned[s][i] = v_mul(v_load(row[s * PP_TURNED_PAIRS + i] + d), v_set1(scale));
             v_turn_pairs(turned[s]);
@@ -25,7 +25,7 @@ static void turn_queries(float *to, const float *const *row, int32_t rows, int32
         PP_UNROLL for (int i = 0; i < PP_TURNED_PAIRS; i++, to += PP_PAIR_FLOATS * rows)
             PP_UNROLL for (int s = 0; s < SQUARES; s++) {
                 float *at = to + s * PP_LANES;
-                if (s == squares) break;
+                if (s >= squares) continue;
                 if (end - at >= PP_LANES)
                     v_store(at, turned[s][i]);
                 else /* the last pairs: no more than what is left */

@@ -3,7 +3,7 @@
 #define PP_MAX_HEADS 6 /* query heads that share a load */
 #define PP_STEPS 0
 #define PP_HALF_TAIL 0 /* 8 divides every head_dim */
-#define PP_FEW_REGISTERS /* decode_few.h */
+#define PP_FEW_REGISTERS 1 /* decode_few.h */
 
 typedef __m256 pp_v;
 
@@ -79,20 +79,25 @@ static inline void v_turn_pairs(pp_v *a) {
     a[3] = _mm256_castpd_ps(_mm256_permute2f128_pd(odd[0], odd[1], 0x31));
 }
 
-/* Two neighbouring rows of `width` columns as f32: columns [column, column + 8) of each. */
-static inline void v_load2_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
-    *a = _mm256_loadu_ps((const float *)rows + column);
-    *b = _mm256_loadu_ps((const float *)rows + width + column);
+/* 8 columns of the first of two neighbouring rows as f32, and of the second one of `width` columns; both by the place
+ * of the former. */
+PP_INLINE pp_v v_even_f32(const unsigned char *at) { return _mm256_loadu_ps((const float *)at); }
+PP_INLINE pp_v v_odd_f32(const unsigned char *at, int width) {
+    return _mm256_loadu_ps((const float *)at + width);
 }
-static inline void v_load2_f16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
-    *a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(rows + 2 * column)));
-    *b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(rows + 2 * (width + column))));
+PP_INLINE pp_v v_even_f16(const unsigned char *at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
+PP_INLINE pp_v v_odd_f16(const unsigned char *at, int width) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at + 2 * width)));
 }
-static inline void v_load2_bf16(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE pp_v v_even_bf16(const unsigned char *at) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)at), 16));
+}
+/* A register is cleared for nothing, while shifts to the right and back, or a mask, take a place each. */
+PP_INLINE pp_v v_odd_bf16(const unsigned char *at, int width) {
+    pp_v x;
     (void)width;
-    __m256i words = _mm256_loadu_si256((const __m256i *)(rows + 4 * column));
-    *a = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-    *b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(words, 16), 16)); /* a mask would take a register */
+    __asm__("vpxor %0, %0, %0\n\tvpblendw $0xaa, %1, %0, %0" : "=x"(x) : "m"(*(const __m256i_u *)at));
+    return x;
 }
 
 /* 8 neighbours between f32 and f16. */

@@ -2,6 +2,7 @@
 #define PP_LANES 16
 #define PP_MAX_HEADS 8 /* query heads that share a load */
 #define PP_STEPS 1      /* the walk takes two tiles at a time where it can */
+#define PP_FEW_REGISTERS 0
 
 typedef __m512 pp_v;
 

@@ -2,6 +2,7 @@
 #define PP_LANES 4
 #define PP_MAX_HEADS 8 /* query heads that share a load */
 #define PP_STEPS 0
+#define PP_FEW_REGISTERS 0
 #define PP_HALF_TAIL 0
 
 typedef float32x4_t pp_v;
