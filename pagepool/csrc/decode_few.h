@@ -411,8 +411,8 @@ static __attribute__((noinline)) void PP_NAME(finish_rows)(pp_tile *tile, const 
 /* One tile of a kv head: parts [begin, end) of its rows.
  *
  * Between scores and values softmax mostly adds, and units that multiply would wait for it.  So a part's softmax is
- * done when the next part's scores are made already, besides which a processor begins it: 1 to 2 % of 7 rows, as long as
- * every second part's stages are called from a place of their own, where jumps are predicted. */
+ * done when the next part's scores are made already, besides which a processor begins it: 1 to 2 % of 7 rows, as long
+ * as every second part's stages are called from a place of their own, where jumps are predicted. */
 static __attribute__((noinline)) void PP_NAME(head)(const pp_chunk *work, pp_tile *tile, int32_t head, int32_t begin,
                                                     int32_t end, int mode) {
     float s[2][PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));

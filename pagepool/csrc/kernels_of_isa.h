@@ -4,19 +4,12 @@
 #include "narrow.h"
 
 #define PP_WORD_BITS 16
-#define PP_TURN_WORD(word) (word)
 #include "turn_block.h"
 
 #define PP_WORD_BITS 32
-#define PP_TURN_WORD(word) (word)
 #include "turn_block.h"
 
-/* The middle halves of 64 bits change places: decode_arrange.h. */
-#define PP_TURN_SQUARE(word) \
-    (((word) & 0xffff00000000ffffu) | (((word) & 0xffff0000u) << 16) | (((word) >> 16) & 0xffff0000u))
-#define PP_WORD_BITS 64
-#define PP_TURN_WORD(word) PP_TURN_SQUARE(word)
-#include "turn_block.h"
+#include "turn_squares.h"
 
 #include "pack_queries.h"
 

@@ -1,0 +1,21 @@
+/* turn_squares.h: words of 64 bits, in bf16 squares of two dims and two tokens, become columns, in an instruction set's
+ * vectors.  Included once per ISA. */
+
+/* The middle halves of 64 bits change places: each square is turned, too. */
+#define PP_TURN_SQUARE(word) \
+    (((word) & 0xffff00000000ffffu) | (((word) & 0xffff0000u) << 16) | (((word) >> 16) & 0xffff0000u))
+
+enum { PP_SQUARES = PP_LANES / 2 }; /* in a vector, and rows that are turned at once */
+
+/* Row r of `to` becomes column r of `from`; steps in bytes. */
+PP_INLINE void turn_squares(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
+    typedef uint64_t squares __attribute__((vector_size(PP_SQUARES * sizeof(uint64_t))));
+    pp_v a[PP_SQUARES];
+    PP_UNROLL for (int i = 0; i < PP_SQUARES; i++) {
+        squares x;
+        memcpy(&x, from + i * from_step, sizeof x);
+        a[i] = (pp_v)PP_TURN_SQUARE(x);
+    }
+    v_turn_pairs(a);
+    PP_UNROLL for (int i = 0; i < PP_SQUARES; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
+}
