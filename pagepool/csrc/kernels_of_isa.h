@@ -4,9 +4,15 @@
 #include "narrow.h"
 
 #define PP_WORD_BITS 16
+#define PP_SIDE 8
 #include "turn_block.h"
 
 #define PP_WORD_BITS 32
+#if PP_LANES == 4
+#define PP_SIDE 4
+#else
+#define PP_SIDE 8
+#endif
 #include "turn_block.h"
 
 #include "turn_squares.h"
