@@ -2,7 +2,8 @@
  *
  * Included once per dtype from decode_kernel.h.  Two cases: plain pages, whose K and V are rows; and V within K, which
  * lies token-minor.  The latter is a transposition of words (turn_block.h, turn_squares.h); a word is an element or, in
- * bf16, a square of two dims and two tokens, whose middle halves change places.  PP_SQUARE_BITS says how large it is. */
+ * bf16, a square of two dims and two tokens, whose middle halves change places.  PP_SQUARE_BITS says how large it is.
+ */
 
 #define PP_WORD PP_CAT(uint, PP_SQUARE_BITS, _t)
 enum { PP_NAME(WORD_DIMS) = PP_SQUARE_BITS == 64 ? 2 : 1 };
