@@ -138,6 +138,7 @@ PP_WEIGHTS_MAKER(3)
 PP_WEIGHTS_MAKER(4)
 PP_WEIGHTS_MAKER(5)
 PP_WEIGHTS_MAKER(6)
+_Static_assert(PP_MAX_HEADS == 6, "one for each number of heads");
 static weights_maker *const make_weights_of[PP_MAX_HEADS + 1] = {NULL,           make_weights_1, make_weights_2,
                                                                  make_weights_3, make_weights_4, make_weights_5,
                                                                  make_weights_6};
