@@ -17,7 +17,7 @@ enum { PP_NAME(WORD_DIMS) = PP_SQUARE_BITS == 64 ? 2 : 1 };
 static __attribute__((noinline)) void PP_NAME(turn)(int v_head_dim, const unsigned char *k, unsigned char *v) {
     enum { W = sizeof(PP_WORD), COUNT = PP_GROUP / PP_NAME(WORD_DIMS) }; /* words in a row of K: rows of words in V */
     for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
-        enum { SIDE = PP_NAME(WORD_DIMS) == 2 ? (int)PP_SQUARES : 8 }; /* of what is turned at once */
+        enum { SIDE = PP_NAME(WORD_DIMS) == 2 ? (int)PP_PAIRS : 8 }; /* of what is turned at once */
         const int left = v_head_dim - d, words = (left < PP_V_RUN ? left : PP_V_RUN) / PP_NAME(WORD_DIMS);
         int c = 0;
         for (; c + SIDE <= words; c += SIDE)

@@ -29,18 +29,9 @@ PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts, const pp_ti
 
 /* How a stage asks for lines while it computes: known when its loop is compiled, where they are many, since tests in
  * each turn were 6 of 50 instructions. */
-enum {
-    PP_NAME(BY_MODE),
-    PP_NAME(ONCE),
-    PP_NAME(TWICE),
-#if PP_ITEM == 4
-    PP_NAME(IN_QUARTERS),
-#endif
-    PP_NAME(WAYS)
-};
-PP_INLINE int PP_NAME(in_quarters)(int way) { return way > PP_NAME(TWICE); }
+enum { PP_NAME(BY_MODE), PP_NAME(ONCE), PP_NAME(TWICE), PP_NAME(IN_QUARTERS), PP_NAME(WAYS) }; /* the last in f32 */
 PP_INLINE int PP_NAME(way_to_ask)(int mode) {
-    if (PP_ITEM == 4 && mode > PP_PREFETCH_REPEAT) return PP_NAME(TWICE) + 1;
+    if (PP_ITEM == 4 && mode > PP_PREFETCH_REPEAT) return PP_NAME(IN_QUARTERS);
     return mode == PP_PREFETCH_REPEAT ? PP_NAME(TWICE) : mode == PP_PREFETCH_L2 ? PP_NAME(ONCE) : PP_NAME(BY_MODE);
 }
 
@@ -121,11 +112,11 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
     const int PIECE = LONE ? 64 : NV == 3 ? (EVEN ? 128 : 64) : NV * BYTES / (EVEN && ODD ? 4 : 8);
     const int64_t before = LONE ? 192 : NV == 3 ? 128 * ODD : PIECE * (NV == 4 ? ODD : 2 * group + ODD);
     const unsigned char *next = NULL, *again = NULL;
-    if (PP_NAME(in_quarters)(ASKS)) PP_NAME(quarter_of)(prefetch, 0, tile, steps * before, &next, &again);
+    if (ASKS == PP_NAME(IN_QUARTERS)) PP_NAME(quarter_of)(prefetch, 0, tile, steps * before, &next, &again);
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     for (; row < end; row += BYTES) {
-        if (PP_NAME(in_quarters)(ASKS)) {
+        if (ASKS == PP_NAME(IN_QUARTERS)) {
             prefetch_into_l2(next, PIECE);
             prefetch_into_l2(again, PIECE);
             next += PIECE, again += PIECE;
@@ -178,11 +169,11 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int ASKS, co
         const int64_t visit = apart(prefetch ? tile->next_v[i] : tile->v[i], tile->v[i]) + asked;
         const int64_t half = apart(tile->next_k[i], tile->v[i]) + asked;
         const unsigned char *next = NULL, *again = NULL;
-        if (PP_NAME(in_quarters)(ASKS))
+        if (ASKS == PP_NAME(IN_QUARTERS))
             PP_NAME(quarter_of)(prefetch, 1, tile, run + line * 64 + i * (PP_GROUP / 4 * pair_bytes), &next, &again);
         PP_FORGET(end); /* or the loop is unrolled whole */
         for (; row < end; row += pair_bytes, p += 2) {
-            if (PP_NAME(in_quarters)(ASKS)) {
+            if (ASKS == PP_NAME(IN_QUARTERS)) {
                 prefetch_into_l2(next, piece);
                 prefetch_into_l2(again, piece);
                 if (one_more) prefetch_into_l2(next + piece, 64);

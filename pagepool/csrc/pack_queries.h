@@ -3,26 +3,26 @@
  *
  * Pairs of dims come one after another, in a pair the rows of a part: a part is turned, its pairs as words. */
 
-enum { PP_PAIR_FLOATS = 2, PP_TURNED_PAIRS = PP_LANES / PP_PAIR_FLOATS };
-_Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_TURNED_PAIRS == 0, "8 rows are whole squares");
+enum { PP_PAIR_FLOATS = 2 };
+_Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_PAIRS == 0, "8 rows are whole squares");
 
-/* Turns PP_LANES dims times `scale` of all rows at once, in squares of PP_TURNED_PAIRS rows and as many pairs; there
+/* Turns PP_LANES dims times `scale` of all rows at once, in squares of PP_PAIRS rows and as many pairs; there
  * are 8 pointers, those past `rows` as good as any.  Whole vectors are written for each pair: what is beyond its rows
  * is where pairs behind it come, but for the last ones. */
 static void turn_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
-    enum { SQUARES = (PP_MAX_HEADS + PP_TURNED_PAIRS - 1) / PP_TURNED_PAIRS };
+    enum { SQUARES = (PP_MAX_HEADS + PP_PAIRS - 1) / PP_PAIRS };
     const float *end = to + (int64_t)rows * head_dim;
-    const int squares = (rows + PP_TURNED_PAIRS - 1) / PP_TURNED_PAIRS;
+    const int squares = (rows + PP_PAIRS - 1) / PP_PAIRS;
     int32_t d = 0;
     for (; d + PP_LANES <= head_dim; d += PP_LANES) {
-        pp_v turned[SQUARES][PP_TURNED_PAIRS];
+        pp_v turned[SQUARES][PP_PAIRS];
         PP_UNROLL for (int s = 0; s < SQUARES; s++) {
             if (s >= squares) continue;
-            PP_UNROLL for (int i = 0; i < PP_TURNED_PAIRS; i++)
-                turned[s][i] = v_mul(v_load(row[s * PP_TURNED_PAIRS + i] + d), v_set1(scale));
+            PP_UNROLL for (int i = 0; i < PP_PAIRS; i++)
+                turned[s][i] = v_mul(v_load(row[s * PP_PAIRS + i] + d), v_set1(scale));
             v_turn_pairs(turned[s]);
         }
-        PP_UNROLL for (int i = 0; i < PP_TURNED_PAIRS; i++, to += PP_PAIR_FLOATS * rows)
+        PP_UNROLL for (int i = 0; i < PP_PAIRS; i++, to += PP_PAIR_FLOATS * rows)
             PP_UNROLL for (int s = 0; s < SQUARES; s++) {
                 float *at = to + s * PP_LANES;
                 if (s >= squares) continue;

@@ -5,17 +5,17 @@
 #define PP_TURN_SQUARE(word) \
     (((word) & 0xffff00000000ffffu) | (((word) & 0xffff0000u) << 16) | (((word) >> 16) & 0xffff0000u))
 
-enum { PP_SQUARES = PP_LANES / 2 }; /* in a vector, and rows that are turned at once */
+enum { PP_PAIRS = PP_LANES / 2 }; /* pairs of lanes in a vector, and rows that v_turn_pairs turns at once */
 
 /* Row r of `to` becomes column r of `from`; steps in bytes. */
 PP_INLINE void turn_squares(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
-    typedef uint64_t squares __attribute__((vector_size(PP_SQUARES * sizeof(uint64_t))));
-    pp_v a[PP_SQUARES];
-    PP_UNROLL for (int i = 0; i < PP_SQUARES; i++) {
+    typedef uint64_t squares __attribute__((vector_size(PP_PAIRS * sizeof(uint64_t))));
+    pp_v a[PP_PAIRS];
+    PP_UNROLL for (int i = 0; i < PP_PAIRS; i++) {
         squares x;
         memcpy(&x, from + i * from_step, sizeof x);
         a[i] = (pp_v)PP_TURN_SQUARE(x);
     }
     v_turn_pairs(a);
-    PP_UNROLL for (int i = 0; i < PP_SQUARES; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
+    PP_UNROLL for (int i = 0; i < PP_PAIRS; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
 }
