@@ -230,7 +230,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     } else {
         PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, prefetch);
     }
-    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
+    bend_scores(tile, 0, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++) PP_NAME(round_weights)(s + g * PP_TILE, m[g]);

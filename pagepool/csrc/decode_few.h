@@ -373,7 +373,7 @@ PP_INLINE void PP_NAME(begin_rows)(const pp_chunk *work, pp_tile *tile, int head
     rows->block_sums = work->block_sums ? work->block_sums + at * work->num_blocks : NULL;
     PP_NAME(tile_scores)(heads, stages, tile, begin, end, q, q_step, s, prefetch);
     tile->row = r;
-    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, heads, s);
+    bend_scores(tile, 0, heads, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, heads, s);
 }
 

@@ -210,7 +210,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, q_step, s, prefetch);
     const int mode = prefetch;
     PP_NAME(prefetch_between)(mode, tile->v);
-    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes) bend_scores(tile, HEADS, s);
+    bend_scores(tile, 0, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     const float *scales = make_weights(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
@@ -298,12 +298,13 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     pp_tile tile = {.head_dim = layout->head_dim,
                     .v_head_dim = layout->v_head_dim,
                     .scale = pp_in_base_2(work->sm_scale),
-                    .logits_soft_cap = work->logits_soft_cap,
+                    .cap = pp_in_base_2(work->logits_soft_cap),
                     .group_size = work->group_size,
                     .row_stride = work->row_stride,
                     .first_block = work->begin / layout->block_size,
                     .block_size = layout->block_size,
                     .num_blocks = (int)work->num_blocks};
+    if (tile.cap != 0.0f) tile.inverse_cap = 1.0f / tile.cap;
     const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
     const int32_t head_begin = work->part_begin / parts;
     for (int32_t h = first; h < last; h++) work->m[h] = -FLT_MAX; /* and not -inf, which less -inf is NaN */

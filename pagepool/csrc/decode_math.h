@@ -144,7 +144,7 @@ static weights_maker *const make_weights_of[PP_MAX_HEADS + 1] = {NULL,          
                                                                  make_weights_6};
 #endif
 
-/* tanh(x) for 0 <= x < 0.625. */
+/* tanh(x) for x from -0.625 to 0.625, odd. */
 PP_INLINE pp_v tanh_near(pp_v x) {
     const pp_v z = v_mul(x, x);
     pp_v p = v_set1(-5.70498872745e-3f);
@@ -159,10 +159,7 @@ PP_INLINE pp_v tanh_near(pp_v x) {
 PP_INLINE pp_v v_tanh(pp_v x) {
     const pp_v one = v_set1(1.0f), border = v_set1(0.625f);
     const pp_v size = v_max(x, v_sub(v_set1(0.0f), x)); /* a NaN in x is kept */
-    if (!v_any_above(size, 0.62499994f)) { /* the float below 0.625: no lane is far, which is the rule */
-        const pp_v y = tanh_near(size);
-        return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
-    }
+    if (!v_any_above(size, 0.62499994f)) return tanh_near(x); /* the float below 0.625: none is far, the rule */
     const pp_v e = v_exp2(v_mul(size, v_set1((float)(-2.0 * PP_LOG2_E)))), far = v_div(v_sub(one, e), v_add(one, e));
     const pp_v small = v_sub(v_set1(0.0f), v_max(v_set1(-0.625f), v_sub(v_set1(0.0f), size)));
     const pp_v near = tanh_near(small);
@@ -170,30 +167,45 @@ PP_INLINE pp_v v_tanh(pp_v x) {
     return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
 }
 
-/* Bends the scores of `heads` rows of a tile: soft cap, then ALiBi, both in base 2 as scores are.  Each position is
- * rounded by itself, so that it does not depend on the number of lanes beyond 2^24 either. */
-static __attribute__((noinline)) void bend_scores(const pp_tile *tile, int heads, float *s) {
-    float positions[PP_TILE];
-    const float most = pp_in_base_2(tile->logits_soft_cap);
-    const pp_v cap = v_set1(most), inverse = v_set1(1.0f / most);
+/* Soft cap, in base 2 as scores are. */
+static __attribute__((noinline)) void cap_scores(const pp_tile *tile, int heads, float *s) {
+    const pp_v cap = v_set1(tile->cap), inverse = v_set1(tile->inverse_cap);
+    for (int t = 0; t < heads * PP_TILE; t += PP_LANES)
+        v_store(s + t, v_mul(cap, v_tanh(v_mul(v_load(s + t), inverse))));
+}
+
+/* The positions first + t of a tile's tokens, each rounded by itself, so that none depends on the number of lanes
+ * beyond 2^24 either: a multiple of 256, which is a float below 2^31, and what is left over, and both are added once. */
+PP_INLINE void make_positions(int32_t first, pp_v *positions) {
+    static const float tokens[PP_TILE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                          16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+    const int32_t left = first & 255;
+    const pp_v least = v_set1((float)(first - left)), from = v_set1((float)left);
+    PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
+        positions[j] = v_add(least, v_add(from, v_load(tokens + j * PP_LANES)));
+}
+
+/* ALiBi: the scores of rows of a tile that begins `behind` tokens behind the tile at hand. */
+static __attribute__((noinline)) void add_slopes(const pp_tile *tile, int behind, int heads, float *s) {
+    pp_v positions[PP_TILE / PP_LANES];
     int32_t query = tile->row / tile->group_size, head = tile->row % tile->group_size;
-    for (int g = 0; g < heads; g++, s += PP_TILE) {
-        if (tile->alibi_slopes && (g == 0 || head == 0)) {
-            const int32_t distance = (int32_t)(tile->distance - query);
-            for (int t = 0; t < PP_TILE; t++) positions[t] = (float)(distance + t);
-        }
-        const float slope = tile->alibi_slopes ? tile->alibi_slopes[head] : 0.0f;
-        for (int t = 0; t < PP_TILE; t += PP_LANES) {
-            pp_v x = v_load(s + t);
-            if (tile->logits_soft_cap != 0.0f) x = v_mul(cap, v_tanh(v_mul(x, inverse)));
-            if (tile->alibi_slopes) x = v_fma(v_set1(slope), v_load(positions + t), x);
-            v_store(s + t, x);
-        }
-        if (++head == tile->group_size) {
+    const int32_t first = (int32_t)tile->distance + behind;
+    make_positions(first - query, positions);
+    for (int g = 0; g < heads; g++, s += PP_TILE, head++) {
+        if (head == tile->group_size) {
             head = 0;
-            query++;
+            make_positions(first - ++query, positions);
         }
+        const pp_v slope = v_set1(tile->alibi_slopes[head]);
+        PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
+            v_store(s + j * PP_LANES, v_fma(slope, positions[j], v_load(s + j * PP_LANES)));
     }
+}
+
+/* Bends the scores of `heads` rows of the tile that begins `behind` tokens behind the one at hand. */
+PP_INLINE void bend_scores(const pp_tile *tile, int behind, int heads, float *s) {
+    if (tile->cap != 0.0f) cap_scores(tile, heads, s);
+    if (tile->alibi_slopes) add_slopes(tile, behind, heads, s);
 }
 
 #define ALL_SEEN 0xffffffffu

@@ -40,10 +40,10 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const int REPEATS, const pp_tile *
     float *second = s + HEADS * PP_TILE;
     weighing to_do = {.end = HEADS, .s = s, .m = m, .rows = rows, .row_stride = tile->row_stride};
     pp_tile one = {.seen = 0};
-    if (tile->logits_soft_cap != 0.0f || tile->alibi_slopes || tile->block_sums) one = *tile;
+    if (tile->block_sums) one = *tile;
     for (int vector = 0; vector < VECTORS / 2; vector += NV)
         PP_NAME(step_scores)(HEADS, NV, 0, REPEATS, tile, vector, q, s, NULL, prefetch);
-    if (one.logits_soft_cap != 0.0f || one.alibi_slopes) bend_scores(&one, HEADS, s);
+    bend_scores(tile, 0, HEADS, s);
     scales[0] = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale[0]) ? rescale[0] : NULL;
     if (HEADS <= PP_NAME(BEFORE)) {
         while (to_do.next < to_do.end) PP_NAME(weigh_next)(&to_do);
@@ -55,9 +55,8 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const int REPEATS, const pp_tile *
         PP_NAME(step_scores)(HEADS, NV, HEADS - HEADS / 2, REPEATS, tile, VECTORS / 2 + NV, q, s, &to_do, prefetch);
     }
     if (one.block_sums) ADD_TO_BLOCKS(&one, HEADS, s, scales[0]);
-    one.distance += PP_TILE;
     one.begin += PP_TILE;
-    if (one.logits_soft_cap != 0.0f || one.alibi_slopes) bend_scores(&one, HEADS, second);
+    bend_scores(tile, PP_TILE, HEADS, second);
     scales[1] = raise_if_above(HEADS, second, m, rows, tile->row_stride, rescale[1]) ? rescale[1] : NULL;
     to_do.next = 0;
     to_do.s = second;
