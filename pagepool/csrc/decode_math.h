@@ -159,7 +159,7 @@ PP_INLINE pp_v tanh_near(pp_v x) {
 PP_INLINE pp_v v_tanh(pp_v x) {
     const pp_v one = v_set1(1.0f), border = v_set1(0.625f);
     const pp_v size = v_max(x, v_sub(v_set1(0.0f), x)); /* a NaN in x is kept */
-    if (!v_any_above(size, 0.62499994f)) return tanh_near(x); /* the float below 0.625: none is far, the rule */
+    if (!v_any_above(size, 0.62499994f)) return tanh_near(x); /* the float below 0.625: none is far */
     const pp_v e = v_exp2(v_mul(size, v_set1((float)(-2.0 * PP_LOG2_E)))), far = v_div(v_sub(one, e), v_add(one, e));
     const pp_v small = v_sub(v_set1(0.0f), v_max(v_set1(-0.625f), v_sub(v_set1(0.0f), size)));
     const pp_v near = tanh_near(small);
@@ -174,8 +174,8 @@ static __attribute__((noinline)) void cap_scores(const pp_tile *tile, int heads,
         v_store(s + t, v_mul(cap, v_tanh(v_mul(v_load(s + t), inverse))));
 }
 
-/* The positions first + t of a tile's tokens, each rounded by itself, so that none depends on the number of lanes
- * beyond 2^24 either: a multiple of 256, which is a float below 2^31, and what is left over, and both are added once. */
+/* The positions first + t of a tile's tokens, each rounded by itself, so that none depends on the number of lanes beyond
+ * 2^24 either: a multiple of 256, which is a float up to 2^31, and what is left over are added once. */
 PP_INLINE void make_positions(int32_t first, pp_v *positions) {
     static const float tokens[PP_TILE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                           16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};

@@ -12,8 +12,9 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
     const int STEP = PAIRS * HEADS * 2;
     /* In 16 bit a chain that goes alone asks for one group's K, line behind line, and the other chain for the other's;
      * so do the passes over values, below.  Each for its part of all groups, lines of a page were asked for in steps of
-     * two: S2 took 1.5 % longer and with two threads 2 to 7 %.  In f32 it made no difference. */
-    const int ALONE = PP_ITEM == 2 && EVEN != ODD && NV == 2 && PER_GROUP == 1;
+     * two: S2 took 1.5 % longer and with two threads 2 to 7 %. */
+    const int ALONE = EVEN != ODD && NV == 2 && PER_GROUP == 1, IN_LINE = ALONE && PP_ITEM == 2;
+    const int BY_SIDES = ALONE && PP_ITEM == 4 && PP_WIDE && REPEATS;
     const int bytes = PP_NAME(chain_bytes)(EVEN, ODD), skip = PP_NAME(chain_skips)(EVEN);
     const unsigned char *row = tile->k[first / PER_GROUP];
     int64_t here[4], ahead[4], half[4]; /* from there to what a vector reads, and to what is asked for */
@@ -25,25 +26,29 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
         half[j] = apart(tile->v[group], row);
     }
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
+    pp_sides sides; /* each of four chains moves by a quarter of K */
+    if (BY_SIDES) sides = sides_at(tile, (first + ODD) * tile->head_dim / 4);
     const int64_t steps = tile->head_dim / (2 * PAIRS), piece = steps / (WEIGHED + 1);
     const float *end = q + steps * STEP;
     for (int heads = WEIGHED; heads >= 0; heads--) {
         for (const float *stop = heads ? q + piece * STEP : end; q < stop; q += STEP) {
+            if (BY_SIDES) PP_FORGET(sides.at);
             PP_FORGET(row); /* or each of the places is counted up, and registers do not suffice */
             PP_UNROLL for (int i = 0; i < PAIRS; i++, row += PP_NAME(K_PAIR_BYTES)) {
-                const int asks = ALONE || PP_NAME(chain_asks)(EVEN, ODD, i);
+                const int asks = !BY_SIDES && (IN_LINE || PP_NAME(chain_asks)(EVEN, ODD, i));
                 pp_v a[4], b[4];
                 PP_UNROLL for (int j = 0; j < NV; j++)
                     LOAD2(distant(row, here[j]), PP_GROUP, (first + j) % PER_GROUP * PP_LANES, &a[j], &b[j]);
                 PP_UNROLL for (int j = 0; j < NV; j++)
-                    if (!REPEATS && asks && (ALONE ? j == ODD : (first + j) % PER_GROUP == 0))
+                    if (!REPEATS && asks && (IN_LINE ? j == ODD : (first + j) % PER_GROUP == 0))
                         prefetch_once(prefetch, distant(row, ahead[j]) + skip, bytes);
                 PP_UNROLL for (int g = 0; g < HEADS; g++) {
                     PP_UNROLL for (int j = 0; j < NV; j++)
-                        if (REPEATS && asks && (ALONE ? j == ODD : (first + j) % PER_GROUP == 0))
+                        if (REPEATS && asks && (IN_LINE ? j == ODD : (first + j) % PER_GROUP == 0))
                             prefetch_share(g, HEADS, PP_ITEM == 4, bytes, distant(row, ahead[j]) + skip,
                                            distant(row, half[j]) + skip, distant(row, here[j]) + PP_NEAR,
                                            distant(row, here[j]) + PP_NEARER);
+                    if (BY_SIDES) prefetch_sides(g, HEADS, 2 * i, 2, &sides);
                     const float *pair = q + (i * HEADS + g) * 2;
                     const pp_spread x = v_spread(pair + !EVEN), y = EVEN && ODD ? v_spread(pair + 1) : x;
                     PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -52,6 +57,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
                     }
                 }
             }
+            if (BY_SIDES) sides.at += 64;
         }
         if (heads) PP_NAME(weigh_next)(to_do);
     }
@@ -89,11 +95,14 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
     const int PASSES = PP_V_RUN / (NV * PP_LANES), IN_LINE = PP_WIDE && PP_ITEM == 2 && PASSES > 1;
     const int first_asked = column % PP_V_RUN / (NV * PP_LANES) * (4 / PASSES);
     _Static_assert(PP_MAX_HEADS <= 2 * PP_GROUP / 4, "a head with every fourth token of the first tile");
+    const int BY_SIDES = PP_WIDE && PP_ITEM == 4 && REPEATS && PASSES > 1;
+    pp_sides sides;
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         PP_UNROLL for (int j = 0; j < NV; j++)
             sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
     for (int i = 0; i < 4; i++) {
+        if (BY_SIDES && i % 2 == 0) sides = sides_at(tile, tile->head_dim + column + i * (PP_GROUP / 2));
         const float *scale = i % 2 ? NULL : scales[i / 2];
         if (scale)
             PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -112,7 +121,9 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
             if (!REPEATS) prefetch_once(prefetch, IN_LINE ? visit : distant(rows, ahead), part);
             PP_UNROLL for (int j = 0; j < NV; j++) LOAD2(rows, PP_V_RUN, j * PP_LANES, &a[j], &b[j]);
             PP_UNROLL for (int g = 0; g < HEADS; g++) {
-                if (REPEATS && IN_LINE)
+                if (BY_SIDES)
+                    prefetch_sides(g, HEADS, 0, 4, &sides);
+                else if (REPEATS && IN_LINE)
                     prefetch_share(g, HEADS, PP_ITEM == 4, part, visit, distant(visit, gap), visit, visit);
                 else if (REPEATS)
                     prefetch_share(g, HEADS, PP_ITEM == 4, part, distant(rows, ahead), distant(rows, half),
@@ -121,6 +132,7 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
                 PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(a[j], w, sum[g * NV + j]);
             }
             if (IN_LINE) visit += part;
+            if (BY_SIDES) sides.at += 64;
             PP_UNROLL for (int g = 0; g < HEADS; g++) {
                 const pp_spread w = v_spread(weight + g * PP_TILE + 1);
                 PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(b[j], w, sum[g * NV + j]);
