@@ -174,8 +174,8 @@ static __attribute__((noinline)) void cap_scores(const pp_tile *tile, int heads,
         v_store(s + t, v_mul(cap, v_tanh(v_mul(v_load(s + t), inverse))));
 }
 
-/* The positions first + t of a tile's tokens, each rounded by itself, so that none depends on the number of lanes beyond
- * 2^24 either: a multiple of 256, which is a float up to 2^31, and what is left over are added once. */
+/* The positions first + t of a tile's tokens, each rounded by itself, so that none depends on the number of lanes
+ * beyond 2^24 either: a multiple of 256, which is a float up to 2^31, and what is left over are added once. */
 PP_INLINE void make_positions(int32_t first, pp_v *positions) {
     static const float tokens[PP_TILE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                           16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
