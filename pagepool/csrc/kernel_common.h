@@ -79,8 +79,8 @@ PP_INLINE void prefetch_past_l2(const unsigned char *at, int bytes) {
  * EARLY, LATE: two parts, one asks for what is read first, the other for the rest.
  * RUN: lines that lie one behind another for long are read about as fast as memory delivers.  Zen 4's own prefetchers
  * alone reach 0.93 to 0.98 of that, and at times (on a host that others use, presumably as they are throttled) less
- * than half: asked for three times, none of them into L1, lines come at 0.85 to 0.95 of it always.  Wide units ask
- * once, a run of V ahead, into L1 past L2: on Zen 5 twice takes 1.05 to 1.2 times as long then. */
+ * than half: asked for three times, none of them into L1, lines come at 0.85 to 0.95 of it always.  Wide units ask a
+ * run of V ahead, into L1 past L2, and in f32 once more PP_NEAR bytes ahead. */
 enum { PP_PREFETCH_EARLY = PP_PREFETCH_REPEAT + 1, PP_PREFETCH_LATE, PP_PREFETCH_RUN };
 
 /* Prefetches `bytes` (whole lines) at places that are read later: a head's visit later and, where lines are asked for
@@ -88,10 +88,10 @@ enum { PP_PREFETCH_EARLY = PP_PREFETCH_REPEAT + 1, PP_PREFETCH_LATE, PP_PREFETCH
  * later and, by the former, PP_NEARER bytes later.  The next head's or page's are found through the block table;
  * hardware prefetchers stop at the end of a 4 KB page and know nothing of the table.
  *
- * For wide units (Zen 5) a visit and half a visit before, into L1, are best for all but runs: S2 in f32 in 2.7 ms, by
- * four times as on Zen 4 in 2.7 to 2.9, by a visit before alone in 3.2, and S1 in bf16 in 0.92, 0.97 and 1 times the
- * latter's.  The first time past L2, from which nothing need make way for what is read once: S2 in 16 bit in 0.96 of
- * the time, others in 0.98 to 1.  What is larger than L1 and no longer there is brought by the second time. */
+ * For wide units (Zen 5) a visit and half a visit before, into L1, are best for all but runs and, in f32, 7 and 8 heads
+ * (prefetch_sides.h): S1 in bf16 in 0.92 of the time of a visit before alone, by four times as on Zen 4 in 0.97.  The
+ * first time past L2, from which nothing need make way for what is read once: S2 in 16 bit in 0.96 of the time, others
+ * in 0.98 to 1.  What is larger than L1 and no longer there is brought by the second time. */
 enum { PP_NEAR = 2048, PP_NEARER = 512 };
 PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned char *visit, const unsigned char *half,
                              const unsigned char *near, const unsigned char *nearer) {

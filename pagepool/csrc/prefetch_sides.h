@@ -6,7 +6,7 @@
  * to 26 GB/s one page after the other, to 33 two, three or four side by side, to 31 eight.
  *
  * Of a group K of one head and V lie behind each other; reading all of it is a visit.  Each line is asked for twice,
- * when so many lines fewer of its group are read: FAR, past L2, and NEAR, into L1.  S2 took 0.94 of its time side by
+ * when so many lines fewer of its group are read: FAR, past L2, and NEAR, into L1.  S2 took 0.95 of its time side by
  * side, a visit (128 lines) and half a visit before, and 0.87 so; with 96 and 32, 64 and 32, 80 and 16 lines 0.91, 0.89
  * and 0.89.  Both are multiples of what is asked for at a time, 16 lines, so that a visit ends between two times. */
 enum { PP_FAR_LINES = 80, PP_NEAR_LINES = 32 };
