@@ -26,7 +26,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
         half[j] = apart(tile->v[group], row);
     }
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
-    pp_sides sides; /* each of four chains moves by a quarter of K */
+    pp_sides sides; /* by prefetch_sides.h; each of the four chains moves by a quarter of K */
     if (BY_SIDES) sides = sides_at(tile, (first + ODD) * tile->head_dim / 4);
     const int64_t steps = tile->head_dim / (2 * PAIRS), piece = steps / (WEIGHED + 1);
     const float *end = q + steps * STEP;

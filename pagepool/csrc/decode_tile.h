@@ -10,7 +10,7 @@ typedef struct pp_tile {
     int step;                                   /* the tile after it is done along: all rows see all of both */
     uint32_t seen;                              /* a bit for each of its tokens; not 0 */
     int head_dim, v_head_dim;
-    float scale, cap, inverse_cap;              /* for queries that are not scaled; soft cap, or 0: in base 2 */
+    float scale, cap, inverse_cap;              /* for queries not scaled; soft cap, or 0, its inverse: in base 2 */
     const float *alibi_slopes;                  /* of the query heads of the kv head, in base 2, or NULL */
     int32_t row, group_size;                    /* the first row at work: query token row / group_size, head the rest */
     int64_t distance;                           /* from the first query token back to the tile's first: 0 or below */
