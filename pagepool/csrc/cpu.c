@@ -61,7 +61,8 @@ static unsigned family_of_amd(const char *maker, unsigned signature) {
 
 int pp_prefetch_mode_of(const char *maker, unsigned signature) {
     if (!strcmp(maker, "GenuineIntel")) return PP_PREFETCH_L2;
-    return family_of_amd(maker, signature) >= 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
+    const unsigned family = family_of_amd(maker, signature);
+    return family >= 0x1a ? PP_PREFETCH_PAST : family == 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
 }
 
 int pp_has_wide_units(const char *maker, unsigned signature) {

@@ -18,9 +18,8 @@
  * delivers hardly faster than it is used, their four stages for a quarter each, if K and V have as many lines, in whole
  * runs. */
 PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts, const pp_tile *tile) {
-    if (mode == PP_PREFETCH_RUN) mode = PP_PREFETCH_REPEAT; /* a third time took 1.2 times as long in f32 */
-    if (mode != PP_PREFETCH_REPEAT) return place == 0 ? mode : PP_PREFETCH_NONE;
-    if (parts == 1) return mode;
+    if (mode != PP_PREFETCH_REPEAT && mode != PP_PREFETCH_PAST) return place == 0 ? mode : PP_PREFETCH_NONE;
+    if (parts == 1) return PP_PREFETCH_REPEAT;
     if (place > 1) return PP_PREFETCH_NONE;
     if (PP_ITEM == 2 || tile->head_dim != tile->v_head_dim || tile->head_dim % PP_V_RUN || !tile->next_v[0])
         return PP_PREFETCH_L2;
@@ -28,11 +27,35 @@ PP_INLINE int PP_NAME(part_prefetch)(int mode, int place, int parts, const pp_ti
 }
 
 /* How a stage asks for lines while it computes: known when its loop is compiled, where they are many, since tests in
- * each turn were 6 of 50 instructions. */
-enum { PP_NAME(BY_MODE), PP_NAME(ONCE), PP_NAME(TWICE), PP_NAME(IN_QUARTERS), PP_NAME(WAYS) }; /* the last in f32 */
-PP_INLINE int PP_NAME(way_to_ask)(int mode) {
-    if (PP_ITEM == 4 && mode > PP_PREFETCH_REPEAT) return PP_NAME(IN_QUARTERS);
-    return mode == PP_PREFETCH_REPEAT ? PP_NAME(TWICE) : mode == PP_PREFETCH_L2 ? PP_NAME(ONCE) : PP_NAME(BY_MODE);
+ * each turn were 6 of 50 instructions.  PAST: the first time past L2.  Quarters are asked for in f32. */
+enum {
+    PP_NAME(BY_MODE),
+    PP_NAME(ONCE),
+    PP_NAME(TWICE),
+    PP_NAME(TWICE_PAST),
+    PP_NAME(IN_QUARTERS),
+    PP_NAME(IN_QUARTERS_PAST),
+    PP_NAME(WAYS)
+};
+PP_INLINE int PP_NAME(is_twice)(const int ASKS) { return ASKS == PP_NAME(TWICE) || ASKS == PP_NAME(TWICE_PAST); }
+PP_INLINE int PP_NAME(is_in_quarters)(const int ASKS) {
+    return ASKS == PP_NAME(IN_QUARTERS) || ASKS == PP_NAME(IN_QUARTERS_PAST);
+}
+
+/* How a part that prefetches as `prefetch` says does so on this machine, whose mode is `mode`. */
+PP_INLINE int PP_NAME(way_to_ask)(int mode, int prefetch) {
+    const int past = mode == PP_PREFETCH_PAST;
+    if (PP_ITEM == 4 && prefetch > PP_PREFETCH_PAST) return past ? PP_NAME(IN_QUARTERS_PAST) : PP_NAME(IN_QUARTERS);
+    if (prefetch == PP_PREFETCH_REPEAT) return past ? PP_NAME(TWICE_PAST) : PP_NAME(TWICE);
+    return prefetch == PP_PREFETCH_L2 ? PP_NAME(ONCE) : PP_NAME(BY_MODE);
+}
+
+/* Asks for `bytes` the first time. */
+PP_INLINE void PP_NAME(ask_first)(const int ASKS, const unsigned char *at, int bytes) {
+    if (ASKS == PP_NAME(TWICE_PAST) || ASKS == PP_NAME(IN_QUARTERS_PAST))
+        prefetch_past_l2(at, bytes);
+    else
+        prefetch_into_l2(at, bytes);
 }
 
 /* A stage's quarter, in the order of the stages (scores of both parts, then values): a group's K or V, which is read a
@@ -73,21 +96,26 @@ PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int OD
     if (HEADS == 3 && NV == 4) v_kept_12(sum);
 }
 
-/* Asks for what `row` and the neighbouring pair are to one or two groups, a visit later and, if TWICE, half a visit
+/* Asks for what `row` and the neighbouring pair are to one or two groups, a visit later and, if twice, half a visit
  * later.  What the chains of a stage ask for is spread evenly over their work: of three vectors and one, three times
  * two and one.  In 16 bit the first chain asks for what is near and the second for what is far, which came out faster
  * than to share both. */
-PP_INLINE void PP_NAME(ask_for_rows)(const int NV, const int EVEN, const int ODD, const int TWICE, int prefetch,
+PP_INLINE void PP_NAME(ask_for_rows)(const int NV, const int EVEN, const int ODD, const int ASKS, int prefetch,
                                      const unsigned char *row, const int64_t *visit, const int64_t *half) {
     enum { LINES = 2 * PP_NAME(K_PAIR_BYTES) / 64, GROUPS = 2 };
-    const int groups = NV == 2 ? 1 : GROUPS, all = groups * LINES * (TWICE ? 2 : 1);
+    const int TWICE = PP_NAME(is_twice)(ASKS), groups = NV == 2 ? 1 : GROUPS, all = groups * LINES * (TWICE ? 2 : 1);
     const int begin = NV == 1 ? all * 3 / 4 : NV == 3 && ODD ? all * 3 / 8 : !EVEN ? all / 2 : 0;
     const int end = NV == 1 || ODD ? (NV == 3 ? all * 3 / 4 : all) : NV == 3 ? all * 3 / 8 : all / 2;
     PP_UNROLL for (int i = begin; i < end; i++) {
         const int near_first = TWICE && PP_ITEM == 2, far = near_first ? i >= all / 2 : !TWICE || i % 2;
         const int line = near_first ? i % (all / 2) : TWICE ? i / 2 : i;
         const unsigned char *at = distant(row, (far ? visit : half)[line / LINES]) + line % LINES * 64;
-        prefetch_once(far ? prefetch : (int)PP_PREFETCH_L2, at, 64);
+        if (far && ASKS == PP_NAME(BY_MODE))
+            prefetch_once(prefetch, at, 64);
+        else if (far)
+            PP_NAME(ask_first)(ASKS, at, 64);
+        else
+            prefetch_into_l2(at, 64);
     }
 }
 
@@ -112,20 +140,21 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
     const int PIECE = LONE ? 64 : NV == 3 ? (EVEN ? 128 : 64) : NV * BYTES / (EVEN && ODD ? 4 : 8);
     const int64_t before = LONE ? 192 : NV == 3 ? 128 * ODD : PIECE * (NV == 4 ? ODD : 2 * group + ODD);
     const unsigned char *next = NULL, *again = NULL;
-    if (ASKS == PP_NAME(IN_QUARTERS)) PP_NAME(quarter_of)(prefetch, 0, tile, steps * before, &next, &again);
+    if (PP_NAME(is_in_quarters)(ASKS)) PP_NAME(quarter_of)(prefetch, 0, tile, steps * before, &next, &again);
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     for (; row < end; row += BYTES) {
-        if (ASKS == PP_NAME(IN_QUARTERS)) {
-            prefetch_into_l2(next, PIECE);
+        if (PP_NAME(is_in_quarters)(ASKS)) {
+            PP_NAME(ask_first)(ASKS, next, PIECE);
             prefetch_into_l2(again, PIECE);
             next += PIECE, again += PIECE;
         }
-        if (ASKS == PP_NAME(TWICE) || (ASKS == PP_NAME(BY_MODE) && prefetch == PP_PREFETCH_REPEAT))
-            PP_NAME(ask_for_rows)(NV, EVEN, ODD, 1, PP_PREFETCH_L2, row, visit, half);
-        else if (ASKS == PP_NAME(ONCE) || (ASKS == PP_NAME(BY_MODE) && prefetch))
-            PP_NAME(ask_for_rows)(NV, EVEN, ODD, 0, ASKS == PP_NAME(ONCE) ? (int)PP_PREFETCH_L2 : prefetch, row, visit,
-                                  half);
+        if (PP_NAME(is_twice)(ASKS) || ASKS == PP_NAME(ONCE))
+            PP_NAME(ask_for_rows)(NV, EVEN, ODD, ASKS, PP_PREFETCH_L2, row, visit, half);
+        else if (ASKS == PP_NAME(BY_MODE) && prefetch == PP_PREFETCH_REPEAT)
+            PP_NAME(ask_for_rows)(NV, EVEN, ODD, PP_NAME(TWICE), PP_PREFETCH_L2, row, visit, half);
+        else if (ASKS == PP_NAME(BY_MODE) && prefetch)
+            PP_NAME(ask_for_rows)(NV, EVEN, ODD, ASKS, prefetch, row, visit, half);
         PP_UNROLL for (int i = 0; i < PAIRS; i++, q += q_step) {
             const unsigned char *at[4];
             PP_UNROLL for (int j = 0; j < NV; j++)
@@ -169,19 +198,20 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int ASKS, co
         const int64_t visit = apart(prefetch ? tile->next_v[i] : tile->v[i], tile->v[i]) + asked;
         const int64_t half = apart(tile->next_k[i], tile->v[i]) + asked;
         const unsigned char *next = NULL, *again = NULL;
-        if (ASKS == PP_NAME(IN_QUARTERS))
+        if (PP_NAME(is_in_quarters)(ASKS))
             PP_NAME(quarter_of)(prefetch, 1, tile, run + line * 64 + i * (PP_GROUP / 4 * pair_bytes), &next, &again);
         PP_FORGET(end); /* or the loop is unrolled whole */
         for (; row < end; row += pair_bytes, p += 2) {
-            if (ASKS == PP_NAME(IN_QUARTERS)) {
-                prefetch_into_l2(next, piece);
+            if (PP_NAME(is_in_quarters)(ASKS)) {
+                PP_NAME(ask_first)(ASKS, next, piece);
                 prefetch_into_l2(again, piece);
-                if (one_more) prefetch_into_l2(next + piece, 64);
+                if (one_more) PP_NAME(ask_first)(ASKS, next + piece, 64);
                 if (one_more) prefetch_into_l2(again + piece, 64);
                 next += pair_bytes / 2, again += pair_bytes / 2;
             }
-            if (ASKS == PP_NAME(ONCE) || ASKS == PP_NAME(TWICE)) prefetch_into_l2(distant(row, visit), bytes);
-            if (ASKS == PP_NAME(TWICE)) prefetch_into_l2(distant(row, half), bytes);
+            if (PP_NAME(is_twice)(ASKS) || ASKS == PP_NAME(ONCE))
+                PP_NAME(ask_first)(ASKS, distant(row, visit), bytes);
+            if (PP_NAME(is_twice)(ASKS)) prefetch_into_l2(distant(row, half), bytes);
             if (ASKS == PP_NAME(BY_MODE) && prefetch) {
                 prefetch_once(prefetch, distant(row, visit), bytes);
                 if (prefetch == PP_PREFETCH_REPEAT) prefetch_into_l2(distant(row, half), bytes);
@@ -235,8 +265,10 @@ PP_INLINE int PP_NAME(most_values)(int heads) { return heads == 1 ? 8 : heads <=
 PP_ALL_STAGES(by_mode, PP_NAME(BY_MODE))
 PP_ALL_STAGES(once, PP_NAME(ONCE))
 PP_ALL_STAGES(twice, PP_NAME(TWICE))
+PP_ALL_STAGES(twice_past, PP_NAME(TWICE_PAST))
 #if PP_ITEM == 4
 PP_ALL_STAGES(in_quarters, PP_NAME(IN_QUARTERS))
+PP_ALL_STAGES(in_quarters_past, PP_NAME(IN_QUARTERS_PAST))
 #endif
 
 #define PP_ENTRY(way, HEADS, fourth, last) \
@@ -253,8 +285,10 @@ static const PP_NAME(stages) PP_NAME(all_stages)[PP_NAME(WAYS)][PP_MAX_HEADS + 1
     [PP_NAME(BY_MODE)] = PP_ENTRIES(by_mode),
     [PP_NAME(ONCE)] = PP_ENTRIES(once),
     [PP_NAME(TWICE)] = PP_ENTRIES(twice),
+    [PP_NAME(TWICE_PAST)] = PP_ENTRIES(twice_past),
 #if PP_ITEM == 4
     [PP_NAME(IN_QUARTERS)] = PP_ENTRIES(in_quarters),
+    [PP_NAME(IN_QUARTERS_PAST)] = PP_ENTRIES(in_quarters_past),
 #endif
 };
 #undef PP_CHAIN
@@ -363,7 +397,7 @@ PP_INLINE void PP_NAME(begin_rows)(const pp_chunk *work, pp_tile *tile, int head
                                    const float *q, int64_t q_step, float *s, int prefetch, PP_NAME(work) *rows) {
     enum { VECTORS = PP_TILE / PP_LANES };
     const int begin = tile->seen << PP_GROUP ? 0 : VECTORS / 2, end = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
-    const PP_NAME(stages) *stages = &PP_NAME(all_stages)[PP_NAME(way_to_ask)(prefetch)][heads];
+    const PP_NAME(stages) *stages = &PP_NAME(all_stages)[PP_NAME(way_to_ask)(work->prefetch, prefetch)][heads];
     rows->stages = tile->next_v[0] ? stages : &PP_NAME(all_stages)[PP_NAME(BY_MODE)][heads];
     rows->heads = heads;
     rows->prefetch = tile->next_v[0] ? prefetch : PP_PREFETCH_NONE;

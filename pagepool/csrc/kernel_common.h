@@ -81,7 +81,7 @@ PP_INLINE void prefetch_past_l2(const unsigned char *at, int bytes) {
  * alone reach 0.93 to 0.98 of that, and at times (on a host that others use, presumably as they are throttled) less
  * than half: asked for three times, none of them into L1, lines come at 0.85 to 0.95 of it always.  Wide units ask a
  * run of V ahead, into L1 past L2, and in f32 once more PP_NEAR bytes ahead. */
-enum { PP_PREFETCH_EARLY = PP_PREFETCH_REPEAT + 1, PP_PREFETCH_LATE, PP_PREFETCH_RUN };
+enum { PP_PREFETCH_EARLY = PP_PREFETCH_PAST + 1, PP_PREFETCH_LATE, PP_PREFETCH_RUN };
 
 /* Prefetches `bytes` (whole lines) at places that are read later: a head's visit later and, where lines are asked for
  * again, half a visit later and, by what reads FAST (f32, dot products) and in runs, also a run of V or PP_NEAR bytes
