@@ -17,7 +17,13 @@ from sides.common import write_case
 HERE = Path(__file__).resolve().parent
 PATIENCE = 240  # seconds until a side that does not answer counts as failed
 CHUNKS = (2048, 4096, 8192, 65536)
-DOT_SIDES = {"ours_bf16"}  # bounded by the rate of dot products, where there are such, and not by that of fma
+
+
+def bound_of(module, environment):
+    """The rate that bounds a side, where the machine has it, and else that of fma in its longest vectors."""
+    return {"ours_bf16": "dot"}.get(module) or {"avx2": "fma_of_8"}.get(environment.get("PAGEPOOL_ISA"), "fma")
+
+
 PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
 
 
@@ -66,7 +72,7 @@ class Comparison:
         self.threads, self.rounds, self.seconds = options.threads, options.rounds, options.seconds
         self.say = say
         self.machine = Machine()
-        self.dots = {name for name, (_, module, _) in sides.items() if module in DOT_SIDES}
+        self.bounds = {name: bound_of(module, environment) for name, (_, module, environment) in sides.items()}
         # libgomp and friends make as many threads as the largest count; large allocations come on huge pages
         common = {
             "OMP_NUM_THREADS": str(max(self.threads)),
@@ -151,12 +157,11 @@ class Comparison:
 
     def rates(self, threads):
         """What so many cores compute at this moment: on shared machines it changes within milliseconds."""
-        kinds = ("fma", "dot") if self.dots else ("fma",)
-        return {kind: self.machine.rate(kind, threads, 0.005) for kind in kinds}
+        return {kind: self.machine.rate(kind, threads, 0.005) for kind in {"fma", *self.bounds.values()}}
 
     def compute(self, name, work, rates):
         """Seconds that the work of a side takes at the rates of each round."""
-        return [work / ((name in self.dots and rate["dot"]) or rate["fma"]) for rate in rates]
+        return [work / (rate[self.bounds[name]] or rate["fma"]) for rate in rates]
 
 
 def facts(machine, threads):

@@ -6,12 +6,12 @@
     python bench/limit.py --busy [--shape S5]           2 threads while one core does something else
 
 A cell's limit is the greater of two times: that to stream its bytes of K and V from memory, contiguous and at the best
-of three prefetch distances, and that to do its multiplications and additions at the FMA rate of so many cores or, in
-arithmetic of bf16, at the rate of dot products. Rounds of (stream, pages, FMA, decode, FMA) alternate; the share is the
-median of the rounds' shares. The greater of a round's two rates counts; `of best` is the share at the greatest rate of
-all rounds. `pages` is the time to read the same bytes in shuffled pieces of a page's size at the best of four ways to
-prefetch: what a block table leaves of the stream. Nobody finds bytes in a cache: all rotate over 400 MB, decode over
-layers of its pool.
+of three prefetch distances, and that to do its multiplications and additions at the FMA rate of so many cores (with
+AVX2 forced that of its vectors) or, in arithmetic of bf16, at the rate of dot products. Rounds of (stream, pages, FMA,
+decode, FMA) alternate; the share is the median of the rounds' shares. The greater of a round's two rates counts; `of
+best` is the share at the greatest rate of all rounds. `pages` is the time to read the same bytes in shuffled pieces of
+a page's size at the best of seven ways, one by one or four side by side: what a block table leaves of the stream.
+Nobody finds bytes in a cache: all rotate over 400 MB, decode over layers of its pool.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from statistics import median
 
 from busy import busy
 from interleave import Comparison, add_options, facts, names
-from shapes import AVX2_TARGETS, ITEM_BYTES
+from shapes import AVX2_TARGETS, ITEM_BYTES, target
 from variants import variants
 
 RATE_NAMES = {
     "fma": "f32 FMA, GFLOP/s",
+    "fma_of_8": "f32 FMA of 8 lanes (AVX2), GFLOP/s",
     "dot": "bf16 dot (vdpbf16ps), GFLOP/s",
     "widen": "bf16 load + widen + FMA, GFLOP/s",
     "exp": "exp, degree 5, 10^9 values/s",
@@ -57,8 +58,9 @@ def print_facts(found):
 
 def print_row(row):
     for name, side in row["sides"].items():
-        wanted = None if name == "bf16" else row["target"]
         binds = "stream" if side["compute_ms"] <= row["stream_ms"] else "dot" if name == "bf16" else "fma"
+        bound = row["binds"] if name != "avx2" else binds
+        wanted = None if name == "bf16" else target(row["shape"], row["dtype"], row["threads"], bound)
         reached = "" if wanted is None else f"{wanted:6.2f}  {'yes' if round(side['share'], 2) >= wanted else 'no'}"
         print(
             f"{row['shape']:5} {row['dtype']:9} {row['threads']:7} {row['stream_ms']:9.3f} "
@@ -70,8 +72,8 @@ def print_row(row):
 
 
 def print_ratios(rows, first, second):
-    """How fast the first side is, as a part of the second."""
-    print(f"\nspeed of {first} over {second}\nshape dtype     threads   ratio  target")
+    """How fast the first side is, as a part of the second, and would be if nothing but its multiplications bound it."""
+    print(f"\nspeed of {first} over {second}\nshape dtype     threads   ratio  target  at its FMA rate")
     for row in rows:
         rounds = [row["sides"].get(side, {}).get("rounds") for side in (first, second)]
         if None in rounds:
@@ -80,7 +82,8 @@ def print_ratios(rows, first, second):
         wanted = AVX2_TARGETS.get(row["shape"], {}).get(ITEM_BYTES[row["dtype"]])
         asked = first == "avx2" and second.startswith("avx512")
         shown = f"{wanted:.2f}" if asked and wanted is not None else ""
-        print(f"{row['shape']:5} {row['dtype']:9} {row['threads']:7}  {ratio:6.2f}  {shown:>6}")
+        most = row["sides"][second]["ms"] / row["sides"][first]["compute_ms"]
+        print(f"{row['shape']:5} {row['dtype']:9} {row['threads']:7}  {ratio:6.2f}  {shown:>6}  {most:15.2f}")
 
 
 def shares(options):

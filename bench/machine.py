@@ -12,10 +12,19 @@ from statistics import median
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-# Prefetches that are tried: bytes ahead and the cache that they fill.
-STREAM_PREFETCHES = ((0, 1), (2048, 1), (8192, 1))
-CHUNK_PREFETCHES = ((0, 1), (4096, 1), (4096, 2), (16384, 2))
-RATES = ("fma", "dot", "widen", "exp")
+# Ways to read that are tried: bytes from what is read to what is prefetched, the cache that prefetches fill, and
+# whether chunks are read side by side.
+STREAM_WAYS = ((0, 1, False), (2048, 1, False), (8192, 1, False))
+CHUNK_WAYS = (
+    (0, 1, False),
+    (4096, 1, False),
+    (4096, 2, False),
+    (16384, 2, False),
+    (2048, 1, True),
+    (4096, 1, True),
+    (4096, 2, True),
+)
+RATES = ("fma", "fma_of_8", "dot", "widen", "exp")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread"]
 
 
@@ -32,7 +41,7 @@ class Machine:
         self._lib.stream_buffer.restype = pointer
         self._lib.stream_buffer.argtypes = [size]
         self._lib.stream_free.argtypes = [pointer, size]
-        self._lib.stream_run.argtypes = [pointer, size, whole, whole, size, whole, pointer, size, whole, pointer]
+        self._lib.stream_run.argtypes = [pointer, size, *[whole] * 2, size, *[whole] * 2, pointer, size, whole, pointer]
         for name in RATES:
             rate = getattr(self._lib, "rate_" + name)
             rate.argtypes, rate.restype = [ctypes.c_double], ctypes.c_double
@@ -55,10 +64,10 @@ class Machine:
     def stream(self, num_bytes, copies, threads, calls):
         """The median time to read so many bytes in one stretch, at the best prefetch distance."""
         self.reserve(num_bytes * copies)
-        return min(self._run(num_bytes, copies, threads, way, None, 0, calls) for way in STREAM_PREFETCHES)
+        return min(self._run(num_bytes, copies, threads, way, None, 0, calls) for way in STREAM_WAYS)
 
-    def chunks(self, num_bytes, copies, chunk, threads, calls, ways=CHUNK_PREFETCHES):
-        """The median times to read so many bytes in shuffled chunks, one for each way to prefetch along their list."""
+    def chunks(self, num_bytes, copies, chunk, threads, calls, ways=CHUNK_WAYS):
+        """The median times to read so many bytes in shuffled chunks, one for each way to follow their list."""
         self.reserve(num_bytes * copies)
         order = np.random.default_rng(2).permutation(num_bytes // chunk).astype(np.uint32)
         return [self._run(num_bytes, copies, threads, way, order.ctypes.data, chunk, calls) for way in ways]

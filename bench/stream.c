@@ -2,7 +2,7 @@
  *
  * 64-byte loads, xor-ed into 8 accumulators that are used in the end, or the compiler would drop them.  Either one
  * contiguous stretch, which is the limit that kernels are compared with, or chunks of it in an order that a list
- * gives, as a block table does, with prefetches that follow the list.  On huge pages.  Built by bench/machine.py with
+ * gives, as a block table does, one by one or some side by side, with prefetches that follow the list.  On huge pages.  Built by bench/machine.py with
  * -O3 for the machine it runs on. */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -15,7 +15,7 @@
 
 typedef uint64_t line __attribute__((vector_size(64)));
 
-enum { STEP = 8 * sizeof(line), HUGE_PAGE = 2 << 20 };
+enum { STEP = 8 * sizeof(line), SIDES = 4, SIDE_STEP = STEP / SIDES, HUGE_PAGE = 2 << 20 };
 
 static _Atomic uint64_t sink; /* what was read must be used */
 
@@ -28,17 +28,19 @@ static void use(line sum[8]) {
 
 /* What one thread reads: `bytes` from `at`, or, when `order` is given, `bytes / chunk` chunks of the buffer at `at`,
  * the next one `chunk * order[i]` bytes from its beginning.  `ahead` is the distance of prefetches, 0 for none, and
- * `level` the cache that they fill: a first cache may have too few fill buffers for the latency of the memory. */
+ * `level` the cache that they fill: a first cache may have too few fill buffers for the latency of the memory.  With
+ * `by_sides`, SIDES chunks are read line by line in turn, and `ahead` counts in each of them. */
 typedef struct stretch {
     const char *at;
     size_t bytes, ahead;
     int level;
     const uint32_t *order;
     size_t chunk;
+    int by_sides;
 } stretch;
 
-static inline void prefetch(const char *at, int level) {
-    for (size_t i = 0; i < STEP; i += sizeof(line)) {
+static inline void prefetch(const char *at, size_t bytes, int level) {
+    for (size_t i = 0; i < bytes; i += sizeof(line)) {
         if (level == 1)
             __builtin_prefetch(at + i, 0, 3);
         else
@@ -52,8 +54,30 @@ static void read_contiguous(const stretch *self) {
     const int level = self->level;
     const char *const end = self->at + self->bytes;
     for (const char *at = self->at; at < end; at += STEP) {
-        if (ahead) prefetch(at + ahead, level);
+        if (ahead) prefetch(at + ahead, STEP, level);
         for (int i = 0; i < 8; i++) sum[i] ^= ((const line *)at)[i];
+    }
+    use(sum);
+}
+
+/* What is left when chunks do not come out even is not read: fewer than SIDES. */
+static void read_by_sides(const stretch *self) {
+    line sum[8] = {{0}};
+    const size_t chunk = self->chunk, chunks = self->bytes / chunk;
+    const size_t ahead = self->ahead < chunk ? self->ahead : chunk;
+    const char *at[SIDES], *next[SIDES];
+    for (size_t c = 0; c + SIDES <= chunks; c += SIDES) {
+        for (int i = 0; i < SIDES; i++) {
+            const size_t behind = c + 2 * SIDES <= chunks ? c + SIDES : c;
+            at[i] = self->at + self->order[c + (size_t)i] * chunk;
+            next[i] = self->at + self->order[behind + (size_t)i] * chunk;
+        }
+        for (size_t offset = 0; offset < chunk; offset += SIDE_STEP) {
+            const size_t far = offset + ahead;
+            for (int i = 0; ahead && i < SIDES; i++)
+                prefetch(far < chunk ? at[i] + far : next[i] + (far - chunk), SIDE_STEP, self->level);
+            for (int i = 0; i < 8; i++) sum[i] ^= ((const line *)(at[i % SIDES] + offset))[i / SIDES];
+        }
     }
     use(sum);
 }
@@ -68,7 +92,7 @@ static void read_chunks(const stretch *self) {
         const char *const at = self->at + self->order[c] * chunk;
         for (size_t offset = 0; offset < chunk; offset += STEP) {
             if (ahead) {
-                prefetch(self->at + self->order[far < chunks ? far : chunks - 1] * chunk + far_offset, level);
+                prefetch(self->at + self->order[far < chunks ? far : chunks - 1] * chunk + far_offset, STEP, level);
                 far_offset += STEP;
                 if (far_offset == chunk) far_offset = 0, far++;
             }
@@ -78,7 +102,14 @@ static void read_chunks(const stretch *self) {
     use(sum);
 }
 
-static void read_all(const stretch *self) { self->order ? read_chunks(self) : read_contiguous(self); }
+static void read_all(const stretch *self) {
+    if (!self->order)
+        read_contiguous(self);
+    else if (self->by_sides)
+        read_by_sides(self);
+    else
+        read_chunks(self);
+}
 
 /* A buffer that begins at a huge page, all of it touched; NULL when there is no memory.  What lies before the first
  * whole huge page and behind the last is given back at once, so that stream_free needs only the address. */
@@ -131,7 +162,7 @@ static double now(void) {
 /* Reads `bytes` from `buffer` `rounds` times with `threads` threads, each its own contiguous share, and writes the
  * seconds of each round; the rounds rotate over `copies` neighbouring stretches, so that none is found in a cache.
  * With `order`, the numbers of `bytes / chunk` chunks, each thread reads its own share of that list. */
-int stream_run(const char *buffer, size_t bytes, int copies, int threads, size_t ahead, int level,
+int stream_run(const char *buffer, size_t bytes, int copies, int threads, size_t ahead, int level, int by_sides,
                const uint32_t *order, size_t chunk, int rounds, double *seconds) {
     reader *readers = calloc((size_t)threads, sizeof *readers);
     atomic_int go = 0;
@@ -146,8 +177,8 @@ int stream_run(const char *buffer, size_t bytes, int copies, int threads, size_t
         const char *const at = buffer + (size_t)(round % copies) * bytes;
         for (int i = 0; i < threads; i++) {
             const size_t offset = (size_t)i * share;
-            readers[i].work = order ? (stretch){at, share, ahead, level, order + offset / chunk, chunk}
-                                    : (stretch){at + offset, share, ahead, level, NULL, 0};
+            readers[i].work = order ? (stretch){at, share, ahead, level, order + offset / chunk, chunk, by_sides}
+                                    : (stretch){at + offset, share, ahead, level, NULL, 0, 0};
         }
         const double begin = now();
         atomic_fetch_add_explicit(&go, 1, memory_order_release);

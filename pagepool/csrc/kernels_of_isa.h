@@ -2,6 +2,7 @@
  * target region and after its vocabulary. */
 #include "decode_math.h"
 #include "narrow.h"
+#include "prefetch_paced.h"
 #include "prefetch_sides.h"
 
 #define PP_WORD_BITS 16
