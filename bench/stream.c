@@ -2,8 +2,8 @@
  *
  * 64-byte loads, xor-ed into 8 accumulators that are used in the end, or the compiler would drop them.  Either one
  * contiguous stretch, which is the limit that kernels are compared with, or chunks of it in an order that a list
- * gives, as a block table does, one by one or some side by side, with prefetches that follow the list.  On huge pages.  Built by bench/machine.py with
- * -O3 for the machine it runs on. */
+ * gives, as a block table does, one by one or some side by side, with prefetches that follow the list.  On huge pages.
+ * Built by bench/machine.py with -O3 for the machine it runs on. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
