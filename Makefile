@@ -88,15 +88,16 @@ format: $(VENV)/.lint  ## write Python as ruff wants it
 
 san: san-c san-python san-threads  ## the C stress program, the memory and kernel tests and those of threads, sanitized
 
+PLANS_FLAGS = -Wl,--wrap=pp_prefetch_mode
 # The sanitized library is the one that san-python's extensions link, too.
 san-c: $(VENV)/.build
 	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_clib
 	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build_clib
 	for name in program variants plans stress workspace; do \
-		$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined tests/capi/$$name.c \
+		$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined $$([ $$name = plans ] && echo $(PLANS_FLAGS)) tests/capi/$$name.c \
 		build/address-undefined/clib/libpagepool.a -lm -o build/address-undefined/$$name || exit 1; done
 	for name in stress plans threads; do \
-		$(CC) $(CAPI_FLAGS) -fsanitize=thread tests/capi/$$name.c \
+		$(CC) $(CAPI_FLAGS) -fsanitize=thread $$([ $$name = plans ] && echo $(PLANS_FLAGS)) tests/capi/$$name.c \
 		build/thread/clib/libpagepool.a -lm -o build/thread/$$name || exit 1; done
 	for isa in $$(build/address-undefined/program | cut -d" " -f3-); do for name in program variants "plans 60"; do \
 		PAGEPOOL_ISA=$$isa UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/$$name || exit 1; done; done

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from machine import RATES, Machine, cpu_name
+from machine import CHUNK_WAYS, RATES, Machine, cpu_name
 from shapes import ITEM_BYTES, SHAPES, copies_of, flops, kv_bytes, page_bytes, target
 from sides.common import write_case
 
@@ -19,12 +19,15 @@ PATIENCE = 240  # seconds until a side that does not answer counts as failed
 CHUNKS = (2048, 4096, 8192, 65536)
 
 
+PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
+
+
 def bound_of(module, environment):
     """The rate that bounds a side, where the machine has it, and else that of fma in its longest vectors."""
-    return {"ours_bf16": "dot"}.get(module) or {"avx2": "fma_of_8"}.get(environment.get("PAGEPOOL_ISA"), "fma")
-
-
-PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
+    if module == "ours_bf16":
+        return "dot"
+    forced = {**os.environ, **environment}.get("PAGEPOOL_ISA")
+    return "fma_of_8" if module == "ours" and forced == "avx2" else "fma"
 
 
 class Process:
@@ -147,6 +150,7 @@ class Comparison:
             "best_fma_ms": 1e3 * (work / max(every)),
             "binds": binds,
             "target": target(shape, dtype, threads, binds),
+            "bounds": self.bounds,
             "sides": {
                 name: result(times, self.compute(name, work, rates[name]), stream, errors[name][str(threads)])
                 for name, times in spent.items()
@@ -172,7 +176,11 @@ def facts(machine, threads):
         chunks = {}
         for chunk in CHUNKS:
             times = machine.chunks(size, 1, chunk, count, 3)
-            chunks[chunk] = {"plain": size / times[0] / 1e9, "prefetched": size / min(times[1:]) / 1e9}
+            best = {"plain": times[0]}
+            for (_, _, by_sides), taken in zip(CHUNK_WAYS[1:], times[1:], strict=True):
+                way = "by_sides" if by_sides else "prefetched"
+                best[way] = min(best.get(way, taken), taken)
+            chunks[chunk] = {way: size / taken / 1e9 for way, taken in best.items()}
         rows.append(
             {
                 "threads": count,

@@ -6,12 +6,12 @@
     python bench/limit.py --busy [--shape S5]           2 threads while one core does something else
 
 A cell's limit is the greater of two times: that to stream its bytes of K and V from memory, contiguous and at the best
-of three prefetch distances, and that to do its multiplications and additions at the FMA rate of so many cores (with
-AVX2 forced that of its vectors) or, in arithmetic of bf16, at the rate of dot products. Rounds of (stream, pages, FMA,
-decode, FMA) alternate; the share is the median of the rounds' shares. The greater of a round's two rates counts; `of
-best` is the share at the greatest rate of all rounds. `pages` is the time to read the same bytes in shuffled pieces of
-a page's size at the best of seven ways, one by one or four side by side: what a block table leaves of the stream.
-Nobody finds bytes in a cache: all rotate over 400 MB, decode over layers of its pool.
+of three prefetch distances, and that to do its multiplications and additions at the FMA rate of so many cores (where
+AVX2 is forced, at that of its vectors) or, in arithmetic of bf16, at the rate of dot products. Rounds of (stream,
+pages, FMA, decode, FMA) alternate; the share is the median of the rounds' shares. The greater of a round's two rates
+counts; `of best` is the share at the greatest rate of all rounds. `pages` is the time to read the same bytes in
+shuffled pieces of a page's size at the best of seven ways, one by one or four side by side: what a block table leaves
+of the stream. Nobody finds bytes in a cache: all rotate over 400 MB, decode over layers of its pool.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ RATE_NAMES = {
 def print_facts(found):
     print(f"{found['cpu']}, {found['date']}; {found['buffer_mib']} MiB\n")
     columns = found["threads"]
-    print(f"{'threads':<44}" + "".join(f"{column['threads']:>16}" for column in columns))
+    print(f"{'threads':<50}" + "".join(f"{column['threads']:>20}" for column in columns))
     rows = [("contiguous stream, GB/s", [f"{column['stream_gb_per_s']:.1f}" for column in columns])]
     for chunk in columns[0]["chunks_gb_per_s"]:
         pairs = [column["chunks_gb_per_s"][chunk] for column in columns]
         rows.append(
             (
-                f"shuffled {chunk >> 10} KB, plain / prefetched, GB/s",
-                [f"{pair['plain']:.1f} / {pair['prefetched']:.1f}" for pair in pairs],
+                f"shuffled {chunk >> 10} KB, plain / prefetched / 4 at once, GB/s",
+                [f"{pair['plain']:.1f} / {pair['prefetched']:.1f} / {pair['by_sides']:.1f}" for pair in pairs],
             )
         )
     for name, title in RATE_NAMES.items():
         rates = [column["rates_g_per_s"][name] for column in columns]
         rows.append((title, [f"{rate:.1f}" if rate else "none" for rate in rates]))
     for title, cells in rows:
-        print(f"{title:<44}" + "".join(f"{cell:>16}" for cell in cells))
+        print(f"{title:<50}" + "".join(f"{cell:>20}" for cell in cells))
     print()
 
 
 def print_row(row):
     for name, side in row["sides"].items():
         binds = "stream" if side["compute_ms"] <= row["stream_ms"] else "dot" if name == "bf16" else "fma"
-        bound = row["binds"] if name != "avx2" else binds
+        bound = binds if row["bounds"][name] == "fma_of_8" else row["binds"]
         wanted = None if name == "bf16" else target(row["shape"], row["dtype"], row["threads"], bound)
         reached = "" if wanted is None else f"{wanted:6.2f}  {'yes' if round(side['share'], 2) >= wanted else 'no'}"
         print(
@@ -72,8 +72,8 @@ def print_row(row):
 
 
 def print_ratios(rows, first, second):
-    """How fast the first side is, as a part of the second, and would be if nothing but its multiplications bound it."""
-    print(f"\nspeed of {first} over {second}\nshape dtype     threads   ratio  target  at its FMA rate")
+    """How fast the first side is, as a part of the second, and would be if nothing but its arithmetic bound it."""
+    print(f"\nspeed of {first} over {second}\nshape dtype     threads   ratio  target  at its own rate")
     for row in rows:
         rounds = [row["sides"].get(side, {}).get("rounds") for side in (first, second)]
         if None in rounds:

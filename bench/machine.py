@@ -13,7 +13,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 # Ways to read that are tried: bytes from what is read to what is prefetched, the cache that prefetches fill, and
-# whether chunks are read side by side.
+# whether chunks are read side by side, in which case no more than a chunk ahead is prefetched.
 STREAM_WAYS = ((0, 1, False), (2048, 1, False), (8192, 1, False))
 CHUNK_WAYS = (
     (0, 1, False),

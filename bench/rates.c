@@ -136,7 +136,7 @@ static double dot_stretch(void) {
 
 double rate_fma(double seconds) { return rate(fma_stretch, seconds); }
 
-/* Vectors of AVX2, which some machines multiply no faster than longer ones; 0 where the machine has none. */
+/* Vectors of AVX2, of which some machines start no more in a cycle than of longer ones; 0 where there are none. */
 double rate_fma_of_8(double seconds) {
 #if VECTOR >= 32
     return rate(fma_of_8_stretch, seconds);

@@ -60,35 +60,14 @@ static void read_contiguous(const stretch *self) {
     use(sum);
 }
 
-/* What is left when chunks do not come out even is not read: fewer than SIDES. */
-static void read_by_sides(const stretch *self) {
-    line sum[8] = {{0}};
-    const size_t chunk = self->chunk, chunks = self->bytes / chunk;
-    const size_t ahead = self->ahead < chunk ? self->ahead : chunk;
-    const char *at[SIDES], *next[SIDES];
-    for (size_t c = 0; c + SIDES <= chunks; c += SIDES) {
-        for (int i = 0; i < SIDES; i++) {
-            const size_t behind = c + 2 * SIDES <= chunks ? c + SIDES : c;
-            at[i] = self->at + self->order[c + (size_t)i] * chunk;
-            next[i] = self->at + self->order[behind + (size_t)i] * chunk;
-        }
-        for (size_t offset = 0; offset < chunk; offset += SIDE_STEP) {
-            const size_t far = offset + ahead;
-            for (int i = 0; ahead && i < SIDES; i++)
-                prefetch(far < chunk ? at[i] + far : next[i] + (far - chunk), SIDE_STEP, self->level);
-            for (int i = 0; i < 8; i++) sum[i] ^= ((const line *)(at[i % SIDES] + offset))[i / SIDES];
-        }
-    }
-    use(sum);
-}
-
-/* The prefetched place walks the list, too, `ahead` bytes in front; behind the last chunk it stays in that one. */
-static void read_chunks(const stretch *self) {
+/* From chunk `first` on; chunks are multiples of STEP.  The prefetched place walks the list, too, `ahead` bytes in
+ * front; behind the last chunk it stays in that one. */
+static void read_chunks(const stretch *self, size_t first) {
     line sum[8] = {{0}};
     const size_t chunk = self->chunk, chunks = self->bytes / chunk, ahead = self->ahead;
     const int level = self->level;
-    size_t far = ahead / chunk, far_offset = ahead % chunk;
-    for (size_t c = 0; c < chunks; c++) {
+    size_t far = first + ahead / chunk, far_offset = ahead % chunk;
+    for (size_t c = first; c < chunks; c++) {
         const char *const at = self->at + self->order[c] * chunk;
         for (size_t offset = 0; offset < chunk; offset += STEP) {
             if (ahead) {
@@ -102,13 +81,37 @@ static void read_chunks(const stretch *self) {
     use(sum);
 }
 
+/* Fewer than SIDES that are left are read one by one. */
+static void read_by_sides(const stretch *self) {
+    line sum[8] = {{0}};
+    const size_t chunk = self->chunk, chunks = self->bytes / chunk;
+    const size_t ahead = self->ahead < chunk ? self->ahead : chunk;
+    const char *at[SIDES], *next[SIDES];
+    size_t c = 0;
+    for (; c + SIDES <= chunks; c += SIDES) {
+        for (int i = 0; i < SIDES; i++) {
+            const size_t behind = c + 2 * SIDES <= chunks ? c + SIDES : c;
+            at[i] = self->at + self->order[c + (size_t)i] * chunk;
+            next[i] = self->at + self->order[behind + (size_t)i] * chunk;
+        }
+        for (size_t offset = 0; offset < chunk; offset += SIDE_STEP) {
+            const size_t far = offset + ahead;
+            for (int i = 0; ahead && i < SIDES; i++)
+                prefetch(far < chunk ? at[i] + far : next[i] + (far - chunk), SIDE_STEP, self->level);
+            for (int i = 0; i < 8; i++) sum[i] ^= ((const line *)(at[i % SIDES] + offset))[i / SIDES];
+        }
+    }
+    use(sum);
+    read_chunks(self, c);
+}
+
 static void read_all(const stretch *self) {
     if (!self->order)
         read_contiguous(self);
     else if (self->by_sides)
         read_by_sides(self);
     else
-        read_chunks(self);
+        read_chunks(self, 0);
 }
 
 /* A buffer that begins at a huge page, all of it touched; NULL when there is no memory.  What lies before the first

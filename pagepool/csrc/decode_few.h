@@ -42,7 +42,8 @@ PP_INLINE int PP_NAME(is_in_quarters)(const int ASKS) {
     return ASKS == PP_NAME(IN_QUARTERS) || ASKS == PP_NAME(IN_QUARTERS_PAST);
 }
 
-/* How a part that prefetches as `prefetch` says does so on this machine, whose mode is `mode`. */
+/* How a part that prefetches as `prefetch` says does so on this machine, whose mode is `mode`.  What both of two parts
+ * ask for once goes into L2 always: past it made no difference. */
 PP_INLINE int PP_NAME(way_to_ask)(int mode, int prefetch) {
     const int past = mode == PP_PREFETCH_PAST;
     if (PP_ITEM == 4 && prefetch > PP_PREFETCH_PAST) return past ? PP_NAME(IN_QUARTERS_PAST) : PP_NAME(IN_QUARTERS);

@@ -69,7 +69,8 @@ PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, co
     for (int p = 0; p < pairs; p++, q += q_step) {
         pp_v a[4], b[4];
         const int64_t at = (int64_t)p * PP_NAME(K_PAIR_BYTES);
-        const int64_t asked = at + skip + (is_paced(prefetch) ? zero_after(EVEN ? even[0] : odd[0]) : 0);
+        const int64_t later = is_paced(HEADS, PP_ITEM, prefetch) ? zero_after(EVEN ? even[0] : odd[0]) : 0;
+        const int64_t asked = at + skip + later;
         PP_UNROLL for (int j = 0; j < NV; j++) {
             LOAD2(rows[j] + at, PP_GROUP, column[j], &a[j], &b[j]);
             if (prefetch && column[j] == 0 && PP_NAME(chain_asks)(EVEN, ODD, p)) {
@@ -140,6 +141,9 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         }
     const int pair_bytes = 2 * width * PP_ITEM;
     const int64_t v_bytes = (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
+    /* Paced, V of both groups side by side where both are read and come in whole lines; not for one head, since S3 in
+     * bf16 gained 5 % with one after the other and 2 % so, nor for 7 and 8, which took 1 % more. */
+    const int both = HEADS > 1 && HEADS <= 6 && pair_bytes % 128 == 0 && from < PP_GROUP && to > PP_GROUP;
     for (int i = 0; i * PP_GROUP < to; i++) {
         const int left = to - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
         const int before = from - i * PP_GROUP, first = before > 0 ? before : 0;
@@ -149,14 +153,13 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         const unsigned char *rows = tile->v[i] + at, *end = tile->v[i] + v_bytes;
         const unsigned char *ahead = (prefetch ? tile->next_v[i] : tile->v[i]) + at, *half = tile->next_k[i] + at;
         const unsigned char *near = next_run < v_bytes ? rows + (next_run - run) : tile->next_k[i] + (at - run);
-        /* Paced, both groups side by side, except for one head: S3 in bf16 0.95 of its time and not 0.98. */
-        const int BOTH = HEADS > 1, part = BOTH ? pair_bytes / 2 : pair_bytes;
-        pp_paced paced = paced_from(tile, BOTH ? 0 : i, run + ((BOTH ? i * PP_GROUP : 0) + t) / 2 * part);
         const float *weight = p + i * PP_GROUP + t;
         if (first & 1) { /* the second row alone is seen */
             PP_NAME(value_pair)(HEADS, NV, HALF, 0, 1, rows, width, column % PP_V_RUN, weight, sum);
             t += 2, weight += 2, rows += pair_bytes, ahead += pair_bytes, half += pair_bytes, near += pair_bytes;
         }
+        pp_paced paced = paced_from(tile, both ? 0 : i,
+                                    run + (both ? (i * PP_GROUP + t) / 2 * (pair_bytes / 2) : t / 2 * pair_bytes));
         for (; t + 1 < tokens; t += 2, weight += 2, rows += pair_bytes) {
             if (PP_WIDE && PP_ITEM == 4 && prefetch == PP_PREFETCH_RUN) {
                 /* Of f32 the next run of both groups, side by side, and again soon before it is read, as K is above: S1
@@ -167,8 +170,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
                     prefetch_past_l2(asked + (i * PP_GROUP + t) / 2 * (pair_bytes / 2), pair_bytes / 2);
                 }
                 prefetch_into_l1(rows + PP_NEAR, pair_bytes);
-            } else if (is_paced(prefetch)) {
-                prefetch_paced(&paced, BOTH, part, sum[0]);
+            } else if (is_paced(HEADS, PP_ITEM, prefetch)) {
+                prefetch_paced(&paced, both, both ? pair_bytes / 2 : pair_bytes, sum[0]);
             } else if (prefetch) {
                 prefetch_walk(prefetch, PP_ITEM == 4, pair_bytes, ahead, half, near,
                               rows + (rows + PP_NEARER < end ? PP_NEARER : 0));
@@ -337,7 +340,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int is_long = run_bytes >= 1 << 17, is_large = layout->head_bytes > 1 << 13;
     const int is_fast = PP_WIDE ? head_rows <= 6 && is_large : head_rows <= PP_ITEM / 2 && is_long;
     const int repeats = work->prefetch == PP_PREFETCH_REPEAT || work->prefetch == PP_PREFETCH_PAST;
-    const int in_runs = !PP_BY_HEADS && repeats && is_fast; /* by heads 1.2 times as long in f32 */
+    const int in_runs = !PP_BY_HEADS && repeats && is_fast; /* by heads a third time took 1.2 times as long in f32 */
     const int asked = !PP_BY_HEADS && repeats ? PP_PREFETCH_REPEAT : work->prefetch;
     const int mode = !layout->tiled ? PP_PREFETCH_NONE : in_runs ? PP_PREFETCH_RUN : asked;
     const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long;

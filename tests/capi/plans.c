@@ -3,11 +3,19 @@
  * leaves results and plan as they were.  Arrays begin anywhere and end, for sanitizers, where their memory does.
  * Arguments: rounds (default 200), the first one's number (default 0). */
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "scenario.h"
 
 #define MOST_SEQS 5
 #define MOST_RANGES 8
+
+/* Linked in the place of what says how this machine prefetches (--wrap): each chunk does so in one of the 5 modes. */
+int __wrap_pp_prefetch_mode(void);
+int __wrap_pp_prefetch_mode(void) {
+    static _Atomic uint32_t asked;
+    return (int)(scenario_hash(atomic_fetch_add(&asked, 1)) % 5);
+}
 
 static uint32_t state;
 

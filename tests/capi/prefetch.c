@@ -24,6 +24,8 @@ int main(void) {
         {"AuthenticAMD", 0x00a10f11, REPEAT, 0}, /* Genoa, Zen 4 */
         {"AuthenticAMD", 0x00aa0f02, REPEAT, 0}, /* Bergamo, Zen 4c */
         {"AuthenticAMD", 0x00b00f21, PAST, 1}, /* Turin, Zen 5 */
+        {"AuthenticAMD", 0x00b40f40, PAST, 1}, /* Granite Ridge, Zen 5 */
+        {"AuthenticAMD", 0x00c00f00, PAST, 1}, /* what follows it */
         {"HygonGenuine", 0x00900f02, L1, 0},
         {"CentaurHauls", 0x00a10f11, L1, 0}, /* Zen 4's numbers of another maker */
         {"", 0, L1, 0},

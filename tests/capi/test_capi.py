@@ -30,13 +30,13 @@ def run(command, **environment):
     return done.stdout
 
 
-def build(source, target):
+def build(source, target, *more):
     """Compiles and links one program as CONTRIBUTING.md and README.md say, warnings being errors."""
     cxx = source.suffix == ".cpp"
     tool = compiler("CXX", ["g++", "c++", "clang++"]) if cxx else compiler("CC", ["gcc", "cc", "clang"])
     paths = [f"-I{pagepool.get_include()}", f"-L{pagepool.get_library_dir()}"]
     flags = [*(CXX_FLAGS if cxx else C_FLAGS), *STRICT, *paths]
-    run([*tool, *flags, str(source), "-o", str(target), "-lpagepool", "-lm", "-pthread"])
+    run([*tool, *flags, str(source), "-o", str(target), "-lpagepool", "-lm", "-pthread", *more])
     return target
 
 
@@ -64,8 +64,10 @@ def test_merged_states_are_right_and_bad_ones_are_refused(c_program, tmp_path):
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok"]
 
 
-def test_plans_at_random_give_the_bits_of_one_thread_and_refusals_change_nothing(c_program, tmp_path):
-    program = build(HERE / "plans.c", tmp_path / "plans")
+def test_plans_at_random_prefetched_at_random_give_the_bits_of_one_thread_and_refusals_change_nothing(
+    c_program, tmp_path
+):
+    program = build(HERE / "plans.c", tmp_path / "plans", "-Wl,--wrap=pp_prefetch_mode")
     for isa in run([str(c_program)]).split()[2:]:
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", "200", "rounds", isa]
 

@@ -59,6 +59,16 @@ def test_a_share_is_the_median_of_its_rounds_each_beside_the_limit_of_that_round
     assert [pair["limit_ms"] for pair in found["rounds"]] == [3000.0, 4000.0, 4000.0]
 
 
+def test_avx2_is_bounded_by_the_rate_of_its_own_vectors_wherever_it_is_forced(monkeypatch):
+    bound_of = importlib.import_module("interleave").bound_of
+    monkeypatch.delenv("PAGEPOOL_ISA", raising=False)
+    assert bound_of("ours", {"PAGEPOOL_ISA": "avx2"}) == "fma_of_8"
+    assert bound_of("ours", {}) == bound_of("ours", {"PAGEPOOL_ISA": "avx512"}) == "fma"
+    assert bound_of("ours_bf16", {}) == "dot"
+    monkeypatch.setenv("PAGEPOOL_ISA", "avx2")
+    assert bound_of("ours", {}) == "fma_of_8" and bound_of("ggml", {}) == "fma"
+
+
 @needs_gcc
 def test_arithmetic_of_bf16_is_measured_against_the_rate_of_dot_products(tmp_path):
     (row,) = limit(tmp_path, "--threads", "1", "--arithmetic", "exact,bf16")["rows"]
