@@ -88,7 +88,9 @@ format: $(VENV)/.lint  ## write Python as ruff wants it
 
 san: san-c san-python san-threads  ## the C stress program, the memory and kernel tests and those of threads, sanitized
 
+# plans.c says itself how each chunk prefetches.
 PLANS_FLAGS = -Wl,--wrap=pp_prefetch_mode
+
 # The sanitized library is the one that san-python's extensions link, too.
 san-c: $(VENV)/.build
 	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_clib

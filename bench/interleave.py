@@ -17,8 +17,6 @@ from sides.common import write_case
 HERE = Path(__file__).resolve().parent
 PATIENCE = 240  # seconds until a side that does not answer counts as failed
 CHUNKS = (2048, 4096, 8192, 65536)
-
-
 PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
 
 
