@@ -257,6 +257,9 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     } while (seen);
     PP_NAME(prefetch_between)(mode, tile->next_k);
 }
+#if PP_WIDE
+#include "decode_whole.h"
+#endif
 #endif
 
 #define PP_IN_STEPS PP_STEPS
@@ -297,8 +300,11 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
         if (!tile->seen) continue;
         tile->row = r;
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)at * work->num_blocks;
-        PP_NAME(tile_of)(end - r, tile, q + PP_QUERY_PAIR * (r - from), q_step, work->rows + at * work->row_stride,
-                         work->m + at, prefetch);
+        float *rows = work->rows + at * work->row_stride, *m = work->m + at;
+#if PP_WIDE && !defined(PP_DOT)
+        if (end - r == to - from && PP_NAME(take_whole)(end - r, tile, q, rows, m, prefetch)) continue;
+#endif
+        PP_NAME(tile_of)(end - r, tile, q + PP_QUERY_PAIR * (r - from), q_step, rows, m, prefetch);
         prefetch = PP_PREFETCH_NONE;
     }
 }
