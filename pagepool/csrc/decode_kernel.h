@@ -345,7 +345,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
     const int is_long = run_bytes >= 1 << 17, is_large = layout->head_bytes > 1 << 13;
     const int is_fast = PP_WIDE ? head_rows <= 6 && is_large : head_rows <= PP_ITEM / 2 && is_long;
-    const int repeats = work->prefetch == PP_PREFETCH_REPEAT || work->prefetch == PP_PREFETCH_PAST;
+    const int repeats = pp_asks_again(work->prefetch);
     const int in_runs = !PP_BY_HEADS && repeats && is_fast; /* by heads a third time took 1.2 times as long in f32 */
     const int asked = !PP_BY_HEADS && repeats ? PP_PREFETCH_REPEAT : work->prefetch;
     const int mode = !layout->tiled ? PP_PREFETCH_NONE : in_runs ? PP_PREFETCH_RUN : asked;

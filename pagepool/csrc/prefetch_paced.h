@@ -1,5 +1,5 @@
-/* prefetch_paced.h: requests of exact arithmetic that wait for what is computed, one tile at a time, by wide units
- * where lines are asked for again.
+/* prefetch_paced.h: requests of exact arithmetic that wait for what is computed, one tile at a time: by wide units
+ * where lines are asked for again, and in AVX2 where they are so past L2 (decode_few.h).
  *
  * A processor runs ahead of loads that wait for memory, and asks for all that it meets there: requests come in bursts,
  * which take the few misses that the first cache can have under way, and hardware prefetchers are not given the time to
@@ -13,8 +13,13 @@ PP_INLINE int is_paced(const int HEADS, const int ITEM, int mode) {
 
 /* 0, as soon as x is known. */
 PP_INLINE int64_t zero_after(pp_v x) {
+#if PP_WIDE || PP_FEW_REGISTERS
 #if PP_WIDE
-    int64_t lanes = _mm_cvtsi128_si64(_mm_castps_si128(_mm512_castps512_ps128(x)));
+    const __m128 low = _mm512_castps512_ps128(x);
+#else
+    const __m128 low = _mm256_castps256_ps128(x);
+#endif
+    int64_t lanes = _mm_cvtsi128_si64(_mm_castps_si128(low));
     __asm__("andl $0, %k0" : "+r"(lanes) : : "cc"); /* or compilers know it before */
     return lanes;
 #else
