@@ -1,5 +1,5 @@
-/* prefetch_paced.h: requests of exact arithmetic that wait for what is computed, one tile at a time: by wide units
- * where lines are asked for again, and in AVX2 where they are so past L2 (decode_few.h).
+/* prefetch_paced.h: requests that wait for what is computed, one tile at a time: by wide units where lines are asked
+ * for again, and in AVX2 where they are so past L2 (decode_few.h).
  *
  * A processor runs ahead of loads that wait for memory, and asks for all that it meets there: requests come in bursts,
  * which take the few misses that the first cache can have under way, and hardware prefetchers are not given the time to
