@@ -141,9 +141,7 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         }
     const int pair_bytes = 2 * width * PP_ITEM;
     const int64_t v_bytes = (int64_t)tile->v_head_dim * PP_GROUP * PP_ITEM;
-    /* Paced, V of both groups side by side where both are read and come in whole lines; not for one head, since S3 in
-     * bf16 gained 5 % with one after the other and 2 % so, nor for 7 and 8, which took 1 % more. */
-    const int both = HEADS > 1 && HEADS <= 6 && pair_bytes % 128 == 0 && from < PP_GROUP && to > PP_GROUP;
+    const int both = is_by_both(HEADS, pair_bytes, from, to);
     for (int i = 0; i * PP_GROUP < to; i++) {
         const int left = to - i * PP_GROUP, tokens = left < PP_GROUP ? left : PP_GROUP;
         const int before = from - i * PP_GROUP, first = before > 0 ? before : 0;
@@ -158,8 +156,7 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
             PP_NAME(value_pair)(HEADS, NV, HALF, 0, 1, rows, width, column % PP_V_RUN, weight, sum);
             t += 2, weight += 2, rows += pair_bytes, ahead += pair_bytes, half += pair_bytes, near += pair_bytes;
         }
-        pp_paced paced = paced_from(tile, both ? 0 : i,
-                                    run + (both ? (i * PP_GROUP + t) / 2 * (pair_bytes / 2) : t / 2 * pair_bytes));
+        pp_paced paced = paced_values(tile, both, run, pair_bytes, i, t);
         for (; t + 1 < tokens; t += 2, weight += 2, rows += pair_bytes) {
             if (PP_WIDE && PP_ITEM == 4 && prefetch == PP_PREFETCH_RUN) {
                 /* Of f32 the next run of both groups, side by side, and again soon before it is read, as K is above: S1

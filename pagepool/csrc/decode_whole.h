@@ -2,13 +2,14 @@
  * again or in runs: most of what the walk does where it does not take two tiles at a time (decode_step.h).
  *
  * Included once per dtype from decode_kernel.h; V's dims are a multiple of PP_V_RUN.  It adds in the order of `tile`,
- * bit for bit.  How lines are asked for and what is seen is known when it is compiled, so that no loop tests for it and
- * what walks along fits into registers: 43 instructions for the 16 fma of a pair of dims of 4 heads, and not 49, and 2
- * of 18 loads less.  A busy neighbour on the core leaves few of either. */
+ * bit for bit.  How lines are asked for and what is seen is known when it is compiled, so that no loop tests for it
+ * (but of 7 and 8 heads, whose passes over V take turns to ask) and what walks along fits into registers: 43
+ * instructions for the 16 fma of a pair of dims of 4 heads, and not 49, and 2 of 18 loads less.  A busy neighbour on
+ * the core leaves few of either. */
 
 PP_INLINE void PP_NAME(whole_tile)(const int HEADS, const pp_tile *tile, const float *q, float *rows, float *m,
                                    const int prefetch) {
-    enum { VECTORS = PP_TILE / PP_LANES };
+    enum { VECTORS = PP_TILE / PP_LANES }; /* one pass over the scores takes all heads and all of these */
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[PP_RESCALES];
     PP_NAME(scores)(HEADS, VECTORS, tile, 0, q, 2 * HEADS, s, prefetch);
@@ -29,19 +30,20 @@ static __attribute__((noinline)) void PP_NAME(repeating_tile_of)(int heads, cons
 }
 static __attribute__((noinline)) void PP_NAME(running_tile_of)(int heads, const pp_tile *tile, const float *q,
                                                                float *rows, float *m) {
-    PP_FOR_HEADS(heads, PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_RUN))
+    switch (heads) { /* no more are read in runs */
+        PP_CASES_TO_6(PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_RUN))
+    }
 }
 
-/* Takes the tile for all rows of a part, if it is one for this file.  One head in 16 bit, of which memory has to
- * deliver a line for 2 fma, is as fast as memory in either way and took 1.01 to 1.03 times as long here. */
+/* Takes the tile for all rows of a part, if it is one for this file.  One head of up to 8 KB in 16 bit, of which memory
+ * has to deliver a line for 2 fma, is as fast as memory in either way and took 1.01 to 1.03 times as long here. */
 PP_INLINE int PP_NAME(take_whole)(int heads, const pp_tile *tile, const float *q, float *rows, float *m,
                                   int prefetch) {
     if (tile->seen != ALL_SEEN || !tile->next_v[0] || tile->v_head_dim % PP_V_RUN) return 0;
-    if (heads == 1 && PP_ITEM == 2) return 0;
-    if (prefetch == PP_PREFETCH_REPEAT)
-        PP_NAME(repeating_tile_of)(heads, tile, q, rows, m);
-    else if (prefetch == PP_PREFETCH_RUN)
+    if (prefetch == PP_PREFETCH_RUN)
         PP_NAME(running_tile_of)(heads, tile, q, rows, m);
+    else if (prefetch == PP_PREFETCH_REPEAT && (heads > 1 || PP_ITEM == 4))
+        PP_NAME(repeating_tile_of)(heads, tile, q, rows, m);
     else
         return 0;
     return 1;

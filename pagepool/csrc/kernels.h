@@ -13,7 +13,7 @@
 enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT, PP_PREFETCH_PAST };
 int pp_prefetch_mode(void);
 
-/* Whether lines are asked for more than once. */
+/* Whether lines are asked for more than once in a machine's mode. */
 static inline int pp_asks_again(int mode) { return mode == PP_PREFETCH_REPEAT || mode == PP_PREFETCH_PAST; }
 
 /* The mode for a CPU by what CPUID says of it: leaf 0's name of the maker, leaf 1's eax (Zen 1 and 2: family 0x17,

@@ -1,12 +1,12 @@
 /* prefetch_paced.h: requests that wait for what is computed, one tile at a time: by wide units where lines are asked
- * for again, and in AVX2 where they are so past L2 (decode_few.h).
+ * for again, and in AVX2 where few heads ask twice, the first time past L2 (decode_few.h).
  *
  * A processor runs ahead of loads that wait for memory, and asks for all that it meets there: requests come in bursts,
  * which take the few misses that the first cache can have under way, and hardware prefetchers are not given the time to
  * fetch what follows (prefetch_sides.h).  So to a place that is asked for a 0 is added, which is not known before the
  * first sum has all of the turn before.  bench/README.md ("Paced") has what that brought. */
 
-/* Of 7 and 8 heads in 16 bit multiplication bounds: 1.02 to 1.05 times as long. */
+/* In exact arithmetic.  Of 7 and 8 heads in 16 bit multiplication bounds: 1.02 to 1.05 times as long. */
 PP_INLINE int is_paced(const int HEADS, const int ITEM, int mode) {
     return PP_WIDE && (ITEM == 4 || HEADS <= 6) && mode == PP_PREFETCH_REPEAT;
 }
@@ -52,4 +52,16 @@ PP_INLINE void prefetch_paced(pp_paced *paced, int both, int bytes, pp_v x) {
     prefetch_into_l1(distant(at, paced->half), bytes);
     if (both) prefetch_into_l1(distant(at, paced->other_half), bytes);
     paced->at = at + bytes;
+}
+
+/* The same from token t of group `i` on, of V whose pairs of rows are `bytes` long, `run` bytes from its beginning.
+ * `both`: both groups are asked for, side by side. */
+PP_INLINE pp_paced paced_values(const pp_tile *tile, int both, int64_t run, int bytes, int i, int t) {
+    return paced_from(tile, both ? 0 : i, run + (both ? (i * PP_GROUP + t) / 2 * (bytes / 2) : t / 2 * bytes));
+}
+
+/* Whether they are, of tokens [from, to): where both are read and come in whole lines; not for one head, since S3 in
+ * bf16 gained 5 % with one after the other and 2 % so, nor for 7 and 8, which took 1 % more. */
+PP_INLINE int is_by_both(const int HEADS, int bytes, int from, int to) {
+    return HEADS > 1 && HEADS <= 6 && bytes % 128 == 0 && from < PP_GROUP && to > PP_GROUP;
 }
