@@ -3,9 +3,9 @@
  *
  * Included once per dtype from decode_kernel.h; V's dims are a multiple of PP_V_RUN.  It adds in the order of `tile`,
  * bit for bit.  How lines are asked for and what is seen is known when it is compiled, so that no loop tests for it
- * (but of 7 and 8 heads, whose passes over V take turns to ask) and what walks along fits into registers: 43
- * instructions for the 16 fma of a pair of dims of 4 heads, and not 49, and 2 of 18 loads less.  A busy neighbour on
- * the core leaves few of either. */
+ * (but of 7 and 8 heads, whose passes over V take turns to ask) and what walks along fits into registers: 40
+ * instructions for the 16 fma of a pair of dims of 4 heads in bf16, and not 46.  A busy neighbour on the core leaves
+ * few places for them. */
 
 PP_INLINE void PP_NAME(whole_tile)(const int HEADS, const pp_tile *tile, const float *q, float *rows, float *m,
                                    const int prefetch) {
