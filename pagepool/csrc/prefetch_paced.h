@@ -35,9 +35,19 @@ typedef struct pp_paced {
     int64_t half, other, other_half;
 } pp_paced;
 
-/* From `offset` bytes behind the beginning of V of a group on; the other one is the second. */
-PP_INLINE pp_paced paced_from(const pp_tile *tile, int group, int64_t offset) {
+/* Whether V of both groups is asked for side by side while tokens [from, to) are read: where both groups are, and come
+ * in whole lines; not for one head, since S3 in bf16 gained 5 % with one after the other and 2 % so, nor for 7 and 8,
+ * which took 1 % more. */
+PP_INLINE int is_by_both(const int HEADS, int bytes, int from, int to) {
+    return HEADS > 1 && HEADS <= 6 && bytes % 128 == 0 && from < PP_GROUP && to > PP_GROUP;
+}
+
+/* What is asked for from token t of group `i` on, of V whose pairs of rows are `bytes` long and begin `run` bytes from
+ * its beginning; the other group is the second. */
+PP_INLINE pp_paced paced_values(const pp_tile *tile, int both, int64_t run, int bytes, int i, int t) {
     const unsigned char *const *v = tile->next_v[0] ? tile->next_v : tile->v;
+    const int group = both ? 0 : i;
+    const int64_t offset = run + (both ? (i * PP_GROUP + t) / 2 * (bytes / 2) : t / 2 * bytes);
     return (pp_paced){.at = v[group] + offset,
                       .half = apart(tile->next_k[group], v[group]),
                       .other = apart(v[1], v[group]),
@@ -52,16 +62,4 @@ PP_INLINE void prefetch_paced(pp_paced *paced, int both, int bytes, pp_v x) {
     prefetch_into_l1(distant(at, paced->half), bytes);
     if (both) prefetch_into_l1(distant(at, paced->other_half), bytes);
     paced->at = at + bytes;
-}
-
-/* The same from token t of group `i` on, of V whose pairs of rows are `bytes` long, `run` bytes from its beginning.
- * `both`: both groups are asked for, side by side. */
-PP_INLINE pp_paced paced_values(const pp_tile *tile, int both, int64_t run, int bytes, int i, int t) {
-    return paced_from(tile, both ? 0 : i, run + (both ? (i * PP_GROUP + t) / 2 * (bytes / 2) : t / 2 * bytes));
-}
-
-/* Whether they are, of tokens [from, to): where both are read and come in whole lines; not for one head, since S3 in
- * bf16 gained 5 % with one after the other and 2 % so, nor for 7 and 8, which took 1 % more. */
-PP_INLINE int is_by_both(const int HEADS, int bytes, int from, int to) {
-    return HEADS > 1 && HEADS <= 6 && bytes % 128 == 0 && from < PP_GROUP && to > PP_GROUP;
 }
