@@ -204,8 +204,7 @@ class PressureLadder:
             seq.kv = None
         seq._fed = keep
         seq._kept = account.blocks_for(keep)
-        if keep:
-            self._reuse.recount(seq)
+        self._reuse.recount(seq)
         if was_active:
             seq.state = SeqState.PREEMPTED
             seq.num_preemptions += 1

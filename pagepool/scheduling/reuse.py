@@ -178,7 +178,7 @@ class PrefixReuse:
     def recount(self, seq: Sequence) -> None:
         """`_kept` is another."""
         if seq._twins:
-            seq._own = self._cache.count_cached(seq.kv.block_table[: seq._kept])
+            seq._own = self._cache.count_cached(seq.kv.block_table[: seq._kept]) if seq._kept else 0
 
     def _is_barred(self, seq: Sequence) -> bool:
         """A block that it holds leaves the cache only where that is made to forget it."""

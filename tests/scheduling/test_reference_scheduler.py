@@ -219,6 +219,10 @@ def test_what_comes_back_from_the_swap_file_wants_its_own_blocks():
     run(18648)  # the step before it wanted others
 
 
+def test_what_comes_back_from_the_swap_file_is_cached_though_the_cache_was_made_to_forget_others():
+    run(1963, forget=0.1)  # blocks that it had cached before it was swapped counted as lost
+
+
 def test_the_random_runs_take_every_rung():
     taken = sum((run(seed) for seed in range(40)), start=run(40))
     assert all(taken[rung] > 5 for rung in ("evict", "partial", "swap", "recompute", "restore")), taken
