@@ -60,7 +60,7 @@ static unsigned family_of_amd(const char *maker, unsigned signature) {
 }
 
 int pp_prefetch_mode_of(const char *maker, unsigned signature) {
-    if (!strcmp(maker, "GenuineIntel")) return PP_PREFETCH_L2;
+    if (!strcmp(maker, "GenuineIntel")) return PP_PREFETCH_REPEAT;
     const unsigned family = family_of_amd(maker, signature);
     return family >= 0x1a ? PP_PREFETCH_PAST : family == 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
 }

@@ -31,7 +31,7 @@ PP_INLINE void PP_NAME(score_pair)(const int HEADS, const int NV, const pp_v *k,
 
 /* Whether requests wait for what is computed (prefetch_paced.h): 1 to 6 heads of 128 dims in 0.90 to 0.98 of the time.
  */
-PP_INLINE int PP_NAME(is_paced)(int mode) { return PP_WIDE && mode == PP_PREFETCH_REPEAT; }
+PP_INLINE int PP_NAME(is_paced)(int mode) { return PP_WIDE && mode == PP_PREFETCH_PAST; }
 
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads; where subnormals are flushed by a
  * mode, which is none of the scale's, not scaled yet.  From one pair of dims to the next, queries are q_step elements

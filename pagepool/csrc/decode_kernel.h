@@ -286,6 +286,10 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
         float *rows = work->rows + row * work->row_stride, *m = work->m + row;
         if (prefetch == PP_PREFETCH_REPEAT)
             PP_NAME(repeating_step_of)(to - from, tile, q, rows, m);
+#if PP_WIDE
+        else if (prefetch == PP_PREFETCH_PAST)
+            PP_NAME(past_step_of)(to - from, tile, q, rows, m);
+#endif
         else
             PP_NAME(step_of)(to - from, tile, q, rows, m, prefetch);
         return;
@@ -337,21 +341,21 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     if (work->block_sums)
         memset(work->block_sums + first * work->num_blocks, 0,
                (size_t)((last - first) * work->num_blocks) * sizeof(float));
-    /* What is read about as fast as memory delivers: one row per kv head in 16 bit, or two in f32; and, by wide units,
-     * up to 6 rows of heads of which two do not fit into L1. */
+    /* What is read about as fast as memory delivers: one row per kv head in 16 bit, or two in f32; and, by wide units
+     * that ask past L2, up to 6 rows of heads of which two do not fit into L1. */
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
     const int is_long = run_bytes >= 1 << 17, is_large = layout->head_bytes > 1 << 13;
-    const int is_fast = PP_WIDE ? head_rows <= 6 && is_large : head_rows <= PP_ITEM / 2 && is_long;
-    const int repeats = pp_asks_again(work->prefetch);
+    const int repeats = pp_asks_again(work->prefetch), past = PP_WIDE && work->prefetch == PP_PREFETCH_PAST;
+    const int is_fast = PP_WIDE ? past && head_rows <= 6 && is_large : head_rows <= PP_ITEM / 2 && is_long;
     const int in_runs = !PP_BY_HEADS && repeats && is_fast; /* by heads a third time took 1.2 times as long in f32 */
-    const int asked = !PP_BY_HEADS && repeats ? PP_PREFETCH_REPEAT : work->prefetch;
+    const int asked = !PP_BY_HEADS && repeats && !past ? PP_PREFETCH_REPEAT : work->prefetch;
     const int mode = !layout->tiled ? PP_PREFETCH_NONE : in_runs ? PP_PREFETCH_RUN : asked;
     const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long;
     /* Two tiles at a time are read from where they are.  A prefetch into L1 comes twice as early then: too early for
      * what fits there, if heads are large and little is done with them.  And of runs the streams of one tile are read
      * faster than those of two. */
     const int fits_l1 = layout->head_bytes <= 1 << 12, is_slow = PP_WIDE && head_rows > 6;
-    const int into_l1 = work->prefetch == PP_PREFETCH_L1 || (PP_WIDE && repeats);
+    const int into_l1 = work->prefetch == PP_PREFETCH_L1 || past;
     const int steps = PP_IN_STEPS && !in_runs && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
                       (!into_l1 || fits_l1 || is_slow);
     const int64_t first_tile = work->first / PP_TILE * PP_TILE, head_bytes = layout->head_bytes;

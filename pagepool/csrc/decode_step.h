@@ -13,7 +13,7 @@
  *   step_scores    scores of some vectors of both tiles' tokens
  *   step_values    p V of both tiles for some vectors of dims
  *
- * REPEATS: the mode is PP_PREFETCH_REPEAT, and else one that asks for each line once at most. */
+ * AGAIN: the mode, where it is one that asks for lines again, and else PP_PREFETCH_NONE. */
 
 /* Makes the next head's scores weights, and adds them to its running sums. */
 PP_INLINE void PP_NAME(weigh_next)(weighing *to_do) {
@@ -28,7 +28,7 @@ PP_INLINE void PP_NAME(weigh_next)(weighing *to_do) {
 #endif
 
 /* Both tiles for HEADS rows of the kv head; arguments as those of `tile`. */
-PP_INLINE void PP_NAME(step)(const int HEADS, const int REPEATS, const pp_tile *tile, const float *q, float *rows,
+PP_INLINE void PP_NAME(step)(const int HEADS, const int AGAIN, const pp_tile *tile, const float *q, float *rows,
                              float *m, int prefetch) {
     enum { VECTORS = 2 * PP_TILE / PP_LANES };
     _Static_assert((int)PP_NAME(TOGETHER) <= (int)PP_NAME(BEFORE), "weights of the first tile are made somewhere");
@@ -42,17 +42,17 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const int REPEATS, const pp_tile *
     pp_tile one = {.seen = 0};
     if (tile->block_sums) one = *tile;
     for (int vector = 0; vector < VECTORS / 2; vector += NV)
-        PP_NAME(step_scores)(HEADS, NV, 0, REPEATS, tile, vector, q, s, NULL, prefetch);
+        PP_NAME(step_scores)(HEADS, NV, 0, AGAIN, tile, vector, q, s, NULL, prefetch);
     bend_scores(tile, 0, HEADS, s);
     scales[0] = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale[0]) ? rescale[0] : NULL;
     if (HEADS <= PP_NAME(BEFORE)) {
         while (to_do.next < to_do.end) PP_NAME(weigh_next)(&to_do);
-        if (NV < VECTORS) PP_NAME(step_scores)(HEADS, NV, 0, REPEATS, tile, NV, q, s, NULL, prefetch);
+        if (NV < VECTORS) PP_NAME(step_scores)(HEADS, NV, 0, AGAIN, tile, NV, q, s, NULL, prefetch);
     } else if (NV == VECTORS / 2) {
-        PP_NAME(step_scores)(HEADS, NV, HEADS, REPEATS, tile, NV, q, s, &to_do, prefetch);
+        PP_NAME(step_scores)(HEADS, NV, HEADS, AGAIN, tile, NV, q, s, &to_do, prefetch);
     } else {
-        PP_NAME(step_scores)(HEADS, NV, HEADS / 2, REPEATS, tile, VECTORS / 2, q, s, &to_do, prefetch);
-        PP_NAME(step_scores)(HEADS, NV, HEADS - HEADS / 2, REPEATS, tile, VECTORS / 2 + NV, q, s, &to_do, prefetch);
+        PP_NAME(step_scores)(HEADS, NV, HEADS / 2, AGAIN, tile, VECTORS / 2, q, s, &to_do, prefetch);
+        PP_NAME(step_scores)(HEADS, NV, HEADS - HEADS / 2, AGAIN, tile, VECTORS / 2 + NV, q, s, &to_do, prefetch);
     }
     if (one.block_sums) ADD_TO_BLOCKS(&one, HEADS, s, scales[0]);
     one.begin += PP_TILE;
@@ -60,19 +60,25 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const int REPEATS, const pp_tile *
     scales[1] = raise_if_above(HEADS, second, m, rows, tile->row_stride, rescale[1]) ? rescale[1] : NULL;
     to_do.next = 0;
     to_do.s = second;
-    PP_NAME(step_values)(HEADS, value_vectors(HEADS), 1, REPEATS, tile, 0, s, scales, rows, &to_do, prefetch);
+    PP_NAME(step_values)(HEADS, value_vectors(HEADS), 1, AGAIN, tile, 0, s, scales, rows, &to_do, prefetch);
     if (one.block_sums) ADD_TO_BLOCKS(&one, HEADS, second, scales[1]);
     for (int d = columns; d < tile->v_head_dim; d += columns)
-        PP_NAME(step_values)(HEADS, value_vectors(HEADS), 0, REPEATS, tile, d, s, scales, rows, NULL, prefetch);
+        PP_NAME(step_values)(HEADS, value_vectors(HEADS), 0, AGAIN, tile, d, s, scales, rows, NULL, prefetch);
 }
 
 static __attribute__((noinline)) void PP_NAME(step_of)(int heads, const pp_tile *tile, const float *q, float *rows,
                                                        float *m, int prefetch) {
-    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, 0, tile, q, rows, m, prefetch))
+    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, PP_PREFETCH_NONE, tile, q, rows, m, prefetch))
 }
 
-/* The same where lines are asked for again (PP_PREFETCH_REPEAT): known, so that no loop tests it. */
+/* The same where lines are asked for again, in either way: known, so that no loop tests it. */
 static __attribute__((noinline)) void PP_NAME(repeating_step_of)(int heads, const pp_tile *tile, const float *q,
                                                                  float *rows, float *m) {
-    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, 1, tile, q, rows, m, PP_PREFETCH_REPEAT))
+    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, PP_PREFETCH_REPEAT, tile, q, rows, m, PP_PREFETCH_REPEAT))
 }
+#if PP_WIDE
+static __attribute__((noinline)) void PP_NAME(past_step_of)(int heads, const pp_tile *tile, const float *q,
+                                                            float *rows, float *m) {
+    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, PP_PREFETCH_PAST, tile, q, rows, m, PP_PREFETCH_PAST))
+}
+#endif

@@ -4,11 +4,11 @@
 enum { PP_NAME(TOGETHER) = 3, PP_NAME(BEFORE) = 5 };
 
 /* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES; meanwhile WEIGHED heads become weights. */
-PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int REPEATS,
+PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int AGAIN,
                                     const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do,
                                     int prefetch) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES, ROW = PP_GROUP * PP_NAME(PAIR_BYTES) };
-    if (REPEATS) prefetch = PP_PREFETCH_REPEAT;
+    if (AGAIN) prefetch = AGAIN;
     const unsigned char *rows[4], *ahead[4], *half[4];
     pp_v sum[PP_MAX_HEADS * 4];
     PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -43,11 +43,11 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
 
 /* Adds p V of both tiles to NV vectors of dims, from `column` of V's dims on; scales: of each tile, or NULL.  What is
  * still to be weighed, of the second tile, is so while the first one is added. */
-PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEIGHS, const int REPEATS,
+PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEIGHS, const int AGAIN,
                                     const pp_tile *tile, int column, const float *p, const float *const *scales,
                                     float *o, weighing *to_do, int prefetch) {
     enum { ROW = PP_V_RUN * PP_NAME(PAIR_BYTES), RUN_BYTES = PP_GROUP / 2 * ROW };
-    if (REPEATS) prefetch = PP_PREFETCH_REPEAT;
+    if (AGAIN) prefetch = AGAIN;
     const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
     /* Each pass prefetches its part of every pair of rows: Zen 4 drops prefetches that come faster than the memory. */
     const int part = NV * PP_LANES * PP_NAME(PAIR_BYTES);

@@ -26,7 +26,7 @@ PP_INLINE void PP_NAME(whole_tile)(const int HEADS, const pp_tile *tile, const f
 
 static __attribute__((noinline)) void PP_NAME(repeating_tile_of)(int heads, const pp_tile *tile, const float *q,
                                                                  float *rows, float *m) {
-    PP_FOR_HEADS(heads, PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_REPEAT))
+    PP_FOR_HEADS(heads, PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_PAST))
 }
 static __attribute__((noinline)) void PP_NAME(running_tile_of)(int heads, const pp_tile *tile, const float *q,
                                                                float *rows, float *m) {
@@ -42,7 +42,7 @@ PP_INLINE int PP_NAME(take_whole)(int heads, const pp_tile *tile, const float *q
     if (tile->seen != ALL_SEEN || !tile->next_v[0] || tile->v_head_dim % PP_V_RUN) return 0;
     if (prefetch == PP_PREFETCH_RUN)
         PP_NAME(running_tile_of)(heads, tile, q, rows, m);
-    else if (prefetch == PP_PREFETCH_REPEAT && (heads > 1 || PP_ITEM == 4))
+    else if (prefetch == PP_PREFETCH_PAST && (heads > 1 || PP_ITEM == 4))
         PP_NAME(repeating_tile_of)(heads, tile, q, rows, m);
     else
         return 0;

@@ -75,6 +75,14 @@ PP_INLINE void prefetch_past_l2(const unsigned char *at, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 0);
 }
 
+/* The first time where lines are asked for again. */
+PP_INLINE void prefetch_first(int mode, const unsigned char *at, int bytes) {
+    if (PP_WIDE && mode == PP_PREFETCH_PAST)
+        prefetch_past_l2(at, bytes);
+    else
+        prefetch_into_l2(at, bytes);
+}
+
 /* How some parts of a head's rows prefetch, beside the modes of kernels.h, where that is PP_PREFETCH_REPEAT or PAST.
  * EARLY, LATE: two parts, one asks for what is read first, the other for the rest.
  * RUN: lines that lie one behind another for long are read about as fast as memory delivers.  Zen 4's own prefetchers
@@ -100,8 +108,8 @@ PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned
         prefetch_past_l2(near, bytes);
         return;
     }
-    if (PP_WIDE && mode == PP_PREFETCH_REPEAT) {
-        prefetch_past_l2(visit, bytes);
+    if (PP_WIDE && pp_asks_again(mode)) {
+        prefetch_first(mode, visit, bytes);
         prefetch_into_l1(half, bytes);
         return;
     }
@@ -124,17 +132,17 @@ PP_INLINE void prefetch_once(int mode, const unsigned char *at, int bytes) {
         prefetch_into_l2(at, bytes);
 }
 
-/* As prefetch_walk in PP_PREFETCH_REPEAT, in SHARES equal shares, line by line, to be done between products: all at
+/* As prefetch_walk where lines are asked for again, in SHARES equal shares, line by line, to be done between products: all at
  * once, or behind tests of the mode, they take places for instructions, of which a busy neighbour on the core leaves
  * few. */
-PP_INLINE void prefetch_share(const int share, const int SHARES, const int FAST, const int bytes,
+PP_INLINE void prefetch_share(const int share, const int SHARES, const int MODE, const int FAST, const int bytes,
                               const unsigned char *visit, const unsigned char *half, const unsigned char *near,
                               const unsigned char *nearer) {
     const int kinds = FAST && !PP_WIDE ? 4 : 2, all = bytes / 64 * kinds;
     PP_UNROLL for (int i = share * all / SHARES; i < (share + 1) * all / SHARES; i++) {
         const int line = i / kinds * 64;
         switch (i % kinds) {
-        case 0: PP_WIDE ? prefetch_past_l2(visit + line, 64) : prefetch_into_l2(visit + line, 64); break;
+        case 0: prefetch_first(MODE, visit + line, 64); break;
         case 1: PP_WIDE ? prefetch_into_l1(half + line, 64) : prefetch_into_l2(half + line, 64); break;
         case 2: prefetch_into_l2(near + line, 64); break;
         case 3: prefetch_into_l1(nearer + line, 64); break;

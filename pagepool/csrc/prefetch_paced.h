@@ -8,7 +8,7 @@
 
 /* In exact arithmetic.  Of 7 and 8 heads in 16 bit multiplication bounds: 1.02 to 1.05 times as long. */
 PP_INLINE int is_paced(const int HEADS, const int ITEM, int mode) {
-    return PP_WIDE && (ITEM == 4 || HEADS <= 6) && mode == PP_PREFETCH_REPEAT;
+    return PP_WIDE && (ITEM == 4 || HEADS <= 6) && mode == PP_PREFETCH_PAST;
 }
 
 /* 0, as soon as x is known. */
