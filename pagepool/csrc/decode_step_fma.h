@@ -30,7 +30,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     pp_sides sides; /* by prefetch_sides.h; each call moves by its share of K */
     if (BY_SIDES)
-        sides = sides_at(AGAIN, PP_ITEM, tile, (ALONE ? first + ODD : first / NV) * (tile->head_dim * LINES / 8));
+        sides = sides_at(tile, PP_ITEM, (ALONE ? first + ODD : first / NV) * (tile->head_dim * LINES / 8));
     const int64_t steps = tile->head_dim / (2 * PAIRS), piece = steps / (WEIGHED + 1);
     const float *end = q + steps * STEP;
     for (int heads = WEIGHED; heads >= 0; heads--) {
@@ -105,7 +105,8 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
         PP_UNROLL for (int j = 0; j < NV; j++)
             sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
     for (int i = 0; i < 4; i++) {
-        if (BY_SIDES && i % 2 == 0) sides = sides_at(AGAIN, PP_ITEM, tile, (tile->head_dim + column) * PP_ITEM / 4 + i * 2 * LINES);
+        if (BY_SIDES && i % 2 == 0)
+            sides = sides_at(tile, PP_ITEM, (tile->head_dim + column) * PP_ITEM / 4 + i * 2 * LINES);
         const float *scale = i % 2 ? NULL : scales[i / 2];
         if (scale)
             PP_UNROLL for (int g = 0; g < HEADS; g++)

@@ -108,7 +108,7 @@ PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned
         prefetch_past_l2(near, bytes);
         return;
     }
-    if (PP_WIDE && pp_asks_again(mode)) {
+    if (PP_WIDE && (mode == PP_PREFETCH_REPEAT || mode == PP_PREFETCH_PAST)) {
         prefetch_first(mode, visit, bytes);
         prefetch_into_l1(half, bytes);
         return;
@@ -132,9 +132,9 @@ PP_INLINE void prefetch_once(int mode, const unsigned char *at, int bytes) {
         prefetch_into_l2(at, bytes);
 }
 
-/* As prefetch_walk where lines are asked for again, in SHARES equal shares, line by line, to be done between products: all at
- * once, or behind tests of the mode, they take places for instructions, of which a busy neighbour on the core leaves
- * few. */
+/* As prefetch_walk where lines are asked for again, in SHARES equal shares, line by line, to be done between products:
+ * all at once, or behind tests of the mode, they take places for instructions, of which a busy neighbour on the core
+ * leaves few. */
 PP_INLINE void prefetch_share(const int share, const int SHARES, const int MODE, const int FAST, const int bytes,
                               const unsigned char *visit, const unsigned char *half, const unsigned char *near,
                               const unsigned char *nearer) {

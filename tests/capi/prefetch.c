@@ -15,9 +15,10 @@ int main(void) {
         unsigned signature;
         int mode, wide;
     } cpus[] = {
-        {"GenuineIntel", 0x00050654, L2, 1}, /* Skylake-SP */
-        {"GenuineIntel", 0x000606a6, L2, 1}, /* Ice Lake-SP */
-        {"GenuineIntel", 0x000806f8, L2, 1}, /* Sapphire Rapids */
+        {"GenuineIntel", 0x00050654, REPEAT, 1}, /* Skylake-SP */
+        {"GenuineIntel", 0x000606a6, REPEAT, 1}, /* Ice Lake-SP */
+        {"GenuineIntel", 0x000806f8, REPEAT, 1}, /* Sapphire Rapids */
+        {"GenuineIntel", 0x000c06f2, REPEAT, 1}, /* Emerald Rapids */
         {"AuthenticAMD", 0x00800f12, L1, 0}, /* Naples, Zen 1 */
         {"AuthenticAMD", 0x00830f10, L1, 0}, /* Rome, Zen 2 */
         {"AuthenticAMD", 0x00a00f11, REPEAT, 0}, /* Milan, Zen 3 */
