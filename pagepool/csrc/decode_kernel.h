@@ -350,7 +350,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int in_runs = !PP_BY_HEADS && repeats && is_fast; /* by heads a third time took 1.2 times as long in f32 */
     const int asked = !PP_BY_HEADS && repeats && !past ? PP_PREFETCH_REPEAT : work->prefetch;
     const int mode = !layout->tiled ? PP_PREFETCH_NONE : in_runs ? PP_PREFETCH_RUN : asked;
-    const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long;
+    const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long && (!PP_WIDE || past);
     /* Two tiles at a time are read from where they are.  A prefetch into L1 comes twice as early then: too early for
      * what fits there, if heads are large and little is done with them.  And of runs the streams of one tile are read
      * faster than those of two. */

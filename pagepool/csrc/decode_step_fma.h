@@ -9,9 +9,9 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
                                     const int AGAIN, const pp_tile *tile, const int first, const float *q, float *s,
                                     weighing *to_do, int prefetch) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES };
-    /* In 16 bit a chain that goes alone asks for one group's K, line behind line, and the other chain for the other's;
-     * so do the passes over values, below.  Each for its part of all groups, lines of a page were asked for in steps of
-     * two: S2 took 1.5 % longer and with two threads 2 to 7 %. */
+    /* In 16 bit a chain that goes alone asks for one group's K, line behind line, and the other chain for the other's,
+     * unless they ask by sides; so do the passes over values, below.  Each for its part of all groups, lines of a page
+     * were asked for in steps of two: S2 took 1.5 % longer and with two threads 2 to 7 %. */
     const int ALONE = EVEN != ODD && NV == 2 && PER_GROUP == 1, IN_LINE = ALONE && PP_ITEM == 2;
     const int BY_SIDES = is_by_sides(AGAIN, PP_ITEM, ALONE);
     /* Lines that a pair of rows asks for by sides; a turn takes two pairs, or as many as ask for one of each group. */
@@ -30,7 +30,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     pp_sides sides; /* by prefetch_sides.h; each call moves by its share of K */
     if (BY_SIDES)
-        sides = sides_at(tile, PP_ITEM, (ALONE ? first + ODD : first / NV) * (tile->head_dim * LINES / 8));
+        sides = sides_at(AGAIN, PP_ITEM, tile, (ALONE ? first + ODD : first / NV) * (tile->head_dim * LINES / 8));
     const int64_t steps = tile->head_dim / (2 * PAIRS), piece = steps / (WEIGHED + 1);
     const float *end = q + steps * STEP;
     for (int heads = WEIGHED; heads >= 0; heads--) {
@@ -106,7 +106,7 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
             sum[g * NV + j] = v_load(o + g * tile->row_stride + column + j * PP_LANES);
     for (int i = 0; i < 4; i++) {
         if (BY_SIDES && i % 2 == 0)
-            sides = sides_at(tile, PP_ITEM, (tile->head_dim + column) * PP_ITEM / 4 + i * 2 * LINES);
+            sides = sides_at(AGAIN, PP_ITEM, tile, (tile->head_dim + column) * PP_ITEM / 4 + i * 2 * LINES);
         const float *scale = i % 2 ? NULL : scales[i / 2];
         if (scale)
             PP_UNROLL for (int g = 0; g < HEADS; g++)

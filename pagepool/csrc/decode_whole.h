@@ -1,5 +1,5 @@
 /* decode_whole.h: a tile that all rows of a part see whole, one at a time, by wide units where lines are asked for
- * again or in runs: most of what the walk does where it does not take two tiles at a time (decode_step.h).
+ * past L2, again or in runs: most of what the walk does where it does not take two tiles at a time (decode_step.h).
  *
  * Included once per dtype from decode_kernel.h; V's dims are a multiple of PP_V_RUN.  It adds in the order of `tile`,
  * bit for bit.  How lines are asked for and what is seen is known when it is compiled, so that no loop tests for it

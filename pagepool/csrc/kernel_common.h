@@ -96,11 +96,11 @@ enum { PP_PREFETCH_EARLY = PP_PREFETCH_PAST + 1, PP_PREFETCH_LATE, PP_PREFETCH_R
  * later and, by the former, PP_NEARER bytes later.  The next head's or page's are found through the block table;
  * hardware prefetchers stop at the end of a 4 KB page and know nothing of the table.
  *
- * For wide units (Zen 5) a visit and half a visit before, into L1, are best for all but runs and, in f32, 7 and 8
- * heads (prefetch_sides.h): S1 in bf16 in 0.92 of the time of a visit before alone, by four times as on Zen 4 in 0.97.
- * The first time past L2, from which nothing need make way for what is read once: S2 in 16 bit in 0.96 of the time,
- * others in 0.98 to 1.  What is larger than L1 and no longer there is brought by the second time.  One tile at a
- * time both wait for what is computed, but for some heads: prefetch_paced.h. */
+ * For wide units a visit and half a visit before, the latter into L1, are best, but for runs and what asks by sides
+ * (prefetch_sides.h).  On Zen 5 S1 in bf16 took 0.92 of the time of a visit before alone, by four times as on Zen 4
+ * 0.97.  There the first time is past L2, from which nothing need make way for what is read once: S2 in 16 bit in 0.96
+ * of the time, others in 0.98 to 1.  What is larger than L1 and no longer there is brought by the second time.  One
+ * tile at a time both wait for what is computed, but for some heads: prefetch_paced.h. */
 enum { PP_NEAR = 2048, PP_NEARER = 512 };
 PP_INLINE void prefetch_walk(int mode, const int FAST, int bytes, const unsigned char *visit, const unsigned char *half,
                              const unsigned char *near, const unsigned char *nearer) {

@@ -5,11 +5,12 @@
 #include "pagepool/attention.h"
 #include "view.h"
 
-/* Where to prefetch, as measured on shuffled pages.  Intel server cores (16 line fill buffers in L1) gain 5 to 20 %
- * with L2.  Zen 4 and 5 gain most when each line is asked for again on the way: presumably L1 has too few buffers, and
- * what finds none is dropped.  How often and how near is for the kernels of either to say (kernel_common.h).  Zen 5
- * gains once more where the first time is PAST its L2: AVX2 does so in this mode (decode_few.h), wide units always, and
- * others take it for REPEAT.  Zen 3, of the same family as Zen 4, is taken to be alike. */
+/* Where to prefetch, as measured on shuffled pages.  Each line is asked for once, into L1 or L2, or, which Intel server
+ * cores, Zen 4 and Zen 5 gain most with, again on the way: presumably L1 has too few buffers for the latency of memory.
+ * How often and how near is for the kernels to say (kernel_common.h, prefetch_sides.h).  REPEAT: the first time into L2
+ * (Intel, where past it takes twice as long; Zen 4, and Zen 3 of the same family is taken to be alike).  PAST: the
+ * first time past L2 (Zen 5); AVX-512 for narrower units takes it for REPEAT.  L2 is no machine's: of two parts of
+ * a head's rows in AVX2 each may ask so. */
 enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT, PP_PREFETCH_PAST };
 int pp_prefetch_mode(void);
 

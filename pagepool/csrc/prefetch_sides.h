@@ -9,8 +9,9 @@
  * Of a group K of one head and V lie behind each other; reading all of it is a visit.  Each line is asked for twice,
  * when so many lines fewer of its group are read: FAR, past L2 or into it, and NEAR, into L1.  On Zen 5 S2 took 0.95 of
  * its time side by side, a visit (128 lines) and half a visit before, and 0.87 so; with 96 and 32, 64 and 32, 80 and 16
- * lines 0.91, 0.89 and 0.89.  On Intel distances from 48 and 16 to 160 and 64 differ by 2 %.  Both are multiples of
- * what is asked for at a time, up to 16 lines of 64 dims, so that a visit ends between two times. */
+ * lines 0.91, 0.89 and 0.89.  On Intel f32 takes 1.00 to 1.03 times as long from 80 and 32 lines, 1.01 from 128 and
+ * 64; in 16 bit 1.02 from 64 and 32, 1.06 from 64 and 64.  Both are multiples of what is asked for at a time, in 16 bit
+ * and of 7 and 8 heads up to 16 lines of 64 dims, else 32, so that a visit ends between two times. */
 typedef struct pp_sides {
     const unsigned char *at; /* from there to what is asked for of each group */
     int64_t far[4], near[4];
@@ -29,9 +30,9 @@ PP_INLINE void find_line(const pp_tile *tile, int64_t visit, int64_t line, const
 }
 
 /* What is asked for when line `line` of each group is read. */
-PP_INLINE pp_sides sides_at(const pp_tile *tile, const int ITEM, int64_t line) {
-    enum { NEAR = 32 };
-    const int FAR = ITEM == 4 ? 80 : 64; /* a visit of 64 dims has 128 lines or 64 */
+PP_INLINE pp_sides sides_at(const int AGAIN, const int ITEM, const pp_tile *tile, int64_t line) {
+    const int PAST = AGAIN == PP_PREFETCH_PAST; /* a visit of 64 dims has 128 lines in f32, else 64 */
+    const int FAR = PAST ? 80 : ITEM == 4 ? 96 : 64, NEAR = PAST ? 32 : ITEM == 4 ? 64 : 48;
     const int64_t visit = (tile->head_dim + tile->v_head_dim) * ITEM / 4; /* a line: 16 tokens of 64 / 16 / ITEM dims */
     pp_sides sides = {.at = tile->k[0]};
     find_line(tile, visit, line + FAR, sides.at, sides.far);
