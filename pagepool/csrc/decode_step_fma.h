@@ -3,27 +3,9 @@
 /* Between products of up to 6 heads softmax took 1 % more than before them. */
 enum { PP_NAME(TOGETHER) = 0, PP_NAME(BEFORE) = 6 };
 
-/* Whether 7 and 8 heads go as by narrower units: fma load and spread what they multiply by, and both chains of a vector
- * of tokens go at once.  For 7 heads in bf16 that is 87 instructions for the 56 fma of 4 pairs of dims, not 114, and 62
- * for the 28 of a pair of rows of V, not 74.  On Intel S2 in 16 bit took 0.96 to 0.97 of the time, in f32 0.99 to 1.00,
- * and in cache as long. */
-PP_INLINE int PP_NAME(is_in_place)(const int HEADS, const int AGAIN) {
-    return PP_WIDE && HEADS > 6 && AGAIN == PP_PREFETCH_REPEAT;
-}
-
-/* sum += a * *b for NV vectors. */
-PP_INLINE void PP_NAME(add_spread)(const int IN_PLACE, const int NV, const pp_v *a, const float *b, pp_v *sum) {
-    if (IN_PLACE) {
-        PP_UNROLL for (int j = 0; j < NV; j++) v_add_in_place(&sum[j], a[j], b);
-    } else {
-        const pp_spread x = v_spread(b);
-        PP_UNROLL for (int j = 0; j < NV; j++) sum[j] = v_fma_spread(a[j], x, sum[j]);
-    }
-}
-
 /* Vectors of tokens of a pass over the scores. */
 PP_INLINE int PP_NAME(step_vectors)(const int HEADS, const int AGAIN) {
-    return PP_NAME(is_in_place)(HEADS, AGAIN) ? 1 : SCORE_VECTORS(HEADS);
+    return is_in_place(HEADS, AGAIN) ? 1 : SCORE_VECTORS(HEADS);
 }
 
 /* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES, by chains over EVEN dims and over ODD ones; meanwhile
@@ -76,7 +58,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
                                            distant(row, here[j]) + PP_NEARER);
                     if (BY_SIDES) prefetch_sides(AGAIN, g, HEADS, LINES * i % 4, LINES, &sides);
                     const float *pair = q + (i * HEADS + g) * 2;
-                    if (PP_NAME(is_in_place)(HEADS, AGAIN)) {
+                    if (is_in_place(HEADS, AGAIN)) {
                         PP_UNROLL for (int j = 0; j < NV; j++) {
                             v_add_in_place(&even[g * NV + j], a[j], pair);
                             v_add_in_place(&odd[g * NV + j], b[j], pair + 1);
@@ -105,7 +87,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
 PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int AGAIN,
                                     const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do,
                                     int prefetch) {
-    const int APART = chains_apart(HEADS) && !PP_NAME(is_in_place)(HEADS, AGAIN), later = APART ? WEIGHED / 2 : 0;
+    const int APART = chains_apart(HEADS) && !is_in_place(HEADS, AGAIN), later = APART ? WEIGHED / 2 : 0;
     PP_NAME(step_chains)(HEADS, NV, 1, !APART, WEIGHED - later, AGAIN, tile, first, q, s, to_do, prefetch);
     PP_FORGET(s); /* or the former's sums stay in registers, which the latter needs */
     if (APART) PP_NAME(step_chains)(HEADS, NV, 0, 1, later, AGAIN, tile, first, q, s, to_do, prefetch);
@@ -129,7 +111,7 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
     const int first_asked = column % PP_V_RUN / (NV * PP_LANES) * (4 / PASSES);
     _Static_assert(PP_MAX_HEADS <= 2 * PP_GROUP / 4, "a head with every fourth token of the first tile");
     const int BY_SIDES = is_by_sides(AGAIN, PP_ITEM, PASSES > 1), LINES = NV * PP_ITEM / 2; /* of a pair of rows */
-    const int IN_PLACE = PP_NAME(is_in_place)(HEADS, AGAIN);
+    const int IN_PLACE = is_in_place(HEADS, AGAIN);
     pp_sides sides;
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -163,12 +145,12 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
                 else if (AGAIN)
                     prefetch_share(g, HEADS, AGAIN, PP_ITEM == 4, part, distant(rows, ahead), distant(rows, half),
                                    distant(rows, near), rows + nearer);
-                PP_NAME(add_spread)(IN_PLACE, NV, a, weight + g * PP_TILE, sum + g * NV);
+                add_spread(IN_PLACE, NV, a, weight + g * PP_TILE, sum + g * NV);
             }
             if (IN_LINE) visit += part;
             if (BY_SIDES && (LINES > 2 || pair % 2)) sides.at += LINES > 4 ? 128 : 64;
             PP_UNROLL for (int g = 0; g < HEADS; g++)
-                PP_NAME(add_spread)(IN_PLACE, NV, b, weight + g * PP_TILE + 1, sum + g * NV);
+                add_spread(IN_PLACE, NV, b, weight + g * PP_TILE + 1, sum + g * NV);
         }
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)
