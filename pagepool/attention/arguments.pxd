@@ -1,9 +1,9 @@
-from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t
 
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport IntArray
 from pagepool.csrc cimport pp_decode_args, pp_status
+from pagepool.memory.buffers cimport Buffer
 from pagepool.memory.kv_pool cimport KvCachePool
 from pagepool.memory.tensor cimport Tensor
 
@@ -18,7 +18,7 @@ cdef class Arguments:
     cdef IntArray lengths
     cdef IntArray starts
     cdef MaskBits mask
-    cdef Py_buffer out
+    cdef Buffer out
     cdef bint has_out
     cdef int32_t *own_starts
     cdef float *widened

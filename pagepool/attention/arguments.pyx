@@ -1,7 +1,7 @@
 """The arguments of decode, checked before anything is written."""
 
 cimport cython
-from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_CheckBuffer
+from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.math cimport sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 from pagepool.attention.custom_mask cimport MaskBits
 from pagepool.attention.int_array cimport read_ints, release_ints
 from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status
-from pagepool.memory.buffers cimport get_buffer
+from pagepool.memory.buffers cimport get_buffer, release_buffer
 from pagepool.memory.ids cimport has_format, read_number
 from pagepool.memory.kernels cimport c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
@@ -52,7 +52,7 @@ cdef class Arguments:
         release_ints(&self.lengths)
         release_ints(&self.starts)
         if self.has_out:
-            PyBuffer_Release(&self.out)
+            release_buffer(&self.out)
         PyMem_Free(self.own_starts)
         PyMem_Free(self.widened)
         PyMem_Free(self.slopes)
@@ -221,47 +221,48 @@ cdef class Arguments:
     cdef int read_out(self, object out) except -1:
         """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
         cdef Py_ssize_t axis, step = sizeof(float), one = 1
+        cdef const Py_buffer *view = &self.out.view
         if not PyObject_CheckBuffer(out):
             raise TypeError(f"out must be a float32 array, not a {type(out).__name__}")
         get_buffer(out, &self.out)
         self.has_out = True
-        if self.out.readonly:
+        if view.readonly:
             raise ValueError("out is read-only: it is where the result is written")
-        if not is_float32(&self.out):
+        if not is_float32(view):
             raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
-        if (self.out.ndim != 3 or self.out.shape[0] != self.q.shape[0] or self.out.shape[1] != self.q.shape[1]
-                or self.out.shape[2] != self.pool.c_pool.layout.v_head_dim):
+        if (view.ndim != 3 or view.shape[0] != self.q.shape[0] or view.shape[1] != self.q.shape[1]
+                or view.shape[2] != self.pool.c_pool.layout.v_head_dim):
             shape = self.q.shape[0], self.q.shape[1], self.pool.c_pool.layout.v_head_dim
-            got = tuple([self.out.shape[axis] for axis in range(self.out.ndim)])
+            got = tuple([view.shape[axis] for axis in range(view.ndim)])
             raise ValueError(f"out must have the shape {shape}, not {got}")
         for axis in range(2, -1, -1):
-            if self.out.shape[axis] > 1 and self.out.strides[axis] != step:
+            if view.shape[axis] > 1 and view.strides[axis] != step:
                 raise ValueError(
-                    f"out must be C-contiguous: axis {axis} steps {self.out.strides[axis]} bytes, not {step}"
+                    f"out must be C-contiguous: axis {axis} steps {view.strides[axis]} bytes, not {step}"
                 )
-            step *= self.out.shape[axis]
-        if <size_t>self.out.buf % sizeof(float):
+            step *= view.shape[axis]
+        if <size_t>view.buf % sizeof(float):
             raise ValueError(f"out must be aligned to {sizeof(float)} bytes")
         self.check_apart("q", self.q.data, self.q.shape, self.q.strides, 3, self.q.item_bytes)
-        self.check_apart("block_tables", <const char *>self.tables.data, self.tables.view.shape,
-                         self.tables.view.strides, 2, sizeof(int32_t))
-        self.check_apart("seq_lens", <const char *>self.lengths.data, self.lengths.view.shape,
-                         self.lengths.view.strides, 1, sizeof(int32_t))
-        if self.starts.has_view:
-            self.check_apart("query_start_loc", <const char *>self.starts.data, self.starts.view.shape,
-                             self.starts.view.strides, 1, sizeof(int32_t))
+        self.check_apart("block_tables", <const char *>self.tables.data, self.tables.buffer.view.shape,
+                         self.tables.buffer.view.strides, 2, sizeof(int32_t))
+        self.check_apart("seq_lens", <const char *>self.lengths.data, self.lengths.buffer.view.shape,
+                         self.lengths.buffer.view.strides, 1, sizeof(int32_t))
+        if self.starts.has_buffer:
+            self.check_apart("query_start_loc", <const char *>self.starts.data, self.starts.buffer.view.shape,
+                             self.starts.buffer.view.strides, 1, sizeof(int32_t))
         if self.mask is not None:
             self.check_apart("custom_mask", <const char *>self.mask.bits, &self.mask.num_bytes, &one, 1, 1)
         cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes
         self.check_apart("the pool's pages", <const char *>self.pool.c_pool.base, &pool_bytes, &one, 1, 1)
-        self.args.out = <float *>self.out.buf
+        self.args.out = <float *>view.buf
         return 0
 
     cdef int check_apart(self, str name, const char *data, const Py_ssize_t *shape, const Py_ssize_t *strides,
                          int ndim, Py_ssize_t item) except -1:
         cdef const char *low = data
         cdef const char *high = data + item
-        cdef const char *begin = <const char *>self.out.buf
+        cdef const char *begin = <const char *>self.out.view.buf
         cdef int axis
         for axis in range(ndim):
             if shape[axis] == 0:
@@ -270,7 +271,7 @@ cdef class Arguments:
                 low += (shape[axis] - 1) * strides[axis]
             else:
                 high += (shape[axis] - 1) * strides[axis]
-        if self.out.len and begin < high and low < begin + self.out.len:
+        if self.out.view.len and begin < high and low < begin + self.out.view.len:
             raise ValueError(f"out overlaps {name}: it is written while that is read")
         return 0
 

@@ -1,9 +1,9 @@
 """int32 arrays of one or two dimensions as callers give them: block tables and lengths, read in place."""
 
-from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_CheckBuffer
+from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
 from libc.stdint cimport int32_t
 
-from pagepool.memory.buffers cimport get_buffer
+from pagepool.memory.buffers cimport get_buffer, release_buffer
 from pagepool.memory.ids cimport has_format
 
 __all__ = []
@@ -15,12 +15,12 @@ cdef bint is_int32(const Py_buffer *view) noexcept:
 
 cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1:
     """Reads `source` into `array`. TypeError for anything but int32; ValueError for other dimensions or strides."""
-    cdef Py_buffer *view = &array.view
-    array.has_view = False
+    cdef const Py_buffer *view = &array.buffer.view
+    array.has_buffer = False
     if not PyObject_CheckBuffer(source):
         raise TypeError(f"{name} must be an int32 array, not a {type(source).__name__}")
-    get_buffer(source, view)
-    array.has_view = True
+    get_buffer(source, &array.buffer)
+    array.has_buffer = True
     try:
         if not is_int32(view):
             raise TypeError(f"{name} must be int32, not {getattr(source, 'dtype', memoryview(source).format)}")
@@ -44,6 +44,6 @@ cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
 
 
 cdef void release_ints(IntArray *array) noexcept:
-    if array.has_view:
-        array.has_view = False
-        PyBuffer_Release(&array.view)
+    if array.has_buffer:
+        array.has_buffer = False
+        release_buffer(&array.buffer)

@@ -1,13 +1,20 @@
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
-from cpython.memoryview cimport PyMemoryView_FromObject
+from cpython.buffer cimport Py_buffer, PyBuffer_Release
+from cpython.ref cimport Py_DECREF, PyObject
 
 
-# The buffer of an object with its format and strides. ctypes leaves out the strides even where they are asked for, and
-# others may leave out the format: a memoryview fills in both.
-cdef inline int get_buffer(object source, Py_buffer *view) except -1:
-    PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
-    if view.format != NULL and (view.strides != NULL or view.ndim == 0):
-        return 0
-    PyBuffer_Release(view)
-    PyObject_GetBuffer(PyMemoryView_FromObject(source), view, PyBUF_FORMAT | PyBUF_STRIDES)
-    return 0
+# The buffer of an object, with its format and strides; `view` points into it, so that it must stay where it is.
+cdef struct Buffer:
+    Py_buffer view
+    Py_ssize_t shape[4]
+    Py_ssize_t strides[4]
+    PyObject *array  # whose view was filled in here, and who is held; else NULL
+
+
+cdef int get_buffer(object source, Buffer *buffer) except -1
+
+
+cdef inline void release_buffer(Buffer *buffer) noexcept:
+    if buffer.array != NULL:
+        Py_DECREF(<object>buffer.array)
+    else:
+        PyBuffer_Release(&buffer.view)

@@ -1,12 +1,13 @@
-from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t
+
+from pagepool.memory.buffers cimport Buffer
 
 
 cdef struct IdArray:
     int32_t *ids
     Py_ssize_t count
-    Py_buffer view
-    bint has_view
+    Buffer buffer
+    bint has_buffer
     int32_t *heap
     int32_t room[64]
 

@@ -1,13 +1,13 @@
 """Block ids as callers give them: an int, a sequence of ints, an array. Contiguous int32 arrays are read in place."""
 
-from cpython.buffer cimport PyBuffer_Release, PyObject_CheckBuffer
+from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyIndex_Check, PyNumber_Index
 from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_SIZE, PySequence_Fast_ITEMS
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
 
-from pagepool.memory.buffers cimport get_buffer
+from pagepool.memory.buffers cimport get_buffer, release_buffer
 
 from pagepool.errors import InvalidBlock
 
@@ -86,11 +86,11 @@ cdef bint has_format(const char *format, const char *codes) noexcept:
 
 cdef int read_buffer(object blocks, IdArray *array) except -1:
     """Reads a 1-D int32 or int64 array; 0 when it is anything else, for the general way to read."""
-    cdef Py_buffer *view = &array.view
+    cdef const Py_buffer *view = &array.buffer.view
     cdef const char *cell
     cdef Py_ssize_t i
-    get_buffer(blocks, view)
-    array.has_view = True
+    get_buffer(blocks, &array.buffer)
+    array.has_buffer = True
     if view.ndim > 1:
         raise ValueError(f"block ids must have 1 dimension, not {view.ndim}")
     if view.ndim == 0 or view.itemsize < 4 or not has_format(view.format, b"ilq"):
@@ -128,7 +128,7 @@ cdef int read_ids(object blocks, IdArray *array) except -1:
 
     Raises TypeError for what is no integer, ValueError for several dimensions, InvalidBlock for ids beyond 32 bits.
     """
-    array.has_view = False
+    array.has_buffer = False
     array.heap = NULL
     try:
         if isinstance(blocks, (list, tuple)):
@@ -140,7 +140,7 @@ cdef int read_ids(object blocks, IdArray *array) except -1:
             else:
                 read_items(blocks, array)
         elif not read_buffer(blocks, array):
-            if array.view.ndim == 0:
+            if array.buffer.view.ndim == 0:
                 take_room(array, 1)
                 read_id(blocks, array.ids)
             else:
@@ -161,8 +161,8 @@ cdef list list_ids(const int32_t *ids, Py_ssize_t count):
 
 
 cdef void release_ids(IdArray *array) noexcept:
-    if array.has_view:
-        PyBuffer_Release(&array.view)
-        array.has_view = False
+    if array.has_buffer:
+        release_buffer(&array.buffer)
+        array.has_buffer = False
     PyMem_Free(array.heap)
     array.heap = NULL

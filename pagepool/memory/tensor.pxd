@@ -1,4 +1,5 @@
-from cpython.buffer cimport Py_buffer
+from pagepool.memory.buffers cimport Buffer
+
 
 # A float tensor as a caller gave it. Hold `owner` while it is read, and release it.
 cdef struct Tensor:
@@ -8,8 +9,8 @@ cdef struct Tensor:
     Py_ssize_t shape[4]
     Py_ssize_t strides[4]  # in bytes
     Py_ssize_t item_bytes
-    bint has_view
-    Py_buffer view
+    bint has_buffer
+    Buffer buffer
 
 
 cdef enum:

@@ -1,9 +1,9 @@
 """Float tensors as callers give them: by the buffer protocol, as ml_dtypes arrays, or by DLPack."""
 
-from cpython.buffer cimport PyBuffer_Release, PyObject_CheckBuffer
+from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
 
 from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32
-from pagepool.memory.buffers cimport get_buffer
+from pagepool.memory.buffers cimport get_buffer, release_buffer
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_FLOAT, PP_DL_UINT, import_capsule, pp_dl_tensor
 
 import numpy as np
@@ -47,13 +47,13 @@ cdef int finish(str name, Tensor *tensor) except -1:
 
 cdef bint read_view(str name, object source, Tensor *tensor) except -1:
     """Whether `source` shows a buffer of a known format."""
-    cdef Py_buffer *view = &tensor.view
+    cdef const Py_buffer *view = &tensor.buffer.view
     cdef int i
     try:
-        get_buffer(source, view)
+        get_buffer(source, &tensor.buffer)
     except (BufferError, ValueError):  # NumPy has no format for the dtypes of ml_dtypes
         return False
-    tensor.has_view = True
+    tensor.has_buffer = True
     tensor.kind = kind_of_format(view.format)
     if tensor.kind < 0:
         release_tensor(tensor)
@@ -97,7 +97,7 @@ cdef object read_tensor(str name, object source, Tensor *tensor):
     On an exception there is nothing to release: TypeError for another dtype or no tensor at all, ValueError for more
     than four dimensions or memory that is not the CPU's.
     """
-    tensor.has_view = False
+    tensor.has_buffer = False
     try:
         if PyObject_CheckBuffer(source):
             if read_view(name, source, tensor):
@@ -116,6 +116,6 @@ cdef object read_tensor(str name, object source, Tensor *tensor):
 
 
 cdef void release_tensor(Tensor *tensor) noexcept:
-    if tensor.has_view:
-        tensor.has_view = False
-        PyBuffer_Release(&tensor.view)
+    if tensor.has_buffer:
+        tensor.has_buffer = False
+        release_buffer(&tensor.buffer)

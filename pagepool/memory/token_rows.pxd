@@ -1,7 +1,7 @@
-from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_dtype, pp_kv_layout, pp_kv_rows
+from pagepool.memory.buffers cimport Buffer
 from pagepool.memory.tensor cimport Tensor
 
 
@@ -17,7 +17,7 @@ cdef class TokenRows:
     cdef Tensor v
     cdef object k_owner
     cdef object v_owner
-    cdef Py_buffer slots_view
+    cdef Buffer slots_buffer
     cdef bint has_slots
 
     cdef int read(self, object slot_mapping, object k, object v, const pp_kv_layout *layout) except -1

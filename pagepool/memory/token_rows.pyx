@@ -1,11 +1,11 @@
 """TokenRows: the slots, keys and values of an append, checked before anything is written."""
 
 cimport cython
-from cpython.buffer cimport PyBuffer_Release, PyObject_CheckBuffer
+from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32, pp_dtype, pp_kv_layout, pp_kv_rows
-from pagepool.memory.buffers cimport get_buffer
+from pagepool.memory.buffers cimport get_buffer, release_buffer
 from pagepool.memory.ids cimport has_format
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
 
@@ -33,7 +33,7 @@ cdef class TokenRows:
 
     def __dealloc__(self):
         if self.has_slots:
-            PyBuffer_Release(&self.slots_view)
+            release_buffer(&self.slots_buffer)
         release_tensor(&self.k)
         release_tensor(&self.v)
 
@@ -57,12 +57,12 @@ cdef class TokenRows:
         return 0
 
     cdef int read_slots(self, object slot_mapping) except -1:
-        cdef Py_buffer *view = &self.slots_view
+        cdef const Py_buffer *view = &self.slots_buffer.view
         if not PyObject_CheckBuffer(slot_mapping):
             if not hasattr(slot_mapping, "__dlpack__"):
                 raise TypeError(f"slot_mapping must be an int64 array, not {type(slot_mapping).__name__}")
             slot_mapping = np.from_dlpack(slot_mapping)
-        get_buffer(slot_mapping, view)
+        get_buffer(slot_mapping, &self.slots_buffer)
         self.has_slots = True
         if view.itemsize == 8 and <size_t>view.buf % 8:
             raise ValueError("slot_mapping must be aligned to 8 bytes")

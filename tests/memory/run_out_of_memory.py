@@ -51,6 +51,7 @@ class World:
         self.k = np.ones((3, 1, 8), np.float32)
         self.strided = np.ones((3, 2, 8), np.float32)[:, :1]
         self.slots = np.array([0, 1, 2])
+        self.views = [memoryview(array) for array in (self.slots, self.k, self.k)]
         self.ssm = SsmStatePool.from_layout(STATES, 3)
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
@@ -116,6 +117,7 @@ OPERATIONS = {
     ],
     "append of k and v": lambda world: world.pool.append(0, world.slots, world.k, world.k),
     "append of k and v with other strides": lambda world: world.pool.append(0, world.slots, world.k, world.strided),
+    "append by the buffer protocol": lambda world: world.pool.append(0, *world.views),
     "gather": lambda world: world.pool.gather(0, world.many, 300),
     "decode of trees": lambda world: world.decode(custom_mask=[np.ones((2, 2), bool), None]),
     "decode of bits": lambda world: world.decode(custom_mask=np.full(4, 255, np.uint8)),

@@ -47,7 +47,8 @@ def test_every_allocation_may_fail(run, build_foreign):
     wrong = {name: what for name, what in results.items() if not isinstance(what, int)}
     assert not wrong
     spared = {name for name, failures in results.items() if failures == 0}
-    assert spared <= {"allocate", "reserve", "truncate", "lend", "end of priorities"}
+    appends = {"append of k and v", "append of k and v with other strides"}
+    assert spared <= {"allocate", "reserve", "truncate", "lend", "end of priorities", *appends}
     assert len(results) > 25 and sum(results.values()) > 100
 
 
