@@ -32,18 +32,10 @@ class Side(Base):
                 self.pool.append(layer, slots, k, v)
 
     def calls(self, threads):
-        copies = self.case.copies
+        q, pool, tables, lens, out = self.q, self.pool, self.tables, self.lens, self.out
+        copies, arithmetic, decode = self.case.copies, self.arithmetic, pagepool.decode
 
         def run(i):
-            return pagepool.decode(
-                self.q,
-                self.pool,
-                i % copies,
-                self.tables,
-                self.lens,
-                out=self.out,
-                arithmetic=self.arithmetic,
-                num_threads=threads,
-            )
+            return decode(q, pool, i % copies, tables, lens, out=out, arithmetic=arithmetic, num_threads=threads)
 
         return {f"pages of {BLOCK_SIZE}, {pagepool.cpu_info()['isa']}": Call(run)}
