@@ -327,15 +327,7 @@ PP_INLINE void PP_NAME(tile_scores)(int heads, const PP_NAME(stages) *stages, co
 /* Two vectors of dims of a run that is no PP_V_RUN wide, or of any run. */
 static __attribute__((noinline)) void PP_NAME(narrow_values)(int heads, const pp_tile *tile, int width, int column,
                                                              const float *p, float *o, int prefetch) {
-    enum { ASKS = PP_NAME(BY_MODE) };
-    switch (heads) {
-    case 1: PP_NAME(values)(1, 2, ASKS, tile, width, column, p, o, prefetch); break;
-    case 2: PP_NAME(values)(2, 2, ASKS, tile, width, column, p, o, prefetch); break;
-    case 3: PP_NAME(values)(3, 2, ASKS, tile, width, column, p, o, prefetch); break;
-    case 4: PP_NAME(values)(4, 2, ASKS, tile, width, column, p, o, prefetch); break;
-    case 5: PP_NAME(values)(5, 2, ASKS, tile, width, column, p, o, prefetch); break;
-    case 6: PP_NAME(values)(6, 2, ASKS, tile, width, column, p, o, prefetch); break;
-    }
+    PP_FOR_HEADS(heads, PP_NAME(values)(HEADS, 2, PP_NAME(BY_MODE), tile, width, column, p, o, prefetch))
 }
 
 /* Adds p V of tokens [from, to) to one or two vectors of a head's dims. */

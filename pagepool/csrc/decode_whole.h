@@ -30,9 +30,8 @@ static __attribute__((noinline)) void PP_NAME(repeating_tile_of)(int heads, cons
 }
 static __attribute__((noinline)) void PP_NAME(running_tile_of)(int heads, const pp_tile *tile, const float *q,
                                                                float *rows, float *m) {
-    switch (heads) { /* no more are read in runs */
-        PP_CASES_TO_6(PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_RUN))
-    }
+    /* No more are read in runs. */
+    PP_FOR_HEADS_TO_6(heads, PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_RUN))
 }
 
 /* Takes the tile for all rows of a part, if it is one for this file.  One head of up to 8 KB in 16 bit, of which memory

@@ -18,6 +18,11 @@
 /* Unrolls the next loop whole: its accumulators must live in registers.  Not under a sanitizer, where each load is a
  * page of code and compilers take minutes. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define PP_UNROLLS 0
+#else
+#define PP_UNROLLS 1
+#endif
+#if !PP_UNROLLS
 #define PP_UNROLL
 #elif defined(__clang__)
 #define PP_UNROLL _Pragma("clang loop unroll(full)")
