@@ -24,8 +24,8 @@ VARIANT = "-".join(filter(None, ["debug" if DEBUG else "", SANITIZE.replace(",",
 JOBS = min(8, len(os.sched_getaffinity(0)))
 
 COMMON = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-fPIC"]
-# -g1 names the lines of a report; -g doubles the time that sanitized kernels take to compile.
-OPTIMISE = ["-O1", "-g1" if SANITIZE else "-g", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3", "-g0", "-DNDEBUG"]
+# -g1 names the lines of a report; -g doubles the time that kernels take to compile.
+OPTIMISE = ["-O1", "-g1", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3", "-g0", "-DNDEBUG"]
 WARN = ["-Wall", "-Wextra", *(["-Werror"] if DEBUG else [])]
 SAN = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
 # Each module keeps its copy of the library to itself, so that two of them in one process never mix.
