@@ -216,15 +216,14 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
 }
 
 /* Both stages for a mode that flushes subnormals: not inlined, see dot_by_fma.h. */
-static __attribute__((noinline)) void PP_NAME(flushed_scores)(int heads, const pp_tile *tile, const float *q,
-                                                              int q_step, float *s, int prefetch) {
-    PP_FOR_HEADS(heads, PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, prefetch))
-}
+PP_FOR_HEADS(flushed_scores, (int heads, const pp_tile *tile, const float *q, int q_step, float *s, int prefetch),
+             (heads, tile, q, q_step, s, prefetch),
+             PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, prefetch))
 
-static __attribute__((noinline)) void PP_NAME(flushed_values)(int heads, const pp_tile *tile, const float *pairs,
-                                                              const float *scales, float *rows, int prefetch) {
-    PP_FOR_HEADS(heads, PP_NAME(tile_values)(HEADS, tile, pairs, scales, rows, prefetch))
-}
+PP_FOR_HEADS(flushed_values, (int heads, const pp_tile *tile, const float *pairs, const float *scales, float *rows,
+                              int prefetch),
+             (heads, tile, pairs, scales, rows, prefetch),
+             PP_NAME(tile_values)(HEADS, tile, pairs, scales, rows, prefetch))
 
 /* One tile of one kv head for HEADS of its rows that see the same of it; arguments as in decode_kernel.h. */
 PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,

@@ -325,10 +325,10 @@ PP_INLINE void PP_NAME(tile_scores)(int heads, const PP_NAME(stages) *stages, co
 }
 
 /* Two vectors of dims of a run that is no PP_V_RUN wide, or of any run. */
-static __attribute__((noinline)) void PP_NAME(narrow_values)(int heads, const pp_tile *tile, int width, int column,
-                                                             const float *p, float *o, int prefetch) {
-    PP_FOR_HEADS(heads, PP_NAME(values)(HEADS, 2, PP_NAME(BY_MODE), tile, width, column, p, o, prefetch))
-}
+PP_FOR_HEADS(narrow_values, (int heads, const pp_tile *tile, int width, int column, const float *p, float *o,
+                             int prefetch),
+             (heads, tile, width, column, p, o, prefetch),
+             PP_NAME(values)(HEADS, 2, PP_NAME(BY_MODE), tile, width, column, p, o, prefetch))
 
 /* Adds p V of tokens [from, to) to one or two vectors of a head's dims. */
 PP_INLINE void PP_NAME(some_values)(const int NV, const pp_tile *tile, int width, int column, int from, int to,

@@ -188,6 +188,7 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
  * of a vector.  Head by head, since it is little and every copy of the code is not. */
 static __attribute__((noinline)) void PP_NAME(scores_left)(int heads, const pp_tile *tile, int first, const float *q,
                                                            int q_step, float *s, int prefetch) {
+    PP_FORGET(heads); /* or compilers make a copy for each number */
     for (int g = 0; g < heads; g++)
         PP_NAME(scores)(1, 1, tile, first, q + 2 * g, q_step, s + g * PP_TILE, g ? 0 : prefetch);
 }
@@ -196,6 +197,7 @@ static __attribute__((noinline)) void PP_NAME(scores_left)(int heads, const pp_t
 static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_tile *tile, int width, int column,
                                                            int from, int to, const float *p, const float *rescale,
                                                            float *rows, int prefetch) {
+    PP_FORGET(heads);
     for (int g = 0; g < heads; g++)
         PP_NAME(values)(1, 1, 1, tile, width, column, from, to, p + g * PP_TILE, rescale ? rescale + g : NULL,
                         rows + g * tile->row_stride, g ? 0 : prefetch);
@@ -254,7 +256,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
     } while (seen);
     PP_NAME(prefetch_between)(mode, tile->next_k);
 }
-#if PP_WIDE
+#if PP_STEPS
 #include "decode_whole.h"
 #endif
 #endif
@@ -268,10 +270,9 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
 #endif
 
 #if !PP_BY_HEADS
-static __attribute__((noinline)) void PP_NAME(tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
-                                                       float *rows, float *m, int prefetch) {
-    PP_FOR_HEADS(heads, PP_NAME(tile)(HEADS, tile, q, q_step, rows, m, prefetch))
-}
+PP_FOR_HEADS(tile_of, (int heads, const pp_tile *tile, const float *q, int q_step, float *rows, float *m, int prefetch),
+             (heads, tile, q, q_step, rows, m, prefetch),
+             PP_NAME(tile)(HEADS, tile, q, q_step, rows, m, prefetch))
 
 /* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,
  * `row` of all. */
@@ -291,7 +292,7 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
             PP_NAME(past_step_of)(to - from, tile, q, rows, m);
 #endif
         else
-            PP_NAME(step_of)(to - from, tile, q, rows, m, prefetch);
+            PP_NAME(quiet_step_of)(to - from, tile, q, rows, m);
         return;
     }
 #endif
@@ -302,7 +303,7 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
         tile->row = r;
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)at * work->num_blocks;
         float *rows = work->rows + at * work->row_stride, *m = work->m + at;
-#if PP_WIDE && !defined(PP_DOT)
+#if PP_STEPS && !defined(PP_DOT)
         if (end - r == to - from && PP_NAME(take_whole)(end - r, tile, q, rows, m, prefetch)) continue;
 #endif
         PP_NAME(tile_of)(end - r, tile, q + PP_QUERY_PAIR * (r - from), q_step, rows, m, prefetch);
@@ -351,13 +352,12 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int asked = !PP_BY_HEADS && repeats && !past ? PP_PREFETCH_REPEAT : work->prefetch;
     const int mode = !layout->tiled ? PP_PREFETCH_NONE : in_runs ? PP_PREFETCH_RUN : asked;
     const int opens = work->prefetch != PP_PREFETCH_NONE && layout->tiled && !is_long && (!PP_WIDE || past);
-    /* Two tiles at a time are read from where they are.  A prefetch into L1 comes twice as early then: too early for
-     * what fits there, if heads are large and little is done with them.  And of runs the streams of one tile are read
-     * faster than those of two. */
+    /* Two tiles at a time are read from where they are, and asked for again.  A prefetch into L1 comes twice as early
+     * then: too early for what fits there, if heads are large and little is done with them.  And of runs the streams of
+     * one tile are read faster than those of two. */
     const int fits_l1 = layout->head_bytes <= 1 << 12, is_slow = PP_WIDE && head_rows > 6;
-    const int into_l1 = work->prefetch == PP_PREFETCH_L1 || past;
-    const int steps = PP_IN_STEPS && !in_runs && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
-                      (!into_l1 || fits_l1 || is_slow);
+    const int steps = PP_IN_STEPS && repeats && !in_runs && !scratch && layout->v_head_dim % PP_V_RUN == 0 &&
+                      (!past || fits_l1 || is_slow);
     const int64_t first_tile = work->first / PP_TILE * PP_TILE, head_bytes = layout->head_bytes;
     const int64_t first_head = head_begin * head_bytes;
     const int num_groups = (int)((work->end - first_tile + PP_GROUP - 1) / PP_GROUP);

@@ -103,38 +103,41 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
     return above;
 }
 
-/* Does `call` with HEADS, a constant, as `heads`, which is 1 to PP_MAX_HEADS: loops over heads are unrolled in it.
- * Where none is unrolled it is a variable, so that there is one copy of the call: compilers take a fourth of the time.
- * TO_6: heads are 6 at most. */
-#if !PP_UNROLLS
-#define PP_FOR_HEADS(heads, call) \
-    { \
+/* PP_FOR_HEADS defines PP_NAME(name), a function of `heads`, 1 to PP_MAX_HEADS, that does `call` with HEADS, a
+ * constant, for `heads`: loops over heads are unrolled in it.  Each number's call is a function by itself, since gcc
+ * took half as long again for one that had all.  Where no loop is unrolled HEADS is a variable and one copy of the call
+ * serves all numbers: under ASan gcc takes a fourth of the time for it. */
+#if PP_UNROLLS
+#define PP_HEADS_TO_2(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__)
+#define PP_HEADS_TO_4(DO, ...) PP_HEADS_TO_2(DO, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__)
+#define PP_HEADS_TO_6(DO, ...) PP_HEADS_TO_4(DO, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__)
+#define PP_HEADS_TO_8(DO, ...) PP_HEADS_TO_6(DO, __VA_ARGS__) DO(7, __VA_ARGS__) DO(8, __VA_ARGS__)
+#define PP_DEFINE(n, name, parameters, arguments, call) \
+    static __attribute__((noinline)) void PP_NAME(name##_##n) parameters { \
+        enum { HEADS = n }; \
+        (void)heads; \
+        call; \
+    }
+#define PP_CASE(n, name, parameters, arguments, call) \
+    case n: PP_NAME(name##_##n) arguments; break;
+#define PP_FOR_SOME_HEADS(TO, name, parameters, arguments, call) \
+    TO(PP_DEFINE, name, parameters, arguments, call) \
+    static __attribute__((noinline)) void PP_NAME(name) parameters { \
+        switch (heads) { TO(PP_CASE, name, parameters, arguments, call) } \
+    }
+#else
+#define PP_FOR_SOME_HEADS(TO, name, parameters, arguments, call) \
+    static __attribute__((noinline)) void PP_NAME(name) parameters { \
         const int HEADS = heads; \
         call; \
     }
-#define PP_FOR_HEADS_TO_6 PP_FOR_HEADS
-#else
-#define PP_CASE_HEADS(n, call) \
-    case n: { \
-        enum { HEADS = n }; \
-        call; \
-        break; \
-    }
-#define PP_CASES_TO_4(call) PP_CASE_HEADS(1, call) PP_CASE_HEADS(2, call) PP_CASE_HEADS(3, call) PP_CASE_HEADS(4, call)
-#if PP_MAX_HEADS > 4
-#define PP_CASES_TO_6(call) PP_CASES_TO_4(call) PP_CASE_HEADS(5, call) PP_CASE_HEADS(6, call)
-#else
-#define PP_CASES_TO_6(call) PP_CASES_TO_4(call)
 #endif
-#if PP_MAX_HEADS > 6
-#define PP_CASES_TO_8(call) PP_CASES_TO_6(call) PP_CASE_HEADS(7, call) PP_CASE_HEADS(8, call)
-#else
-#define PP_CASES_TO_8(call) PP_CASES_TO_6(call)
-#endif
-#define PP_FOR_HEADS(heads, call) \
-    switch (heads) { PP_CASES_TO_8(call) }
-#define PP_FOR_HEADS_TO_6(heads, call) \
-    switch (heads) { PP_CASES_TO_6(call) }
+#if PP_MAX_HEADS == 8
+#define PP_FOR_HEADS(...) PP_FOR_SOME_HEADS(PP_HEADS_TO_8, __VA_ARGS__)
+#elif PP_MAX_HEADS == 6
+#define PP_FOR_HEADS(...) PP_FOR_SOME_HEADS(PP_HEADS_TO_6, __VA_ARGS__)
+#elif PP_MAX_HEADS == 4
+#define PP_FOR_HEADS(...) PP_FOR_SOME_HEADS(PP_HEADS_TO_4, __VA_ARGS__)
 #endif
 
 #if PP_FEW_REGISTERS

@@ -13,7 +13,7 @@
  *   step_scores    scores of some vectors of both tiles' tokens
  *   step_values    p V of both tiles for some vectors of dims
  *
- * AGAIN: the mode, where it is one that asks for lines again, and else PP_PREFETCH_NONE. */
+ * AGAIN: the mode, which asks for lines again, or PP_PREFETCH_NONE, where a former part of the rows has asked. */
 
 /* Makes the next head's scores weights, and adds them to its running sums. */
 PP_INLINE void PP_NAME(weigh_next)(weighing *to_do) {
@@ -29,7 +29,7 @@ PP_INLINE void PP_NAME(weigh_next)(weighing *to_do) {
 
 /* Both tiles for HEADS rows of the kv head; arguments as those of `tile`. */
 PP_INLINE void PP_NAME(step)(const int HEADS, const int AGAIN, const pp_tile *tile, const float *q, float *rows,
-                             float *m, int prefetch) {
+                             float *m) {
     enum { VECTORS = 2 * PP_TILE / PP_LANES };
     _Static_assert((int)PP_NAME(TOGETHER) <= (int)PP_NAME(BEFORE), "weights of the first tile are made somewhere");
     float s[2 * PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
@@ -42,17 +42,17 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const int AGAIN, const pp_tile *ti
     pp_tile one = {.seen = 0};
     if (tile->block_sums) one = *tile;
     for (int vector = 0; vector < VECTORS / 2; vector += NV)
-        PP_NAME(step_scores)(HEADS, NV, 0, AGAIN, tile, vector, q, s, NULL, prefetch);
+        PP_NAME(step_scores)(HEADS, NV, 0, AGAIN, tile, vector, q, s, NULL);
     bend_scores(tile, 0, HEADS, s);
     scales[0] = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale[0]) ? rescale[0] : NULL;
     if (HEADS <= PP_NAME(BEFORE)) {
         while (to_do.next < to_do.end) PP_NAME(weigh_next)(&to_do);
-        if (NV < VECTORS) PP_NAME(step_scores)(HEADS, NV, 0, AGAIN, tile, NV, q, s, NULL, prefetch);
+        if (NV < VECTORS) PP_NAME(step_scores)(HEADS, NV, 0, AGAIN, tile, NV, q, s, NULL);
     } else if (NV == VECTORS / 2) {
-        PP_NAME(step_scores)(HEADS, NV, HEADS, AGAIN, tile, NV, q, s, &to_do, prefetch);
+        PP_NAME(step_scores)(HEADS, NV, HEADS, AGAIN, tile, NV, q, s, &to_do);
     } else {
-        PP_NAME(step_scores)(HEADS, NV, HEADS / 2, AGAIN, tile, VECTORS / 2, q, s, &to_do, prefetch);
-        PP_NAME(step_scores)(HEADS, NV, HEADS - HEADS / 2, AGAIN, tile, VECTORS / 2 + NV, q, s, &to_do, prefetch);
+        PP_NAME(step_scores)(HEADS, NV, HEADS / 2, AGAIN, tile, VECTORS / 2, q, s, &to_do);
+        PP_NAME(step_scores)(HEADS, NV, HEADS - HEADS / 2, AGAIN, tile, VECTORS / 2 + NV, q, s, &to_do);
     }
     if (one.block_sums) ADD_TO_BLOCKS(&one, HEADS, s, scales[0]);
     one.begin += PP_TILE;
@@ -60,25 +60,21 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const int AGAIN, const pp_tile *ti
     scales[1] = raise_if_above(HEADS, second, m, rows, tile->row_stride, rescale[1]) ? rescale[1] : NULL;
     to_do.next = 0;
     to_do.s = second;
-    PP_NAME(step_values)(HEADS, value_vectors(HEADS), 1, AGAIN, tile, 0, s, scales, rows, &to_do, prefetch);
+    PP_NAME(step_values)(HEADS, value_vectors(HEADS), 1, AGAIN, tile, 0, s, scales, rows, &to_do);
     if (one.block_sums) ADD_TO_BLOCKS(&one, HEADS, second, scales[1]);
     for (int d = columns; d < tile->v_head_dim; d += columns)
-        PP_NAME(step_values)(HEADS, value_vectors(HEADS), 0, AGAIN, tile, d, s, scales, rows, NULL, prefetch);
+        PP_NAME(step_values)(HEADS, value_vectors(HEADS), 0, AGAIN, tile, d, s, scales, rows, NULL);
 }
 
-static __attribute__((noinline)) void PP_NAME(step_of)(int heads, const pp_tile *tile, const float *q, float *rows,
-                                                       float *m, int prefetch) {
-    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, PP_PREFETCH_NONE, tile, q, rows, m, prefetch))
-}
-
-/* The same where lines are asked for again, in either way: known, so that no loop tests it. */
-static __attribute__((noinline)) void PP_NAME(repeating_step_of)(int heads, const pp_tile *tile, const float *q,
-                                                                 float *rows, float *m) {
-    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, PP_PREFETCH_REPEAT, tile, q, rows, m, PP_PREFETCH_REPEAT))
-}
+/* How lines are asked for is known, so that no loop tests it. */
+PP_FOR_HEADS(quiet_step_of, (int heads, const pp_tile *tile, const float *q, float *rows, float *m),
+             (heads, tile, q, rows, m),
+             PP_NAME(step)(HEADS, PP_PREFETCH_NONE, tile, q, rows, m))
+PP_FOR_HEADS(repeating_step_of, (int heads, const pp_tile *tile, const float *q, float *rows, float *m),
+             (heads, tile, q, rows, m),
+             PP_NAME(step)(HEADS, PP_PREFETCH_REPEAT, tile, q, rows, m))
 #if PP_WIDE
-static __attribute__((noinline)) void PP_NAME(past_step_of)(int heads, const pp_tile *tile, const float *q,
-                                                            float *rows, float *m) {
-    PP_FOR_HEADS(heads, PP_NAME(step)(HEADS, PP_PREFETCH_PAST, tile, q, rows, m, PP_PREFETCH_PAST))
-}
+PP_FOR_HEADS(past_step_of, (int heads, const pp_tile *tile, const float *q, float *rows, float *m),
+             (heads, tile, q, rows, m),
+             PP_NAME(step)(HEADS, PP_PREFETCH_PAST, tile, q, rows, m))
 #endif

@@ -10,10 +10,8 @@ PP_INLINE int PP_NAME(step_vectors)(const int HEADS, const int AGAIN) {
 
 /* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES; meanwhile WEIGHED heads become weights. */
 PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int AGAIN,
-                                    const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do,
-                                    int prefetch) {
+                                    const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES, ROW = PP_GROUP * PP_NAME(PAIR_BYTES) };
-    if (AGAIN) prefetch = AGAIN;
     const unsigned char *rows[4], *ahead[4], *half[4];
     pp_v sum[PP_MAX_HEADS * 4];
     PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -31,8 +29,8 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
             PP_UNROLL for (int j = 0; j < NV; j++) {
                 const int column = (first + j) % PER_GROUP * PP_LANES;
                 k[j] = v_load((const float *)(rows[j] + at) + column);
-                if (prefetch && column == 0)
-                    prefetch_walk(prefetch, 1, ROW, ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
+                if (AGAIN && column == 0)
+                    prefetch_walk(AGAIN, 1, ROW, ahead[j] + at, half[j] + at, rows[j] + at + PP_NEAR,
                                   rows[j] + at + PP_NEARER);
             }
             PP_NAME(score_pair)(HEADS, NV, k, q, sum);
@@ -50,9 +48,8 @@ PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEI
  * still to be weighed, of the second tile, is so while the first one is added. */
 PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEIGHS, const int AGAIN,
                                     const pp_tile *tile, int column, const float *p, const float *const *scales,
-                                    float *o, weighing *to_do, int prefetch) {
+                                    float *o, weighing *to_do) {
     enum { ROW = PP_V_RUN * PP_NAME(PAIR_BYTES), RUN_BYTES = PP_GROUP / 2 * ROW };
-    if (AGAIN) prefetch = AGAIN;
     const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
     /* Each pass prefetches its part of every pair of rows: Zen 4 drops prefetches that come faster than the memory. */
     const int part = NV * PP_LANES * PP_NAME(PAIR_BYTES);
@@ -74,8 +71,8 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
         const float *pairs = p + i / 2 * HEADS * PP_TILE + i % 2 * (PP_GROUP / 2);
         for (int64_t at = 0; at < RUN_BYTES; at += ROW, pairs++) {
             if (WEIGHS && at % (2 * ROW) == 0 && to_do->next < to_do->end) PP_NAME(weigh_next)(to_do);
-            if (prefetch)
-                prefetch_walk(prefetch, 1, part, ahead + at, half + at, near + at,
+            if (AGAIN)
+                prefetch_walk(AGAIN, 1, part, ahead + at, half + at, near + at,
                               row + at + (!last_run || row + at < end ? PP_NEARER : 0));
             PP_NAME(value_pair)(HEADS, NV, 0, ALL_SEEN, row + at, pairs, sum);
         }

@@ -12,7 +12,7 @@ PP_INLINE int PP_NAME(step_vectors)(const int HEADS, const int AGAIN) {
  * WEIGHED heads become weights. */
 PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVEN, const int ODD, const int WEIGHED,
                                     const int AGAIN, const pp_tile *tile, const int first, const float *q, float *s,
-                                    weighing *to_do, int prefetch) {
+                                    weighing *to_do) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES };
     /* In 16 bit a chain that goes alone asks for one group's K, line behind line, and the other chain for the other's,
      * unless they ask by sides; so do the passes over values, below.  Each for its part of all groups, lines of a page
@@ -43,16 +43,13 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
             if (BY_SIDES) PP_FORGET(sides.at);
             PP_FORGET(row); /* or each of the places is counted up, and registers do not suffice */
             PP_UNROLL for (int i = 0; i < PAIRS; i++, row += PP_NAME(K_PAIR_BYTES)) {
-                const int asks = !BY_SIDES && (IN_LINE || PP_NAME(chain_asks)(EVEN, ODD, i));
+                const int asks = AGAIN && !BY_SIDES && (IN_LINE || PP_NAME(chain_asks)(EVEN, ODD, i));
                 pp_v a[4], b[4];
                 PP_UNROLL for (int j = 0; j < NV; j++)
                     LOAD2(distant(row, here[j]), PP_GROUP, (first + j) % PER_GROUP * PP_LANES, &a[j], &b[j]);
-                PP_UNROLL for (int j = 0; j < NV; j++)
-                    if (!AGAIN && asks && (IN_LINE ? j == ODD : (first + j) % PER_GROUP == 0))
-                        prefetch_once(prefetch, distant(row, ahead[j]) + skip, bytes);
                 PP_UNROLL for (int g = 0; g < HEADS; g++) {
                     PP_UNROLL for (int j = 0; j < NV; j++)
-                        if (AGAIN && asks && (IN_LINE ? j == ODD : (first + j) % PER_GROUP == 0))
+                        if (asks && (IN_LINE ? j == ODD : (first + j) % PER_GROUP == 0))
                             prefetch_share(g, HEADS, AGAIN, PP_ITEM == 4, bytes, distant(row, ahead[j]) + skip,
                                            distant(row, half[j]) + skip, distant(row, here[j]) + PP_NEAR,
                                            distant(row, here[j]) + PP_NEARER);
@@ -85,19 +82,18 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
 
 /* The same by both chains: at once, if there are registers for them. */
 PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int AGAIN,
-                                    const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do,
-                                    int prefetch) {
+                                    const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do) {
     const int APART = chains_apart(HEADS) && !is_in_place(HEADS, AGAIN), later = APART ? WEIGHED / 2 : 0;
-    PP_NAME(step_chains)(HEADS, NV, 1, !APART, WEIGHED - later, AGAIN, tile, first, q, s, to_do, prefetch);
+    PP_NAME(step_chains)(HEADS, NV, 1, !APART, WEIGHED - later, AGAIN, tile, first, q, s, to_do);
     PP_FORGET(s); /* or the former's sums stay in registers, which the latter needs */
-    if (APART) PP_NAME(step_chains)(HEADS, NV, 0, 1, later, AGAIN, tile, first, q, s, to_do, prefetch);
+    if (APART) PP_NAME(step_chains)(HEADS, NV, 0, 1, later, AGAIN, tile, first, q, s, to_do);
 }
 
 /* Adds p V of both tiles to NV vectors of dims, from `column` of V's dims on; scales: of each tile, or NULL.  What is
  * still to be weighed, of the second tile, is so while the first one is added. */
 PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEIGHS, const int AGAIN,
                                     const pp_tile *tile, int column, const float *p, const float *const *scales,
-                                    float *o, weighing *to_do, int prefetch) {
+                                    float *o, weighing *to_do) {
     enum { PAIR_BYTES = 2 * PP_V_RUN * PP_ITEM, RUN_BYTES = PP_NAME(RUN_BYTES) };
     const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
     /* Each pass prefetches its part of every pair of rows: Zen 4 drops prefetches that come faster than the memory.
@@ -135,7 +131,6 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
             pp_v a[8], b[8];
             const int64_t nearer = asked + (!last_run || rows + asked < end - PP_NEARER ? PP_NEARER : 0);
             if (WEIGHS && pair % 2 == 0 && to_do->next < to_do->end) PP_NAME(weigh_next)(to_do);
-            if (!AGAIN) prefetch_once(prefetch, IN_LINE ? visit : distant(rows, ahead), part);
             PP_UNROLL for (int j = 0; j < NV; j++) LOAD2(rows, PP_V_RUN, j * PP_LANES, &a[j], &b[j]);
             PP_UNROLL for (int g = 0; g < HEADS; g++) {
                 if (BY_SIDES)

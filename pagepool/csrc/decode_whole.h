@@ -1,5 +1,5 @@
-/* decode_whole.h: a tile that all rows of a part see whole, one at a time, by wide units where lines are asked for
- * past L2, again or in runs: most of what the walk does where it does not take two tiles at a time (decode_step.h).
+/* decode_whole.h: a tile that all rows of a part see whole, one at a time, where lines are asked for in runs or, by
+ * wide units, again and past L2: most of what the walk does where it does not take two tiles at a time (decode_step.h).
  *
  * Included once per dtype from decode_kernel.h; V's dims are a multiple of PP_V_RUN.  It adds in the order of `tile`,
  * bit for bit.  How lines are asked for and what is seen is known when it is compiled, so that no loop tests for it
@@ -24,26 +24,33 @@ PP_INLINE void PP_NAME(whole_tile)(const int HEADS, const pp_tile *tile, const f
     PP_NAME(prefetch_between)(prefetch, tile->next_k);
 }
 
-static __attribute__((noinline)) void PP_NAME(repeating_tile_of)(int heads, const pp_tile *tile, const float *q,
-                                                                 float *rows, float *m) {
-    PP_FOR_HEADS(heads, PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_PAST))
-}
-static __attribute__((noinline)) void PP_NAME(running_tile_of)(int heads, const pp_tile *tile, const float *q,
-                                                               float *rows, float *m) {
-    /* No more are read in runs. */
-    PP_FOR_HEADS_TO_6(heads, PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_RUN))
-}
+#if PP_WIDE
+PP_FOR_HEADS(repeating_tile_of, (int heads, const pp_tile *tile, const float *q, float *rows, float *m),
+             (heads, tile, q, rows, m),
+             PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_PAST))
+#define PP_HEADS_IN_RUNS PP_HEADS_TO_6 /* the walk's is_fast: no more are read in runs */
+#else
+#define PP_HEADS_IN_RUNS PP_HEADS_TO_2
+#endif
+PP_FOR_SOME_HEADS(PP_HEADS_IN_RUNS, running_tile_of,
+                  (int heads, const pp_tile *tile, const float *q, float *rows, float *m),
+                  (heads, tile, q, rows, m),
+                  PP_NAME(whole_tile)(HEADS, tile, q, rows, m, PP_PREFETCH_RUN))
 
 /* Takes the tile for all rows of a part, if it is one for this file.  One head of up to 8 KB in 16 bit, of which memory
- * has to deliver a line for 2 fma, is as fast as memory in either way and took 1.01 to 1.03 times as long here. */
+ * has to deliver a line for 2 fma, is as fast as memory in either way and took 1.01 to 1.03 times as long here on Zen
+ * 5.  Zen 4 reads 1 and 2 heads in runs (S3) in 0.97 to 1.00 of the time here. */
 PP_INLINE int PP_NAME(take_whole)(int heads, const pp_tile *tile, const float *q, float *rows, float *m,
                                   int prefetch) {
     if (tile->seen != ALL_SEEN || !tile->next_v[0] || tile->v_head_dim % PP_V_RUN) return 0;
     if (prefetch == PP_PREFETCH_RUN)
         PP_NAME(running_tile_of)(heads, tile, q, rows, m);
+#if PP_WIDE
     else if (prefetch == PP_PREFETCH_PAST && (heads > 1 || PP_ITEM == 4))
         PP_NAME(repeating_tile_of)(heads, tile, q, rows, m);
+#endif
     else
         return 0;
     return 1;
 }
+#undef PP_HEADS_IN_RUNS
