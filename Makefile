@@ -7,10 +7,10 @@ PY := $(VENV)/bin/python
 CAPI_FLAGS := -std=c11 -D_POSIX_C_SOURCE=200809L -g -O1 -Wall -Wextra -ffp-contract=off -pthread \
 	-Iinclude -Ipagepool/csrc
 CSRC := $(wildcard pagepool/csrc/*.c)
-HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h pagepool/csrc/*.inc tests/capi/*.h)
+HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h tests/capi/*.h)
 AARCH64 := aarch64-linux-gnu
 
-.PHONY: help demo test model-test build debug bench figures lint format san san-c san-python san-threads aarch64 wheel test-wheel test-sdist test-pythons ci clean
+.PHONY: help demo test model-test pressure-test build debug bench figures lint format san san-c san-python san-threads aarch64 wheel test-wheel test-sdist test-pythons ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list

@@ -35,7 +35,7 @@ CYTHON_QUIET = ["-Wno-unused-function", "-Wno-sign-compare", "-Wno-unused-parame
 
 C_SOURCES = sorted(str(path) for path in Path("pagepool/csrc").glob("*.c"))
 # Kernels are instantiated by inclusion: every file that may be included counts, and setup.py for its flags.
-C_DEPENDS = [str(path) for folder in ("include/pagepool", "pagepool/csrc") for path in Path(folder).glob("**/*.[hi]*")]
+C_DEPENDS = [str(path) for folder in ("include/pagepool", "pagepool/csrc") for path in Path(folder).glob("**/*.h")]
 C_DEPENDS = sorted([*C_DEPENDS, "setup.py"])
 INCLUDE = ["include", "pagepool/csrc"]
 ARCHIVE = "libpagepool.a"

@@ -18,12 +18,15 @@ that 1, 8, 64 or 512 of them at a time lie in one piece.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
 import pagepool
 from pagepool import reference
 from pagepool.replay.prompts import Prompts

@@ -6,8 +6,11 @@ one, through a handle; `--json` is for comparing two builds, by running both by 
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from timeit import Timer
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
 from pagepool import BlockAllocator, PagedSeqState, SsmStatePool, StateLayout
 from pagepool.memory.block_tables import append_batch, release_batch
 

@@ -68,7 +68,10 @@ extern "C" {
  *
  * and with it a result by (exp(2 E) (1 + 2^-7) - 1) sum_t weight[t] |V[t]| and the lse by E + 2^-8, beside what f32
  * rounds; on random numbers it is a fiftieth of that or less.  The bits are fixed as those of exact arithmetic are,
- * and the same with and without the instruction; without it they take longer than exact ones. */
+ * and the same with and without the instruction; without it they take longer than exact ones.
+ *
+ * Both have the same bits on every instruction set with fma.  "baseline" (pagepool/cpu.h), which has none, rounds
+ * products before they are added: its bits are as fixed, but others. */
 typedef enum pp_arithmetic { PP_EXACT = 0, PP_ROUNDED_BF16 = 1 } pp_arithmetic;
 
 typedef struct pp_decode_args {
@@ -116,8 +119,9 @@ typedef struct pp_decode_plan {
 } pp_decode_plan;
 
 /* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Depends only on the layout, the
- * sizes, seq_lens, query_start_loc, num_threads and whether there are a mask, slopes and block_scores, and reads no
- * other array but mask_widths.  PP_INVALID_ARGUMENT as of pp_decode_plan_init, where it can be told from these. */
+ * sizes, seq_lens, query_start_loc, the window, num_threads, the instruction set and whether there are a mask, slopes
+ * and block_scores, and reads no other array but mask_widths.  PP_INVALID_ARGUMENT as of pp_decode_plan_init, where it
+ * can be told from these. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
 /* Checks everything (PP_INVALID_ARGUMENT: a size, a num_qo_heads that num_kv_heads does not divide, an arithmetic that

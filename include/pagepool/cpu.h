@@ -12,7 +12,8 @@ extern "C" {
  * "baseline"; bf16: with dot products of bf16; wide: for cores whose vector units are 512 bits wide (Intel's, Zen 5 and
  * later).  Chosen once, at the first call, as the best one that both the CPU (CPUID) and the system (XCR0) offer, or as
  * the environment's PAGEPOOL_ISA names it; a name that this machine cannot run is ignored, and
- * pp_isa_forced_unavailable() is 1 then.  No bit of exact arithmetic depends on it. */
+ * pp_isa_forced_unavailable() is 1 then.  All have the same bits, but "baseline", whose multiply-adds round twice as
+ * the CPU has no fma. */
 PP_API const char *pp_isa(void);
 PP_API int pp_isa_forced_unavailable(void);
 

@@ -78,8 +78,8 @@ typedef struct pp_kv_pool {
 } pp_kv_pool;
 
 /* Fills `layout` from its parameters, V being as wide as K.  PP_INVALID_ARGUMENT, and nothing changed, unless
- * num_layers, num_kv_heads >= 1, head_dim is a multiple of 8 from 8 to 1024, 1 <= block_size <= 1024 and a block is
- * smaller than 2^40 bytes. */
+ * num_layers, num_kv_heads >= 1, head_dim is a multiple of 8 from 8 to 1024, 1 <= block_size <= 1024, dtype is one of
+ * pp_dtype and a block is smaller than 2^40 bytes. */
 PP_API pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
                                    int32_t block_size, pp_dtype dtype);
 

@@ -6,7 +6,7 @@
  * link a library of the same: compare PP_ABI_VERSION with pp_abi_version(). */
 #define PP_ABI_VERSION 2
 
-#if defined(__GNUC__) && !defined(PP_STATIC)
+#if defined(__GNUC__)
 #define PP_API __attribute__((visibility("default")))
 #else
 #define PP_API

@@ -93,14 +93,14 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
                    may decide by what to keep
     arithmetic     "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: q and the
                    softmax's weights are rounded to bfloat16 and multiplied by the CPU's dot products of bfloat16
-                   (AVX512_BF16), which do twice as much; elsewhere the same bits take more time. All else stays float32
+                   (AVX512_BF16), which do twice as much; elsewhere it takes more time. All else stays float32
     num_threads    at most so many threads; by default the CPUs this process may use, or PAGEPOOL_NUM_THREADS
 
     Returns `out`, float32 (n_tokens, num_qo_heads, v_head_dim); with return_lse or return_block_scores a tuple of it,
     lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens, num_qo_heads, width), 0 for blocks outside of
     what is seen. A query token that sees nothing, as in an empty sequence, gives zeros and -inf. The bits depend on
     nothing but the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the
-    order, the threads or the block size.
+    order, the threads, the block size or the instruction set; but without fma ("baseline") each product is rounded.
 
     In exact arithmetic a head's error is below 1e-5 of its largest output, as long as scores stay below 20 or so: those
     are float32, and errors grow with their size. With "bf16", rounding changes a score by at most

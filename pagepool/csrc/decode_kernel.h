@@ -6,7 +6,7 @@
  * groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
- *   softmax  running shift, rescale, exp
+ *   softmax  running shift, rescale, powers of 2
  *   values   64 dims side by side, tokens one after another; each V load serves all heads
  *
  * While a head is worked on, the next head's bytes are prefetched (after the last head, the next tile's first).

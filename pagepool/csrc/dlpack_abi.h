@@ -6,7 +6,7 @@
 
 enum { PP_DL_CPU = 1 };                                      /* device types */
 enum { PP_DL_UINT = 1, PP_DL_FLOAT = 2, PP_DL_BFLOAT = 4 };  /* type codes */
-enum { PP_DL_READ_ONLY = 1, PP_DL_IS_COPIED = 2 };           /* flags */
+enum { PP_DL_IS_COPIED = 2 };                                /* flags */
 
 typedef struct pp_dl_tensor {
     void *data;

@@ -106,8 +106,8 @@ static inline void v_store_f16(uint16_t *to, pp_v a) {
 }
 static inline pp_v v_load_f16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
 
-/* Accumulators that fit into 16 registers: heads of a pass over the scores and vectors of each (two
- * chains each), value vectors, for a number of heads. */
+/* Accumulators that fit into 16 registers, of arithmetic of bf16 (exact is decode_few.h's): heads of a pass over the
+ * scores and vectors of each (two chains each), value vectors, for a number of heads. */
 static inline int score_heads(int heads) { return heads <= 3 ? heads : (heads + 1) / 2; }
 static inline int score_vectors(int heads) { return heads == 1 ? 4 : 2; }
 static inline int value_vectors(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 2; }

@@ -9,7 +9,6 @@ cdef extern from "dlpack_abi.h" nogil:
         PP_DL_UINT
         PP_DL_FLOAT
         PP_DL_BFLOAT
-        PP_DL_READ_ONLY
         PP_DL_IS_COPIED
 
     ctypedef struct pp_dl_tensor:

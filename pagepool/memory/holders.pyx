@@ -7,6 +7,7 @@ from libc.stdint cimport int32_t
 import weakref
 from collections import Counter
 
+from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError
 from pagepool.arguments import integer
 from pagepool.memory.leak_report import warn_of
@@ -16,7 +17,6 @@ __all__ = ["Holder", "HolderRegistry"]
 
 
 cdef int32_t DEFAULT_BLOCK_SIZE = 16
-cdef int32_t MAX_BLOCK_SIZE = 1024
 
 
 cdef object held(object holder):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagepool.arguments import integer, wrong
+from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError, StaleHandle
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.journal import Participation, run_all
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 
-MAX_BLOCK_SIZE = 1024
 MAX_BLOCKS = 2**31 - 1
 
 

@@ -40,8 +40,9 @@ cdef class PrefixCache(CacheSummary):
     hash_bits   bits of the block hashes that count; fewer than 64 only to force collisions in tests
 
     A block is found behind the one before it, by a hash where there are several, and taken only when every token, from
-    the first of the prompt on, and the salt and the keys are equal. Blocks leave only through `evict` and
-    `reset_prefix_cache`; one that a sequence holds is never evicted. The GIL makes each call atomic. Raises
+    the first of the prompt on, and the salt and the keys are equal. Blocks leave through `evict` (and
+    `touch`, which evicts), `discard` and `reset_prefix_cache`, or when `cache_blocks` has a copy take their place; one
+    that a sequence holds is never evicted. The GIL makes each call atomic. Raises
     `ValueError` for a wrong block size or an unknown policy.
 
     >>> from pagepool import BlockAllocator

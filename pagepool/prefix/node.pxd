@@ -25,7 +25,7 @@ cdef struct Node:
     int32_t cached_children  # of the policy's
     uint8_t uses  # of the policy's
     uint8_t ghost  # without a block, yet remembered by the policy
-    uint8_t held  # found in use when its turn to be evicted came: out of the policy's lists
+    uint8_t held  # out of the policy's lists: found in use when its turn to be evicted came, or as floors.pxd says
     uint8_t alive
 
 

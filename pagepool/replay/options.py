@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         type=_several(_policy),
         metavar="NAME,...",
-        help="policies side by side over capacities: those of --capacity, or eight from 1/64 of all blocks up to all",
+        help="policies side by side over capacities: those of --capacity, or eight from 1/128 of all blocks up to all",
     )
     add(
         "--capacity",

@@ -44,7 +44,8 @@ class Sequence:
     kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; one that was
                     preempted in part keeps the blocks that it was left
     num_cached      tokens that it did not have to read when it was last admitted: cached, kept or swapped
-    fed             tokens handed out in batches since it was last admitted; equals `kv.len`
+    fed             tokens in the pages or on their way there: cached ones found at admission, those kept or swapped at
+                    preemption, and all handed out in batches since; equals `kv.len` but for slots out for drafts
     num_preemptions how often its blocks were taken away
 
     Invariant while active: `fed <= total_tokens`; the tokens from `fed` to the end are still to be fed.
@@ -145,12 +146,12 @@ class Sequence:
 
     @property
     def fed(self) -> int:
-        """Tokens handed out in batches since the sequence was last admitted."""
+        """Tokens in the pages or on their way there: found, kept or swapped at admission, or handed out since."""
         return self._fed if self._cohort is None else self._joined + self._cohort.steps
 
     @property
     def prompt_pos(self) -> int:
-        """Prompt tokens scheduled so far; 0 again after a preemption."""
+        """Prompt tokens scheduled so far; after a preemption those of what was kept, 0 if nothing was."""
         return min(self.fed, len(self.prompt_tokens))
 
     @property

@@ -90,7 +90,8 @@ class Roster:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose places in the pool are taken, over all active sequences; 0 without a pool."""
+        """Tokens whose places in the pool are taken, over all active sequences and those that kept blocks
+        when they were preempted; 0 without a pool."""
         return self._account.num_tokens
 
     def stats(self) -> dict[str, Any]:

@@ -228,6 +228,13 @@ def test_request_id_must_be_an_integer():
     assert pool.free_count == 1
 
 
+def test_a_layout_counts_the_elements_of_its_views():
+    pool = SsmStatePool.from_layout(LAYOUT, 3)
+    views = [pool.view(layer, name) for layer, states in enumerate(LAYOUT.layers) for name in states]
+    assert len(views) > 1 and 3 * LAYOUT.num_elements == sum(view.size for view in views)
+    assert StateLayout(layers=[{}, {}]).num_elements == 0
+
+
 def test_views_of_a_layout():
     pool = SsmStatePool.from_layout(LAYOUT, 3)
     conv, recurrent = pool.view(0, "conv_states"), pool.view(0, "recurrent_states")

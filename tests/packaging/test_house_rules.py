@@ -16,7 +16,7 @@ SOURCES = sorted(
     path
     for folder in FOLDERS
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in {".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".inc", ".cpp"}
+    if path.suffix in {".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp"}
 )
 PYTHON = [path for path in SOURCES if path.suffix in {".py", ".pyi"}]
 MODULES = [path for path in SOURCES if PACKAGE in path.parents and path.suffix in {".py", ".pyx", ".pxd", ".pyi"}]
@@ -111,7 +111,7 @@ def test_imports_make_no_circle():
         visit(module, [])
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.suffix in {".c", ".h", ".inc"}], ids=name_of)
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.suffix in {".c", ".h"}], ids=name_of)
 def test_c_includes_our_headers_and_the_system_and_never_python(path):
     for ours, system in re.findall(r'^\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', path.read_text(), re.MULTILINE):
         assert not system.startswith("Python")
