@@ -147,10 +147,13 @@ build/aarch64/program: tests/capi/program.c $(CSRC) $(HEADERS)
 	@mkdir -p $(@D)
 	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror $< $(CSRC) -o $@ -lm
 
+# The sdist is unpacked once: its C, which knows nothing of Python, is compiled for the wheel and serves every Python.
 wheel: $(VENV)/.package  ## dist/: an sdist, and a wheel built from it in isolation
-	rm -rf dist
-	@mkdir -p build
-	$(PY) -m build --outdir dist . > build/package.log 2>&1 || { cat build/package.log; exit 1; }
+	rm -rf dist build/sdist
+	@mkdir -p build/sdist
+	$(PY) -m build --sdist --outdir dist . > build/package.log 2>&1 || { cat build/package.log; exit 1; }
+	tar -xzf dist/*.tar.gz -C build/sdist --strip-components=1
+	$(PY) -m build --wheel --outdir dist build/sdist > build/package.log 2>&1 || { cat build/package.log; exit 1; }
 	$(PY) .ci/check_dist.py dist
 
 # In an environment and a folder of their own, so that nothing of the checkout can be imported. The code is that of
@@ -166,12 +169,11 @@ test-wheel:  ## what users do with the built wheel, in a clean environment and f
 		"$$wheel_python" -m pytest -q -p no:cacheprovider --ignore=tests/attention/test_isas.py \
 		--ignore=tests/memory/test_no_memory.py $(addprefix tests/,$(WHEEL_TESTS))
 
-# Builds from the sdist, unpacked once, on each Python that is on this machine, imports everything and runs a few calls.
+# Builds from the sdist on each Python that is on this machine, imports everything and runs a few calls.
 PYTHONS ?= 3.10 3.11 3.12 3.13
 test-pythons: test-sdist
 test-sdist:  ## build the sdist and use it on every Python from 3.10 to 3.13 that is here
-	test -n "$(wildcard dist/*.tar.gz)" || $(MAKE) --no-print-directory wheel
-	rm -rf build/sdist && mkdir -p build/sdist && tar -xzf dist/*.tar.gz -C build/sdist --strip-components=1
+	test -n "$(and $(wildcard dist/*.tar.gz),$(wildcard build/sdist/setup.py))" || $(MAKE) --no-print-directory wheel
 	@set -e; for version in $(PYTHONS); do \
 		found=; \
 		for candidate in python$$version $$HOME/.pyenv/versions/$$version.*/bin/python; do \
