@@ -157,15 +157,17 @@ wheel: $(VENV)/.package  ## dist/: an sdist, and a wheel built from it in isolat
 	$(PY) .ci/check_dist.py dist
 
 # In an environment and a folder of their own, so that nothing of the checkout can be imported. The code is that of
-# `make test`; what may be missing or lie elsewhere are modules, headers, the library and data.
-WHEEL_TESTS ?= attention capi foreign integrations memory packaging prefix replay scheduling
+# `make test`; what may be missing or lie elsewhere are modules, all of which smoke.py imports, headers, the library
+# and data.
+WHEEL_TESTS ?= attention capi foreign integrations memory packaging replay
 test-wheel:  ## what users do with the built wheel, in a clean environment and from another directory
 	test -n "$(wildcard dist/*.whl)" || $(MAKE) --no-print-directory wheel
 	rm -rf build/wheel-venv && $(PY) -m venv build/wheel-venv
 	$(PY) .ci/requirements.py test > build/wheel-venv/requirements.txt
 	build/wheel-venv/bin/python -m pip install -q --disable-pip-version-check -r build/wheel-venv/requirements.txt dist/*.whl
 	elsewhere=$$(mktemp -d) && trap 'rm -rf "$$elsewhere"' EXIT && cp -r tests README.md pyproject.toml "$$elsewhere" && \
-		wheel_python=$(abspath build/wheel-venv/bin/python) && cd "$$elsewhere" && \
+		wheel_python=$(abspath build/wheel-venv/bin/python) smoke=$(abspath .ci/smoke.py) && cd "$$elsewhere" && \
+		"$$wheel_python" "$$smoke" && \
 		"$$wheel_python" -m pytest -q -p no:cacheprovider --ignore=tests/attention/test_isas.py \
 		--ignore=tests/memory/test_no_memory.py $(addprefix tests/,$(WHEEL_TESTS))
 
