@@ -279,4 +279,4 @@ class SchedulerConfig:
         object.__setattr__(self, "tenants", dict(self.tenants))
         for tenant, limits in self.tenants.items():
             if not isinstance(limits, Tenant):
-                raise TypeError(f"tenant {tenant!r} must have a Tenant, not a {type(limits).__name__}")
+                raise TypeError(f"tenant {tenant!r} must have a Tenant, not {type(limits).__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 __all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle", "SwapError"]
 
 
@@ -27,3 +29,8 @@ class StaleHandle(PoolError, ValueError):
 
 class SwapError(PoolError):
     """The swap file is full, cannot be written or read, or does not hold what was written."""
+
+
+def refuse_copy(holder: object) -> NoReturn:
+    """For `__reduce__` of what owns memory or ids: a second one would give back what the first one has."""
+    raise TypeError(f"a {type(holder).__name__} cannot be pickled or copied: what it holds is in this process, once")

@@ -223,7 +223,7 @@ cdef class Arguments:
         cdef Py_ssize_t axis, step = sizeof(float), one = 1
         cdef const Py_buffer *view = &self.out.view
         if not PyObject_CheckBuffer(out):
-            raise TypeError(f"out must be a float32 array, not a {type(out).__name__}")
+            raise TypeError(f"out must be a float32 array, not {type(out).__name__}")
         get_buffer(out, &self.out)
         self.has_out = True
         if view.readonly:

@@ -18,7 +18,7 @@ cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
     cdef const Py_buffer *view = &array.buffer.view
     array.has_buffer = False
     if not PyObject_CheckBuffer(source):
-        raise TypeError(f"{name} must be an int32 array, not a {type(source).__name__}")
+        raise TypeError(f"{name} must be an int32 array, not {type(source).__name__}")
     get_buffer(source, &array.buffer)
     array.has_buffer = True
     try:

@@ -53,6 +53,7 @@ cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)
 
 
+@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc
 cdef class BlockAllocator(IdSpace):

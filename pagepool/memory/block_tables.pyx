@@ -10,6 +10,7 @@ from pagepool.memory.paged_seq cimport PagedSeqState
 import numpy as np
 
 from pagepool.arguments import integer
+from pagepool.errors import refuse_copy
 from pagepool.memory.explain import closed
 from pagepool.memory.batch import append_batch, release_batch
 
@@ -119,6 +120,9 @@ cdef class BlockTables:
         self.lens[row] = <int32_t>state.length
         self.query_starts[row + 1] = start + <int32_t>num_tokens
         state.c_slots(state.length - num_tokens, num_tokens, &self.slots[start])
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     def __repr__(self):
         return f"<{type(self).__name__}: {self.num_seqs} of {self.max_seqs} rows filled>"

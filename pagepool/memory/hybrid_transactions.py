@@ -5,6 +5,7 @@ Ending a transaction must not fail, so that what it needs is made when it begins
 
 from __future__ import annotations
 
+from pagepool.errors import refuse_copy
 from pagepool.memory.hybrid_parts import NO_CHECKPOINTS, Checkpoints, Parts
 from pagepool.memory.state_handle import StateHandle
 
@@ -28,6 +29,8 @@ class HybridTransactions:
 
     state: StateHandle | None
     _parts: Parts
+
+    __reduce__ = refuse_copy
 
     def __init__(self) -> None:
         self._len = 0

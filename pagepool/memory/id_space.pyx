@@ -7,6 +7,7 @@ from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
 from pagepool.memory.holders cimport Holder, HolderRegistry
 
 from pagepool.arguments import integer
+from pagepool.errors import refuse_copy
 
 __all__ = ["IdSpace"]
 
@@ -86,6 +87,9 @@ cdef class IdSpace(HolderRegistry):
         if end >= self.taken:
             return min(limit - start, most)
         return end - start
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     def __repr__(self):
         return f"<{type(self).__name__}: {self.in_use} of {self.max_capacity} blocks in use>"

@@ -39,6 +39,7 @@ cdef object FLOAT32 = np.dtype(np.float32)
 cdef object empty = np.empty
 
 
+@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear
 cdef class KvCachePool(PagePool):

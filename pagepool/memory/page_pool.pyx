@@ -7,6 +7,8 @@ from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.page_buffer cimport PageBuffer
 
+from pagepool.errors import refuse_copy
+
 __all__ = ["PagePool"]
 
 # Given back with the allocator's lock held, so that nobody takes a page that goes: not too much at a time.
@@ -87,6 +89,9 @@ cdef class PagePool:
                 first = <int32_t>(done // page) if length == most and end > begin else first + length
         self.c_unpin()
         return given
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     def __repr__(self):
         if self.buffer.base == NULL:

@@ -21,7 +21,7 @@ from pagepool.memory.paged_table cimport PagedTable
 
 import numpy as np
 
-from pagepool.errors import InvalidBlock, PoolError, StaleHandle
+from pagepool.errors import InvalidBlock, PoolError, StaleHandle, refuse_copy
 from pagepool.arguments import integer
 from pagepool.memory.explain import closed, exhausted
 
@@ -31,6 +31,7 @@ cdef object empty = np.empty
 cdef object INT64 = np.dtype(np.int64)
 
 
+@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc
 cdef class PagedSeqState(PagedTable):
@@ -343,6 +344,9 @@ cdef class SequenceHandle:
     def __cinit__(self, PagedSeqState state not None):
         self.lent = state
         self.generation = state.generation
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     @property
     def state(self):

@@ -26,7 +26,7 @@ from pagepool.memory.saved_table cimport (
     saved_takes,
 )
 
-from pagepool.errors import InvalidBlock
+from pagepool.errors import InvalidBlock, refuse_copy
 
 __all__ = ["PagedTable"]
 
@@ -258,6 +258,9 @@ cdef class PagedTable(Holder):
         self.is_closed = False
         saved_abort(saved, self.allocator, self.c_blocks, first, end)
         return PP_OK
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     def __repr__(self):
         name = type(self).__name__ if self._label is None else f"{type(self).__name__} {self._label!r}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from pagepool.errors import InvalidSlot
+from pagepool.errors import InvalidSlot, refuse_copy
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.sequence_state import SequenceSlot
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -23,6 +23,8 @@ class SequencePool:
     >>> pool.alloc_kv(), pool.is_kv_based, pool.is_ssm
     (0, True, False)
     """
+
+    __reduce__ = refuse_copy
 
     def __init__(self, kv: KvCachePool | None = None, ssm: SsmStatePool | None = None) -> None:
         for name, pool, kind in (("kv", kv, KvCachePool), ("ssm", ssm, SsmStatePool)):

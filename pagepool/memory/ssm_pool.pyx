@@ -11,7 +11,7 @@ from pagepool.memory.state_memory cimport StateMemory
 import numpy as np
 
 from pagepool.config import StateLayout
-from pagepool.errors import InvalidSlot, PoolExhausted
+from pagepool.errors import InvalidSlot, PoolExhausted, refuse_copy
 from pagepool.arguments import integer
 from pagepool.memory.leak_report import warn_of
 from pagepool.memory.owners import Leak
@@ -263,6 +263,9 @@ cdef class SsmStatePool:
         if self.memory is None:
             raise ValueError("the pool has no layout: make it with SsmStatePool.from_layout")
         return self.memory.view(integer("layer", layer), name)
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     def __repr__(self):
         return f"<{type(self).__name__}: {self.used_count} of {self.ids.capacity} slots used>"

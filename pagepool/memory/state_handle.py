@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagepool.arguments import integer, wrong
-from pagepool.errors import StaleHandle
+from pagepool.errors import StaleHandle, refuse_copy
 from pagepool.memory.sequence_state import SequenceSlot
 
 __all__ = ["StateHandle"]
@@ -28,6 +28,8 @@ class StateHandle:
     """
 
     __slots__ = ("_saved", "generation", "index", "pool")
+
+    __reduce__ = refuse_copy
 
     def __init__(self, pool: Any, index: int) -> None:
         self.pool = pool

@@ -28,6 +28,7 @@ cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)
 
 
+@cython.auto_pickle(False)
 @cython.final
 cdef class PrefixCache(CacheSummary):
     """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from pagepool.arguments import integer, real
-from pagepool.errors import PoolError
+from pagepool.errors import PoolError, refuse_copy
 from pagepool.memory.held_blocks import HeldBlocks, hold
 from pagepool.prefix.cache import PrefixCache
 
@@ -42,6 +42,8 @@ class PrefixPins:
 
     kind = "pin"
     label = None
+
+    __reduce__ = refuse_copy
 
     def __init__(self, cache: PrefixCache, budget: int) -> None:
         self.cache = cache

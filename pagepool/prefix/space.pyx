@@ -15,7 +15,7 @@ from pagepool.prefix.cache cimport PrefixCache
 from pagepool.prefix.evictable_blocks cimport CACHED
 from pagepool.prefix.uninterrupted cimport Uninterrupted
 
-from pagepool.errors import InvalidBlock, PoolError
+from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.prefix.keys import root_key
 
 __all__ = ["PrefixSpace"]
@@ -39,6 +39,9 @@ cdef class PrefixSpace:
         self.named_key = cache.cached.table.named_key(self.key)
         self.root = -1
         self.stamp = cache.cached.table.stamp - 1
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     cdef bint c_find_root(self) noexcept nogil:
         """Roots change seldom: when the first block of a key is cached, or its last one goes."""

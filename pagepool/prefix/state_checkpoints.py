@@ -8,7 +8,7 @@ from typing import Any
 
 from pagepool.arguments import integer
 from pagepool.config import StateLayout
-from pagepool.errors import InvalidSlot
+from pagepool.errors import InvalidSlot, refuse_copy
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state_memory import StateMemory
 from pagepool.prefix.checkpoint_index import CheckpointIndex, Stop
@@ -54,6 +54,8 @@ class StateCheckpoints:
     >>> checkpoints.resume(second, range(120), kv_tokens=112), pool.view(0, "ssm")[second]
     (100, array([7., 7., 7., 7.], dtype=float32))
     """
+
+    __reduce__ = refuse_copy
 
     def __init__(
         self,

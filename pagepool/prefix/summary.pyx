@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
 from pagepool.memory.paged_seq cimport PagedSeqState
 
-from pagepool.errors import PoolError
+from pagepool.errors import PoolError, refuse_copy
 
 __all__ = ["CacheSummary"]
 
@@ -16,6 +16,9 @@ cdef class CacheSummary:
     """What can be asked of a prefix cache, and changes nothing. Internal: the base of `PrefixCache`."""
 
     kind = "cache"
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     def __repr__(self):
         cached = f"{self.num_cached} of {self.allocator.max_capacity} blocks cached"

@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from pagepool.arguments import integer
-from pagepool.errors import SwapError
+from pagepool.errors import SwapError, refuse_copy
 
 __all__ = ["SwapFile", "Ticket"]
 
@@ -48,6 +48,8 @@ class SwapFile:
     >>> int(pool.page(3)[0]), swap.free_blocks
     (7, 2)
     """
+
+    __reduce__ = refuse_copy
 
     def __init__(self, pools: Any, directory: str | os.PathLike[str] | None = None, *, num_blocks: int) -> None:
         self.pools = list(pools) if isinstance(pools, (list, tuple)) else [pools]

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from pagepool.arguments import wrong
-from pagepool.errors import InvalidBlock, PoolError
+from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.memory.held_blocks import hold
 from pagepool.memory.journal import Journal, Made, Participation
 from pagepool.scheduling.deferred import Deferred, Publication, as_ids
@@ -51,6 +51,8 @@ class Transaction:
     aborts. Transactions nest (`nested`): the inner one's changes stay for good when the outer one commits. One belongs
     to one thread at a time; different ones may run in parallel, on different sequences.
     """
+
+    __reduce__ = refuse_copy
 
     def __init__(self, *participants: Any) -> None:
         self._parent: Transaction | None = None

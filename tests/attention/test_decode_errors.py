@@ -312,7 +312,7 @@ def test_an_arithmetic_that_is_no_name_is_refused_as_that(call, value):
 
 @pytest.mark.parametrize("value", [[0.0], "out", 1.0], ids=str)
 def test_an_out_that_is_no_array_is_named(call, value):
-    refused(call, TypeError, f"out must be a float32 array, not a {type(value).__name__}", out=value)
+    refused(call, TypeError, f"out must be a float32 array, not {type(value).__name__}", out=value)
 
 
 @pytest.mark.parametrize("shape", [(), (3, 1, 1, 1)])

@@ -1,0 +1,73 @@
+"""What owns memory or ids has no second copy, which would give back what the first one has."""
+
+import copy
+import pickle
+
+import pytest
+
+from pagepool import (
+    BlockAllocator,
+    BlockTables,
+    HybridSequence,
+    KvCachePool,
+    KvGroup,
+    KvLayout,
+    PagedSeqState,
+    PrefixCache,
+    PrefixPins,
+    PrefixSpace,
+    Scheduler,
+    SchedulerConfig,
+    SequencePool,
+    SsmStatePool,
+    StateCheckpoints,
+    StateLayout,
+    SwapFile,
+    Transaction,
+)
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8)
+STATES = StateLayout(layers=[{"h": ((2,), "float32")}])
+
+
+def owners():
+    allocator = BlockAllocator(8)
+    pool = KvCachePool.from_layout(LAYOUT, 8)
+    state = PagedSeqState(allocator, block_size=4)
+    state.append(9)
+    cache = PrefixCache(allocator, block_size=4)
+    states = SsmStatePool.from_layout(STATES, 2)
+    return allocator, [
+        allocator,
+        pool,
+        state,
+        state.handle(),
+        BlockTables(2, 2),
+        cache,
+        PrefixSpace(cache),
+        states,
+        HybridSequence([KvGroup(allocator, 4)]),
+        states.lend(1),
+        SequencePool(pool, states),
+        SwapFile(pool, num_blocks=2),
+        StateCheckpoints(STATES, states, 1000),
+        PrefixPins(cache, 2),
+        Transaction(state),
+    ]
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda way: way.__name__)
+def test_owners_are_neither_pickled_nor_copied(way):
+    allocator, all_of_them = owners()
+    before = allocator.stats()
+    for owner in all_of_them:
+        with pytest.raises(TypeError, match=f"a {type(owner).__name__} cannot be pickled or copied"):
+            way(owner)
+    assert allocator.stats() == before
+    allocator.check()
+
+
+def test_a_scheduler_is_not_copied_with_its_pool():
+    scheduler = Scheduler(SchedulerConfig(), BlockAllocator(4))
+    with pytest.raises(TypeError, match="a BlockAllocator cannot be pickled or copied"):
+        copy.deepcopy(scheduler)
