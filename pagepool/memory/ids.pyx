@@ -24,13 +24,19 @@ cdef int narrow(long long number, int overflow, object value, int32_t *block) ex
     return 0
 
 
+cdef object index_of(str name, object value):
+    """What is no int, as one. TypeError, which names it, for no integer: an array has an __index__, which fails."""
+    try:
+        return PyNumber_Index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
+
+
 cdef int read_id(object value, int32_t *block) except -1:
     """One id. Raises TypeError for what is no integer, InvalidBlock for one that 32 bits do not hold."""
     cdef int overflow = 0
     if not PyLong_Check(value):
-        if not PyIndex_Check(value):
-            raise TypeError(f"a block id must be an integer, not {type(value).__name__}")
-        value = PyNumber_Index(value)
+        value = index_of("a block id", value)
     return narrow(PyLong_AsLongLongAndOverflow(value, &overflow), overflow, value, block)
 
 
@@ -53,9 +59,7 @@ cdef int64_t read_number(str name, object value) except? -1:
     cdef int overflow = 0
     cdef long long number
     if not PyLong_Check(value):
-        if not PyIndex_Check(value):
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-        value = PyNumber_Index(value)
+        value = index_of(name, value)
     number = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow > 0 or number > MAX_COUNT:
         return MAX_COUNT

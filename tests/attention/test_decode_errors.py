@@ -284,6 +284,7 @@ def test_options_are_keywords_only(call):
 @pytest.mark.parametrize("name", ["window_left", "num_threads", "layer"])
 def test_a_number_that_is_none_is_named(call, name):
     refused(call, TypeError, f"{name} must be an integer, not str", **{name: "1"})
+    refused(call, TypeError, f"{name} must be an integer, not ndarray", **{name: np.zeros(3, np.int32)})
 
 
 @pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
