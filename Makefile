@@ -9,6 +9,10 @@ CAPI_FLAGS := -std=c11 -D_POSIX_C_SOURCE=200809L -g -O1 -Wall -Wextra -ffp-contr
 CSRC := $(wildcard pagepool/csrc/*.c)
 HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h tests/capi/*.h)
 AARCH64 := aarch64-linux-gnu
+# As setup.py has it: what another compiler builds lies apart.
+OF_CC := $(if $(filter-out default,$(origin CC)),-$(notdir $(firstword $(CC))))
+ASAN := build/address-undefined$(OF_CC)
+TSAN := build/thread$(OF_CC)
 
 .PHONY: help demo test model-test pressure-test build debug bench figures lint format san san-c san-python san-threads aarch64 wheel test-wheel test-sdist test-pythons ci clean
 .DELETE_ON_ERROR:
@@ -59,7 +63,7 @@ $(VENV)/.test $(VENV)/.lint $(VENV)/.package $(VENV)/.plot: $(VENV)/.%: $(VENV)/
 # instruction set does under assertions the sanitizers see.
 DEBUG_TESTS ?= attention foreign memory prefix replay scheduling test_model.py test_state_machine.py test_threads.py
 # Assertions on, warnings of our C are errors. The build lies apart; the tests run against it from its own folder.
-debug: VARIANT = build/debug$(if $(filter-out default,$(origin CC)),-$(notdir $(firstword $(CC))))
+debug: VARIANT = build/debug$(OF_CC)
 debug: $(VENV)/.build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
 	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(VARIANT)/lib
 	rm -rf $(VARIANT)/tests && cp -r tests $(VARIANT)/tests
@@ -97,17 +101,17 @@ san-c: $(VENV)/.build
 	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build_clib
 	for name in program variants plans stress workspace; do \
 		$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined $$([ $$name = plans ] && echo $(PLANS_FLAGS)) tests/capi/$$name.c \
-		build/address-undefined/clib/libpagepool.a -lm -o build/address-undefined/$$name || exit 1; done
+		$(ASAN)/clib/libpagepool.a -lm -o $(ASAN)/$$name || exit 1; done
 	for name in stress plans threads; do \
 		$(CC) $(CAPI_FLAGS) -fsanitize=thread $$([ $$name = plans ] && echo $(PLANS_FLAGS)) tests/capi/$$name.c \
-		build/thread/clib/libpagepool.a -lm -o build/thread/$$name || exit 1; done
-	for isa in $$(build/address-undefined/program | cut -d" " -f3-); do for name in program variants "plans 60"; do \
-		PAGEPOOL_ISA=$$isa UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/$$name || exit 1; done; done
-	UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/stress 3
-	ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1 build/address-undefined/workspace
-	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/stress 2
-	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/plans 40
-	TSAN_OPTIONS=die_after_fork=0 $$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/threads 40
+		$(TSAN)/clib/libpagepool.a -lm -o $(TSAN)/$$name || exit 1; done
+	for isa in $$($(ASAN)/program | cut -d" " -f3-); do for name in program variants "plans 60"; do \
+		PAGEPOOL_ISA=$$isa UBSAN_OPTIONS=halt_on_error=1 $(ASAN)/$$name || exit 1; done; done
+	UBSAN_OPTIONS=halt_on_error=1 $(ASAN)/stress 3
+	ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1 $(ASAN)/workspace
+	$$(setarch -R true 2>/dev/null && echo setarch -R) $(TSAN)/stress 2
+	$$(setarch -R true 2>/dev/null && echo setarch -R) $(TSAN)/plans 40
+	TSAN_OPTIONS=die_after_fork=0 $$(setarch -R true 2>/dev/null && echo setarch -R) $(TSAN)/threads 40
 
 STEPS ?= 1000000
 pressure-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS steps; SEED=N repeats a run
@@ -115,7 +119,7 @@ pressure-test: build $(VENV)/.test  ## a pool that is full at every step, for ST
 
 # What a sanitizer reports goes to the descriptor of standard error: pytest must not keep it.
 SAN_TESTS ?= memory attention prefix
-san-python: SAN = build/address-undefined
+san-python: SAN = $(ASAN)
 san-python: $(VENV)/.build $(VENV)/.test
 	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build --build-lib $(SAN)/lib
 	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
@@ -125,7 +129,7 @@ san-python: $(VENV)/.build $(VENV)/.test
 		$(addprefix tests/,$(SAN_TESTS))
 
 THREAD_TESTS ?= test_threads.py memory/test_nogil.py
-san-threads: SAN = build/thread
+san-threads: SAN = $(TSAN)
 san-threads: $(VENV)/.build $(VENV)/.test  ## the tests of threads under TSan
 	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build --build-lib $(SAN)/lib
 	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
