@@ -17,6 +17,7 @@ __all__ = ["KV_DTYPES", "KvLayout", "PressureCosts", "SchedulerConfig", "StateLa
 KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 MAX_BLOCK_SIZE = 1024
+MAX_COUNT = 2**31 - 1
 CHOICES = {
     "schedule": ("chunked", "prefill-first"),
     "policy": ("priority", "fcfs", "lpm", "fair"),
@@ -68,7 +69,7 @@ class KvLayout:
     v_in_k: bool = False
 
     def __post_init__(self) -> None:
-        for name, high in (("num_layers", None), ("num_kv_heads", None), ("block_size", MAX_BLOCK_SIZE)):
+        for name, high in (("num_layers", MAX_COUNT), ("num_kv_heads", MAX_COUNT), ("block_size", MAX_BLOCK_SIZE)):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1, high))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
@@ -266,8 +267,8 @@ class SchedulerConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
-        if isinstance(self.ladder, str):
-            raise TypeError(f"ladder must be a tuple of rungs, not the text {self.ladder!r}")
+        if isinstance(self.ladder, str) or not isinstance(self.ladder, Iterable):
+            raise TypeError(f"ladder must be a tuple of rungs, not {self.ladder!r}")
         object.__setattr__(self, "ladder", tuple(self.ladder))
         for rung in self.ladder:
             if rung not in RUNGS:

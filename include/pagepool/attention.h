@@ -10,7 +10,8 @@
  * ends there.  Or a mask says what it sees, for trees of speculated tokens: bit i * width + j (little-endian in each
  * byte) is for token seq_len - width + j (none where that is below 0), and the tokens before the last `width` are seen
  * by all.  With width = n that is a tree over the speculated tokens, with width = seq_len a full mask.  A window and
- * ALiBi count from the query token's position.  A query token that sees nothing gives zeros and the lse -inf.
+ * ALiBi count from the query token's position.  A query token that sees nothing gives zeros and the lse -inf, whatever
+ * its sink; so do, without a mask, the first of more than seq_len query tokens, which stand before the sequence.
  *
  * A plan cuts the work into units that do not depend on each other; any thread may run any range of them, in any
  * order.  The result is complete when each unit was run exactly once, and its bits do not depend on who ran what, nor
@@ -35,8 +36,10 @@
  *
  * Numbers are what IEEE 754 makes of them: a NaN in q or K makes a head NaN, one in V its own dim.  A score of +inf
  * makes a head NaN, as may a q that is not finite once it is multiplied by sm_scale log2(e), for scores are in base 2;
- * and a token whose score is -inf weighs nothing (where all are, the head is NaN and its lse -inf).
- * A sink of -inf is none. */
+ * and a token whose score is -inf weighs nothing (where all are, the head is NaN and its lse -inf; with a sink zeros,
+ * and the sink).  A sink of -inf is none, one of +inf makes a head NaN.  Values are added up in f32 before they are
+ * divided by the sum of the weights: |V| times the number of tokens that weigh about the same has to stay below 3.4e38.
+ */
 #ifndef PAGEPOOL_ATTENTION_H
 #define PAGEPOOL_ATTENTION_H
 
@@ -126,13 +129,13 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 
 /* Checks everything (PP_INVALID_ARGUMENT: a size, a num_qo_heads that num_kv_heads does not divide, an arithmetic that
  * the pages are not for, a scale or soft cap out of range, a seq_len below 0 or past the table's width, a
- * query_start_loc that does not begin with 0 or falls, an array that is missing, a workspace that is too small or not
- * aligned, results or a workspace that overlap each other or anything that is read, whatever the strides;
- * PP_INVALID_BLOCK: an id out of range, of a block that is not before all windows of its sequence) and plans; nothing
- * is written on failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is done; so
- * must the pool, the mask with its two arrays, sinks and the results.  q, block_tables, seq_lens, query_start_loc and
- * slopes are copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim) elements more
- * over plain pages, 32 v_head_dim over a V within K. */
+ * query_start_loc that does not begin with 0 or falls, an array or a pool's memory that is missing, a workspace that is
+ * too small or not aligned, results or a workspace that overlap each other or anything that is read, whatever the
+ * strides; PP_INVALID_BLOCK: an id out of range, of a block that is not before all windows of its sequence) and plans;
+ * nothing is written on failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is
+ * done; so must the pool, the mask with its two arrays, sinks and the results.  q, block_tables, seq_lens,
+ * query_start_loc and slopes are copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim)
+ * elements more over plain pages, 32 v_head_dim over a V within K. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

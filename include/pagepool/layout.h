@@ -96,7 +96,8 @@ PP_API int64_t pp_dtype_bytes(pp_dtype dtype);
  *   src_dtype      PP_F32 (rounded to nearest even) or the pool's own dtype (bits are copied)
  *   slot_mapping   (num_tokens,); -1 skips the token
  * PP_INVALID_SLOT when a slot is below -1 or not below num_blocks * block_size; PP_INVALID_ARGUMENT for a layer out of
- * range or another src_dtype; nothing is written then.  Threads may append to disjoint slots at the same time. */
+ * range, another src_dtype or tokens of a pointer that is NULL, the pool's base included; nothing is written then.  k
+ * and v must not lie in pages that are written.  Threads may append to disjoint slots at the same time. */
 PP_API pp_status pp_kv_append(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
                               const void *k, const void *v, pp_dtype src_dtype, int64_t token_stride,
                               int64_t head_stride);
@@ -113,8 +114,8 @@ PP_API pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const 
 
 /* Reads the first `seq_len` tokens of the sequence in `blocks` back as f32, C-contiguous, K (seq_len, num_kv_heads,
  * head_dim) and V (seq_len, num_kv_heads, v_head_dim), widened exactly.  PP_INVALID_BLOCK when one of the
- * ceil(seq_len / block_size) ids is out of range, PP_INVALID_ARGUMENT for the layer or when num_blocks is too small
- * for seq_len. */
+ * ceil(seq_len / block_size) ids is out of range, PP_INVALID_ARGUMENT for the layer, when num_blocks is too small for
+ * seq_len, or for tokens of a pointer that is NULL. */
 PP_API pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
                               int64_t seq_len, float *k, float *v);
 

@@ -98,17 +98,20 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
 
     Returns `out`, float32 (n_tokens, num_qo_heads, v_head_dim); with return_lse or return_block_scores a tuple of it,
     lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens, num_qo_heads, width), 0 for blocks outside of
-    what is seen. A query token that sees nothing, as in an empty sequence, gives zeros and -inf. The bits depend on
+    what is seen. A query token that sees nothing, as in an empty sequence, gives zeros and -inf, as do those that stand
+    before the sequence since there are more of them than seq_len. The bits depend on
     nothing but the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the
     order, the threads, the block size or the instruction set; but without fma ("baseline") each product is rounded.
 
     In exact arithmetic a head's error is below 1e-5 of its largest output, as long as scores stay below 20 or so: those
     are float32, and errors grow with their size. With "bf16", rounding changes a score by at most
     E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the
-    lse by E + 2^-8; on random numbers outputs were off by up to 5e-3 of the largest one.
+    lse by E + 2^-8; on random numbers outputs were off by up to 9e-3 of a head's largest one.
 
     Numbers are what IEEE 754 makes of them: a NaN in q or K, or a score of inf, makes a head NaN, a NaN in V its own
-    dim; a token whose score is -inf weighs nothing, and where all are the head is NaN and its lse -inf. What a query
+    dim; a token whose score is -inf weighs nothing, and where all are the head is NaN and its lse -inf (with a sink
+    zeros, and the sink). A sink of inf makes a head NaN. Values are summed in float32 before they are divided by the
+    sum of weights: abs(V) times the number of tokens that weigh about the same has to stay below 3.4e38. What a query
     token does not see does not matter to it, be it NaN.
 
     Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`

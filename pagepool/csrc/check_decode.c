@@ -4,7 +4,7 @@
 #include <math.h>
 
 pp_status pp_check_decode(const pp_decode_args *args) {
-    if (!args->pool) return PP_INVALID_ARGUMENT;
+    if (!args->pool || (!args->pool->base && args->pool->num_blocks > 0)) return PP_INVALID_ARGUMENT;
     const pp_kv_layout *layout = &args->pool->layout;
     const float cap = args->logits_soft_cap;  /* its inverse is taken */
     const float scale = fabsf(args->sm_scale); /* times log2(e) it is an f32 */

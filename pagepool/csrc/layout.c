@@ -120,7 +120,8 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
                             pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) {
     const pp_kv_layout *layout = &pool->layout;
     const int64_t num_slots = pool->num_blocks * layout->block_size, bytes = pp_dtype_bytes(src_dtype);
-    if (layer < 0 || layer >= layout->num_layers || (src_dtype != PP_F32 && (int32_t)src_dtype != layout->dtype))
+    if (layer < 0 || layer >= layout->num_layers || (src_dtype != PP_F32 && (int32_t)src_dtype != layout->dtype) ||
+        (num_tokens > 0 && (!pool->base || !slot_mapping || !k.data || (!layout->v_in_k && !v.data))))
         return PP_INVALID_ARGUMENT;
     for (int64_t t = 0; t < num_tokens; t++)
         if (slot_mapping[t] < -1 || slot_mapping[t] >= num_slots) return PP_INVALID_SLOT;
@@ -157,7 +158,9 @@ pp_status pp_kv_append(const pp_kv_pool *pool, int32_t layer, const int64_t *slo
 pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
                        int64_t seq_len, float *k, float *v) {
     const pp_kv_layout *layout = &pool->layout;
-    if (layer < 0 || layer >= layout->num_layers || seq_len < 0) return PP_INVALID_ARGUMENT;
+    if (layer < 0 || layer >= layout->num_layers || seq_len < 0 ||
+        (seq_len > 0 && (!pool->base || !blocks || !k || !v)))
+        return PP_INVALID_ARGUMENT;
     const int64_t needed = seq_len / layout->block_size + (seq_len % layout->block_size != 0);
     if (needed > num_blocks) return PP_INVALID_ARGUMENT;
     for (int64_t b = 0; b < needed; b++)

@@ -167,8 +167,8 @@ cdef class KvCachePool(PagePool):
                        Without v where the layout has V in K
 
         Slots are checked for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a shape,
-        stride or layer that does not fit, `InvalidSlot` for a slot out of range; then nothing was written. The GIL is
-        released while it copies.
+        stride or layer that does not fit or arguments that lie in the pool's own pages, `InvalidSlot` for a slot out of
+        range; then nothing was written. The GIL is released while it copies.
 
         >>> import numpy as np
         >>> from pagepool import KvLayout
@@ -181,7 +181,7 @@ cdef class KvCachePool(PagePool):
         cdef int32_t number = self.read_layer(layer)
         cdef TokenRows rows = TokenRows.__new__(TokenRows)
         cdef pp_status status
-        rows.read(slot_mapping, k, v, &self.c_pool.layout)
+        rows.read(slot_mapping, k, v, &self.c_pool)
         self.c_pin()
         with nogil:
             status = c_kv_append_rows(

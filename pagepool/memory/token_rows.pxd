@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.csrc cimport pp_dtype, pp_kv_layout, pp_kv_rows
+from pagepool.csrc cimport pp_dtype, pp_kv_pool, pp_kv_rows
 from pagepool.memory.buffers cimport Buffer
 from pagepool.memory.tensor cimport Tensor
 
@@ -20,6 +20,6 @@ cdef class TokenRows:
     cdef Buffer slots_buffer
     cdef bint has_slots
 
-    cdef int read(self, object slot_mapping, object k, object v, const pp_kv_layout *layout) except -1
+    cdef int read(self, object slot_mapping, object k, object v, const pp_kv_pool *pool) except -1
     cdef int read_slots(self, object slot_mapping) except -1
-    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t num_kv_heads, int32_t head_dim) except *
+    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t head_dim, const pp_kv_pool *pool) except *

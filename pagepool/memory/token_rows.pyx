@@ -4,7 +4,7 @@ cimport cython
 from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32, pp_dtype, pp_kv_layout, pp_kv_rows
+from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32, pp_dtype, pp_kv_layout, pp_kv_pool, pp_kv_rows
 from pagepool.memory.buffers cimport get_buffer, release_buffer
 from pagepool.memory.ids cimport has_format
 from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
@@ -25,6 +25,13 @@ cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -
     raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
 
 
+cdef int check_apart(str name, const void *data, Py_ssize_t num_bytes, const pp_kv_pool *pool) except -1:
+    cdef size_t base = <size_t>pool.base, end = base + <size_t>(pool.num_blocks * pool.layout.block_bytes)
+    if num_bytes and <size_t>data < end and base < <size_t>data + <size_t>num_bytes:
+        raise ValueError(f"{name} lies in the pool's pages: it is read while they are written")
+    return 0
+
+
 @cython.final
 @cython.no_gc
 @cython.freelist(4)
@@ -37,12 +44,15 @@ cdef class TokenRows:
         release_tensor(&self.k)
         release_tensor(&self.v)
 
-    cdef int read(self, object slot_mapping, object k, object v, const pp_kv_layout *layout) except -1:
-        """Raises TypeError for a dtype, ValueError for a shape or stride that append cannot take."""
+    cdef int read(self, object slot_mapping, object k, object v, const pp_kv_pool *pool) except -1:
+        """TypeError for a dtype; ValueError for a shape or stride that append cannot take, or what it would write to.
+        """
+        cdef const pp_kv_layout *layout = &pool.layout
         self.k_owner = read_tensor("k", k, &self.k)
         self.dtype = <pp_dtype>accepted_dtype("k", &self.k, layout.dtype)
         self.read_slots(slot_mapping)
-        self.k_rows = self.rows_of("k", &self.k, layout.num_kv_heads, layout.head_dim)
+        check_apart("slot_mapping", self.slots, self.num_tokens * 8, pool)
+        self.k_rows = self.rows_of("k", &self.k, layout.head_dim, pool)
         if layout.v_in_k:
             if v is not None:
                 raise ValueError(f"v is the first {layout.v_head_dim} of the {layout.head_dim} dims of k in this pool")
@@ -53,7 +63,7 @@ cdef class TokenRows:
         self.v_owner = read_tensor("v", v, &self.v)
         if accepted_dtype("v", &self.v, layout.dtype) != self.dtype:
             raise TypeError(f"k and v must have one dtype, not {NAMES[self.k.kind]} and {NAMES[self.v.kind]}")
-        self.v_rows = self.rows_of("v", &self.v, layout.num_kv_heads, layout.v_head_dim)
+        self.v_rows = self.rows_of("v", &self.v, layout.v_head_dim, pool)
         return 0
 
     cdef int read_slots(self, object slot_mapping) except -1:
@@ -76,10 +86,12 @@ cdef class TokenRows:
         self.num_tokens = view.shape[0]
         return 0
 
-    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t num_kv_heads, int32_t head_dim) except *:
+    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t head_dim, const pp_kv_pool *pool) except *:
         """The rows of a tensor (n_tokens, num_kv_heads, head_dim) whose last axis is contiguous."""
+        cdef int32_t num_kv_heads = pool.layout.num_kv_heads
         cdef Py_ssize_t item = tensor.item_bytes
         cdef pp_kv_rows rows
+        cdef Py_ssize_t last
         cdef int i
         if (
             tensor.ndim != 3 or tensor.shape[0] != self.num_tokens or tensor.shape[1] != num_kv_heads
@@ -103,6 +115,9 @@ cdef class TokenRows:
                 )
         if <size_t>tensor.data % <size_t>item:
             raise ValueError(f"{name} must be aligned to {item} bytes")
+        if self.num_tokens:
+            last = (self.num_tokens - 1) * tensor.strides[0] + (num_kv_heads - 1) * tensor.strides[1]
+            check_apart(name, tensor.data, last + head_dim * item, pool)
         rows.data = tensor.data
         rows.token_stride = tensor.strides[0] // item
         rows.head_stride = tensor.strides[1] // item

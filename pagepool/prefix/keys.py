@@ -19,7 +19,7 @@ def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
     >>> root_key(None, (1,)) == root_key(None, ("1",))
     False
     """
-    if isinstance(extra_keys, (str, bytes)):
+    if isinstance(extra_keys, (str, bytes)) or not isinstance(extra_keys, Iterable):
         raise TypeError(f"extra_keys must be a sequence of keys, not {type(extra_keys).__name__}")
     return b"".join([_framed(cache_salt), *map(_framed, extra_keys)])
 

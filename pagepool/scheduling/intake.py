@@ -36,7 +36,12 @@ def read_request(
     if cache_ttl is not None:
         real("cache_ttl", cache_ttl, low=0)
     integer("cache_priority", cache_priority, 0, MAX_PRIORITY)
-    hash(tenant)
+    try:
+        hash(tenant)
+    except TypeError:
+        raise wrong("tenant", "hashable", tenant) from None
+    if isinstance(extra_keys, (str, bytes)) or not isinstance(extra_keys, Iterable):
+        raise TypeError(f"extra_keys must be a sequence of keys, not {type(extra_keys).__name__}")
     if not prompt:
         raise ValueError("a prompt needs at least 1 token, got 0")
     if len(prompt) > limit:

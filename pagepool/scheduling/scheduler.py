@@ -7,6 +7,7 @@ from typing import Any
 
 from pagepool.arguments import real, wrong
 from pagepool.config import SchedulerConfig
+from pagepool.errors import refuse_copy
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch
@@ -63,6 +64,9 @@ class Scheduler(Changes):
     >>> [seq.all_tokens for seq in scheduler.drain_finished()]
     [[11, 12, 13, 14, 15, 99, 99]]
     """
+
+    # A deep copy is refused by what owns the blocks; without any it is another scheduler in the same state.
+    __copy__ = refuse_copy
 
     def __init__(
         self,
@@ -176,10 +180,12 @@ class Scheduler(Changes):
         The batch before counts as run. The new one is empty when there is no work, or when blocks that others hold
         (forks, another scheduler on the same pool) leave not even one sequence room: `has_work` stays True then, and
         the caller has to free blocks or wait. Raises TypeError for a `now` that is no number, ValueError for an earlier
-        one than the last; then nothing has changed.
+        one than the last or inf; then nothing has changed.
         """
         if now is not None:
             now = real("now", now, low=self._now)
+            if now == float("inf"):
+                raise ValueError("now must be finite, not inf: no time comes after it")
             self._now = now
         return self._step(now)
 

@@ -77,6 +77,17 @@ def test_scores_that_are_all_minus_infinity_give_nan(length):
     assert_is(run(layout, k, v, length), NAN, -INF)
 
 
+def test_with_a_sink_scores_that_are_all_minus_infinity_give_zeros():
+    layout, k, v = plain()
+    k[:40] = -INF
+    case = make_case(layout, 3, [40], kv=[(k[:40], v[:40])])
+    case.q[:] = 1.0
+    sinks = np.array([1.5, -INF, INF], np.float32)
+    out, lse = case.decode(sm_scale=1.0, sinks=sinks, return_lse=True)
+    np.testing.assert_array_equal(out[0], np.broadcast_to([[0.0], [NAN], [NAN]], (3, 8)))
+    np.testing.assert_allclose(lse[0], [1.5, -INF, NAN], rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 @pytest.mark.parametrize("place", PLACES)

@@ -183,6 +183,8 @@ def test_a_special_k_is_a_special_v(block_size):
         ({"v_head_dim": 12}, ValueError, "v_head_dim must be a multiple of 8, not 12"),
         ({"v_head_dim": 1032}, ValueError, "v_head_dim must be from 8 to 1024, not 1032"),
         ({"head_dim": 1032}, ValueError, "head_dim must be from 8 to 1024, not 1032"),
+        ({"num_layers": 2**31}, ValueError, "num_layers must be from 1 to 2147483647, not 2147483648"),
+        ({"num_kv_heads": 2**32 + 1}, ValueError, "num_kv_heads must be from 1 to 2147483647, not 4294967297"),
         ({"v_head_dim": 72, "v_in_k": True}, ValueError, "K of 64 dims cannot hold a V of 72"),
         ({"v_head_dim": 1.5}, TypeError, "v_head_dim"),
         ({"v_in_k": 2}, TypeError, "v_in_k"),

@@ -84,10 +84,25 @@ static void check_bad_input(scenario *s, pp_decode_args *args) {
     CHECK(pp_kv_append(pool, pool->layout.num_layers, good, 2, row, row, PP_F32, heads * dims, dims) ==
           PP_INVALID_ARGUMENT);
     CHECK(pp_kv_append(pool, 0, good, 2, row, row, other, heads * dims, dims) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_append(pool, 0, NULL, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_append(pool, 0, good, 2, NULL, row, PP_F32, heads * dims, dims) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_append(pool, 0, good, 2, row, NULL, PP_F32, heads * dims, dims) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_append(pool, 0, NULL, 0, NULL, NULL, PP_F32, heads * dims, dims) == PP_OK);
 
     int32_t bad_block[] = {(int32_t)pool->num_blocks};
     CHECK(pp_kv_gather(pool, 0, bad_block, 1, 1, row, row) == PP_INVALID_BLOCK);
     CHECK(pp_kv_gather(pool, 0, s->tables, 0, 1, row, row) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_gather(pool, 0, NULL, 1, 1, row, row) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_gather(pool, 0, s->tables, 1, 1, NULL, row) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_gather(pool, 0, s->tables, 1, 1, row, NULL) == PP_INVALID_ARGUMENT);
+
+    pp_kv_pool without = *pool; /* as after an allocation that failed and nobody looked at */
+    without.base = NULL;
+    pp_decode_args nowhere = *args;
+    nowhere.pool = &without;
+    CHECK(pp_kv_append(&without, 0, good, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_ARGUMENT);
+    CHECK(pp_kv_gather(&without, 0, s->tables, 1, 1, row, row) == PP_INVALID_ARGUMENT);
+    CHECK(pp_decode(&nowhere, 1) == PP_INVALID_ARGUMENT);
 
     size_t out_bytes = (size_t)scenario_out_count(s) * sizeof(float);
     float *out_before = scenario_memory(out_bytes);

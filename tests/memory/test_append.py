@@ -241,3 +241,20 @@ def test_slots_that_are_not_aligned_are_refused():
     slots = np.frombuffer(bytes(9), np.int64, offset=1)
     with pytest.raises(ValueError, match="slot_mapping must be aligned to 8 bytes"):
         pool.append(0, slots, k, k)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "slot_mapping"])
+def test_what_lies_in_the_pages_is_refused(name):
+    pool = make()
+    k, v = tokens(4)
+    pool.append(0, np.arange(4), k, v)
+    pages = pool.numpy().reshape(-1)
+    before = pages.copy()
+    inside = {"k": k, "v": v, "slot_mapping": np.arange(4)}
+    own, n = inside[name], inside[name].nbytes // 4
+    for begin in (0, pages.size - n):
+        inside[name] = pages[begin : begin + n].view(own.dtype).reshape(own.shape)
+        with pytest.raises(ValueError, match=f"{name} lies in the pool's pages: it is read while they are written"):
+            pool.append(0, inside["slot_mapping"], inside["k"], inside["v"])
+    np.testing.assert_array_equal(pages, before)
+    make().append(0, np.arange(4), pages[: k.size].reshape(k.shape), v)  # another pool's may be read

@@ -71,3 +71,15 @@ def test_a_scheduler_is_not_copied_with_its_pool():
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(4))
     with pytest.raises(TypeError, match="a BlockAllocator cannot be pickled or copied"):
         copy.deepcopy(scheduler)
+    with pytest.raises(TypeError, match="a Scheduler cannot be pickled or copied"):
+        copy.copy(scheduler)
+
+
+def test_a_scheduler_without_blocks_is_copied_as_a_whole():
+    scheduler = Scheduler()
+    scheduler.add_request([1, 2, 3], 5)
+    other = copy.deepcopy(scheduler)
+    other.schedule()
+    assert (scheduler.waiting_count, other.waiting_count) == (1, 0)
+    scheduler.check()
+    other.check()

@@ -27,6 +27,18 @@ def test_a_scheduler_names_what_is_wrong():
         (lambda: Scheduler(SchedulerConfig(), None, None, 5), TypeError, "swap must be a SwapFile or None, not int: 5"),
         (lambda: scheduler.schedule("x"), TypeError, "now must be a number, not str: 'x'"),
         (lambda: scheduler.schedule(float("nan")), ValueError, "now must be a number, not nan"),
+        (lambda: scheduler.schedule(float("inf")), ValueError, "now must be finite, not inf: no time comes after it"),
+        (lambda: scheduler.add_request([1], 5, tenant=[]), TypeError, r"tenant must be hashable, not list: \[\]"),
+        (
+            lambda: scheduler.add_request([1], 5, extra_keys=5),
+            TypeError,
+            "extra_keys must be a sequence of .* int",
+        ),
+        (
+            lambda: scheduler.add_request([1], 5, extra_keys="a"),
+            TypeError,
+            "extra_keys must be a sequence of .* str",
+        ),
         (lambda: scheduler.schedule(1.0), ValueError, "now must be 5.0 or more, not 1.0"),
         (lambda: scheduler.commit(None, []), TypeError, "batch must be a ScheduledBatch, not None"),
         (lambda: scheduler.commit(scheduler._out, 5), TypeError, "tokens must be a sequence of integers, not int: 5"),
