@@ -1,94 +1,111 @@
-"""`pagepool replay --clock none`: from arguments to finished passes through the prefix cache."""
+"""Prompts through the prefix cache alone: in order, without time, each forgotten before the next."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, TypeAlias
 
-from pagepool.replay.hybrid_pass import StateOptions, hybrid_pass
-from pagepool.replay.hybrid_picture import hybrid_picture, recorded_passes
-from pagepool.replay.hybrid_report import about_states, hybrid_results, hybrid_table, print_hybrid
-from pagepool.replay.options import CLOCK_ORDERS, UsageError
-from pagepool.replay.order import in_order
-from pagepool.replay.outcome import Outcome, bundled_trace
-from pagepool.replay.picture import lru_curve, pass_picture
-from pagepool.replay.prefix_pass import BELADY, cache_passes
-from pagepool.replay.prefix_report import footer, pass_results, print_comparison, print_passes, title
-from pagepool.replay.progress import progress
-from pagepool.replay.prompts import PassError, Prompts
-from pagepool.replay.ptrace import read_trace
+from pagepool.prefix.belady import belady_pass
+from pagepool.replay.lru_sweep import LruSweep, NotSwept
+from pagepool.replay.prompts import MAX_IDS, Prompts
 
-__all__ = ["run_passes"]
+__all__ = ["BELADY", "CachePass", "cache_pass", "cache_passes"]
+
+BELADY = "belady"
+Report: TypeAlias = Callable[[int, str], Any]
 
 
-def run_passes(options: argparse.Namespace) -> Outcome:
-    """A pass for each policy and capacity. Raises `TraceError`, `UsageError`, `PoolError`."""
-    if options.attend or options.blocks is not None:
-        raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
-    if options.order in CLOCK_ORDERS:
-        raise UsageError(f"--order {options.order} is one of the scheduler, which --clock none does not run")
-    if options.state_budget and not options.hybrid:
-        raise UsageError("--state-budget needs --hybrid")
-    if options.cache_partial and options.hybrid:
-        raise UsageError("--cache-partial does not go with --hybrid, which uses full blocks")
-    if options.compare and options.policy:
-        raise UsageError("--policy and --compare both name policies; give one of them")
-    path = options.trace or bundled_trace()
-    trace = read_trace(path, options.requests, prefixes=True)
-    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
-    order = options.order or ("turns" if options.users else "arrival")
-    try:
-        prompts = Prompts(
-            trace, options.block_size, options.cache_partial, in_order(trace, order, options.users, options.seed)
-        )
-    except PassError as error:
-        raise UsageError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    drawn = bool(options.plot or options.html)
-    several = options.compare or (drawn and not options.hybrid)  # a hybrid model's picture is over its states' bytes
-    capacities: list[int | None] = options.capacity or ([*_steps(prompts.most_ids)] if several else [None])
-    policies = options.compare or options.policy or ["lru"]
-    about = {"order": order, "users": options.users}
-    if BELADY in policies and (options.hybrid or options.cache_partial):
-        raise UsageError("belady is a bound for full blocks: it goes with neither --hybrid nor --cache-partial")
-    if options.hybrid:
-        states = StateOptions(options.hybrid, options.state_budget, options.state_grid)
-        return _hybrid(memory, prompts, policies, capacities, states, about, drawn)
-    try:
-        with progress(len(prompts) * len(policies) * len(capacities)) as shown:
-            passes = cache_passes(memory, prompts, policies, capacities, not options.reference, shown.tell)
-    except PassError as error:
-        raise UsageError(f"{path}: {error}") from None
-    numbers = pass_results(prompts, passes, about)
-    picture = {}
-    if drawn:
-        rows = numbers["prefix"] if isinstance(numbers["prefix"], list) else [numbers["prefix"]]
-        curve = lru_curve(prompts) if "lru" in policies else None
-        picture = pass_picture(title(numbers), footer(numbers), rows, curve)
-    return Outcome(numbers, print_comparison if options.compare else print_passes, picture)
+@dataclass(frozen=True)
+class CachePass:
+    """What one pass has counted. `nanoseconds` is the wall time of all calls of the cache, `blocks` what it was given.
+
+    `capacity` is None when there was room for everything, `nanoseconds` when no cache but a sweep has counted.
+    """
+
+    policy: str
+    capacity: int | None
+    full_blocks: int
+    hit_blocks: int
+    evictions: int
+    blocks: int
+    nanoseconds: int | None
 
 
-def _hybrid(
+def cache_pass(
+    memory: Any, prompts: Prompts, policy: str, capacity: int | None, report: Report = lambda done, state: None
+) -> CachePass:
+    """One pass through a cache of `capacity` blocks; `memory` is pagepool or pagepool.reference.
+
+    Hits are the full blocks in the leading run of those that were cached, blocks are touched from head to tail, and
+    each that was not cached is then. Raises `PoolError` if the cache does not give back everything at the end.
+    """
+    allocator = memory.BlockAllocator(min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity)
+    cache = memory.PrefixCache(allocator, 1, policy)
+    hits = blocks = nanoseconds = 0
+    state = f"{policy} with {'unlimited' if capacity is None else f'{capacity:,}'} blocks"
+    for done, (ids, full, session) in enumerate(prompts):
+        report(done, state)
+        start = perf_counter_ns()
+        found = cache.touch(ids, cache_salt=session)
+        nanoseconds += perf_counter_ns() - start
+        hits += min(found, full)
+        blocks += len(ids)
+    cache.check()
+    evictions = cache.stats()["evicted"]
+    cache.reset_prefix_cache()
+    allocator.check()
+    return CachePass(policy, capacity, prompts.full_blocks, hits, evictions, blocks, nanoseconds)
+
+
+def cache_passes(
     memory: Any,
     prompts: Prompts,
-    policies: list[str],
-    capacities: list[int | None],
-    states: StateOptions,
-    about: dict[str, Any],
-    drawn: bool,
-) -> Outcome:
-    if not drawn:
-        found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
-        return Outcome(hybrid_results(prompts, found, states, about), print_hybrid, {})
-    with progress(len(prompts) * len(policies) * len(capacities)) as shown:
-        recorded = recorded_passes(memory, prompts, policies, capacities, states, shown.tell)
-    numbers = hybrid_results(prompts, [one for one, _ in recorded], states, about)
-    below = f"{footer(numbers)} In this picture: {about_states(numbers)}."
-    return Outcome(numbers, print_hybrid, hybrid_picture(title(numbers), below, hybrid_table(numbers), recorded))
+    policies: Sequence[str],
+    capacities: Sequence[int | None],
+    sweep: bool = True,
+    report: Report = lambda done, state: None,
+) -> list[CachePass]:
+    """Every policy at every capacity, policies first. Several capacities of LRU take one pass, unless `sweep` is False;
+    the others take one each, over the prompts read once. "belady" is the bound of all. `report` is told how many
+    prompts are done, of those of all passes, and what is at hand."""
+    passes: list[CachePass] = []
+    for policy in policies:
+        found = None
+        if policy == BELADY:
+            found = _bounds(prompts, capacities)
+        elif policy == "lru" and sweep and len(capacities) > 1:
+            found = _swept(prompts, capacities)
+        for capacity in capacities if found is None else ():
+            before = len(passes) * len(prompts)
+            told = partial(lambda before, done, state: report(before + done, state), before)
+            passes.append(cache_pass(memory, prompts, policy, capacity, told))
+        passes += found or []
+    return passes
 
 
-def _steps(blocks: int) -> list[int]:
-    """Eight capacities up to all of the blocks, each twice the one before."""
-    return sorted({max(1, blocks >> shift) for shift in range(8)})
+def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass] | None:
+    """The passes of LRU by stack distances, or None where those do not tell."""
+    try:
+        lru = LruSweep(prompts)
+    except NotSwept:
+        return None
+    full, blocks = prompts.full_blocks, lru.touches
+    return [
+        CachePass("lru", capacity, full, lru.hits(capacity), lru.evictions(capacity), blocks, None)
+        for capacity in capacities
+    ]
+
+
+def _bounds(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass]:
+    """The most hits that any policy could have at each capacity."""
+    ids, ends = prompts.flat()
+    found = []
+    for capacity in capacities:
+        start = perf_counter_ns()
+        hits, evictions = belady_pass(ids, ends, len(ids) if capacity is None else capacity)
+        took = perf_counter_ns() - start
+        found.append(CachePass(BELADY, capacity, prompts.full_blocks, hits, evictions, len(ids), took))
+    return found
