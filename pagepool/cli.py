@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from pagepool._version import __version__
 from pagepool.errors import PoolError
-from pagepool.replay import command, convert, options
+from pagepool.replay import command, options, record
 from pagepool.replay.driver import ReplayFailed
-from pagepool.replay.files import STDOUT, check_writable, drop_output, is_closed, written_to
-from pagepool.replay.json_lines import TraceError
+from pagepool.replay.output import STDOUT, check_writable, drop_output, is_closed, written_to
+from pagepool.replay.ptrace import TraceError
 
 __all__ = ["main"]
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay = commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False)
     options.add_arguments(replay)
     summary = "Make a trace of prompts with their token ids, which are not written down."
-    convert.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
+    record.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -77,7 +77,7 @@ def _every_name_printable() -> Iterator[None]:
 def _run(chosen: argparse.Namespace) -> int:
     try:
         if chosen.command == "record":
-            made = f"{convert.run(chosen):,} requests in {chosen.output}"
+            made = f"{record.run(chosen):,} requests in {chosen.output}"
             with written_to(STDOUT):
                 print(made)
         else:

@@ -8,10 +8,10 @@ from typing import Any
 
 from pagepool.config import KV_DTYPES
 from pagepool.prefix.policies import POLICIES
+from pagepool.replay.attend import GEOMETRIES
 from pagepool.replay.clock import CostModel
-from pagepool.replay.geometry import GEOMETRIES
 from pagepool.replay.order import ORDERS, USER_ORDERS
-from pagepool.replay.prefix_pass import BELADY
+from pagepool.replay.passes import BELADY
 
 __all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "UsageError", "add_arguments"]
 

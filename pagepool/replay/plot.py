@@ -8,12 +8,39 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pagepool.replay.hybrid_plot import draw_hybrid
-from pagepool.replay.plot_style import COLOURS, INK, MUTED, SURFACE, legend, percent, style
+__all__ = ["COLOURS", "INK", "MUTED", "SURFACE", "draw", "draw_hybrid", "legend", "load", "percent", "style"]
 
-__all__ = ["draw", "load"]
-
+COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#8a63d2", "#e87ba4", "#008300", "#52514e")
 BLUES = ("#eef4fc", "#b7d3f6", "#5598e7", "#2a78d6", "#184f95", "#0d366b")
+EVERY_BLOCK: tuple[int, tuple[int, int]] = (0, (4, 3))
+INK, MUTED, GRID, SURFACE = "#0b0b0b", "#52514e", "#e4e3df", "#fcfcfb"
+
+
+def style(axis: Any, title: str) -> None:
+    """A title, lines across and no frame."""
+    axis.set_facecolor(SURFACE)
+    axis.set_title(title, loc="left", color=INK, fontsize=10)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(colors=MUTED, labelsize=8, length=0, which="both")
+    for side, spine in axis.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#c3c2b7")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def legend(axis: Any) -> None:
+    """The names of the lines, above on the right."""
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=4, frameon=False, fontsize=8, labelcolor=MUTED)
+
+
+def percent(value: float, _position: int | None = None) -> str:
+    """A share with the digits that it has: ticks of low rates are parts of a percent.
+
+    >>> percent(0.2), percent(0.015)
+    ('20%', '1.5%')
+    """
+    return f"{100 * value:.6g}%"
 
 
 def load() -> Any:
@@ -120,3 +147,40 @@ def _curve(axis: Any, curve: dict[str, Any]) -> None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.yaxis.set_major_formatter(percent)
     legend(axis)
+
+
+def draw_hybrid(figure: Any, hybrid: dict[str, Any]) -> None:
+    """Three axes one above the other: over the bytes of states, and twice over the trace."""
+    over_bytes, over_trace, states = figure.subplots(3, 1, height_ratios=(1.5, 1, 1))
+    _budgets(over_bytes, hybrid["lines"])
+    style(over_trace, "over the trace: share of full blocks usable; dashed: with a state at the end of every block")
+    style(states, "states kept; dashed: at the end of every cached block")
+    for line, colour in zip(hybrid["lines"], COLOURS * 8, strict=False):
+        for axis, kept, every in ((over_trace, "usable", "hit"), (states, "states", "every_block")):
+            axis.plot(hybrid["ends"], line[every], color=colour, lw=1, ls=EVERY_BLOCK, alpha=0.8)
+            axis.plot(hybrid["ends"], line[kept], color=colour, lw=1.5)
+    over_trace.set_ylim(bottom=0)
+    over_trace.yaxis.set_major_formatter(percent)
+    states.set_yscale("symlog", linthresh=10)
+    states.set_ylim(bottom=0)
+    states.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    states.set_xlabel("prompts", color=MUTED, fontsize=9)
+    for axis in (over_trace, states):
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def _budgets(axis: Any, lines: list[dict[str, Any]]) -> None:
+    style(
+        axis, "over the MiB of all states: share of full blocks usable; dashed: with a state at the end of every block"
+    )
+    axis.set_xscale("log", base=2)
+    for line, colour in zip(lines, COLOURS * 8, strict=False):
+        rooms = [(room / 2**20, rate) for room, rate in line["budgets"]]
+        if rooms:
+            axis.plot(*zip(*rooms, strict=True), color=colour, lw=1.6, marker="o", ms=4, label=line["name"])
+        axis.axhline(line["hit_rate"], color=colour, lw=1, ls=EVERY_BLOCK, alpha=0.8)
+    axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axis.yaxis.set_major_formatter(percent)
+    if any(line["budgets"] for line in lines):
+        axis.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=MUTED)

@@ -10,27 +10,147 @@ asked for. A file of sessions has one session a line,
 `{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times,
 whether or not the one before has ended. `think` is the pause before a request, `api` how long it took, in seconds.
 
-Every fault is a `TraceError` that names the file and the line. The limits below, with those of `json_lines`, bound time
-and memory whatever the file holds.
+Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory whatever the file
+holds: a line, the whole text after decompression, the digits of a number, requests, tokens, times.
 """
 
 from __future__ import annotations
 
+import json
+import lzma
 import math
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, BinaryIO, NoReturn
 
-from pagepool.replay.json_lines import Fault, JsonLines, TraceError, parse, short
+__all__ = ["MAX_TOKENS", "Fault", "JsonLines", "Trace", "TraceError", "parse", "read_trace", "short"]
 
-__all__ = ["MAX_TOKENS", "Trace", "TraceError", "read_trace"]
+MAX_LINE = 16 << 20
+MAX_TEXT = 1 << 30
+MAX_DIGITS = 18
+
+XZ_MAGIC = b"\xfd7zXZ\x00"
 
 MAX_REQUESTS = 5_000_000
 MAX_TOKENS = 1 << 24  # of one request's prompt, and of its output
 MAX_TIME_US = 10**15  # 31 years
 
 MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1, None: 0}
+
+
+class TraceError(ValueError):
+    """A file cannot be read; the message is one line with the file and, where there is one, the line."""
+
+
+class Fault(Exception):
+    """What is wrong with the line at hand; `JsonLines` adds where."""
+
+
+class JsonLines:
+    """The lines of a file, as bytes, each of bounded length, and no more than MAX_TEXT in all.
+
+    As a context manager it turns whatever goes wrong inside, `Fault`s included, into `TraceError`.
+
+    number    of the line read last, or asked for last, from 1 on
+    is_whole  whether that one ends with a line break: the last of a file may be cut off
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.number = 0
+        self.is_whole = True
+        self._path = path
+        self._total = 0
+
+    def __enter__(self) -> JsonLines:
+        try:
+            self._raw = open(self._path, "rb")
+            self.number = 0
+            self._stream: BinaryIO | lzma.LZMAFile = self._raw
+            packed = self._raw.peek(len(XZ_MAGIC)).startswith(XZ_MAGIC)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null character
+            raise self._unreadable(error) from None
+        if packed:
+            self._stream = lzma.LZMAFile(self._raw)
+        elif str(self._path).endswith(".xz"):
+            self._raw.close()
+            self.number = 1
+            raise self._at("this is not an xz file")
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._raw.close()
+        if isinstance(error, Fault):
+            raise self._at(str(error)) from None
+        if isinstance(error, EOFError):
+            raise self._at("the xz stream is cut off") from None
+        if isinstance(error, lzma.LZMAError):
+            raise self._at(f"the xz stream is damaged ({error})") from None
+        if isinstance(error, MemoryError):
+            raise self._at("needs more memory than there is") from None
+        if isinstance(error, OSError):
+            raise self._unreadable(error) from None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        self.number += 1
+        line = self._stream.readline(MAX_LINE + 1)
+        if not line:
+            raise StopIteration
+        self._total += len(line)
+        if len(line) > MAX_LINE:
+            raise Fault(f"the line is longer than {MAX_LINE} bytes")
+        if self._total > MAX_TEXT:
+            raise Fault(f"the trace is larger than {MAX_TEXT} bytes")
+        self.is_whole = line.endswith(b"\n")
+        return line
+
+    def _shown(self) -> str:
+        where = str(self._path)
+        return where if where.isprintable() else ascii(where)
+
+    def _at(self, message: str) -> TraceError:
+        return TraceError(f"{self._shown()}:{self.number}: {message}")
+
+    def _unreadable(self, error: Exception) -> TraceError:
+        return TraceError(f"{self._shown()}: cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise Fault(f"{name} is not a number of JSON")
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise Fault(f"a number of {len(digits)} digits is too large")
+    return int(digits)
+
+
+_decode = json.JSONDecoder(parse_constant=_no_constant, parse_int=_short_int).decode
+
+
+def parse(line: bytes) -> Any:
+    """The value of a line. Raises `Fault`."""
+    try:
+        return _decode(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise Fault(f"byte {error.start + 1} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise Fault(f"not JSON: {error.msg} at column {error.colno}" if line.strip() else "the line is empty") from None
+    except RecursionError:
+        raise Fault("the JSON is nested too deeply") from None
+
+
+def short(value: Any) -> str:
+    """A value from the file for a message: what it is, and a little of it."""
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = ascii(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 @dataclass
@@ -179,3 +299,6 @@ def _by_arrival(trace: Trace) -> Trace:
         values = getattr(trace, column)
         setattr(trace, column, array(values.typecode, (values[i] for i in order)))
     return trace
+
+
+# DOC

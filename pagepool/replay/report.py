@@ -1,4 +1,4 @@
-"""The results of a replay, as a dict for JSON and as a table."""
+"""What is shown: the results of a replay, and of passes through the prefix cache, as a dict for JSON and as tables."""
 
 from __future__ import annotations
 
@@ -7,13 +7,31 @@ from typing import Any
 
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
-from pagepool.replay.table import show
+from pagepool.replay.output import show
+from pagepool.replay.passes import BELADY, CachePass, HybridPass, StateOptions
+from pagepool.replay.prompts import Prompts
 
-__all__ = ["headings", "print_table", "results"]
+__all__ = [
+    "about_pass",
+    "about_states",
+    "footer",
+    "headings",
+    "hybrid_results",
+    "hybrid_table",
+    "pass_results",
+    "print_comparison",
+    "print_hybrid",
+    "print_passes",
+    "print_table",
+    "results",
+    "title",
+]
 
 # What to name beside a licence that asks for it.
 ATTRIBUTION = {
     "azure2023_conv": "Trace: Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv (Splitwise, ISCA'24), CC-BY-4.0.",
+    "mooncake_synthetic": "Trace: kvcache-ai/Mooncake, FAST25-release, Apache-2.0.",
+    "claude_code_sessions": "Trace: callanjfox/kv-cache-tester, Apache-2.0.",
 }
 
 
@@ -81,15 +99,14 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
 
 def print_table(numbers: dict[str, Any]) -> None:
     """Print `numbers` to stdout."""
-    title, rows, footer = headings(numbers)
-    show(title, [], rows, footer)
+    heading, rows, below = headings(numbers)
+    show(heading, [], rows, below)
 
 
 def headings(numbers: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
     """The title, what the table has as pairs of texts, and whose trace it is."""
-    footer = ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
     users = f", closed loop of {numbers['users']} users" if numbers["users"] else ""
-    return f"pagepool replay of {numbers['trace']}{users}", _rows(numbers), footer
+    return f"pagepool replay of {numbers['trace']}{users}", _replay_rows(numbers), footer(numbers)
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -110,7 +127,7 @@ def _prefix_rows(prefix: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
 
 
-def _rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
     def three(key: str) -> str:
         return " / ".join(f"{value:,.1f}" for value in numbers[key].values())
 
@@ -143,3 +160,178 @@ def _rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
             ("append time", f"{attention['append_seconds']:,.2f} s"),
         ]
     return rows
+
+
+def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any]) -> dict[str, Any]:
+    """Everything counted. `prefix` is an object for one pass, a list of them for several; only `ns_per_block`, the wall
+    time of look-up and insertion over the blocks given, differs from run to run; null: they were counted by stack
+    distances, without a cache. `capacity_blocks` null: unlimited. `about` says what else was asked for.
+    """
+    rows = [
+        {
+            "policy": one.policy,
+            "capacity_blocks": one.capacity,
+            "full_blocks": one.full_blocks,
+            "hit_blocks": one.hit_blocks,
+            "evictions": one.evictions,
+            "ns_per_block": None if one.nanoseconds is None else one.nanoseconds / max(1, one.blocks),
+        }
+        for one in passes
+    ]
+    return {**about_pass(prompts, about), "prefix": rows[0] if len(rows) == 1 else rows}
+
+
+def about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
+    """What the results of every pass without a clock begin with."""
+    return {
+        "trace": prompts.trace.name,
+        "licence": prompts.trace.licence,
+        "requests": len(prompts.trace),
+        "clock": "none",
+        "block_size": prompts.block_size,
+        "cache_partial": prompts.partial,
+        **about,
+    }
+
+
+def print_passes(numbers: dict[str, Any]) -> None:
+    """Print a line for each pass to stdout."""
+    lines = [
+        [
+            row["policy"],
+            _capacity(row),
+            f"{row['hit_blocks']:,}",
+            f"{row['full_blocks']:,}",
+            f"{_rate(row):.1%}",
+            f"{row['evictions']:,}",
+            "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}",
+        ]
+        for row in _rows(numbers)
+    ]
+    header = ["policy", "capacity", "hits", "of full", "rate", "evictions", "ns/block"]
+    show(title(numbers), header, lines, footer(numbers))
+
+
+def print_comparison(numbers: dict[str, Any]) -> None:
+    """Print the hit rates to stdout, a line for each capacity and a column for each policy; * marks the best, belady
+    apart, which is no policy but the bound of all."""
+    rows = _rows(numbers)
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    by_capacity: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_capacity.setdefault(_capacity(row), {})[row["policy"]] = row
+    rates, shares = [], []
+    for capacity, line in by_capacity.items():
+        most = max((row["hit_blocks"] for policy, row in line.items() if policy != BELADY), default=None)
+        marks = ("*" if row["hit_blocks"] == most and policy != BELADY else " " for policy, row in line.items())
+        rates.append([capacity, *(f"{_rate(row):.2%}{mark}" for row, mark in zip(line.values(), marks, strict=True))])
+        if {"lru", BELADY} <= set(line):
+            low, high = line["lru"]["hit_blocks"], line[BELADY]["hit_blocks"]
+            above = ((row["hit_blocks"] - low) / (high - low) if high > low else 0.0 for row in line.values())
+            shares.append([capacity, *(f"{share:.1%}" for share in above)])
+    header = ["capacity", *policies]
+    show(title(numbers), header, rates, "" if shares else footer(numbers))
+    if shares:
+        show("as shares of what belady has above lru", header, shares, footer(numbers))
+
+
+def _rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = numbers["prefix"] if isinstance(numbers["prefix"], list) else [numbers["prefix"]]
+    return found
+
+
+def title(numbers: dict[str, Any]) -> str:
+    """The line above a table."""
+    partial = ", partial blocks too" if numbers["cache_partial"] else ""
+    users = f", {numbers['users']} users" if numbers["users"] else ""
+    order = "" if numbers["order"] == "arrival" else f", order {numbers['order']}"
+    return (
+        f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {numbers['block_size']}-token blocks"
+        f"{partial}{users}{order}"
+    )
+
+
+def footer(numbers: dict[str, Any]) -> str:
+    """The line below it: whose trace this is."""
+    return ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
+
+
+def _capacity(row: dict[str, Any]) -> str:
+    return "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
+
+
+def _rate(row: dict[str, Any]) -> float:
+    return row["hit_blocks"] / row["full_blocks"] if row["full_blocks"] else 0.0
+
+
+def hybrid_results(
+    prompts: Prompts, passes: list[HybridPass], options: StateOptions, about: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything counted, the same in every run. `hybrid` is an object for one pass, a list of them for several.
+
+    `usable_share` is `usable_blocks` of `hit_blocks`; `state_share` is `states_saved` of `every_block_states`, the
+    states that one at the end of every block would have been, and `peak_state_share` that of those at a time.
+    """
+    rows = [
+        {
+            "policy": one.policy,
+            "capacity_blocks": one.capacity,
+            "full_blocks": one.full_blocks,
+            "hit_blocks": one.hit_blocks,
+            "usable_blocks": one.usable_blocks,
+            "usable_share": _ratio(one.usable_blocks, one.hit_blocks),
+            "every_block_states": one.every_block,
+            "states_saved": sum(one.states["saved"].values()),
+            "state_share": _ratio(sum(one.states["saved"].values()), one.every_block),
+            "peak_states": one.states["peak_states"],
+            "peak_state_share": _ratio(one.states["peak_states"], one.peak_blocks),
+            "saved": one.states["saved"],
+            "used": one.states["used"],
+        }
+        for one in passes
+    ]
+    sizes = {"state_bytes": options.state_bytes, "budget_bytes": options.budget_bytes, "grid": options.grid}
+    return {**about_pass(prompts, about), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
+
+
+def print_hybrid(numbers: dict[str, Any]) -> None:
+    """Print a line for each pass to stdout."""
+    header, *lines = hybrid_table(numbers)
+    show(f"{title(numbers)}\n{about_states(numbers)}", header, lines, "")
+    rows = _hybrid_rows(numbers)
+    kinds = [
+        [row["policy"], line[1], *(f"{row['saved'][kind]:,} / {row['used'][kind]:,}" for kind in row["saved"])]
+        for row, line in zip(rows, lines, strict=True)
+    ]
+    show("states kept / times used", ["policy", "capacity", *rows[0]["saved"]], kinds, footer(numbers))
+
+
+def about_states(numbers: dict[str, Any]) -> str:
+    """How large a state is, what all of them may take, and the grid."""
+    sizes = numbers["states"]
+    budget = "no bound" if sizes["budget_bytes"] is None else f"at most {sizes['budget_bytes'] / 2**20:,.1f} MiB"
+    grid = f"a grid of {sizes['grid']:,} tokens" if sizes["grid"] else "no grid"
+    return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; {grid}"
+
+
+def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
+    """A header, and a line for each pass."""
+    lines = [
+        [
+            row["policy"],
+            "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}",
+            f"{row['hit_blocks']:,}",
+            f"{row['usable_blocks']:,}",
+            f"{row['usable_share']:.1%}",
+            f"{row['states_saved']:,}",
+            f"{row['state_share']:.1%}",
+            f"{row['peak_state_share']:.1%}",
+        ]
+        for row in _hybrid_rows(numbers)
+    ]
+    return [["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"], *lines]
+
+
+def _hybrid_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = numbers["hybrid"] if isinstance(numbers["hybrid"], list) else [numbers["hybrid"]]
+    return found

@@ -8,11 +8,9 @@ import pytest
 import pagepool
 from pagepool import BlockTables, KvCachePool, SchedulerConfig
 from pagepool.cli import main
-from pagepool.replay.attend import Attention
+from pagepool.replay.attend import GEOMETRIES, Attention, Geometry
 from pagepool.replay.clock import CostModel
-from pagepool.replay.driver import Replay
-from pagepool.replay.geometry import GEOMETRIES, Geometry
-from pagepool.replay.meter import MeteredAccount
+from pagepool.replay.driver import MeteredAccount, Replay
 from pagepool.replay.ptrace import read_trace
 
 SMALL = Geometry(num_layers=3, num_qo_heads=4, num_kv_heads=2, head_dim=16)

@@ -9,8 +9,8 @@ from trace_bytes import lines_of
 
 from pagepool.cli import main
 from pagepool.prefix.policies import POLICIES
+from pagepool.replay.prompts import TraceTokens
 from pagepool.replay.ptrace import read_trace
-from pagepool.replay.trace_tokens import TraceTokens
 
 
 def run(capsys, path, *arguments):

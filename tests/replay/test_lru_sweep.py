@@ -8,7 +8,7 @@ import pagepool
 from pagepool import cli
 from pagepool.prefix.policies import POLICIES
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
-from pagepool.replay.prefix_pass import cache_pass, cache_passes
+from pagepool.replay.passes import cache_pass, cache_passes
 from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import Trace
 

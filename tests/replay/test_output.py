@@ -13,12 +13,11 @@ from trace_bytes import lines_of
 
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
-from pagepool.replay import files, report, table
+from pagepool.replay import output, report
 from pagepool.replay import progress as progress_module
 from pagepool.replay.clock import CostModel
-from pagepool.replay.driver import Replay
-from pagepool.replay.meter import MeteredAccount
-from pagepool.replay.outcome import bundled_trace
+from pagepool.replay.command import bundled_trace
+from pagepool.replay.driver import MeteredAccount, Replay
 from pagepool.replay.progress import PlainProgress, RichProgress, progress
 from pagepool.replay.ptrace import read_trace
 
@@ -154,7 +153,7 @@ def test_tables_are_never_cut_off(monkeypatch, capsys):
     header, rows = ["capacity", *(f"policy {number}" for number in range(8))], [["1,000", *["12.34%"] * 8]] * 2
     for columns in (40, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
-        table.show("a [bold]title[/]", header, rows, "a footer")
+        output.show("a [bold]title[/]", header, rows, "a footer")
         printed = capsys.readouterr().out
         assert "a [bold]title[/]" in printed and "a footer" in printed
         assert printed.count("12.34%") == 16 and "policy 7" in printed
@@ -187,5 +186,5 @@ def test_the_callers_standard_output_is_left_as_it_was(monkeypatch, tmp_path):
     full.write("x")
     with pytest.raises(OSError, match="No space left"):  # it is the same file as before, and nothing is left in it
         full.flush()
-    files.drop_output()
+    output.drop_output()
     full.close()

@@ -16,17 +16,14 @@ from trace_bytes import lines_of
 
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
-from pagepool.replay import timeline as timeline_module
+from pagepool.replay import picture as picture_module
 from pagepool.replay.clock import CostModel
-from pagepool.replay.driver import Replay
-from pagepool.replay.meter import MeteredAccount
-from pagepool.replay.outcome import bundled_trace
-from pagepool.replay.page import page
-from pagepool.replay.picture import lru_curve, pass_picture, replay_picture
+from pagepool.replay.command import bundled_trace
+from pagepool.replay.driver import MeteredAccount, Replay
+from pagepool.replay.picture import Timeline, lru_curve, page, pass_picture, replay_picture
 from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import read_trace
 from pagepool.replay.report import results
-from pagepool.replay.timeline import Timeline
 
 VOID = {"meta", "br", "link", "img"}
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -63,7 +60,7 @@ def drawn(path, *arguments):
 
 
 def replayed(monkeypatch, blocks=700, requests=60, windows=32):
-    monkeypatch.setattr(timeline_module, "MOST_WINDOWS", windows)
+    monkeypatch.setattr(picture_module, "MOST_WINDOWS", windows)
     config = SchedulerConfig(block_size=16, max_sequences=32, max_batch_sequences=32)
     replay = Replay(
         read_trace(bundled_trace(), requests), config, MeteredAccount(BlockAllocator(blocks), 16, 0.0), CostModel()
@@ -255,7 +252,7 @@ def test_ticks_of_low_rates_differ():
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     from matplotlib.figure import Figure
 
-    from pagepool.replay.hybrid_plot import draw_hybrid
+    from pagepool.replay.plot import draw_hybrid
 
     for top in (0.003, 0.011, 0.042, 0.3, 1.0):
         line = {"name": "lru", "budgets": [(1 << 20, top / 2), (1 << 21, top)], "hit_rate": top}

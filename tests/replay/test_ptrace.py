@@ -7,8 +7,8 @@ import os
 import pytest
 from trace_bytes import HEADER, lines_of
 
-from pagepool.replay import json_lines
-from pagepool.replay.outcome import bundled_trace
+from pagepool.replay import ptrace
+from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import TraceError, read_trace
 
 GOOD = [0, 5, 3, []]
@@ -182,8 +182,8 @@ def test_damaged_xz(make_trace, tmp_path):
 
 
 def test_giant_lines_and_bombs_end_at_the_limits(make_trace, monkeypatch):
-    monkeypatch.setattr(json_lines, "MAX_LINE", 1000)
-    monkeypatch.setattr(json_lines, "MAX_TEXT", 20_000)
+    monkeypatch.setattr(ptrace, "MAX_LINE", 1000)
+    monkeypatch.setattr(ptrace, "MAX_TEXT", 20_000)
     bomb = make_trace(b" " * 50_000_000, compress=True)
     with pytest.raises(TraceError, match=":1: the line is longer than 1000 bytes"):
         read_trace(bomb)

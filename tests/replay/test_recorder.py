@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import pagepool
 from pagepool import BlockAllocator, PrefixCache, TraceRecorder, cli, recorder
-from pagepool.replay.prefix_pass import cache_pass
+from pagepool.replay.passes import cache_pass
 from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import read_trace
 

@@ -9,9 +9,8 @@ from pagepool import BlockAllocator, SchedulerConfig, reference
 from pagepool.cli import main
 from pagepool.replay import driver
 from pagepool.replay.clock import CostModel
-from pagepool.replay.driver import Replay, ReplayFailed
-from pagepool.replay.meter import MeteredAccount
-from pagepool.replay.outcome import bundled_trace
+from pagepool.replay.command import bundled_trace
+from pagepool.replay.driver import MeteredAccount, Replay, ReplayFailed
 from pagepool.replay.ptrace import read_trace
 from pagepool.replay.report import results
 

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
-from pagepool.replay.arrivals import OpenLoop, Users
-from pagepool.replay.clock import CostModel
-from pagepool.replay.driver import Replay
-from pagepool.replay.meter import MeteredAccount
+from pagepool.replay.clock import CostModel, OpenLoop, Users
+from pagepool.replay.driver import MeteredAccount, Replay
+from pagepool.replay.picture import Timeline
 from pagepool.replay.ptrace import read_trace
-from pagepool.replay.timeline import Timeline
 
 
 def session(*requests):
