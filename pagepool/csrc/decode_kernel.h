@@ -371,7 +371,6 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int64_t all_see = pp_first_seen(&work->view, work->view.num_queries - 1);
     const int64_t until = pp_until_all_see(&work->view);
     int opened = 0; /* the pages of groups before it are open */
-    rows_ahead ahead = rows_ahead_of(work);
     for (int64_t begin = first_tile, after; begin < work->end; begin = after, groups = next) {
         after = begin + 2 * PP_TILE;
         tile.step = steps && begin >= work->first && after <= work->end && begin >= all_see && after <= until;
@@ -382,7 +381,6 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
         next = groups + (after - begin) / PP_GROUP;
         while (opens && opened < num_groups && list + opened < next + 2 * PP_TILE / PP_GROUP)
             opened = open_pages(work, list, opened, num_groups, first_head, run_bytes);
-        prefetch_rows(&ahead);
         for (int32_t index = work->part_begin, head = head_begin, end; index < work->part_end; index = end, head++) {
             const int32_t head_end = (head + 1) * parts;
             end = head_end < work->part_end ? head_end : work->part_end;

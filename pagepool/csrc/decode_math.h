@@ -323,25 +323,6 @@ static __attribute__((noinline)) int open_pages(const pp_chunk *work, const unsi
     return group;
 }
 
-/* The rows that the next chunk begins with zeros lie in lines that nobody has touched for long, and would wait for
- * memory: they are asked for along a chunk, a share with every two tiles. */
-typedef struct rows_ahead {
-    const unsigned char *at;
-    int64_t left, share; /* bytes */
-} rows_ahead;
-
-PP_INLINE rows_ahead rows_ahead_of(const pp_chunk *work) {
-    enum { MOST = 1 << 15, TURNS = PP_CHUNK / PP_TILE / 2 }; /* what is worth a place in the second cache */
-    const int64_t wanted = work->prefetch == PP_PREFETCH_NONE ? 0 : work->next_bytes;
-    const int64_t bytes = wanted < MOST ? wanted : MOST;
-    return (rows_ahead){.at = work->next_rows, .left = bytes, .share = bytes / TURNS};
-}
-
-PP_INLINE void prefetch_rows(rows_ahead *ahead) {
-    for (int64_t asked = 0; asked <= ahead->share && ahead->left > 0; asked += 64, ahead->at += 64, ahead->left -= 64)
-        prefetch_into_l2(ahead->at, 1);
-}
-
 /* A row's result while its chunks are merged; `m` and `total` (in all lanes) are those of all chunks so far. */
 typedef struct merged_row {
     pp_v total;

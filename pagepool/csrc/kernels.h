@@ -55,8 +55,6 @@ typedef struct pp_chunk {
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
     int prefetch;                 /* one of PP_PREFETCH_... */
     const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
-    const unsigned char *next_rows; /* and what will be written: so many bytes from here on; or NULL */
-    int64_t next_bytes;
 } pp_chunk;
 
 /* The first byte (of all heads) of the group, in a tiled layout, of the token at `offset` of page blocks[index]. */

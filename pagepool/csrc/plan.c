@@ -395,14 +395,6 @@ static void first_read(const pp_chunk *work, const unsigned char **k) {
     for (int i = 0; i < 4; i++) k[i] = groups[i] + work->part_begin / parts * work->pool->layout.head_bytes;
 }
 
-/* What it writes: its rows of the record. */
-static const unsigned char *written(const pp_chunk *work, int64_t *bytes) {
-    const int32_t head_rows = work->group_size * work->view.num_queries, parts = parts_of(head_rows);
-    const int64_t first = work->part_begin / parts, end = (work->part_end + parts - 1) / parts;
-    *bytes = (end - first) * head_rows * work->row_stride * (int64_t)sizeof(float);
-    return (const unsigned char *)(work->rows + first * head_rows * work->row_stride);
-}
-
 /* Prefetches that at once, by turns from each group: reading alone waits for it line after line, and a page that is not
  * translated yet holds up those behind it. */
 enum { MOST_AT_ONCE = 2048 }; /* bytes of a group */
@@ -440,7 +432,6 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
         if (unit + 1 < end) {
             chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
             if (after.part_begin < after.part_end && after.pool->layout.tiled) first_read(&after, work.next);
-            work.next_rows = written(&after, &work.next_bytes);
         }
         pack_own(plan, sequence, &work);
         if (work.part_begin < work.part_end) kernel(&work);
