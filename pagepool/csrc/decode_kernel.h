@@ -204,14 +204,6 @@ static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_t
 }
 #endif
 
-/* While softmax is done, and between two heads, nothing is read and nothing asked for: memory would come to rest.  In
- * runs, wide units ask for the first lines of those that the next stage asks for: 2 to 5 % of S1 in f32. */
-PP_INLINE void PP_NAME(prefetch_between)(int mode, const unsigned char *const *next_stage) {
-    enum { LINES = 8 };
-    for (int i = 0; i < 2 && PP_WIDE && mode == PP_PREFETCH_RUN; i++)
-        prefetch_past_l2(distant(next_stage[i], PP_NAME(RUN_BYTES)), LINES * 64);
-}
-
 /* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries
  * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their shifts at m. */
 PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
@@ -228,8 +220,6 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
             PP_NAME(scores)(last, score_vectors(HEADS), tile, vector, q + 2 * pass, q_step, s + pass * PP_TILE, 0);
     }
     for (; vector < full; vector++) PP_NAME(scores_left)(HEADS, tile, vector, q, q_step, s, prefetch);
-    const int mode = prefetch;
-    PP_NAME(prefetch_between)(mode, tile->v);
     bend_scores(tile, 0, HEADS, s);
     if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
     const float *scales = make_weights(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
@@ -254,7 +244,6 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
         scales = NULL;
         prefetch = PP_PREFETCH_NONE;
     } while (seen);
-    PP_NAME(prefetch_between)(mode, tile->next_k);
 }
 #if PP_STEPS
 #include "decode_whole.h"

@@ -13,7 +13,6 @@ PP_INLINE void PP_NAME(whole_tile)(const int HEADS, const pp_tile *tile, const f
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[PP_RESCALES];
     PP_NAME(scores)(HEADS, VECTORS, tile, 0, q, 2 * HEADS, s, prefetch);
-    PP_NAME(prefetch_between)(prefetch, tile->v);
     bend_scores(tile, 0, HEADS, s);
     const float *scales = make_weights(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
@@ -21,7 +20,6 @@ PP_INLINE void PP_NAME(whole_tile)(const int HEADS, const pp_tile *tile, const f
     for (int d = 0; d < tile->v_head_dim; d += columns)
         PP_NAME(values)(HEADS, value_vectors(HEADS), 0, tile, PP_V_RUN, d, 0, PP_TILE, s, scales, rows,
                         d % PP_V_RUN ? PP_PREFETCH_NONE : prefetch);
-    PP_NAME(prefetch_between)(prefetch, tile->next_k);
 }
 
 #if PP_WIDE
