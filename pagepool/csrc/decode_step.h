@@ -35,7 +35,7 @@ PP_INLINE void PP_NAME(step)(const int HEADS, const int AGAIN, const pp_tile *ti
     float s[2 * PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[2][PP_RESCALES];
     const float *scales[2];
-    const int NV = HEADS <= PP_NAME(TOGETHER) ? VECTORS : PP_NAME(step_vectors)(HEADS, AGAIN);
+    const int NV = HEADS <= PP_NAME(TOGETHER) ? VECTORS : SCORE_VECTORS(HEADS);
     const int columns = value_vectors(HEADS) * PP_LANES;
     float *second = s + HEADS * PP_TILE;
     weighing to_do = {.end = HEADS, .s = s, .m = m, .rows = rows, .row_stride = tile->row_stride};

@@ -3,11 +3,6 @@
 /* A dot takes 6 cycles on Zen 4, and one begins in each: up to 3 heads have too few chains under way in two vectors. */
 enum { PP_NAME(TOGETHER) = 3, PP_NAME(BEFORE) = 5 };
 
-PP_INLINE int PP_NAME(step_vectors)(const int HEADS, const int AGAIN) {
-    (void)AGAIN;
-    return SCORE_VECTORS(HEADS);
-}
-
 /* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES; meanwhile WEIGHED heads become weights. */
 PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int AGAIN,
                                     const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do) {

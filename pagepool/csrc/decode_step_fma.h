@@ -3,11 +3,6 @@
 /* Between products of up to 6 heads softmax took 1 % more than before them. */
 enum { PP_NAME(TOGETHER) = 0, PP_NAME(BEFORE) = 6 };
 
-/* Vectors of tokens of a pass over the scores. */
-PP_INLINE int PP_NAME(step_vectors)(const int HEADS, const int AGAIN) {
-    return is_in_place(HEADS, AGAIN) ? 1 : SCORE_VECTORS(HEADS);
-}
-
 /* Scores of NV vectors of tokens, the `first` of 64 / PP_LANES, by chains over EVEN dims and over ODD ones; meanwhile
  * WEIGHED heads become weights. */
 PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVEN, const int ODD, const int WEIGHED,
@@ -55,13 +50,6 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
                                            distant(row, here[j]) + PP_NEARER);
                     if (BY_SIDES) prefetch_sides(AGAIN, g, HEADS, LINES * i % 4, LINES, &sides);
                     const float *pair = q + (i * HEADS + g) * 2;
-                    if (is_in_place(HEADS, AGAIN)) {
-                        PP_UNROLL for (int j = 0; j < NV; j++) {
-                            v_add_in_place(&even[g * NV + j], a[j], pair);
-                            v_add_in_place(&odd[g * NV + j], b[j], pair + 1);
-                        }
-                        continue;
-                    }
                     const pp_spread x = v_spread(pair + !EVEN), y = EVEN && ODD ? v_spread(pair + 1) : x;
                     PP_UNROLL for (int j = 0; j < NV; j++) {
                         if (EVEN) even[g * NV + j] = v_fma_spread(a[j], x, even[g * NV + j]);
@@ -83,7 +71,7 @@ PP_INLINE void PP_NAME(step_chains)(const int HEADS, const int NV, const int EVE
 /* The same by both chains: at once, if there are registers for them. */
 PP_INLINE void PP_NAME(step_scores)(const int HEADS, const int NV, const int WEIGHED, const int AGAIN,
                                     const pp_tile *tile, const int first, const float *q, float *s, weighing *to_do) {
-    const int APART = chains_apart(HEADS) && !is_in_place(HEADS, AGAIN), later = APART ? WEIGHED / 2 : 0;
+    const int APART = chains_apart(HEADS), later = APART ? WEIGHED / 2 : 0;
     PP_NAME(step_chains)(HEADS, NV, 1, !APART, WEIGHED - later, AGAIN, tile, first, q, s, to_do);
     PP_FORGET(s); /* or the former's sums stay in registers, which the latter needs */
     if (APART) PP_NAME(step_chains)(HEADS, NV, 0, 1, later, AGAIN, tile, first, q, s, to_do);
@@ -107,7 +95,6 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
     const int first_asked = column % PP_V_RUN / (NV * PP_LANES) * (4 / PASSES);
     _Static_assert(PP_MAX_HEADS <= 2 * PP_GROUP / 4, "a head with every fourth token of the first tile");
     const int BY_SIDES = is_by_sides(AGAIN, PP_ITEM, PASSES > 1), LINES = NV * PP_ITEM / 2; /* of a pair of rows */
-    const int IN_PLACE = is_in_place(HEADS, AGAIN);
     pp_sides sides;
     pp_v sum[PP_MAX_HEADS * 8];
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -140,12 +127,15 @@ PP_INLINE void PP_NAME(step_values)(const int HEADS, const int NV, const int WEI
                 else if (AGAIN)
                     prefetch_share(g, HEADS, AGAIN, PP_ITEM == 4, part, distant(rows, ahead), distant(rows, half),
                                    distant(rows, near), rows + nearer);
-                add_spread(IN_PLACE, NV, a, weight + g * PP_TILE, sum + g * NV);
+                const pp_spread x = v_spread(weight + g * PP_TILE);
+                PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(a[j], x, sum[g * NV + j]);
             }
             if (IN_LINE) visit += part;
             if (BY_SIDES && (LINES > 2 || pair % 2)) sides.at += LINES > 4 ? 128 : 64;
-            PP_UNROLL for (int g = 0; g < HEADS; g++)
-                add_spread(IN_PLACE, NV, b, weight + g * PP_TILE + 1, sum + g * NV);
+            PP_UNROLL for (int g = 0; g < HEADS; g++) {
+                const pp_spread x = v_spread(weight + g * PP_TILE + 1);
+                PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_fma_spread(b[j], x, sum[g * NV + j]);
+            }
         }
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)

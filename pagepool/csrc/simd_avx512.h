@@ -40,22 +40,6 @@ PP_INLINE pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) {
     return c;
 }
 #endif
-/* Whether 7 and 8 heads go as by narrower units, where lines are asked for AGAIN in a mode: fma load and spread what
- * they multiply by, and both chains of a vector of tokens go at once.  For 7 heads in bf16 that is 87 instructions for
- * the 56 fma of 4 pairs of dims, not 114, and 62 for the 28 of a pair of rows of V, not 74.  On Intel S2 in 16 bit took
- * 0.96 to 0.97 of the time, in f32 0.99 to 1.00, and in cache as long. */
-PP_INLINE int is_in_place(const int HEADS, const int AGAIN) {
-    return PP_WIDE && HEADS > 6 && AGAIN == PP_PREFETCH_REPEAT;
-}
-/* sum += a * *b for NV vectors. */
-PP_INLINE void add_spread(const int IN_PLACE, const int NV, const pp_v *a, const float *b, pp_v *sum) {
-    if (IN_PLACE) {
-        PP_UNROLL for (int j = 0; j < NV; j++) v_add_in_place(&sum[j], a[j], b);
-    } else {
-        const pp_spread x = v_spread(b);
-        PP_UNROLL for (int j = 0; j < NV; j++) sum[j] = v_fma_spread(a[j], x, sum[j]);
-    }
-}
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm512_max_ps(a, b); }
 /* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127.  Inlined by order: gcc calls it where
