@@ -14,7 +14,7 @@ OF_CC := $(if $(filter-out default,$(origin CC)),-$(notdir $(firstword $(CC))))
 ASAN := build/address-undefined$(OF_CC)
 TSAN := build/thread$(OF_CC)
 
-.PHONY: help demo test model-test pressure-test build debug bench figures lint format san san-c san-python san-threads aarch64 wheel test-wheel test-sdist test-pythons ci clean
+.PHONY: help demo test model-test pressure-test build debug bench figures lint docs format san san-c san-python san-threads aarch64 wheel test-wheel test-sdist test-pythons ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -54,7 +54,7 @@ $(VENV)/.build: $(VENV)/.venv pyproject.toml .ci/requirements.py
 	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.package $(VENV)/.plot: $(VENV)/.%: $(VENV)/.build pyproject.toml .ci/requirements.py
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.package $(VENV)/.plot: $(VENV)/.%: $(VENV)/.build pyproject.toml .ci/requirements.py
 	$(PY) .ci/requirements.py $* > $@.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
 	@touch $@
@@ -85,6 +85,10 @@ lint: build $(VENV)/.lint $(VENV)/.test  ## ruff, mypy, stubtest, cython-lint
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest pagepool --allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
 	PATH=$(abspath $(VENV))/bin:$$PATH cython-lint $$(git ls-files '*.pyx' '*.pxd' 2>/dev/null || find pagepool tests -name '*.p[yx][xd]')
+
+docs: build $(VENV)/.docs  ## the guide and the reference as HTML; warnings are errors
+	$(PY) -m sphinx -q -n -W --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 format: $(VENV)/.lint  ## write Python as ruff wants it
 	$(VENV)/bin/ruff check --fix .
@@ -169,7 +173,7 @@ test-wheel:  ## what users do with the built wheel, in a clean environment and f
 	rm -rf build/wheel-venv && $(PY) -m venv build/wheel-venv
 	$(PY) .ci/requirements.py test > build/wheel-venv/requirements.txt
 	build/wheel-venv/bin/python -m pip install -q --disable-pip-version-check -r build/wheel-venv/requirements.txt dist/*.whl
-	elsewhere=$$(mktemp -d) && trap 'rm -rf "$$elsewhere"' EXIT && cp -r tests README.md pyproject.toml "$$elsewhere" && \
+	elsewhere=$$(mktemp -d) && trap 'rm -rf "$$elsewhere"' EXIT && cp -r tests docs README.md pyproject.toml "$$elsewhere" && \
 		wheel_python=$(abspath build/wheel-venv/bin/python) smoke=$(abspath .ci/smoke.py) && cd "$$elsewhere" && \
 		"$$wheel_python" "$$smoke" && \
 		"$$wheel_python" -m pytest -q -p no:cacheprovider --ignore=tests/attention/test_isas.py \

@@ -11,7 +11,7 @@ if not (ROOT / "setup.py").is_file():
     pytest.skip("house rules are about the files of a checkout", allow_module_level=True)
 
 PACKAGE = ROOT / "pagepool"
-FOLDERS = ("pagepool", "include", "tests", "bench", ".ci")
+FOLDERS = ("pagepool", "include", "tests", "bench", "docs", ".ci")
 SOURCES = sorted(
     path
     for folder in FOLDERS
@@ -171,11 +171,13 @@ def test_warnings_are_errors_in_tests():
     assert 'filterwarnings = ["error"]' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_the_commands_of_a_document_exist(document):
-    text = (ROOT / document).read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")], ids=name_of
+)
+def test_the_commands_and_files_that_a_document_names_exist(path):
+    text = path.read_text(encoding="utf-8")
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(re.findall(r"`[^`]+`|^    .+$", text, re.MULTILINE))))
-    assert named and named <= targets, f"{document} names {sorted(named - targets)}, which the Makefile has not"
-    for path in re.findall(r"`((?:pagepool|include|tests|bench)/[\w./-]+)`", text):
-        assert (ROOT / path).exists(), f"{document} names {path}, which is not there"
+    named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(re.findall(r"`[^`\n]+`|^    .+$", text, re.MULTILINE))))
+    assert named <= targets, f"the Makefile has no {', '.join(sorted(named - targets))}"
+    for file in re.findall(r"`((?:pagepool|include|tests|bench|docs)/[\w./-]+)`", text):
+        assert (ROOT / file).exists(), f"{file} is not there"

@@ -1,0 +1,93 @@
+"""The examples of README.md and docs/ run as they stand: Python, Cython and C.
+
+The blocks of a document are one program, in order: a later block uses the names of an earlier one. A ```text block
+right behind an example is what it prints; an example without one prints nothing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pagepool
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(path for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if path.is_file())
+if not DOCUMENTS:
+    pytest.skip("neither README.md nor docs/ are beside these tests", allow_module_level=True)
+EXAMPLE = re.compile(r"^```(python|cython|c)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+COMPILER = next(filter(shutil.which, ["gcc", "cc", "clang"]), None)
+SETUP = """
+import pagepool
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+extension = Extension("example", ["example.pyx"], include_dirs=[pagepool.get_include()])
+setup(name="example", ext_modules=cythonize([extension], language_level=3))
+"""
+
+
+def examples_of(path, *languages):
+    """(language, source, what it prints) of each example of a document, in order."""
+    found = EXAMPLE.findall(path.read_text(encoding="utf-8"))
+    return [example for example in found if example[0] in languages]
+
+
+def with_examples(*languages):
+    paths = [path for path in DOCUMENTS if examples_of(path, *languages)]
+    return pytest.mark.parametrize("path", paths, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def run(command, folder):
+    paths = os.pathsep.join(
+        map(os.path.abspath, filter(None, [".", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+    )
+    # The folder of the package under test, wherever the child runs.
+    home = str(Path(pagepool.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([home, paths])}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def compile_cython(source, folder):
+    """Makes the module `example`, and sees that it refuses None for an object of ours."""
+    (folder / "example.pyx").write_text(source)
+    (folder / "setup.py").write_text(SETUP)
+    run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], folder)
+    name = re.search(r"^def (\w+)", source, re.MULTILINE).group(1)
+    run([sys.executable, "-c", f"import example, pytest; pytest.raises(TypeError, example.{name}, None, 3)"], folder)
+
+
+@with_examples("python")
+def test_python_and_cython_examples_print_what_the_text_says(path, tmp_path):
+    program, wanted = [], ""
+    for number, (language, source, printed) in enumerate(examples_of(path, "python", "cython")):
+        if language == "cython":
+            compile_cython(source, tmp_path)
+            continue
+        program += [source, f"print('end of example {number}')\n"]
+        wanted += f"{printed}end of example {number}\n"
+    (tmp_path / "program.py").write_text("\n".join(program))
+    assert run([sys.executable, "-W", "error", "program.py"], tmp_path) == wanted
+
+
+@with_examples("c")
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler is installed")
+def test_c_examples_compile_and_print_what_the_text_says(path, tmp_path):
+    for _, source, printed in examples_of(path, "c"):
+        (tmp_path / "example.c").write_text(source)
+        flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{pagepool.get_include()}"]
+        libraries = [f"-L{pagepool.get_library_dir()}", "-lpagepool", "-lm", "-pthread"]
+        run([COMPILER, *flags, "example.c", *libraries, "-o", "example"], tmp_path)
+        assert run([str(tmp_path / "example")], tmp_path) == printed
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="README.md is not beside these tests")
+def test_the_example_of_the_readme_is_short():
+    ((_, source, _),) = examples_of(ROOT / "README.md", "python")
+    assert len([line for line in source.splitlines() if line.strip()]) <= 20
