@@ -1,4 +1,4 @@
-"""Attention on real memory for `--attend`: each step appends its tokens to every layer and decodes."""
+"""`--attend`: every step stores the K/V of its tokens in real pages and decodes over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pagepool.scheduling import ScheduledBatch
 
 __all__ = ["GEOMETRIES", "Attention", "Geometry"]
 
-
 SEED = 20231116
 
 
@@ -27,7 +26,7 @@ class Geometry:
     head_dim: int
 
     def layout(self, block_size: int, dtype: str) -> KvLayout:
-        """The pages that hold this model's keys and values."""
+        """The layout of pages for this model's keys and values."""
         return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
 
 
@@ -39,13 +38,13 @@ GEOMETRIES = {
 
 
 class Attention:
-    """Appends keys and values for every token of every layer, prompts included, and runs `decode` for every layer and
-    every decoding sequence. Prefill attention is not run.
+    """Appends keys and values of every token to every layer, prompts included, and runs `decode` for every layer and
+    every decoding sequence. It does not run prefill attention.
 
-    The values are pseudo-random and made once: each step stores the first rows of the same arrays.
+    The values are pseudo-random and made once: every step stores the first rows of the same arrays.
 
-    memory    the package that has `BlockTables` and `decode`: pagepool, or pagepool.reference
-    pool      its `KvCachePool` from the geometry's layout
+    memory    the package with `BlockTables` and `decode`: pagepool or pagepool.reference
+    pool      its `KvCachePool` with the geometry's layout
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Attention:
         self.kv_bytes = 0
         self.seconds = 0.0
         self.append_seconds = 0.0
-        self.table_seconds = 0.0  # of append_seconds
+        self.table_seconds = 0.0  # included in append_seconds
 
     def run(self, batch: ScheduledBatch) -> None:
         """Store the tokens of `batch` and attend for its decodes."""

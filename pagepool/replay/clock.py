@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import TypeAlias
 
 from pagepool.replay.order import sessions_of
 from pagepool.replay.ptrace import Trace
@@ -19,7 +19,7 @@ MAX_COST = 10**12
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a step costs: `step` microseconds, and `prefill` or `decode` more for each token of the kind.
+    """A step costs `step` microseconds, plus `prefill` or `decode` for each token of that kind.
 
     >>> CostModel.parse("10000,60,150").of(prefill_tokens=100, decode_tokens=8)
     17200
@@ -31,7 +31,7 @@ class CostModel:
 
     @classmethod
     def parse(cls, text: str) -> CostModel:
-        """From "step,prefill,decode". Raises ValueError."""
+        """Read "step,prefill,decode". Raises ValueError."""
         parts = text.split(",")
         if len(parts) != 3 or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
             raise ValueError(f"a cost is three whole numbers of microseconds, step,prefill,decode, not {text!r}")
@@ -45,72 +45,70 @@ class CostModel:
         return self.step + self.prefill * prefill_tokens + self.decode * decode_tokens
 
 
-class Arrivals(Protocol):
-    """Requests, each taken once, by their indices in a trace. Times are microseconds."""
-
-    def next_time(self) -> int | None:
-        """When the next request comes; None when none does until one ends, or ever."""
-
-    def take(self) -> tuple[int, int]:
-        """The request that comes next, and when: only where `next_time` has one."""
-
-    def ended(self, index: int, time: int) -> None:
-        """Request `index` has its answer, or was refused."""
-
-
 class OpenLoop:
-    """Recorded times, whether or not anything has ended."""
+    """Requests arrive at their recorded times, whether or not earlier ones have ended.
+
+    Requests are indices into `trace`; each is taken once.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._times = trace.arrival_us
         self._taken = 0
 
     def next_time(self) -> int | None:
+        """When the next request arrives, or None after the last one."""
         return self._times[self._taken] if self._taken < len(self._times) else None
 
     def take(self) -> tuple[int, int]:
+        """Take the next request: its index and its arrival time. Only where `next_time` is not None."""
         index = self._taken
         self._taken += 1
         return index, self._times[index]
 
     def ended(self, index: int, time: int) -> None:
-        return None
+        """Request `index` has its answer or was refused: no other arrival depends on it."""
 
 
 class Users:
-    """`users` people at once: each takes a session, asks its first request, and the next one when the answer has come
-    and the recorded think time has passed; then the next session that nobody has taken, at once. All begin at time 0.
+    """A closed loop of `users` people, all from time 0. Each takes a session of `trace` and asks its requests in order,
+    each after the answer to the one before and the recorded think time; then takes the next free session at once.
     """
 
     def __init__(self, trace: Trace, users: int) -> None:
         self._think = trace.think_us
-        self._sessions = sessions_of(trace)[::-1]
-        self._later: dict[int, list[int]] = {}  # by the request that is asked: those of its session behind it
-        self._line: list[tuple[int, int, int]] = []  # when, which of those at that time, and what is asked next
+        self._sessions = sessions_of(trace)[::-1]  # the next one to take is last
+        self._rest: dict[int, list[int]] = {}  # the request that a user waits for -> the rest of its session, reversed
+        self._arrivals: list[tuple[int, int, int]] = []  # a heap of (time, a running number, request)
         self._number = 0
         for _ in range(min(users, len(self._sessions))):
-            self._begin(0)
+            self._start_session(0)
 
     def next_time(self) -> int | None:
-        return self._line[0][0] if self._line else None
+        """When the next request arrives; None when none does before another one has ended."""
+        return self._arrivals[0][0] if self._arrivals else None
 
     def take(self) -> tuple[int, int]:
-        time, _, index = heappop(self._line)
+        """Take the next request: its index and its arrival time. Only where `next_time` is not None."""
+        time, _, index = heappop(self._arrivals)
         return index, time
 
     def ended(self, index: int, time: int) -> None:
-        later = self._later.pop(index)
-        if later:
-            following = later.pop()
-            self._ask(following, later, time + self._think[following])
+        """Request `index` has its answer or was refused at `time`: its user asks the next one."""
+        rest = self._rest.pop(index)
+        if rest:
+            following = rest.pop()
+            self._ask(following, rest, time + self._think[following])
         elif self._sessions:
-            self._begin(time)
+            self._start_session(time)
 
-    def _begin(self, time: int) -> None:
+    def _start_session(self, time: int) -> None:
         session = self._sessions.pop()[::-1]
         self._ask(session.pop(), session, time)
 
-    def _ask(self, index: int, later: list[int], time: int) -> None:
-        self._later[index] = later
+    def _ask(self, index: int, rest: list[int], time: int) -> None:
+        self._rest[index] = rest
         self._number += 1
-        heappush(self._line, (time, self._number, index))
+        heappush(self._arrivals, (time, self._number, index))
+
+
+Arrivals: TypeAlias = OpenLoop | Users

@@ -6,12 +6,14 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pagepool.config import SchedulerConfig
+from pagepool.replay import picture, plot, report
 from pagepool.replay.attend import GEOMETRIES, Attention
 from pagepool.replay.clock import Users
 from pagepool.replay.driver import MeteredAccount, MeteredCache, Replay
@@ -19,43 +21,19 @@ from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BL
 from pagepool.replay.order import in_order
 from pagepool.replay.output import STDOUT, check_writable, written_to
 from pagepool.replay.passes import BELADY, StateOptions, cache_passes, hybrid_pass
-from pagepool.replay.picture import (
-    Timeline,
-    hybrid_picture,
-    lru_curve,
-    page,
-    pass_picture,
-    recorded_passes,
-    replay_picture,
-)
-from pagepool.replay.plot import draw, load
-from pagepool.replay.progress import progress
+from pagepool.replay.progress import Progress
 from pagepool.replay.prompts import PassError, Prompts, TraceTokens
 from pagepool.replay.ptrace import Trace, read_trace
-from pagepool.replay.report import (
-    about_states,
-    footer,
-    hybrid_results,
-    hybrid_table,
-    pass_results,
-    print_comparison,
-    print_hybrid,
-    print_passes,
-    print_table,
-    results,
-    title,
-)
 
-__all__ = ["Outcome", "bundled_trace", "run", "run_passes"]
-
+__all__ = ["Outcome", "bundled_trace", "run"]
 
 ATTEND_BYTES = 2 << 30
-CLOCKLESS = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
+NEEDS_NO_CLOCK = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The numbers, for JSON; what prints them as a table; what `--plot` and `--html` draw, empty when neither asks."""
+    """The numbers, for JSON; the function that prints them as a table; the picture, empty without --plot and --html."""
 
     numbers: dict[str, Any]
     show: Callable[[dict[str, Any]], None]
@@ -68,7 +46,7 @@ def bundled_trace() -> Path:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read the trace, replay it, write the results. Raises `TraceError`, `UsageError`, `ReplayFailed`."""
+    """Read the trace, replay it, write the results. Raises `TraceError`, `UsageError`, `ReplayFailed`, `PoolError`."""
     files = {name: getattr(options, name) for name in ("json", "plot", "html") if getattr(options, name)}
     streamed = [f"--{name}" for name, file in files.items() if file == STDOUT]
     if len(streamed) > 1:
@@ -77,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         check_writable(file)
     if options.plot:
         _check_plot()
-    outcome = run_passes(options) if options.clock == "none" else _replay(options)
+    outcome = _run_passes(options) if options.clock == "none" else _run_replay(options)
     if not outcome.numbers["requests"]:
         print("pagepool: the trace has no requests", file=sys.stderr)
     for name, file in files.items():
@@ -88,23 +66,41 @@ def run(options: argparse.Namespace) -> None:
             outcome.show(outcome.numbers)
 
 
+def _check_plot() -> None:
+    try:
+        plot.load()
+    except ImportError as error:
+        raise UsageError(f"--plot needs matplotlib, which is not installed ({error}); --html needs nothing") from None
+
+
 def _write(name: str, outcome: Outcome, file: str) -> None:
-    """One of the results, by the name of its option, to a file or to standard output."""
+    """Write one of the results, by the name of its option, to a file or to standard output."""
     if name == "plot":
-        draw(outcome.picture, sys.stdout.buffer if file == STDOUT else file)
+        plot.draw(outcome.picture, sys.stdout.buffer if file == STDOUT else file)
         return
-    text = page(outcome.picture) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
+    text = picture.page(outcome.picture) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
     if file == STDOUT and hasattr(sys.stdout, "buffer"):
-        sys.stdout.buffer.write(text.encode())  # what the page names itself, whatever a terminal speaks
+        sys.stdout.buffer.write(text.encode())  # the page declares UTF-8, whatever the terminal's encoding is
     elif file == STDOUT:
         sys.stdout.write(text)  # a caller's io.StringIO
     else:
         Path(file).write_text(text, encoding="utf-8")
 
 
-def _replay(options: argparse.Namespace) -> Outcome:
-    """Under the virtual clock."""
-    for option in CLOCKLESS:
+@contextmanager
+def _as_usage_errors(path: str | Path) -> Iterator[None]:
+    """Turn a `ValueError` into a `UsageError`, with the name of the trace where the trace is at fault."""
+    try:
+        yield
+    except PassError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _run_replay(options: argparse.Namespace) -> Outcome:
+    """The whole scheduler, under the virtual clock."""
+    for option in NEEDS_NO_CLOCK:
         if getattr(options, option):
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
     if options.policy and (len(options.policy) > 1 or BELADY in options.policy):
@@ -113,46 +109,29 @@ def _replay(options: argparse.Namespace) -> Outcome:
         raise UsageError(f"--order {options.order} needs --clock none; with a clock: {', '.join(CLOCK_ORDERS)}")
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=bool(options.policy))
-    try:
-        replay = _prepare(trace, options)
-    except PassError as error:
-        raise UsageError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    with progress(len(trace)) as report:
-        if not (options.plot or options.html):
-            replay.run(report)
-            return Outcome(results(replay, options.users), print_table, {})
-        timeline = Timeline(replay.account.allocator.capacity)
-
-        def both(replay: Replay) -> None:
-            report(replay)
-            timeline(replay)
-
-        replay.run(both)
-        timeline.end(replay)
-    numbers = results(replay, options.users)
-    return Outcome(numbers, print_table, replay_picture(numbers, timeline))
+    with _as_usage_errors(path):
+        replay = _make_replay(trace, options)
+    timeline = picture.Timeline(replay.account.allocator.capacity) if options.plot or options.html else None
+    with Progress(len(trace)) as progress:
+        replay.run(progress, *([timeline] if timeline else []))
+    numbers = report.results(replay, options.users)
+    if timeline is None:
+        return Outcome(numbers, report.print_table, {})
+    timeline.end(replay)
+    return Outcome(numbers, report.print_table, picture.replay_picture(numbers, timeline))
 
 
-def _check_plot() -> None:
-    try:
-        load()
-    except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib, which is not installed ({error}); --html needs nothing") from None
-
-
-def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:
+def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
     memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
     size = options.block_size or DEFAULT_BLOCK_SIZE
-    longest = trace.longest() + 1  # a request for no output still makes one
+    longest = trace.longest() + 1  # a request for no output still gets one token
     geometry = GEOMETRIES[options.attend] if options.attend else None
     blocks = options.blocks
     if blocks is None:
         blocks = max(DEFAULT_BLOCKS, -(-longest // size))
         if geometry is not None:
             blocks = min(blocks, ATTEND_BYTES // geometry.layout(size, options.dtype).block_bytes)
-    longest = min(longest, blocks * size)  # of those that are not refused
+    longest = min(longest, blocks * size)  # longer ones are refused
     budget = options.budget if options.schedule == "chunked" else max(options.budget, longest)
     config = SchedulerConfig(
         max_sequences=options.max_batch,
@@ -185,12 +164,12 @@ def _prepare(trace: Trace, options: argparse.Namespace) -> Replay:
     return Replay(trace, config, account, options.cost, attention, arrivals, cache, tokens, scheduler)
 
 
-def run_passes(options: argparse.Namespace) -> Outcome:
-    """A pass for each policy and capacity. Raises `TraceError`, `UsageError`, `PoolError`."""
+def _run_passes(options: argparse.Namespace) -> Outcome:
+    """The prefix cache alone: a pass for each policy and capacity."""
     if options.attend or options.blocks is not None:
         raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
     if options.order in CLOCK_ORDERS:
-        raise UsageError(f"--order {options.order} is one of the scheduler, which --clock none does not run")
+        raise UsageError(f"--order {options.order} belongs to the scheduler, which --clock none does not run")
     if options.state_budget and not options.hybrid:
         raise UsageError("--state-budget needs --hybrid")
     if options.cache_partial and options.hybrid:
@@ -201,39 +180,32 @@ def run_passes(options: argparse.Namespace) -> Outcome:
     trace = read_trace(path, options.requests, prefixes=True)
     memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
     order = options.order or ("turns" if options.users else "arrival")
-    try:
-        prompts = Prompts(
-            trace, options.block_size, options.cache_partial, in_order(trace, order, options.users, options.seed)
-        )
-    except PassError as error:
-        raise UsageError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    drawn = bool(options.plot or options.html)
-    several = options.compare or (drawn and not options.hybrid)  # a hybrid model's picture is over its states' bytes
-    capacities: list[int | None] = options.capacity or ([*_steps(prompts.most_ids)] if several else [None])
+    with _as_usage_errors(path):
+        requests = in_order(trace, order, options.users, options.seed)
+        prompts = Prompts(trace, options.block_size, options.cache_partial, requests)
     policies = options.compare or options.policy or ["lru"]
-    about = {"order": order, "users": options.users}
     if BELADY in policies and (options.hybrid or options.cache_partial):
         raise UsageError("belady is a bound for full blocks: it goes with neither --hybrid nor --cache-partial")
+    drawn = bool(options.plot or options.html)
+    capacities: list[int | None] = options.capacity or [None]
+    # The axis of a picture is capacity, with --hybrid bytes of states.
+    if not options.capacity and (options.compare or (drawn and not options.hybrid)):
+        capacities = [*_doubling_to(prompts.most_ids)]
+    about = {"order": order, "users": options.users}
     if options.hybrid:
         states = StateOptions(options.hybrid, options.state_budget, options.state_grid)
-        return _hybrid(memory, prompts, policies, capacities, states, about, drawn)
+        return _run_hybrid(memory, prompts, policies, capacities, states, about, drawn)
     try:
-        with progress(len(prompts) * len(policies) * len(capacities)) as shown:
-            passes = cache_passes(memory, prompts, policies, capacities, not options.reference, shown.tell)
+        with Progress(len(prompts) * len(policies) * len(capacities)) as progress:
+            passes = cache_passes(memory, prompts, policies, capacities, not options.reference, progress.update)
     except PassError as error:
         raise UsageError(f"{path}: {error}") from None
-    numbers = pass_results(prompts, passes, about)
-    picture = {}
-    if drawn:
-        rows = numbers["prefix"] if isinstance(numbers["prefix"], list) else [numbers["prefix"]]
-        curve = lru_curve(prompts) if "lru" in policies else None
-        picture = pass_picture(title(numbers), footer(numbers), rows, curve)
-    return Outcome(numbers, print_comparison if options.compare else print_passes, picture)
+    numbers = report.pass_results(prompts, passes, about)
+    drawing = picture.pass_picture(numbers, prompts) if drawn else {}
+    return Outcome(numbers, report.print_comparison if options.compare else report.print_passes, drawing)
 
 
-def _hybrid(
+def _run_hybrid(
     memory: Any,
     prompts: Prompts,
     policies: list[str],
@@ -244,14 +216,13 @@ def _hybrid(
 ) -> Outcome:
     if not drawn:
         found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
-        return Outcome(hybrid_results(prompts, found, states, about), print_hybrid, {})
-    with progress(len(prompts) * len(policies) * len(capacities)) as shown:
-        recorded = recorded_passes(memory, prompts, policies, capacities, states, shown.tell)
-    numbers = hybrid_results(prompts, [one for one, _ in recorded], states, about)
-    below = f"{footer(numbers)} In this picture: {about_states(numbers)}."
-    return Outcome(numbers, print_hybrid, hybrid_picture(title(numbers), below, hybrid_table(numbers), recorded))
+        return Outcome(report.hybrid_results(prompts, found, states, about), report.print_hybrid, {})
+    with Progress(len(prompts) * len(policies) * len(capacities)) as progress:
+        recorded = picture.recorded_passes(memory, prompts, policies, capacities, states, progress.update)
+    numbers = report.hybrid_results(prompts, [one for one, _ in recorded], states, about)
+    return Outcome(numbers, report.print_hybrid, picture.hybrid_picture(numbers, recorded))
 
 
-def _steps(blocks: int) -> list[int]:
-    """Eight capacities up to all of the blocks, each twice the one before."""
+def _doubling_to(blocks: int) -> list[int]:
+    """Eight capacities, each twice the one before, up to `blocks`."""
     return sorted({max(1, blocks >> shift) for shift in range(8)})

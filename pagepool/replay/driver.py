@@ -1,4 +1,4 @@
-"""The replay itself: requests in, steps through the scheduler under a virtual clock, numbers out."""
+"""The replay loop: requests go in, the scheduler steps under a virtual clock, numbers come out."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from pagepool.scheduling.blocks import BlockAccount
 
 __all__ = ["MeteredAccount", "MeteredCache", "Replay", "ReplayFailed", "Totals"]
 
-
 CHOICE = 1024
-TOKEN = 0  # where only lengths are known, every token is this one
+TOKEN = 0  # every token of a trace that gives only lengths
 
 
 class ReplayFailed(RuntimeError):
-    """The replay came to a wrong end: it got stuck, or blocks were not free again."""
+    """The replay got stuck, or blocks were still in use at its end."""
 
 
 @dataclass
 class Totals:
-    """What has been counted so far. Times are virtual microseconds, except `*_ns`, which are wall time."""
+    """The counts so far. Times are virtual microseconds, but `*_ns` is wall time."""
 
     refused: int = 0
     finished: int = 0
@@ -45,17 +44,17 @@ class Totals:
 
 
 class Replay:
-    """One replay of one trace. `run()` does all of it; `totals`, `account` and `scheduler` may be read meanwhile.
+    """One replay of one trace. `run` does all of it; observers may read `totals`, `account` and `scheduler` meanwhile.
 
-    trace      the requests; those that could never fit the pool are counted as refused
+    trace      the requests; those that can never fit the pool are counted as refused
     config     the scheduler's
-    account    the metered account with the pool's allocator, or that of `scheduler`
+    account    a metered account over the pool's allocator, or the account of `scheduler`
     cost       the virtual clock
-    attention  appends and attends on real memory, or None
-    arrivals   when the requests come; None: at their recorded times
+    attention  stores K/V and decodes on real memory, or None
+    arrivals   when requests arrive; None: at their recorded times
     cache      a metered `PrefixCache` over the account's allocator, or None
-    tokens     those of the trace, which the cache compares; None without one
-    scheduler  whose requests these become; None: a `Scheduler` over the account and the cache
+    tokens     token ids for the cache to compare; None without a cache
+    scheduler  None: a `Scheduler` over the account and the cache
     """
 
     def __init__(
@@ -72,35 +71,36 @@ class Replay:
     ) -> None:
         self.trace = trace
         self._arrivals: Arrivals = OpenLoop(trace) if arrivals is None else arrivals
-        self._requests: dict[int, int] = {}  # of the trace, by sequence
+        self._requests: dict[int, int] = {}  # sequence -> request of the trace
         self.account = account
         self.attention = attention
         self.totals = Totals()
         self.cache = cache
         self.scheduler: Any = Scheduler(config, account, cache) if scheduler is None else scheduler
         self._tokens = tokens
-        self._outputs: dict[int, Iterator[int]] = {}  # by sequence, where tokens matter
+        self._outputs: dict[int, Iterator[int]] = {}  # sequence -> its output tokens, with a cache
         self._cost = cost
-        # Requests beyond one batch wait here, where they take no memory: first come, first served, that is the same.
-        # A scheduler that chooses among those that wait sees some more.
-        self._line = config.max_sequences if config.policy == "fcfs" else max(config.max_sequences, CHOICE)
+        # Requests beyond one batch wait outside the scheduler, where they take no memory: with fcfs that changes
+        # nothing. A policy that chooses among waiting requests sees CHOICE of them.
+        self._most_waiting = config.max_sequences if config.policy == "fcfs" else max(config.max_sequences, CHOICE)
         self._submitted = 0
-        self.last_step_us = 0  # what the step before cost
+        self.last_step_us = 0  # virtual duration of the last step
 
     @property
     def submitted(self) -> int:
         """Requests handed to the scheduler or refused so far."""
         return self._submitted
 
-    def run(self, progress: Callable[[Replay], Any] = lambda replay: None) -> None:
-        """Replay everything; `progress` is called after each step. Raises `ReplayFailed`."""
+    def run(self, *observers: Callable[[Replay], Any]) -> None:
+        """Replay everything; call each of `observers` with the replay after each step. Raises `ReplayFailed`."""
         start = perf_counter_ns()
         totals, scheduler = self.totals, self.scheduler
         while True:
             self._submit()
             if scheduler.has_work:
                 self._step()
-                progress(self)
+                for observe in observers:
+                    observe(self)
                 continue
             following = self._arrivals.next_time()
             if following is None:
@@ -110,15 +110,15 @@ class Replay:
         self._check_end()
 
     def _submit(self) -> None:
-        """Hand over what has arrived by now, as far as the line is short."""
+        """Hand over the requests that have arrived by now, as long as the scheduler has few waiting."""
         trace, scheduler, arrivals, now = self.trace, self.scheduler, self._arrivals, self.totals.time_us
-        while scheduler.waiting_count < self._line:
+        while scheduler.waiting_count < self._most_waiting:
             following = arrivals.next_time()
             if following is None or following > now:
                 return
             index, time = arrivals.take()
             self._submitted += 1
-            # A model that has read its prompt has made a token: a request for none still stops at its first.
+            # A model that has read a prompt has a first token: a request for none stops there, too.
             prompt, limit = trace.prompt[index], trace.prompt[index] + max(1, trace.output[index])
             if self.account.refusal(limit) is None:
                 seq_id = self._add(index, prompt, limit)
@@ -137,7 +137,7 @@ class Replay:
         return seq_id
 
     def _sampled(self, batch: ScheduledBatch) -> list[int]:
-        """What the model makes of the batch: a token for each row, which counts where one is wanted."""
+        """The model's token for each row of the batch; only rows that want one use it."""
         if self._tokens is None:
             return [TOKEN] * len(batch.seq_ids)
         rows = zip(batch.seq_ids, batch.wants_token, strict=True)
@@ -166,7 +166,7 @@ class Replay:
             self._outputs.pop(seq.id, None)
 
     def _count(self, batch: ScheduledBatch) -> None:
-        """Let the time of the step pass, with the blocks as they are during it."""
+        """Let the virtual time of the step pass, with the blocks that are in use during it."""
         totals, account = self.totals, self.account
         prefill_tokens = batch.total_tokens - batch.num_decodes
         duration = self._cost.of(prefill_tokens, batch.num_decodes)
@@ -178,14 +178,14 @@ class Replay:
         totals.occupied_us += duration
         places = account.allocator.in_use * account.block_size
         totals.utilization_us += duration * account.num_tokens / places
-        # Every decode gives a token, and so does the last chunk of a prompt.
+        # Every decode gets a token, and so does the last chunk of a prompt.
         ids, first = batch.seq_ids, batch.num_decodes
         if prefill_tokens:
             ids = ids[:first] + [ids[row] for row in range(first, len(ids)) if batch.wants_token[row]]
         totals.latency.tokens(ids, totals.time_us)
 
     def _check_end(self) -> None:
-        """Every block must be free again but for those that the cache has, and every request accounted for."""
+        """Every block must be free, once the cache has given back its own, and every request must have ended."""
         allocator = self.account.allocator
         allocator.check()
         if self.cache is not None:

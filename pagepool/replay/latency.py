@@ -27,15 +27,15 @@ def percentile(counts: Counter[int], share: float) -> int:
 class LatencyLog:
     """Turns "these sequences got a token at this time" into histograms.
 
-    Most steps give tokens to the very sequences of the step before; their gaps are all the same, and one addition
-    counts them. So the time of the last token is kept once for all of that step (`_ids`, `_time`), and in `_earlier`
-    only for those that have missed a step since.
+    Most steps give tokens to the same sequences as the step before; their gaps are equal, and one addition counts all
+    of them. So the last token's time is stored once for all sequences of the last step (`_ids`, `_time`), and one by
+    one in `_earlier` only for those that have missed a step since.
     """
 
     def __init__(self) -> None:
         self.ttft: Counter[int] = Counter()
         self.tbt: Counter[int] = Counter()
-        self.fresh: list[int] = []  # times to the first token of those that got it in the step last told
+        self.fresh: list[int] = []  # times to the first tokens of the last step
         self._arrival: dict[int, int] = {}
         self._earlier: dict[int, int] = {}
         self._ids: list[int] = []
@@ -43,7 +43,7 @@ class LatencyLog:
         self._time = 0
 
     def arrive(self, seq_id: int, time: int) -> None:
-        """A request has arrived (its time may lie before that of the current step)."""
+        """A request has arrived at `time`, which may lie before the current step."""
         self._arrival[seq_id] = time
 
     def tokens(self, seq_ids: list[int], time: int) -> None:

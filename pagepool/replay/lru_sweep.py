@@ -1,18 +1,18 @@
 """LRU at every capacity in one pass, by stack distances.
 
-A block is in an LRU cache of C blocks exactly when fewer than C others were touched since it was: its distance, itself
-counted, is at most C (Mattson and others, "Evaluation techniques for storage hierarchies", 1970). A prompt touches its
-blocks from head to tail, so that a block counts as hit when the largest distance from the head down to it is at most C.
+A block is in an LRU cache of C blocks exactly when its stack distance is at most C: itself and the number of different
+blocks touched since its last touch (Mattson et al., "Evaluation techniques for storage hierarchies", 1970). A prompt
+touches its blocks from head to tail, so a block is a hit when the largest distance from the head to it is at most C.
 
-The stack is kept by prompts, not by blocks. The blocks that were touched last by the same prompt lie side by side, and
-because block ids form a tree, a later prompt takes them away from their head on:
+The stack has an entry per prompt, not per block. Blocks that the same prompt touched last lie side by side, and because
+block ids form a tree, a later prompt takes them away from their head on:
 
     newest  | prompt 9: all its blocks | prompt 7: the tail that 9 did not touch | prompt 4: ... |  oldest
     weights[p]  blocks in the part of prompt p        last[block]  the prompt whose part has it, -1 for none
 
-While a prompt takes k blocks of one part, each block taken is one fewer in the part and one more on top: all k are at
-the same distance, the blocks in newer parts + those in this one + those that the prompt has touched already. So a part
-costs one query of a Fenwick tree over prompts, however many blocks it has.
+While a prompt takes k blocks of one part, each of them leaves the part and joins the top. So all k have the same
+distance: blocks in newer parts + blocks in this one + blocks that the prompt has touched already. A part costs one
+query of a Fenwick tree over prompts, however many blocks it has.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pagepool.replay.prompts import Prompts
 
 __all__ = ["LruSweep", "NotSwept"]
 
-# Ids so sparse that an array over all of them would be longer than this many times the blocks of all prompts, and a
-# little more, are left to the cache.
+# The sweep needs arrays over all ids. It refuses more than SPARSE ids per block of a prompt, plus FEW.
 SPARSE = 4
 FEW = 1 << 16
 
 
 class NotSwept(Exception):
-    """The ids form no tree, as a block follows different blocks in different prompts, or are too sparse."""
+    """The ids do not form a tree (a block follows different blocks in different prompts), or they are too sparse."""
 
 
 class LruSweep:
     """Hits, misses and evictions of LRU for any capacity, from one pass over `prompts`.
 
-    Raises `NotSwept` for ids that do not form a tree, which the cache would tell apart and this pass would not.
+    Raises `NotSwept` for ids that do not form a tree: the cache would tell their blocks apart and the sweep would not.
 
-    touches    blocks given
-    distances  leading full blocks by the largest distance from the head down to them: what the hits are read from
+    touches    blocks of all prompts
+    leading    leading full blocks by their largest distance from the head; hits are read from it
+    distances  its keys, sorted
     """
 
     def __init__(self, prompts: Prompts) -> None:
@@ -56,24 +56,24 @@ class LruSweep:
         self._hits = np.cumsum([self.leading[distance] for distance in self.distances.tolist()], dtype=np.int64)
 
     def hits(self, capacity: int | None) -> int:
-        """Full blocks in the leading runs that a cache of that many blocks finds; None: unlimited."""
+        """Leading full blocks that a cache of `capacity` blocks finds; None: unlimited."""
         place = len(self._hits) if capacity is None else int(np.searchsorted(self.distances, capacity, "right"))
         return int(self._hits[place - 1]) if place else 0
 
     def misses(self, capacity: int | None) -> int:
-        """Blocks, full or not, that it does not have when they are touched."""
+        """Blocks, full or partial, that the cache does not have when they are touched."""
         found = sum(count for distance, count in self._all.items() if capacity is None or distance <= capacity)
         return self.touches - found
 
     def evictions(self, capacity: int | None) -> int:
-        """Every block missed is cached, and what does not stay has been evicted. A cache without room caches none."""
+        """Every missed block is cached, and all but `capacity` are evicted. A cache without room caches none."""
         return max(0, self.misses(capacity) - capacity) if capacity else 0
 
     def _run(self, prompts: Prompts) -> None:
         first, size = prompts.id_ranges()
         if size > SPARSE * prompts.most_ids + FEW:
             raise NotSwept
-        # What a block follows: 0 while it was not seen, 1 at the head of a prompt, else the block before it + 2.
+        # The block before each: 0 while unseen, 1 at the head of a prompt, else its id + 2.
         last, parent = np.full(size, -1, np.int32), np.zeros(size, np.int64)
         for prompt, (ids, full, session) in enumerate(prompts):
             blocks = ids + np.int64(first[session])
@@ -81,7 +81,7 @@ class LruSweep:
             above[1:] = blocks[:-1] + 2
             known = parent[blocks]
             parent[blocks] = above
-            # The second holds where a block is twice in this prompt.
+            # The second is true where a block is in this prompt twice.
             if np.any((known != 0) & (known != above)) or np.any(parent[blocks] != above):
                 raise NotSwept
             self._touch(last[blocks], full)
@@ -90,7 +90,7 @@ class LruSweep:
             self.touches += len(blocks)
 
     def _touch(self, parts: NDArray[np.int32], full: int) -> None:
-        """Counts the blocks of one prompt, each given as the part of the stack that has it."""
+        """Count the blocks of one prompt; `parts` has the part of the stack with each of them."""
         weights, largest, leads = self._weights, 0, True
         borders = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
         for start, end in pairwise(borders):
@@ -109,7 +109,7 @@ class LruSweep:
 
 
 class _Fenwick:
-    """Weights by index, and their sum from an index on, in O(log n) each."""
+    """A Fenwick tree: change a weight, or sum the weights from an index on, in O(log n)."""
 
     def __init__(self, size: int) -> None:
         self._sums = [0] * (size + 1)

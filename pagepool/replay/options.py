@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 50
 
 
 class UsageError(ValueError):
-    """The arguments do not go together, or name a file that cannot be written."""
+    """Arguments contradict one another, or name a file that cannot be written."""
 
 
 def _between(low: int, high: int) -> Any:
@@ -74,37 +74,64 @@ def _cost(text: str) -> CostModel:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `pagepool replay`."""
-    add = parser.add_argument
-    add(
+    """Add the arguments of `pagepool replay`."""
+    parser.add_argument(
         "trace",
         nargs="?",
         type=_file,
         metavar="TRACE",
-        help="a ptrace-1 file, .xz or plain; default: the bundled slice of Azure's",
+        help="a ptrace-1 file, plain or .xz; default: the bundled first 2,000 requests of an hour at Azure",
     )
-    add("--requests", type=_between(1, MAX_BLOCKS), metavar="N", help="replay only the first N requests")
+    parser.add_argument("--requests", type=_between(1, MAX_BLOCKS), metavar="N", help="only the first N requests")
+    parser.add_argument(
+        "--clock",
+        choices=("virtual", "none"),
+        default="virtual",
+        help="virtual (default): the whole scheduler; none: prompts through the prefix cache alone, one after the "
+        "other, for traces with prefix blocks",
+    )
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="allocator, prefix cache, scheduler and attention in plain Python, to compare; slow",
+    )
+    _add_pool(parser.add_argument_group("pool and scheduler"))
+    _add_attention(parser.add_argument_group("attention on real memory"))
+    _add_prefix_cache(parser.add_argument_group("prefix cache"))
+    _add_order(parser.add_argument_group("users and order"))
+    _add_hybrid(parser.add_argument_group("hybrid models, with --clock none"))
+    _add_output(parser.add_argument_group("results"))
+    parser.epilog = (
+        "Counts and virtual times are the same in every run. ns_per_block_op is the wall time of the scheduler's "
+        "block operations (allocating and freeing blocks, filling block tables, appending to the last block) divided "
+        "by the number of blocks allocated and freed; sched_us_per_step is the wall time of schedule and commit, block "
+        "operations included."
+    )
+
+
+def _add_pool(group: Any) -> None:
+    add = group.add_argument
     add(
         "--blocks",
         type=_between(1, MAX_BLOCKS),
         metavar="N",
-        help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or as many as the longest request needs; with --attend "
-        "at most as many as 2 GiB hold",
+        help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or what the longest request needs if that is more; with "
+        "--attend at most what 2 GiB hold",
     )
     add(
         "--block-size",
         type=_between(1, 1024),
         metavar="N",
-        help=f"tokens per block; default: {DEFAULT_BLOCK_SIZE}, or the trace's with --clock none",
+        help=f"tokens per block; default: {DEFAULT_BLOCK_SIZE}, with --clock none the trace's",
     )
-    add("--budget", type=_between(1, MAX_BUDGET), default=512, metavar="N", help="tokens of a step; default: 512")
-    add("--max-batch", type=_between(1, MAX_BATCH), default=256, metavar="N", help="sequences at a time; default: 256")
+    add("--budget", type=_between(1, MAX_BUDGET), default=512, metavar="N", help="tokens per step; default: 512")
+    add("--max-batch", type=_between(1, MAX_BATCH), default=256, metavar="N", help="running sequences; default: 256")
     add(
         "--schedule",
         choices=("chunked", "prefill-first"),
         default="chunked",
-        help="chunked: prompts share steps with decodes (default); prefill-first: while a prompt waits, steps hold "
-        "whole prompts only, and the budget is at least the longest of them",
+        help="chunked (default): chunks of prompts share steps with decodes; prefill-first: while a prompt waits, "
+        "steps hold whole prompts only, and the budget is raised to the longest of them",
     )
     add(
         "--cost",
@@ -113,97 +140,97 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEP,PREFILL,DECODE",
         help="virtual microseconds per step, per prefill token, per decode token; default: 10000,60,150",
     )
+
+
+def _add_attention(group: Any) -> None:
+    add = group.add_argument
     add(
         "--attend",
         choices=sorted(GEOMETRIES),
         metavar="GEOMETRY",
-        help=f"store K/V and attend: {', '.join(GEOMETRIES)}",
+        help=f"store K/V and run decode in the shape of a model: {', '.join(GEOMETRIES)}",
     )
-    add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages, with --attend; default: bfloat16")
-    add(
-        "--threads",
-        type=_between(1, MAX_THREADS),
-        metavar="N",
-        help="threads of decode, with --attend; default: all cores",
-    )
-    add(
-        "--reference",
-        action="store_true",
-        help="allocator, prefix cache, scheduler and attention in plain Python instead, to compare; slow",
-    )
-    add(
-        "--clock",
-        choices=("virtual", "none"),
-        default="virtual",
-        help="none: prompts through the prefix cache alone, in order, without time; for traces with prefix blocks",
-    )
+    add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages; default: bfloat16")
+    add("--threads", type=_between(1, MAX_THREADS), metavar="N", help="threads of decode; default: all cores")
+
+
+def _add_prefix_cache(group: Any) -> None:
+    add = group.add_argument
     add(
         "--policy",
         type=_several(_policy),
         metavar="NAME,...",
-        help=f"keep prefixes for later requests, and evict by this policy: {', '.join(POLICIES)}; with --clock none "
-        "there may be several, default: lru, and belady, the bound of all",
-    )
-    add(
-        "--compare",
-        type=_several(_policy),
-        metavar="NAME,...",
-        help="policies side by side over capacities: those of --capacity, or eight from 1/128 of all blocks up to all",
+        help=f"cache prefixes and evict by this policy: {', '.join(POLICIES)}; with --clock none one or several "
+        "(default: lru), also belady, the bound that no policy can pass",
     )
     add(
         "--capacity",
         type=_several(_between(0, MAX_BLOCKS)),
         metavar="N,...",
-        help="blocks of the prefix cache, with --clock none; default: unlimited. A bound: memory grows with use",
+        help="blocks of the cache, with --clock none; default: unlimited. Memory grows with use, not with N",
     )
+    add(
+        "--compare",
+        type=_several(_policy),
+        metavar="NAME,...",
+        help="with --clock none, policies side by side at each --capacity; default: eight capacities, each twice the "
+        "one before, up to all blocks",
+    )
+    add("--cache-partial", action="store_true", help="with --clock none, cache a prompt's last, partial block, too")
+
+
+def _add_order(group: Any) -> None:
+    add = group.add_argument
     add(
         "--users",
         type=_between(1, MAX_BATCH),
         metavar="N",
-        help="N users who take the sessions of the trace one after another, a request outside sessions is one; under "
-        "the virtual clock each waits for the answer and the recorded think time",
+        help="N users who take the sessions of the trace one after another; a request outside all sessions is a "
+        "session of its own. Under the virtual clock each waits for the answer and the recorded think time",
     )
     add(
         "--order",
         choices=(*CLOCK_ORDERS, *ORDERS),
-        help="in which waiting requests start: fcfs (default) or lpm, longest cached prefix first; with --clock none, "
-        "of the prompts: arrival (default), session, turns (default with --users), think, random, prefix; --users goes "
-        f"with {', '.join(USER_ORDERS)}",
+        help="under the virtual clock, the order in which waiting requests start: fcfs (default) or lpm, longest "
+        "cached prefix first; with --clock none, the order of prompts: arrival (default), session, turns (default with "
+        f"--users), think, random, prefix; --users goes with {', '.join(USER_ORDERS)}",
     )
-    add("--seed", type=_between(0, MAX_BLOCKS), default=0, metavar="N", help="of --order random; default: 0")
+    add("--seed", type=_between(0, MAX_BLOCKS), default=0, metavar="N", help="seed of --order random; default: 0")
+
+
+def _add_hybrid(group: Any) -> None:
+    add = group.add_argument
     add(
         "--hybrid",
         type=_bytes,
         metavar="BYTES",
-        help="with --clock none: how much of the hits a hybrid model can use, whose recurrent state has BYTES (16M), "
-        "with states kept at ends, where prompts part and on a grid",
+        help="how many of the hits a hybrid model can use whose recurrent state has BYTES (such as 16M), with states "
+        "saved at the ends of prompts, where prompts part, and on a grid",
     )
-    add("--state-budget", type=_bytes, metavar="BYTES", help="of all states, with --hybrid; default: no bound")
+    add("--state-budget", type=_bytes, metavar="BYTES", help="bytes of all saved states; default: no bound")
     add(
         "--state-grid",
         type=_between(0, MAX_BUDGET),
         default=16_384,
         metavar="N",
-        help="tokens from one state of the grid to the next, with --hybrid; 0: none; default: 16384",
+        help="tokens between two states of the grid; 0: no grid; default: 16384",
     )
-    add("--cache-partial", action="store_true", help="cache the last, partial block too, with --clock none")
-    parser.epilog = (
-        "Counts and virtual times are the same in every run. ns_per_block_op is the wall time of taking and giving "
-        "back blocks, the filling of block tables and appends into the last block included, over blocks taken and "
-        "given back; sched_us_per_step is that of a whole schedule and commit, block operations included."
-    )
+
+
+def _add_output(group: Any) -> None:
+    add = group.add_argument
     add(
         "--plot",
         type=_file,
         metavar="FILE",
-        help="draw a PNG: the pool, batches and latency over time, or with --clock none the hit rate over capacity; "
-        "with --hybrid what is usable over the bytes of states and over the trace; needs matplotlib",
+        help="draw a PNG: pool, batches and latency over time; with --clock none the hit rate over capacity; with "
+        "--hybrid usable hits over the bytes of states and over the trace; needs matplotlib",
     )
-    add("--html", type=_file, metavar="FILE", help="the same as a page to look into; it needs nothing but a browser")
+    add("--html", type=_file, metavar="FILE", help="the same as an interactive page that needs only a browser")
     add(
         "--json",
         type=_file,
         metavar="FILE",
-        help="write the results to FILE as JSON; - is standard output, without the table, here and for --plot and "
-        "--html, one of the three",
+        help="write the results as JSON. FILE may be - for standard output, here or for --plot or --html; no table is "
+        "printed then",
     )

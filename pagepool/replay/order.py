@@ -1,14 +1,14 @@
-"""In which order the prompts of a trace come where no clock says so: a permutation, the same in every run.
+"""The order of a trace's prompts where no clock decides it: a permutation, the same in every run.
 
-arrival  by recorded time, those of one moment in the order of the file; the default without users
+arrival  by recorded time, requests of one moment in the order of the file; the default without users
 session  one session after the other, in the order of the file
-turns    users by turns, a request each; the default with users
-think    users by time: a user's next request comes when the recorded api time and think time have passed
-random   a random user's next request, by a seed; without users every session has its own
+turns    users take turns, one request each; the default with users
+think    users by time: a user's next request comes after the recorded api time and think time
+random   the next request of a random user, by a seed; without users every session has its own
 prefix   windows of 64 prompts in the order of arrival, each sorted so that equal prefixes follow one another
 
-A user takes a session, asks its requests one after the other, and then takes the next session of the file that nobody
-has taken. A request outside all sessions is a session of one. Requests of one session stay in order, but for `prefix`.
+A user takes a session, asks its requests one after the other, and then takes the next free session of the file. A
+request outside all sessions is a session of its own. Every order but `prefix` keeps the requests of a session in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WINDOW = 64
 
 
 def sessions_of(trace: Trace) -> list[list[int]]:
-    """The requests of each session, sessions in the order of the file; a request outside all of them is one."""
+    """The requests of each session, in the order of the file; requests outside all sessions follow, one each."""
     sessions: dict[int, list[int]] = {}
     alone: list[list[int]] = []
     for index, session in enumerate(trace.session):
@@ -61,26 +61,26 @@ def in_order(trace: Trace, order: str, users: int | None = None, seed: int = 0) 
 
 
 def _by_turns(sessions: list[list[int]], users: int) -> Iterator[int]:
-    """A user whose session has ended asks the first request of the next one when the turn comes."""
-    untaken = iter(sessions[users:])
+    """A user whose session has ended asks the first request of the next one when its turn comes."""
+    free = iter(sessions[users:])
     line = deque(deque(session) for session in sessions[:users])
     while line:
-        user = line.popleft()
-        yield user.popleft()
-        if user:
-            line.append(user)
-        elif (session := next(untaken, None)) is not None:
+        requests = line.popleft()
+        yield requests.popleft()
+        if requests:
+            line.append(requests)
+        elif (session := next(free, None)) is not None:
             line.append(deque(session))
 
 
 def _by_time(trace: Trace, sessions: list[list[int]], users: int) -> Iterator[int]:
-    """All users begin at time 0, each with the first request of a session; of two at one time the lower user is first.
+    """All users start at time 0, each with the first request of a session; at equal times the lower user is first.
 
-    A session that ends and one that begins are apart by the api time of the last request alone.
+    A user starts the next session without a think time, when the api time of its last request has passed.
     """
-    untaken = iter(sessions[users:])
+    free = iter(sessions[users:])
     taken = [iter(session) for session in sessions[:users]]
-    line = [(0, user, next(requests)) for user, requests in enumerate(taken)]  # in order, so a heap
+    line = [(0, user, next(requests)) for user, requests in enumerate(taken)]  # sorted, so it is a heap
     while line:
         now, user, index = line[0]
         yield index
@@ -89,7 +89,7 @@ def _by_time(trace: Trace, sessions: list[list[int]], users: int) -> Iterator[in
         if following is not None:
             heapreplace(line, (end + trace.think_us[following], user, following))
             continue
-        session = next(untaken, None)
+        session = next(free, None)
         if session is None:
             heappop(line)
         else:
@@ -98,13 +98,13 @@ def _by_time(trace: Trace, sessions: list[list[int]], users: int) -> Iterator[in
 
 
 def _at_random(sessions: list[list[int]], users: int, source: random.Random) -> Iterator[int]:
-    untaken = iter(sessions[users:])
+    free = iter(sessions[users:])
     taken = [deque(session) for session in sessions[:users]]
     while taken:
         user = source.randrange(len(taken))
         yield taken[user].popleft()
         if not taken[user]:
-            session = next(untaken, None)
+            session = next(free, None)
             if session is None:
                 taken[user] = taken[-1]
                 taken.pop()

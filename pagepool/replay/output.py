@@ -18,15 +18,15 @@ STDOUT = "-"
 
 
 def is_closed(stream: Any) -> bool:
-    """Whether nothing can be written to a stream any more: closed, or its buffer detached. None is not closed."""
+    """Whether a stream is closed or its buffer detached. None is not closed."""
     try:
         return bool(getattr(stream, "closed", False))
-    except ValueError:  # of one that is detached nothing can be asked
+    except ValueError:  # a detached stream answers no question
         return True
 
 
 def check_writable(name: str) -> None:
-    """Raise now what would be raised when all work is done."""
+    """Raise `UsageError` before the work for a file that could not be written after it."""
     path = Path(name)
     if name == STDOUT:
         reason = 0 if sys.stdout is not None and not is_closed(sys.stdout) else errno.EBADF
@@ -44,7 +44,10 @@ def check_writable(name: str) -> None:
 
 @contextmanager
 def written_to(name: str) -> Iterator[None]:
-    """Within it that file is written. A reader of standard output that has gone is a `BrokenPipeError` as ever."""
+    """A context that writes to a file: an `OSError` becomes a `UsageError` with the file's name.
+
+    `BrokenPipeError` stays: the reader of standard output has left.
+    """
     try:
         yield
         if name == STDOUT and sys.stdout is not None:
@@ -58,17 +61,17 @@ def written_to(name: str) -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Drop what standard output has not taken: Python would complain once more when it flushes at exit."""
-    with suppress(AttributeError, OSError, ValueError):  # where it is none, no file or closed, nothing is left
+    """Drop what standard output has buffered, so that Python does not fail once more when it flushes at exit."""
+    with suppress(AttributeError, OSError, ValueError):  # None, not a file, or closed: nothing is buffered
         stream = sys.stdout
         file = stream.fileno()
-        kept, nowhere = os.dup(file), os.open(os.devnull, os.O_WRONLY)
+        saved, nowhere = os.dup(file), os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, file)
             stream.flush()
         finally:
-            os.dup2(kept, file)
-            os.close(kept)
+            os.dup2(saved, file)
+            os.close(saved)
             os.close(nowhere)
 
 
@@ -77,9 +80,12 @@ def _cannot(name: str, reason: int) -> UsageError:
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: str = "") -> None:
-    """Print a table: the first column from the left, the others from the right; no header when it is empty."""
+    """Print a table on stdout, with rich on a terminal where it is installed, else in plain text.
+
+    The first column is aligned to the left, the others to the right. An empty `header` is left out.
+    """
     if sys.stdout is None:
-        return  # closed by who started us
+        return  # the parent process has closed it
     if sys.stdout.isatty() and _rich(title, header, rows, footer):
         return
     lines = [header, *rows] if header else rows
@@ -96,7 +102,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], foote
 
 
 def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> bool:
-    """Whether rich was there to print it, and the terminal wide enough: it would cut the numbers off."""
+    """Print the table with rich. Returns False where rich is not installed or would cut numbers to fit the terminal."""
     try:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console

@@ -1,13 +1,12 @@
-"""Prompts through the prefix cache alone, in order and without time, each forgotten before the next.
+"""`--clock none`: prompts through the prefix cache alone, one after the other, without time.
 
-A hybrid model can use of a cached prefix what lies before a recurrent state that is kept; `hybrid_pass` counts both.
+A hybrid model resumes at the last cached block where a recurrent state is kept, too; `hybrid_pass` counts both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
@@ -25,9 +24,9 @@ Watch: TypeAlias = Callable[[int, int, int, int, int], None]
 
 @dataclass(frozen=True)
 class CachePass:
-    """What one pass has counted. `nanoseconds` is the wall time of all calls of the cache, `blocks` what it was given.
+    """The counts of one pass over `blocks` blocks. `nanoseconds` is the wall time of all calls of the cache.
 
-    `capacity` is None when there was room for everything, `nanoseconds` when no cache but a sweep has counted.
+    `capacity` None: there was room for everything. `nanoseconds` None: a sweep counted, without a cache.
     """
 
     policy: str
@@ -44,10 +43,10 @@ def cache_pass(
 ) -> CachePass:
     """One pass through a cache of `capacity` blocks; `memory` is pagepool or pagepool.reference.
 
-    Hits are the full blocks in the leading run of those that were cached, blocks are touched from head to tail, and
-    each that was not cached is then. Raises `PoolError` if the cache does not give back everything at the end.
+    A prompt's hits are its leading full blocks that are cached. Its blocks are touched from head to tail, and those
+    that are missing are cached. Raises `PoolError` if the cache does not give every block back at the end.
     """
-    allocator = memory.BlockAllocator(min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity)
+    allocator = memory.BlockAllocator(_blocks(prompts, capacity))
     cache = memory.PrefixCache(allocator, 1, policy)
     hits = blocks = nanoseconds = 0
     state = f"{policy} with {'unlimited' if capacity is None else f'{capacity:,}'} blocks"
@@ -73,26 +72,37 @@ def cache_passes(
     sweep: bool = True,
     report: Report = lambda done, state: None,
 ) -> list[CachePass]:
-    """Every policy at every capacity, policies first. Several capacities of LRU take one pass, unless `sweep` is False;
-    the others take one each, over the prompts read once. "belady" is the bound of all. `report` is told how many
-    prompts are done, of those of all passes, and what is at hand."""
+    """Every policy at every capacity, policies first. "belady" is the bound that no policy can pass.
+
+    LRU at several capacities takes one pass unless `sweep` is False; every other pass reads the prompts once.
+    `report(done, state)` gets the number of prompts that are done over all passes, and what runs now.
+    """
     passes: list[CachePass] = []
     for policy in policies:
-        found = None
+        at_once = None
         if policy == BELADY:
-            found = _bounds(prompts, capacities)
+            at_once = _bounds(prompts, capacities)
         elif policy == "lru" and sweep and len(capacities) > 1:
-            found = _swept(prompts, capacities)
-        for capacity in capacities if found is None else ():
+            at_once = _swept(prompts, capacities)
+        if at_once is not None:
+            passes += at_once
+            continue
+        for capacity in capacities:
             before = len(passes) * len(prompts)
-            told = partial(lambda before, done, state: report(before + done, state), before)
-            passes.append(cache_pass(memory, prompts, policy, capacity, told))
-        passes += found or []
+
+            def shifted(done: int, state: str, before: int = before) -> None:
+                report(before + done, state)
+
+            passes.append(cache_pass(memory, prompts, policy, capacity, shifted))
     return passes
 
 
+def _blocks(prompts: Prompts, capacity: int | None) -> int:
+    return min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity
+
+
 def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass] | None:
-    """The passes of LRU by stack distances, or None where those do not tell."""
+    """The passes of LRU by stack distances, or None where the block ids do not allow it."""
     try:
         lru = LruSweep(prompts)
     except NotSwept:
@@ -118,8 +128,8 @@ def _bounds(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePas
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How large a state is, what all of them may take (None: no bound), and the tokens from one of the grid to the
-    next (0: no grid)."""
+    """Bytes of one recurrent state, bytes that all states may take (None: no bound), and the distance in tokens between
+    two states of the grid (0: no grid)."""
 
     state_bytes: int
     budget_bytes: int | None
@@ -128,8 +138,8 @@ class StateOptions:
 
 @dataclass(frozen=True)
 class HybridPass:
-    """What one pass has counted. Blocks are full ones. `every_block` and `peak_blocks` are the states that would have
-    been kept, in all and at a time, with one at the end of every cached block."""
+    """The counts of one pass, in full blocks. `every_block` and `peak_blocks` are the states that one at the end of
+    every cached block would have been: in all, and at a time."""
 
     policy: str
     capacity: int | None
@@ -149,17 +159,17 @@ def hybrid_pass(
     options: StateOptions,
     watch: Watch | None = None,
 ) -> HybridPass:
-    """One pass through a cache of `capacity` blocks with states beside it: each prompt goes on from the longest prefix
-    that has both, keeps states where the index wants them, and one at its last full block, where it ends.
+    """One pass through a cache of `capacity` blocks with recurrent states beside it.
 
-    Everything is counted in blocks: the ids stand for them, and sizes and grid are divided by the tokens of one. As in
-    a model, the last token of a prompt is always computed. `watch` is called after each prompt with its full blocks,
-    those that hit and those of them that are usable, and with the states and the blocks that are kept then. Raises
-    `PoolError` if an equation is broken at the end.
+    Each prompt resumes at the longest prefix with both a cached block and a state. It saves states where the index asks
+    for them, and one at its last full block. As in a model, the last token of a prompt is always computed. The index
+    counts blocks in place of tokens: sizes and grid are divided by the block size.
+
+    `watch` is called after each prompt with its full blocks, its hits, the usable ones of these, and the numbers of
+    states and of cached blocks. Raises `PoolError` if an invariant is broken at the end.
     """
     size = prompts.block_size
-    allocator = memory.BlockAllocator(min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity)
-    cache = memory.PrefixCache(allocator, 1, policy)
+    cache = memory.PrefixCache(memory.BlockAllocator(_blocks(prompts, capacity)), 1, policy)
     index = CheckpointIndex(
         max(1, options.state_bytes // size),
         None if options.budget_bytes is None else options.budget_bytes // size,
@@ -168,7 +178,7 @@ def hybrid_pass(
     )
     hits = usable = peak = 0
     for request in prompts.order:
-        # With the block that is not full: one token at least lies behind the last full one, most of the time.
+        # With the last, partial block, so that in most prompts a token follows the last full one.
         ids, full = prompts.row(request, True)
         session = prompts.trace.session[request]
         blocks = min(cache.touch(ids[:full], cache_salt=session), full)

@@ -1,6 +1,7 @@
-"""What `--plot` and `--html` draw, as plain data, and the page that carries it as JSON.
+"""What `--plot` and `--html` draw, as plain data, and the HTML page that carries it as JSON.
 
-`Timeline` and `HybridRecord` gather it, in a bounded number of windows, while a replay or a pass runs.
+`Timeline` and `HybridRecord` gather it in a bounded number of windows while a replay or a pass runs. Every picture has
+title, footer, facts (pairs of texts) and table (rows of texts), and one of timeline, curve and hybrid.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pagepool.replay import report
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
 from pagepool.replay.passes import HybridPass, StateOptions, hybrid_pass
 from pagepool.replay.prompts import Prompts
-from pagepool.replay.report import headings
 
 __all__ = [
     "HybridRecord",
@@ -36,35 +37,63 @@ __all__ = [
 
 TEMPLATE = Path(__file__).parent.parent / "data" / "replay.html"
 MOST_WINDOWS = 480
-MOST_PASS_WINDOWS = 160
-HALVES = 9
-CURVE_POINTS = 240
 MOST_ROWS = 96
-MOST_BLOCKS = 6_144  # that are looked at for one column of the map
+MOST_BLOCKS = 6_144  # looked at for one column of the map
+MOST_PASS_WINDOWS = 160
+CURVE_POINTS = 240
+HALVES = 9
+
+
+def page(picture: dict[str, Any]) -> str:
+    """The picture as one HTML page that needs no other file, no network and no server.
+
+    The data is JSON in a script element, so each "<" is escaped: no tag may begin in it.
+    """
+    data = json.dumps(picture, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # Split before anything is filled in: the trace's name may be a placeholder.
+    head, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("{{title}}")
+    body, _, tail = rest.partition("{{data}}")
+    return f"{head}{escape(picture['title'])}{body}{data}{tail}"
+
+
+def _picture(title: str, footer: str, **parts: Any) -> dict[str, Any]:
+    return {
+        "title": title,
+        "footer": footer,
+        "facts": [],
+        "timeline": None,
+        "table": None,
+        "curve": None,
+        "hybrid": None,
+        **parts,
+    }
+
+
+# ------------------------------------------------------------------------------------- a replay under the virtual clock
 
 
 @dataclass
 class Window:
-    """Some steps that follow one another. Times are virtual microseconds; the rest is as at the end of the window."""
+    """Some successive steps. Times are virtual microseconds; counts without a comment are at the end of the window."""
 
     begin: int
     end: int = 0
     steps: int = 0
-    busy: int = 0  # microseconds of its steps; the others are idle
+    busy: int = 0  # microseconds of its steps; the rest is idle
     longest: int = 0  # of its steps
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
+    prefill_tokens: int = 0  # of all its steps
+    decode_tokens: int = 0  # of all its steps
     running: int = 0
     waiting: int = 0
     in_use: int = 0
-    cached_only: int = 0  # of these, blocks that only the prefix cache has
+    cached_only: int = 0  # blocks in use by the prefix cache alone
     held_tokens: int = 0
-    preemptions: int = 0
+    preemptions: int = 0  # since the start of the replay
     ttft: list[int] = field(default_factory=list)
-    column: bytes = b""  # of the map: a byte for each row, the share of its blocks in use
+    column: bytes = b""  # of the map: for each row a byte, the share of its blocks in use
 
     def join(self, later: Window) -> None:
-        """Becomes both."""
+        """Extend this window by the next one."""
         self.steps += later.steps
         self.busy += later.busy
         self.longest = max(self.longest, later.longest)
@@ -76,8 +105,11 @@ class Window:
 
 
 class Timeline:
-    """Call it with the replay after each step. It keeps at most MOST_WINDOWS windows of as many steps each: whenever
-    they are full, two become one and from then on each takes twice as many."""
+    """Records a replay; call it with the replay after each step.
+
+    It has fewer than MOST_WINDOWS windows of equally many steps. Whenever they are full, pairs of windows join, and
+    from then on a window takes twice as many steps.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.windows: list[Window] = []
@@ -86,7 +118,7 @@ class Timeline:
         self._steps = 1
         self._seen = (0, 0)  # prefill and decode tokens before the step
         self._window = Window(0)
-        # Blocks of each row, evenly picked where there are too many to look at all of them.
+        # The blocks of each row, evenly sampled where there are too many to look at all of them.
         pick = max(1, -(-capacity // MOST_BLOCKS))
         self._blocks = [
             range(capacity * row // self.rows, capacity * (row + 1) // self.rows, pick) for row in range(self.rows)
@@ -107,7 +139,7 @@ class Timeline:
             self.end(replay)
 
     def end(self, replay: Replay) -> None:
-        """Closes the window at hand; call it once more when the replay has ended."""
+        """Close the current window; call it once more when the replay has ended."""
         window, account, scheduler = self._window, replay.account, replay.scheduler
         if not window.steps:
             return
@@ -136,71 +168,66 @@ class Timeline:
 
 
 def replay_picture(numbers: dict[str, Any], timeline: Timeline) -> dict[str, Any]:
-    """Of a replay under the virtual clock. Times are seconds, or milliseconds where a name ends with `_ms`; each list
-    has a value for each window. `map` has a column of `rows` bytes for each window, 255 for a row all in use."""
-    title, facts, footer = headings(numbers)
+    """The picture of a replay. Times are seconds, or milliseconds where a name ends with `_ms`; each list has a value
+    for each window. `map` has a column of `rows` bytes for each window, 255 for a row with every block in use."""
+    title, facts, footer = report.headings(numbers)
     windows = timeline.windows
     ttft = [Counter(window.ttft) for window in windows]
-    return {
-        "title": title,
-        "footer": footer,
-        "facts": facts,
-        "timeline": {
-            "capacity": timeline.capacity,
-            "rows": timeline.rows,
-            "map": base64.b64encode(b"".join(window.column for window in windows)).decode(),
-            "begin": [window.begin / 1e6 for window in windows],
-            "end": [window.end / 1e6 for window in windows],
-            "in_use": [window.in_use for window in windows],
-            "cached_only": [window.cached_only for window in windows],
-            "held_tokens": [window.held_tokens for window in windows],
-            "running": [window.running for window in windows],
-            "waiting": [window.waiting for window in windows],
-            "prefill_tokens": [round(window.prefill_tokens / window.steps, 1) for window in windows],
-            "decode_tokens": [round(window.decode_tokens / window.steps, 1) for window in windows],
-            "step_ms": [round(window.busy / window.steps / 1e3, 3) for window in windows],
-            "longest_ms": [window.longest / 1e3 for window in windows],
-            "ttft_ms": [percentile(counts, 0.5) / 1e3 if counts else None for counts in ttft],
-            "ttft_p99_ms": [percentile(counts, 0.99) / 1e3 if counts else None for counts in ttft],
-            "preemptions": [window.preemptions for window in windows],
-        },
-        "table": None,
-        "curve": None,
-        "hybrid": None,
+    lines = {
+        "capacity": timeline.capacity,
+        "rows": timeline.rows,
+        "map": base64.b64encode(b"".join(window.column for window in windows)).decode(),
+        "begin": [window.begin / 1e6 for window in windows],
+        "end": [window.end / 1e6 for window in windows],
+        "in_use": [window.in_use for window in windows],
+        "cached_only": [window.cached_only for window in windows],
+        "held_tokens": [window.held_tokens for window in windows],
+        "running": [window.running for window in windows],
+        "waiting": [window.waiting for window in windows],
+        "prefill_tokens": [round(window.prefill_tokens / window.steps, 1) for window in windows],
+        "decode_tokens": [round(window.decode_tokens / window.steps, 1) for window in windows],
+        "step_ms": [round(window.busy / window.steps / 1e3, 3) for window in windows],
+        "longest_ms": [window.longest / 1e3 for window in windows],
+        "ttft_ms": [percentile(counts, 0.5) / 1e3 if counts else None for counts in ttft],
+        "ttft_p99_ms": [percentile(counts, 0.99) / 1e3 if counts else None for counts in ttft],
+        "preemptions": [window.preemptions for window in windows],
     }
+    return _picture(title, footer, facts=facts, timeline=lines)
 
 
-def pass_picture(
-    title: str, footer: str, rows: list[dict[str, Any]], curve: list[tuple[int, float]] | None
-) -> dict[str, Any]:
-    """Of passes without a clock: for each policy its points (capacity in blocks, hit rate), and LRU's whole curve."""
+# ---------------------------------------------------------------------------------- the prefix cache, without a clock
+
+
+def pass_picture(numbers: dict[str, Any], prompts: Prompts) -> dict[str, Any]:
+    """The picture of passes: for each policy its points (capacity in blocks, hit rate), and LRU's whole curve."""
+    rows = report.pass_rows(numbers)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
+    curve = lru_curve(prompts) if "lru" in policies else None
     lines = []
     for policy in policies:
         chosen = [row for row in rows if row["policy"] == policy and row["capacity_blocks"] is not None]
-        points = sorted((row["capacity_blocks"], _rate(row)) for row in chosen)
-        whole = sorted({*curve, *points}) if curve and policy == "lru" else None  # its line meets its points
+        points = sorted((row["capacity_blocks"], report.hit_rate(row)) for row in chosen)
+        whole = sorted({*curve, *points}) if curve and policy == "lru" else None  # the line goes through its points
         lines.append({"policy": policy, "points": points, "curve": whole})
-    unlimited = next((_rate(row) for row in rows if row["capacity_blocks"] is None), curve[-1][1] if curve else None)
-    rates = {(row["policy"], row["capacity_blocks"]): f"{_rate(row):.2%}" for row in rows}
-    capacities = dict.fromkeys(row["capacity_blocks"] for row in rows)
+    unlimited = next((report.hit_rate(row) for row in rows if row["capacity_blocks"] is None), None)
+    if unlimited is None and curve:
+        unlimited = curve[-1][1]
+    rates = {(row["policy"], row["capacity_blocks"]): f"{report.hit_rate(row):.2%}" for row in rows}
     table = [
-        ["unlimited" if room is None else f"{room:,}", *(rates[policy, room] for policy in policies)]
-        for room in capacities
+        ["unlimited" if capacity is None else f"{capacity:,}", *(rates[policy, capacity] for policy in policies)]
+        for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows)
     ]
-    return {
-        "title": title,
-        "footer": footer,
-        "facts": [],
-        "timeline": None,
-        "table": [["capacity, blocks", *policies], *table],
-        "curve": {"lines": lines, "unlimited": unlimited},
-        "hybrid": None,
-    }
+    return _picture(
+        report.title(numbers),
+        report.footer(numbers),
+        table=[["capacity, blocks", *policies], *table],
+        curve={"lines": lines, "unlimited": unlimited},
+    )
 
 
 def lru_curve(prompts: Prompts) -> list[tuple[int, float]] | None:
-    """LRU's hit rate over capacity, at up to CURVE_POINTS capacities where it changes; None where no sweep can tell."""
+    """LRU's hit rate over capacity, at up to CURVE_POINTS capacities where it changes; None where no sweep is possible
+    or nothing hits."""
     try:
         lru = LruSweep(prompts)
     except NotSwept:
@@ -219,14 +246,13 @@ def lru_curve(prompts: Prompts) -> list[tuple[int, float]] | None:
     return points
 
 
-def _rate(row: dict[str, Any]) -> float:
-    return row["hit_blocks"] / row["full_blocks"] if row["full_blocks"] else 0.0
+# ---------------------------------------------------------------------------------------------------- hybrid models
 
 
 class HybridRecord:
-    """What one pass did over the trace, in windows of as many prompts each, and what others of it would have had.
+    """Counts of one pass in windows of equally many prompts, and what the same pass has with smaller budgets.
 
-    full_blocks == sum(full), hit_blocks == sum(hit), usable_blocks == sum(usable): nothing is left out.
+    full_blocks == sum(full), hit_blocks == sum(hit), usable_blocks == sum(usable)
     """
 
     def __init__(self, prompts: int) -> None:
@@ -236,11 +262,11 @@ class HybridRecord:
         self.hit: list[int] = []
         self.usable: list[int] = []
         self.states: list[int] = []  # at the end of a window
-        self.every_block: list[int] = []
+        self.every_block: list[int] = []  # the same with a state at the end of every cached block
         self.budgets: list[tuple[int, int]] = []  # bytes of all states, usable blocks
 
     def __call__(self, full: int, hit: int, usable: int, states: int, cached: int) -> None:
-        """After a prompt, as `hybrid_pass` tells it."""
+        """Count a prompt; `hybrid_pass` calls it."""
         if self.prompts % self.per_window == 0:
             for values in (self.full, self.hit, self.usable, self.states, self.every_block):
                 values.append(0)
@@ -261,68 +287,60 @@ def recorded_passes(
     policies: list[str],
     capacities: list[int | None],
     options: StateOptions,
-    tell: Callable[[int, str], None],
+    progress: Callable[[int, str], None],
 ) -> list[tuple[HybridPass, HybridRecord]]:
-    """Each pass with its record, and with what smaller budgets leave of it. `tell` is told how many
-    prompts are done, each pass counted once."""
+    """Every pass with its record. `progress` gets the number of prompts that are done, and the pass."""
     found = []
     for policy, capacity in product(policies, capacities):
         record = HybridRecord(len(prompts))
         one = hybrid_pass(memory, prompts, policy, capacity, options, record)
         record.budgets = _budgets(memory, prompts, one, options)
         found.append((one, record))
-        tell(len(found) * len(prompts), _name(one, True))
+        progress(len(found) * len(prompts), _name(one, True))
     return found
 
 
 def _budgets(memory: Any, prompts: Prompts, one: HybridPass, options: StateOptions) -> list[tuple[int, int]]:
-    """The usable blocks of the same pass over budgets: all bytes that its states take without one, down by halves."""
+    """The usable blocks of the same pass with smaller budgets: what its states take without one, then half, ..."""
 
-    def usable(budget: int | None) -> HybridPass:
+    def with_budget(budget: int | None) -> HybridPass:
         smaller = replace(options, budget_bytes=budget)
         return one if smaller == options else hybrid_pass(memory, prompts, one.policy, one.capacity, smaller)
 
-    free = usable(None)
-    most = free.states["peak_states"] * options.state_bytes
-    found = {most: free.usable_blocks}
+    unbounded = with_budget(None)
+    most = unbounded.states["peak_states"] * options.state_bytes
+    found = {most: unbounded.usable_blocks}
     if options.budget_bytes is not None:
         found[min(most, options.budget_bytes)] = one.usable_blocks
     for halves in range(1, HALVES + 1):
         if most >> halves >= options.state_bytes:
-            found[most >> halves] = usable(most >> halves).usable_blocks
-    found.pop(0, None)  # no state was ever kept
+            found[most >> halves] = with_budget(most >> halves).usable_blocks
+    found.pop(0, None)  # the pass saved no state
     return sorted(found.items())
 
 
-def hybrid_picture(
-    title: str, footer: str, table: list[list[str]], found: list[tuple[HybridPass, HybridRecord]]
-) -> dict[str, Any]:
-    """Of each pass: shares of full blocks, of all of them over the budget and of those of a window over the trace, and
-    the states that are kept, beside a state at the end of every cached block."""
+def hybrid_picture(numbers: dict[str, Any], found: list[tuple[HybridPass, HybridRecord]]) -> dict[str, Any]:
+    """The picture of passes with states. For each pass: shares of full blocks, of all of them over the budget and of
+    those of a window over the trace, and the states that are saved, beside a state at the end of every cached block."""
     several = len({one.policy for one, _ in found}) > 1
-    return {
-        "title": title,
-        "footer": footer,
-        "facts": [],
-        "timeline": None,
-        "table": table,
-        "curve": None,
-        "hybrid": {
-            "ends": found[0][1].ends() if found else [],
-            "lines": [
-                {
-                    "name": _name(one, several or len(found) == 1),
-                    "hit_rate": _share(one.hit_blocks, one.full_blocks),
-                    "budgets": [(room, _share(usable, one.full_blocks)) for room, usable in record.budgets],
-                    "hit": list(map(_share, record.hit, record.full)),
-                    "usable": list(map(_share, record.usable, record.full)),
-                    "states": record.states,
-                    "every_block": record.every_block,
-                }
-                for one, record in found
-            ],
-        },
-    }
+    lines = [
+        {
+            "name": _name(one, several or len(found) == 1),
+            "hit_rate": _share(one.hit_blocks, one.full_blocks),
+            "budgets": [(room, _share(usable, one.full_blocks)) for room, usable in record.budgets],
+            "hit": list(map(_share, record.hit, record.full)),
+            "usable": list(map(_share, record.usable, record.full)),
+            "states": record.states,
+            "every_block": record.every_block,
+        }
+        for one, record in found
+    ]
+    return _picture(
+        report.title(numbers),
+        f"{report.footer(numbers)} In this picture: {report.about_states(numbers)}.",
+        table=report.hybrid_table(numbers),
+        hybrid={"ends": found[0][1].ends() if found else [], "lines": lines},
+    )
 
 
 def _name(one: HybridPass, with_policy: bool) -> str:
@@ -332,15 +350,3 @@ def _name(one: HybridPass, with_policy: bool) -> str:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
-
-
-def page(picture: dict[str, Any]) -> str:
-    """The page as text: the template, with the title and the data in it.
-
-    The data is JSON within a script element, where no "<" may begin a tag, so each is written as an escape.
-    """
-    data = json.dumps(picture, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    # Cut before anything is put in, as a trace may be called like a place of the template.
-    head, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("{{title}}")
-    body, _, tail = rest.partition("{{data}}")
-    return f"{head}{escape(picture['title'])}{body}{data}{tail}"

@@ -1,4 +1,4 @@
-"""`--reference`: the plain scheduler over plain memory, with the counts and times that the replay wants."""
+"""`--reference`: the reference scheduler over reference memory, with the counts and times that a replay reports."""
 
 from __future__ import annotations
 

@@ -1,100 +1,79 @@
-"""How far the replay is, on stderr: a bar with rich on a terminal, now and then a plain line otherwise."""
+"""How far a replay is, on stderr: a bar on a terminal where rich is installed, else a line every two seconds."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
 
 from pagepool.replay.driver import Replay
 
-__all__ = ["progress"]
+__all__ = ["Progress"]
 
 LINE_SECONDS = 2.0
 BAR_SECONDS = 0.1
 
 
-def progress(total: int) -> PlainProgress | RichProgress:
-    """A context manager to call with the replay after each step, or to `tell`; `total` is the number of requests, over
-    all passes where there are several."""
-    if sys.stderr.isatty():
-        try:
-            return RichProgress(total)
-        except ImportError:
-            pass  # rich is optional; the plain lines say the same
-    return PlainProgress(total)
+class Progress:
+    """A context manager that shows how many of `total` requests are done, over all passes where there are several.
 
-
-def _state(replay: Replay) -> str:
-    allocator, scheduler = replay.account.allocator, replay.scheduler
-    return (
-        f"{scheduler.active_count} running, {scheduler.waiting_count} waiting, "
-        f"{allocator.in_use}/{allocator.capacity} blocks"
-    )
-
-
-def _ended(replay: Replay) -> int:
-    return replay.totals.finished + replay.totals.refused
-
-
-class PlainProgress(AbstractContextManager["PlainProgress"]):
-    """One line every two seconds; a short replay prints none."""
+    Call it with the replay after each step, or call `update`. A replay of less than two seconds prints no line.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._next = monotonic() + LINE_SECONDS
+        self._bar = _bar(total) if sys.stderr.isatty() else None
+        self._next = 0.0 if self._bar else monotonic() + LINE_SECONDS
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar:
+            self._bar.stop()
 
     def __call__(self, replay: Replay) -> None:
-        """The replay, after a step."""
-        if monotonic() >= self._next:
-            virtual = f"{replay.totals.time_us / 1e6:.0f} s virtual"
-            self.tell(_ended(replay), f"{_state(replay)}, {virtual}")
+        """Show the state of `replay` after a step."""
+        if monotonic() < self._next:
+            return
+        allocator, scheduler, totals = replay.account.allocator, replay.scheduler, replay.totals
+        state = (
+            f"{scheduler.active_count} running, {scheduler.waiting_count} waiting, "
+            f"{allocator.in_use}/{allocator.capacity} blocks"
+        )
+        if not self._bar:
+            state += f", {totals.time_us / 1e6:.0f} s virtual"
+        self.update(totals.finished + totals.refused, state)
 
-    def tell(self, done: int, state: str) -> None:
-        """How many requests are done, and what else there is to say."""
+    def update(self, done: int, state: str) -> None:
+        """Show that `done` requests are done, and `state`, unless the last update was just now."""
         now = monotonic()
-        if now >= self._next:
+        if now < self._next:
+            return
+        if self._bar:
+            self._next = now + BAR_SECONDS
+            self._bar.update(self._bar.task_ids[0], completed=done, state=state)
+        else:
             self._next = now + LINE_SECONDS
             print(f"pagepool: {done} of {self._total} requests, {state}", file=sys.stderr, flush=True)
 
-    def __exit__(self, *exc: object) -> None:
-        return None
 
-
-class RichProgress(AbstractContextManager["RichProgress"]):
-    """A bar over the requests that have ended. Raises ImportError where rich is missing."""
-
-    def __init__(self, total: int) -> None:
+def _bar(total: int) -> Any:
+    """A progress bar of rich with one task, or None where rich is not installed."""
+    try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._bar: Any = Progress(
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}", markup=False),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._bar.add_task("replay", total=total, state="")
-        self._next = 0.0
-
-    def __enter__(self) -> RichProgress:
-        self._bar.start()
-        return self
-
-    def __call__(self, replay: Replay) -> None:
-        """The replay, after a step."""
-        if monotonic() >= self._next:
-            self.tell(_ended(replay), _state(replay))
-
-    def tell(self, done: int, state: str) -> None:
-        """How many requests are done, and what else there is to say."""
-        now = monotonic()
-        if now >= self._next:
-            self._next = now + BAR_SECONDS
-            self._bar.update(self._task, completed=done, state=state)
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+    except ImportError:
+        return None
+    bar = Progress(
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}", markup=False),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar.add_task("replay", total=total, state="")
+    return bar

@@ -19,15 +19,15 @@ MAX_ID = 2**31 - 2
 
 
 class PassError(ValueError):
-    """The trace cannot go through a prefix cache, or not with this block size."""
+    """The trace has no prefix blocks, or not such that the options can use them."""
 
 
 class Prompts:
-    """The prompts of a trace as rows of block ids, which stand for blocks of tokens: equal where all tokens are.
+    """The prompts of a trace as rows of block ids: two blocks have the same id where they and all before are equal.
 
-    trace       one that was read with its prefixes
-    block_size  tokens per block; None: the trace's own. One that divides it cuts each block of the trace
-    partial     whether a last block that is not full has an id, too
+    trace       read with its prefixes
+    block_size  tokens per block; None: the trace's own. It must divide the trace's, whose blocks are cut then
+    partial     whether a last, partial block has an id, too
     order       indices of the requests, each once; None: as they arrive
 
     Raises `PassError` for a trace without prefix blocks, a size that does not divide theirs, and ids beyond 31 bits.
@@ -45,7 +45,7 @@ class Prompts:
                 f"--block-size {self.block_size} does not divide the trace's blocks of {trace.block} tokens"
             )
         self._cuts = trace.block // self.block_size
-        last = max((start + length for runs in trace.runs for start, length in _pairs(runs)), default=0)
+        last = _last_id(trace.runs)
         if last * self._cuts > MAX_IDS:
             raise PassError(f"{last} block ids cut in {self._cuts} are more than {MAX_IDS}")
         self.full_blocks = sum(tokens // self.block_size for tokens in trace.prompt)
@@ -61,19 +61,16 @@ class Prompts:
         return len(self.order)
 
     def row(self, index: int, partial: bool) -> tuple[NDArray[np.int32], int]:
-        """The block ids of request `index` of the trace, with the last one, not full, or without, and how many of its
-        blocks are full."""
-        trace, cuts, tokens = self.trace, self._cuts, self.trace.prompt[index]
-        runs = _pairs((trace.runs or [])[index])
-        parts = [np.arange(start * cuts, (start + length) * cuts, dtype=np.int32) for start, length in runs]
-        ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        """The block ids of request `index` of the trace, with or without a partial last one, and its full blocks."""
+        tokens = self.trace.prompt[index]
+        ids = _ids((self.trace.runs or [])[index], self._cuts)
         full = tokens // self.block_size
         return ids[: -(-tokens // self.block_size) if partial else full], full
 
     def flat(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The ids of all prompts in one row, those of different sessions made different, and where each prompt ends.
+        """The ids of all prompts in one row, different for different sessions, and where each prompt ends.
 
-        Raises `PassError` when so many ids have no 31 bits.
+        Raises `PassError` when so many ids do not fit 31 bits.
         """
         first, size = self.id_ranges()
         if size > MAX_IDS:
@@ -83,23 +80,20 @@ class Prompts:
         return np.concatenate(rows) if rows else np.empty(0, np.int32), ends
 
     def id_ranges(self) -> tuple[dict[int, int], int]:
-        """Where the ids of each session would begin if those of all sessions lay side by side, and their number."""
+        """Where the ids of each session would begin with those of all sessions side by side, and their number."""
         ends: dict[int, int] = {}
         for runs, session in zip(self.trace.runs or [], self.trace.session, strict=True):
-            for start, length in _pairs(runs):
-                ends[session] = max(ends.get(session, 0), (start + length) * self._cuts)
-            ends.setdefault(session, 0)
+            ends[session] = max(ends.get(session, 0), _last_id([runs]) * self._cuts)
         begins = accumulate(ends.values(), initial=0)
         return dict(zip(ends, begins, strict=False)), sum(ends.values())
 
 
 class TraceTokens:
-    """Tokens that are equal where the trace says that prefixes are.
+    """Token ids for the requests of a trace, equal where its block ids say so.
 
-    Every token of block b is b + 1, whatever block size the pool has. What a block id says nothing of, a prompt's end
-    and its output, is what the next request of the session has in that place, if its prompt goes on from this one's; if
-    not, the end of the prompt is a token of its own, and the output 0. A session's ids are its own: its number is the
-    salt of its requests.
+    Every token of block b is b + 1, whatever block size the pool has. The end of a prompt and the output have no block
+    id. They get what the session's next prompt has in their place if it continues this one; else the end of the prompt
+    is a token of its own and the output is 0. The ids of sessions are unrelated, so a request's salt is its session.
 
     Raises `PassError` for a trace without prefix blocks and for ids beyond 31 bits.
     """
@@ -109,7 +103,7 @@ class TraceTokens:
             raise PassError("the trace names no prefix blocks, which --policy needs")
         self._trace = trace
         self._runs = trace.runs
-        last = max((start + length for runs in trace.runs for start, length in _pairs(runs)), default=0)
+        last = _last_id(trace.runs)
         if last > MAX_ID:
             raise PassError(f"{last} block ids are more than {MAX_ID}")
         self._next: dict[int, int] = {}
@@ -117,7 +111,7 @@ class TraceTokens:
             self._next.update(pairwise(session))
 
     def of(self, index: int) -> tuple[list[int], Iterator[int]]:
-        """The prompt of request `index`, and the tokens that its model makes, without end."""
+        """The prompt of request `index`, and the endless tokens that its model generates."""
         trace, length = self._trace, self._trace.prompt[index]
         known = self._known(index)
         rest = self._next_tokens(index, known)
@@ -129,18 +123,16 @@ class TraceTokens:
         return prompt.tolist(), chain(output, repeat(NO_TOKEN))
 
     def salt(self, index: int) -> int:
-        """What keeps the ids of its session apart."""
+        """The cache salt of request `index`: its session."""
         return self._trace.session[index]
 
     def _known(self, index: int) -> NDArray[np.int32]:
-        """The tokens of a prompt that block ids tell."""
-        block, length = self._trace.block, self._trace.prompt[index]
-        ids = [np.arange(start, start + count, dtype=np.int32) for start, count in _pairs(self._runs[index])]
-        blocks = np.concatenate(ids) if ids else np.empty(0, np.int32)
-        return np.repeat(blocks + np.int32(1), block)[:length]
+        """The tokens of a prompt that have block ids."""
+        blocks = _ids(self._runs[index])
+        return np.repeat(blocks + np.int32(1), self._trace.block)[: self._trace.prompt[index]]
 
     def _next_tokens(self, index: int, known: NDArray[np.int32]) -> NDArray[np.int32]:
-        """What follows `known` in the prompt of the session's next request; nothing when that does not begin so."""
+        """What follows `known` in the session's next prompt; nothing when that does not begin with it."""
         following = self._next.get(index)
         if following is None:
             return known[:0]
@@ -150,5 +142,16 @@ class TraceTokens:
         return tokens[len(known) :]
 
 
-def _pairs(runs: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(runs[::2], runs[1::2], strict=True)
+def _ids(runs: list[int], cuts: int = 1) -> NDArray[np.int32]:
+    """The block ids of runs [start, length, ...], each cut in `cuts`."""
+    parts = [
+        np.arange(start * cuts, (start + length) * cuts, dtype=np.int32)
+        for start, length in zip(runs[::2], runs[1::2], strict=True)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def _last_id(rows: list[list[int]]) -> int:
+    """The number after the highest block id of these runs; 0 where there are none."""
+    pairs = (pair for runs in rows for pair in zip(runs[::2], runs[1::2], strict=True))
+    return max((start + length for start, length in pairs), default=0)

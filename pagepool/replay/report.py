@@ -1,4 +1,4 @@
-"""What is shown: the results of a replay, and of passes through the prefix cache, as a dict for JSON and as tables."""
+"""Results as dicts for JSON and as tables: of a replay, of passes through the prefix cache, of hybrid models."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pagepool.replay.passes import BELADY, CachePass, HybridPass, StateOptions
 from pagepool.replay.prompts import Prompts
 
 __all__ = [
-    "about_pass",
     "about_states",
     "footer",
     "headings",
+    "hit_rate",
     "hybrid_results",
     "hybrid_table",
     "pass_results",
+    "pass_rows",
     "print_comparison",
     "print_hybrid",
     "print_passes",
@@ -27,7 +28,7 @@ __all__ = [
     "title",
 ]
 
-# What to name beside a licence that asks for it.
+# Traces whose licence asks for a name.
 ATTRIBUTION = {
     "azure2023_conv": "Trace: Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv (Splitwise, ISCA'24), CC-BY-4.0.",
     "mooncake_synthetic": "Trace: kvcache-ai/Mooncake, FAST25-release, Apache-2.0.",
@@ -35,15 +36,28 @@ ATTRIBUTION = {
 }
 
 
-def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
-    """Everything measured, and the number of users when requests came from them. Counts and virtual times are the same
-    in every run; `wall_s`, `ns_per_block_op`, `sched_us_per_step`, `memory_s`, `memory_share` and the attention's
-    `seconds`, `append_seconds` and `gb_per_s` are wall time.
+def footer(numbers: dict[str, Any]) -> str:
+    """The line below a table: the trace's source."""
+    return ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
 
-    `ns_per_block_op`: the time of `append_batch` and `release_batch` over block_allocs + block_frees; appends that take
-    no block and the filling of block tables are in the time. `sched_us_per_step`: `schedule` + `commit`, with them.
-    `memory_s`: these block operations, look-ups and insertions in a prefix cache, and with attention the tables that
-    kernels read; `memory_share`: of `wall_s`.
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+# ------------------------------------------------------------------------------------- a replay under the virtual clock
+
+
+def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
+    """Everything measured. `users` is the number of users of a closed loop.
+
+    Counts and virtual times are the same in every run. Wall times are `wall_s`, `ns_per_block_op`, `sched_us_per_step`,
+    `memory_s`, `memory_share` and the attention's `seconds`, `append_seconds` and `gb_per_s`.
+
+    `ns_per_block_op`: the time of the scheduler's block operations over block_allocs + block_frees; the time includes
+    appends that take no block, and filling block tables. `sched_us_per_step`: `schedule` + `commit`, block operations
+    included. `memory_s`: block operations, look-ups and insertions in a prefix cache, and with attention the tables
+    that kernels read; `memory_share`: its share of `wall_s`.
     """
     totals, account, attention = replay.totals, replay.account, replay.attention
     operations = account.block_allocs + account.block_frees
@@ -97,40 +111,27 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
     }
 
 
+def _percentiles(counts: Counter[int]) -> dict[str, float]:
+    return {f"p{percent}": percentile(counts, percent / 100) / 1e3 for percent in (50, 90, 99)}
+
+
 def print_table(numbers: dict[str, Any]) -> None:
-    """Print `numbers` to stdout."""
+    """Print the results of a replay on stdout."""
     heading, rows, below = headings(numbers)
     show(heading, [], rows, below)
 
 
 def headings(numbers: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
-    """The title, what the table has as pairs of texts, and whose trace it is."""
+    """The title, the rows of the table as pairs of texts, and the footer."""
     users = f", closed loop of {numbers['users']} users" if numbers["users"] else ""
     return f"pagepool replay of {numbers['trace']}{users}", _replay_rows(numbers), footer(numbers)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def _percentiles(counts: Counter[int]) -> dict[str, float]:
-    return {f"p{percent}": percentile(counts, percent / 100) / 1e3 for percent in (50, 90, 99)}
-
-
-def _prefix_rows(prefix: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if prefix is None:
-        return []
-    hits, full = prefix["hit_blocks"], prefix["full_blocks"]
-    return [
-        (f"prefix cache, {prefix['policy']}", f"{_ratio(hits, full):.1%} of {full:,} blocks hit"),
-        ("evictions", f"{prefix['evictions']:,}"),
-    ]
 
 
 def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
     def three(key: str) -> str:
         return " / ".join(f"{value:,.1f}" for value in numbers[key].values())
 
+    prefix, attention = numbers["prefix"], numbers["attention"]
     rows = [
         ("requests", f"{numbers['requests']:,}"),
         ("finished / refused", f"{numbers['finished']:,} / {numbers['refused']:,}"),
@@ -138,10 +139,17 @@ def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("prefill / decode tokens", f"{numbers['prefill_tokens']:,} / {numbers['decode_tokens']:,}"),
         ("blocks taken / given back", f"{numbers['block_allocs']:,} / {numbers['block_frees']:,}"),
         ("peak blocks", f"{numbers['peak_blocks']:,} of {numbers['blocks']:,} x {numbers['block_size']}"),
-        # With a cache, blocks that nobody uses are in use, and shared tokens count for each sequence.
-        *([] if numbers["prefix"] else [("mean utilization", f"{numbers['mean_utilization']:.1%}")]),
-        ("preemptions", f"{numbers['preemptions']:,}"),
-        *_prefix_rows(numbers["prefix"]),
+    ]
+    # With a cache it means nothing: cached blocks are in use by no sequence, and shared tokens count for each.
+    if not prefix:
+        rows += [("mean utilization", f"{numbers['mean_utilization']:.1%}")]
+    rows += [("preemptions", f"{numbers['preemptions']:,}")]
+    if prefix:
+        rows += [
+            (f"prefix cache, {prefix['policy']}", f"{hit_rate(prefix):.1%} of {prefix['full_blocks']:,} blocks hit"),
+            ("evictions", f"{prefix['evictions']:,}"),
+        ]
+    rows += [
         ("virtual time", f"{numbers['virtual_s']:,.1f} s"),
         ("first token p50/90/99", f"{three('ttft_ms')} ms"),
         ("between tokens p50/90/99", f"{three('tbt_ms')} ms"),
@@ -150,7 +158,6 @@ def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory management", f"{numbers['memory_share']:.2%} of the time"),
         ("scheduler per step", f"{numbers['sched_us_per_step']:,.1f} us"),
     ]
-    attention = numbers["attention"]
     if attention["calls"]:
         rows += [
             ("decode calls", f"{attention['calls']:,}"),
@@ -162,10 +169,14 @@ def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+# ---------------------------------------------------------------------------------- the prefix cache, without a clock
+
+
 def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any]) -> dict[str, Any]:
-    """Everything counted. `prefix` is an object for one pass, a list of them for several; only `ns_per_block`, the wall
-    time of look-up and insertion over the blocks given, differs from run to run; null: they were counted by stack
-    distances, without a cache. `capacity_blocks` null: unlimited. `about` says what else was asked for.
+    """Everything counted, and `about`: the order and the users. `prefix` is an object for one pass, a list for several.
+
+    `ns_per_block` is the wall time of look-up and insertion per block; null: a sweep counted, without a cache. The rest
+    is the same in every run. `capacity_blocks` null: unlimited.
     """
     rows = [
         {
@@ -178,11 +189,10 @@ def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any
         }
         for one in passes
     ]
-    return {**about_pass(prompts, about), "prefix": rows[0] if len(rows) == 1 else rows}
+    return {**_about_pass(prompts, about), "prefix": rows[0] if len(rows) == 1 else rows}
 
 
-def about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
-    """What the results of every pass without a clock begin with."""
+def _about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
     return {
         "trace": prompts.trace.name,
         "licence": prompts.trace.licence,
@@ -194,28 +204,49 @@ def about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def pass_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of passes as a list, one or several."""
+    return _as_list(numbers["prefix"])
+
+
+def hit_rate(row: dict[str, Any]) -> float:
+    """The share of full blocks that hit."""
+    return _ratio(row["hit_blocks"], row["full_blocks"])
+
+
+def title(numbers: dict[str, Any]) -> str:
+    """The line above the tables of all passes without a clock."""
+    partial = ", partial blocks too" if numbers["cache_partial"] else ""
+    users = f", {numbers['users']} users" if numbers["users"] else ""
+    order = "" if numbers["order"] == "arrival" else f", order {numbers['order']}"
+    return (
+        f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {numbers['block_size']}-token blocks"
+        f"{partial}{users}{order}"
+    )
+
+
 def print_passes(numbers: dict[str, Any]) -> None:
-    """Print a line for each pass to stdout."""
+    """Print a line for each pass on stdout."""
     lines = [
         [
             row["policy"],
             _capacity(row),
             f"{row['hit_blocks']:,}",
             f"{row['full_blocks']:,}",
-            f"{_rate(row):.1%}",
+            f"{hit_rate(row):.1%}",
             f"{row['evictions']:,}",
             "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}",
         ]
-        for row in _rows(numbers)
+        for row in pass_rows(numbers)
     ]
     header = ["policy", "capacity", "hits", "of full", "rate", "evictions", "ns/block"]
     show(title(numbers), header, lines, footer(numbers))
 
 
 def print_comparison(numbers: dict[str, Any]) -> None:
-    """Print the hit rates to stdout, a line for each capacity and a column for each policy; * marks the best, belady
-    apart, which is no policy but the bound of all."""
-    rows = _rows(numbers)
+    """Print the hit rates on stdout, a line for each capacity and a column for each policy. * marks the best policy;
+    belady, the bound, is none. With lru and belady a second table shows how much of their distance each covers."""
+    rows = pass_rows(numbers)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     by_capacity: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -223,8 +254,9 @@ def print_comparison(numbers: dict[str, Any]) -> None:
     rates, shares = [], []
     for capacity, line in by_capacity.items():
         most = max((row["hit_blocks"] for policy, row in line.items() if policy != BELADY), default=None)
-        marks = ("*" if row["hit_blocks"] == most and policy != BELADY else " " for policy, row in line.items())
-        rates.append([capacity, *(f"{_rate(row):.2%}{mark}" for row, mark in zip(line.values(), marks, strict=True))])
+        best = [row["hit_blocks"] == most and policy != BELADY for policy, row in line.items()]
+        cells = zip(line.values(), best, strict=True)
+        rates.append([capacity, *(f"{hit_rate(row):.2%}{'*' if is_best else ' '}" for row, is_best in cells)])
         if {"lru", BELADY} <= set(line):
             low, high = line["lru"]["hit_blocks"], line[BELADY]["hit_blocks"]
             above = ((row["hit_blocks"] - low) / (high - low) if high > low else 0.0 for row in line.values())
@@ -235,42 +267,24 @@ def print_comparison(numbers: dict[str, Any]) -> None:
         show("as shares of what belady has above lru", header, shares, footer(numbers))
 
 
-def _rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = numbers["prefix"] if isinstance(numbers["prefix"], list) else [numbers["prefix"]]
-    return found
-
-
-def title(numbers: dict[str, Any]) -> str:
-    """The line above a table."""
-    partial = ", partial blocks too" if numbers["cache_partial"] else ""
-    users = f", {numbers['users']} users" if numbers["users"] else ""
-    order = "" if numbers["order"] == "arrival" else f", order {numbers['order']}"
-    return (
-        f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {numbers['block_size']}-token blocks"
-        f"{partial}{users}{order}"
-    )
-
-
-def footer(numbers: dict[str, Any]) -> str:
-    """The line below it: whose trace this is."""
-    return ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
+def _as_list(found: Any) -> list[dict[str, Any]]:
+    return found if isinstance(found, list) else [found]
 
 
 def _capacity(row: dict[str, Any]) -> str:
     return "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
 
 
-def _rate(row: dict[str, Any]) -> float:
-    return row["hit_blocks"] / row["full_blocks"] if row["full_blocks"] else 0.0
+# ---------------------------------------------------------------------------------------------------- hybrid models
 
 
 def hybrid_results(
     prompts: Prompts, passes: list[HybridPass], options: StateOptions, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything counted, the same in every run. `hybrid` is an object for one pass, a list of them for several.
+    """Everything counted, the same in every run. `hybrid` is an object for one pass, a list for several.
 
-    `usable_share` is `usable_blocks` of `hit_blocks`; `state_share` is `states_saved` of `every_block_states`, the
-    states that one at the end of every block would have been, and `peak_state_share` that of those at a time.
+    `usable_share` is `usable_blocks` of `hit_blocks`; `state_share` is `states_saved` of `every_block_states`, one
+    at the end of every cached block, and `peak_state_share` the same for the states at a time.
     """
     rows = [
         {
@@ -291,23 +305,11 @@ def hybrid_results(
         for one in passes
     ]
     sizes = {"state_bytes": options.state_bytes, "budget_bytes": options.budget_bytes, "grid": options.grid}
-    return {**about_pass(prompts, about), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
-
-
-def print_hybrid(numbers: dict[str, Any]) -> None:
-    """Print a line for each pass to stdout."""
-    header, *lines = hybrid_table(numbers)
-    show(f"{title(numbers)}\n{about_states(numbers)}", header, lines, "")
-    rows = _hybrid_rows(numbers)
-    kinds = [
-        [row["policy"], line[1], *(f"{row['saved'][kind]:,} / {row['used'][kind]:,}" for kind in row["saved"])]
-        for row, line in zip(rows, lines, strict=True)
-    ]
-    show("states kept / times used", ["policy", "capacity", *rows[0]["saved"]], kinds, footer(numbers))
+    return {**_about_pass(prompts, about), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
 
 
 def about_states(numbers: dict[str, Any]) -> str:
-    """How large a state is, what all of them may take, and the grid."""
+    """The size of a state, the budget of all states, and the grid."""
     sizes = numbers["states"]
     budget = "no bound" if sizes["budget_bytes"] is None else f"at most {sizes['budget_bytes'] / 2**20:,.1f} MiB"
     grid = f"a grid of {sizes['grid']:,} tokens" if sizes["grid"] else "no grid"
@@ -319,7 +321,7 @@ def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
     lines = [
         [
             row["policy"],
-            "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}",
+            _capacity(row),
             f"{row['hit_blocks']:,}",
             f"{row['usable_blocks']:,}",
             f"{row['usable_share']:.1%}",
@@ -327,11 +329,18 @@ def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
             f"{row['state_share']:.1%}",
             f"{row['peak_state_share']:.1%}",
         ]
-        for row in _hybrid_rows(numbers)
+        for row in _as_list(numbers["hybrid"])
     ]
     return [["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"], *lines]
 
 
-def _hybrid_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = numbers["hybrid"] if isinstance(numbers["hybrid"], list) else [numbers["hybrid"]]
-    return found
+def print_hybrid(numbers: dict[str, Any]) -> None:
+    """Print a line for each pass on stdout, and how often states of each kind were saved and used."""
+    header, *lines = hybrid_table(numbers)
+    show(f"{title(numbers)}\n{about_states(numbers)}", header, lines)
+    rows = _as_list(numbers["hybrid"])
+    kinds = [
+        [row["policy"], _capacity(row), *(f"{row['saved'][kind]:,} / {row['used'][kind]:,}" for kind in row["saved"])]
+        for row in rows
+    ]
+    show("states kept / times used", ["policy", "capacity", *rows[0]["saved"]], kinds, footer(numbers))

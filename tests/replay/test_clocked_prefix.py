@@ -129,7 +129,10 @@ def test_the_table_has_the_cache(make_trace, capsys):
         (["--policy", "lru,arc"], "several policies, and belady, need --clock none"),
         (["--policy", "belady"], "several policies, and belady, need --clock none"),
         (["--order", "turns"], "--order turns needs --clock none; with a clock: fcfs, lpm"),
-        (["--clock", "none", "--order", "lpm"], "--order lpm is one of the scheduler, which --clock none does not run"),
+        (
+            ["--clock", "none", "--order", "lpm"],
+            "--order lpm belongs to the scheduler, which --clock none",
+        ),
         (["--compare", "lru,arc"], "--compare needs --clock none"),
     ],
 )

@@ -18,7 +18,7 @@ from pagepool.replay import progress as progress_module
 from pagepool.replay.clock import CostModel
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.driver import MeteredAccount, Replay
-from pagepool.replay.progress import PlainProgress, RichProgress, progress
+from pagepool.replay.progress import Progress
 from pagepool.replay.ptrace import read_trace
 
 
@@ -31,7 +31,7 @@ def run(report=lambda replay: None):
 
 def test_plain_progress_prints_a_line_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
-    with PlainProgress(5) as show:
+    with Progress(5) as show:
         replay = run(show)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == replay.totals.steps
@@ -40,8 +40,7 @@ def test_plain_progress_prints_a_line_now_and_then(monkeypatch, capsys):
 
 
 def test_a_short_replay_prints_no_progress(capsys):
-    with progress(5) as show:
-        assert isinstance(show, PlainProgress)  # stderr is no terminal here
+    with Progress(5) as show:
         run(show)
     assert capsys.readouterr().err == ""
 
@@ -49,9 +48,12 @@ def test_a_short_replay_prints_no_progress(capsys):
 def test_the_bar_and_the_table_of_rich(monkeypatch, capsys):
     pytest.importorskip("rich", reason="rich is optional")
     monkeypatch.setattr(progress_module, "BAR_SECONDS", 0.0)
-    with RichProgress(5) as show:
-        replay = run(show)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with Progress(5) as show:
+        replay = run(show)
+    drawn = capsys.readouterr().err
+    assert "5/5" in drawn and "0 running" in drawn and "pagepool:" not in drawn
     report.print_table(report.results(replay))
     printed = capsys.readouterr().out
     assert "finished / refused" in printed and "5 / 0" in printed and "CC-BY-4.0" in printed
@@ -62,10 +64,11 @@ def test_without_rich_a_terminal_gets_the_plain_forms(monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    with progress(5) as show:
-        assert isinstance(show, PlainProgress)
+    monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
+    with Progress(5) as show:
         report.print_table(report.results(run(show)))
-    assert "finished / refused" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "finished / refused" in printed.out and printed.err.startswith("pagepool: 0 of 5 requests")
 
 
 def test_python_dash_m_pagepool():
