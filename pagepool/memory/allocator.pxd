@@ -6,12 +6,12 @@ from pagepool.csrc cimport (
     PP_INVALID_BLOCK,
     PP_OK,
     pp_kv_pool,
+    pp_lock,
     pp_lock_release,
     pp_lock_try,
     pp_status,
 )
-from pagepool.memory.audit cimport Audit
-from pagepool.memory.id_space cimport IdSpace
+from pagepool.memory.holders cimport Link
 from pagepool.memory.ids cimport IdArray
 
 
@@ -49,11 +49,36 @@ cdef inline void count_idle(KeptCounts *kept, int32_t block, int change) noexcep
         kept = kept.next
 
 
+cdef struct Audit:
+    const char *equation  # the broken one, or NULL
+    int32_t left
+    int32_t right
+
+
 @cython.final
-cdef class BlockAllocator(IdSpace):
-    # The equations are those of IdSpace.
+cdef class BlockAllocator:
+    # With the lock held; `taken` ids were handed out at least once:
+    #   in_use = taken - num_freed            free = limit - in_use
+    #   ref_counts[b] > 0                     for the in_use blocks
+    #   ref_counts[b] == 0                    for those in freed[0:num_freed], each once, and for all b >= taken
+    #   taken <= limit <= max_capacity        the arrays have room for max_capacity
+    #   peak_in_use = max(peak, taken)        since fresh ids are taken only when no freed one is left; `peak` is the
+    #                                         most that `taken` was before it fell
+    cdef pp_lock lock
+    cdef int32_t limit  # the capacity
+    cdef readonly int32_t max_capacity
+    cdef int32_t taken
+    cdef int32_t num_freed
+    cdef int32_t peak
+    cdef int32_t[::1] freed
+    cdef int32_t[::1] ref_counts
+    cdef int32_t *c_freed  # == &freed[0]
+    cdef int32_t *c_counts  # == &ref_counts[0]
     cdef pp_regions *regions
     cdef KeptCounts *kept  # of all keepers, with the lock held
+    cdef Link head  # of the list of sequences, see pagepool.memory.holders; the GIL guards it
+    cdef list others  # weak references to holders of other types
+    cdef object __weakref__
 
     # These are inlined into whoever calls them, which saves a third of their time. Waiting is not, so that callers need
     # not link the library; and pointers serve here, since the caller's directives decide on checks of memoryviews.
@@ -82,6 +107,20 @@ cdef class BlockAllocator(IdSpace):
         block[0] = taken
         return PP_OK
 
+    # With the lock held: raises the capacity, if the maximum allows, so that n fresh ids can be taken.
+    cdef bint c_extend(self, int32_t n) noexcept nogil
+    # How many ids there are now.
+    cdef int32_t c_capacity(self) noexcept nogil
+    # Blocks that are free, and those that can be taken: what the capacity may still grow by, too.
+    cdef int32_t c_free_count(self) noexcept nogil
+    cdef int32_t c_available(self) noexcept nogil
+    # Raises the capacity to n; false when it is there already or the maximum is below.
+    cdef bint c_grow(self, int32_t n) noexcept nogil
+    # Lowers it to n, or as far as blocks in use allow; returns what it is then.
+    cdef int32_t c_shrink(self, int32_t n) noexcept nogil
+    # With the lock held: the first run of free ids from first[0] on and below `limit`, at most `most` of them. Returns
+    # their number, 0 when there is none, and the first in first[0].
+    cdef int32_t c_free_run(self, int32_t *first, int32_t limit, int32_t most) noexcept nogil
     # All n or PP_EXHAUSTED; PP_INVALID_ARGUMENT for n < 0.
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil
     # PP_INVALID_BLOCK for one that is out of range or free.
@@ -126,3 +165,14 @@ cdef class BlockAllocator(IdSpace):
     cdef int32_t c_num_pools(self) noexcept nogil
     cdef Audit c_audit(self) noexcept nogil
     cdef object invalid(self, IdArray *array, verb)
+    # All holders that live, sequences first.
+    cdef list holders(self)
+    cdef int check_references(self, object others) except -1
+    # Ids below this were handed out at least once.
+    cdef int32_t c_ids_used(self) noexcept nogil
+    # 0 for a free block, -1 for an id out of range.
+    cdef int32_t c_ref_count(self, int32_t block) noexcept nogil
+    # 0 when blocks may have so many tokens; else how many those of a pool have.
+    cdef int32_t c_other_block_size(self, int32_t block_size) noexcept nogil
+    # The tokens of a block that a holder is to have: `block_size`, or if that is None those of a pool, else 16.
+    cdef int32_t read_block_size(self, object block_size) except -1

@@ -3,12 +3,12 @@
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
+from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from pagepool.memory.audit cimport Audit, audit_counts
-from pagepool.memory.id_space cimport IdSpace
+from pagepool.memory.holders cimport Holder, Link
 from pagepool.memory.ids cimport IdArray, list_ids, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
@@ -26,11 +26,17 @@ from pagepool.csrc cimport (
 )
 from pagepool.memory.page_buffer cimport PageBuffer
 
+import weakref
+from collections import Counter
+
 import numpy as np
 
-from pagepool.errors import InvalidBlock, PoolError
+from pagepool.config import MAX_BLOCK_SIZE
+from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.arguments import integer
 from pagepool.memory.explain import exhausted, invalid_blocks
+from pagepool.memory.leak_report import warn_of
+from pagepool.memory.owners import Leak, Owner
 
 __all__ = ["BlockAllocator"]
 
@@ -49,14 +55,50 @@ cdef extern from "regions.h" nogil:
 # Two arrays that both begin at a page have their n-th entries at the same place in it, and a load behind a store to the
 # same place in another page waits for nothing: the counts begin half a page farther.
 cdef int32_t SKEW = 528
+cdef int32_t DEFAULT_BLOCK_SIZE = 16
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)
+
+
+cdef object held(object holder):
+    """The ids of its blocks, one entry for each reference."""
+    return (<Holder>holder).references() if isinstance(holder, Holder) else holder.references()
+
+
+cdef Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, int32_t capacity,
+                        int32_t *counts) noexcept nogil:
+    """Marks each listed block with a count of -1, so that a block listed twice shows, and takes the marks off."""
+    cdef Audit audit = Audit(NULL, 0, 0)
+    cdef int32_t i, block, marked = 0, used = 0
+    if not 0 <= num_freed <= taken <= capacity:
+        return Audit(b"0 <= num_freed <= taken <= capacity", num_freed, taken)
+    for i in range(num_freed):
+        block = freed[i]
+        if not 0 <= block < taken:
+            audit = Audit(b"a listed block is below taken", block, taken)
+            break
+        if counts[block] != 0:
+            audit = Audit(b"a listed block has count 0, or -1 if it is listed twice", block, counts[block])
+            break
+        counts[block] = -1
+        marked += 1
+    for i in range(marked):
+        counts[freed[i]] = 0
+    if audit.equation != NULL:
+        return audit
+    for i in range(taken):
+        if counts[i] < 0:
+            return Audit(b"ref_count >= 0", i, counts[i])
+        used += counts[i] > 0
+    if used + num_freed != taken:
+        return Audit(b"free + in_use == capacity", capacity - taken + num_freed, used)
+    return audit
 
 
 @cython.auto_pickle(False)
 @cython.final
 @cython.no_gc
-cdef class BlockAllocator(IdSpace):
+cdef class BlockAllocator:
     """Hands out block ids 0 to num_blocks - 1 and counts the references to each.
 
     With `max_blocks` the capacity begins at `num_blocks` and grows up to there, by itself when a block is asked for and
@@ -76,6 +118,8 @@ cdef class BlockAllocator(IdSpace):
     """
 
     def __cinit__(self, num_blocks, max_blocks=None):
+        self.head.previous = self.head.next = &self.head
+        self.others = []
         number = integer("num_blocks", num_blocks, 0, INT32_MAX)
         most = number if max_blocks is None else integer("max_blocks", max_blocks, number, INT32_MAX)
         self.freed = PageBuffer(most, "i")
@@ -99,6 +143,74 @@ cdef class BlockAllocator(IdSpace):
 
     cdef void c_wait_for_lock(self) noexcept nogil:
         pp_lock_wait(&self.lock)
+
+    cdef bint c_extend(self, int32_t n) noexcept nogil:
+        if n > self.max_capacity - self.taken:
+            return False
+        self.limit = max(self.limit, self.taken + n)
+        return True
+
+    cdef int32_t c_capacity(self) noexcept nogil:
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.limit
+        pp_lock_release(&self.lock)
+        return count
+
+    cdef int32_t c_free_count(self) noexcept nogil:
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.limit - self.taken + self.num_freed
+        pp_lock_release(&self.lock)
+        return count
+
+    cdef int32_t c_available(self) noexcept nogil:
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.max_capacity - self.taken + self.num_freed
+        pp_lock_release(&self.lock)
+        return count
+
+    cdef bint c_grow(self, int32_t n) noexcept nogil:
+        cdef bint fits
+        pp_lock_acquire(&self.lock)
+        fits = self.limit <= n <= self.max_capacity
+        if fits:
+            self.limit = n
+        pp_lock_release(&self.lock)
+        return fits
+
+    cdef int32_t c_shrink(self, int32_t n) noexcept nogil:
+        """The ids at the end that are free become fresh again; the list keeps the order of the others."""
+        cdef int32_t i, kept = 0, taken
+        pp_lock_acquire(&self.lock)
+        taken = self.taken
+        while taken > n and self.c_counts[taken - 1] == 0:
+            taken -= 1
+        if taken < self.taken:
+            for i in range(self.num_freed):
+                if self.c_freed[i] < taken:
+                    self.c_freed[kept] = self.c_freed[i]
+                    kept += 1
+            self.num_freed = kept
+            self.peak = max(self.peak, self.taken)
+            self.taken = taken
+        self.limit = max(n, taken)
+        n = self.limit
+        pp_lock_release(&self.lock)
+        return n
+
+    cdef int32_t c_free_run(self, int32_t *first, int32_t limit, int32_t most) noexcept nogil:
+        cdef int32_t start = first[0], end
+        while start < self.taken and self.c_counts[start]:
+            start += 1
+        end = start
+        while end < self.taken and end - start < most and not self.c_counts[end]:
+            end += 1
+        first[0] = start
+        if end >= self.taken:
+            return min(limit - start, most)
+        return end - start
 
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil:
         cdef int32_t i, recycled, fresh
@@ -233,6 +345,99 @@ cdef class BlockAllocator(IdSpace):
     cdef int32_t c_num_pools(self) noexcept nogil:
         return (<pp_regions_complete *>self.regions).count
 
+    cdef int32_t read_block_size(self, object block_size) except -1:
+        if block_size is None:
+            return self.c_other_block_size(DEFAULT_BLOCK_SIZE) or DEFAULT_BLOCK_SIZE
+        size = integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
+        other = self.c_other_block_size(size)
+        if other:
+            raise ValueError(f"block_size must be {other}, that of the pool with these blocks, not {size}")
+        return size
+
+    def __reduce__(self):
+        refuse_copy(self)
+
+    def __repr__(self):
+        return f"<{type(self).__name__}: {self.in_use} of {self.max_capacity} blocks in use>"
+
+    @property
+    def capacity(self):
+        """How many blocks there are now, free and in use."""
+        return self.c_capacity()
+
+    @property
+    def free_count(self):
+        """Blocks that are free."""
+        return self.c_free_count()
+
+    @property
+    def available(self):
+        """Blocks that can be taken now: `free_count`, and what the capacity may still grow by."""
+        return self.c_available()
+
+    @property
+    def in_use(self):
+        """Blocks with at least one reference."""
+        return self.max_capacity - self.c_available()
+
+    @property
+    def peak_in_use(self):
+        """The most blocks that were in use at any one time."""
+        cdef int32_t most
+        pp_lock_acquire(&self.lock)
+        most = max(self.peak, self.taken)
+        pp_lock_release(&self.lock)
+        return most
+
+    def stats(self):
+        """Blocks as a dict: `used` + `evictable` + `free` = `capacity`; `available` as above, `peak` = `peak_in_use`.
+
+        `evictable` are those that only a cache holds, `sequences` how many there are. O(sequences).
+
+        >>> BlockAllocator(4).stats()["free"]
+        4
+        """
+        cdef int32_t capacity, free
+        pp_lock_acquire(&self.lock)
+        capacity = self.limit
+        free = capacity - self.taken + self.num_freed
+        pp_lock_release(&self.lock)
+        holders = self.holders()
+        evictable = sum([getattr(holder, "evictable", 0) for holder in holders])
+        return {
+            "capacity": capacity,
+            "max_capacity": self.max_capacity,
+            "used": capacity - free - evictable,
+            "evictable": evictable,
+            "free": free,
+            "available": self.c_available(),
+            "peak": self.peak_in_use,
+            "sequences": sum([isinstance(holder, Holder) for holder in holders]),
+        }
+
+    def grow(self, num_blocks):
+        """Raises the capacity to `num_blocks`. Raises `ValueError` when it is above that, or the maximum below."""
+        number = integer("num_blocks", num_blocks)
+        if not 0 <= number <= INT32_MAX or not self.c_grow(number):
+            raise ValueError(f"num_blocks must be from {self.c_capacity()} to {self.max_capacity}, not {number}")
+
+    def shrink(self, num_blocks=0):
+        """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns what it is then.
+
+        A block in use keeps its id, so that the highest one bounds the capacity. O(blocks ever used). Raises
+        `ValueError` when `num_blocks` is below 0 or above the capacity.
+
+        >>> allocator = BlockAllocator(2, max_blocks=8)
+        >>> blocks = allocator.allocate_n(5)
+        >>> allocator.free(blocks[3:])
+        >>> allocator.capacity, allocator.shrink(), allocator.available
+        (5, 3, 5)
+        """
+        number = integer("num_blocks", num_blocks)
+        if not 0 <= number <= self.c_capacity():
+            raise ValueError(f"num_blocks must be from 0 to {self.c_capacity()}, not {number}")
+        return self.c_shrink(number)
+
     def allocate(self):
         """Takes one block; returns its id, whose reference count is then 1. Raises `PoolExhausted` when none is free.
 
@@ -334,6 +539,105 @@ cdef class BlockAllocator(IdSpace):
             raise InvalidBlock(f"block {number} is out of range: there are {self.c_capacity()} blocks")
         return count
 
+    def add_holder(self, holder):
+        """Makes something else that holds blocks known to `owners`, `leaks` and `check`, as long as it lives.
+
+        It has `kind`, a str, `label`, a str, int or None, and `references()`, the ids of its blocks with one entry for
+        each reference; what is `evictable` of them, if it has that, counts apart in `stats`. Sequences are known from
+        the start, and so are prefix caches. Adding it again changes nothing.
+        """
+        holder.references()
+        if not any(known() is holder for known in self.others):
+            self.others = [known for known in self.others if known() is not None] + [weakref.ref(holder)]
+
+    cdef list holders(self):
+        """All that live, sequences first; not one that is just going, which must not come back."""
+        cdef Link *link = self.head.next
+        cdef list found = []
+        while link != &self.head:
+            if (<PyObject *>link.holder).ob_refcnt > 0:
+                found.append(<object><PyObject *>link.holder)
+            link = link.next
+        for known in self.others:
+            holder = known()
+            if holder is not None:
+                found.append(holder)
+        return found
+
+    def owners(self, block=None):
+        """Who holds a block: a list of `Owner(kind, label, references, holder)`, the references of which add up to its
+        `ref_count`; [] for a free one. Without an id: a dict of such lists, for every block that is in use.
+
+        kind is "sequence", "cache", that of a holder which was added, or "other" for references that were taken by
+        `allocate`, `allocate_n` or `share` and belong to no holder. Asks every holder: for the search of a fault, not
+        for every step. What other threads take and give back meanwhile may be in it or not. Raises `InvalidBlock`
+        when the id is out of range.
+
+        >>> from pagepool import PagedSeqState
+        >>> allocator = BlockAllocator(4)
+        >>> state = PagedSeqState(allocator, block_size=4, label="request 7")
+        >>> slots = state.append(3)
+        >>> allocator.share(0)
+        >>> [owner[:3] for owner in allocator.owners(0)]
+        [('sequence', 'request 7', 1), ('other', None, 1)]
+        """
+        if block is None:
+            wanted = range(self.c_ids_used())
+        else:
+            wanted = (integer("block", block),)
+            self.ref_count(block)
+        found = {number: [] for number in wanted}
+        for holder in self.holders():
+            for number, times in Counter(held(holder)).items():
+                if number in found:
+                    found[number].append(Owner(holder.kind, holder.label, times, holder))
+        for number, owners in found.items():
+            # Not `ref_count`: another thread may have shrunk the allocator since, so that there is no such block.
+            others = self.c_ref_count(number) - sum(owner.references for owner in owners)
+            if others > 0:
+                owners.append(Owner("other", None, others, None))
+        return {number: owners for number, owners in found.items() if owners} if block is None else found[wanted[0]]
+
+    def leaks(self):
+        """What is held still: a list of `Leak(kind, label, blocks, alone, holder)`, most blocks first.
+
+        blocks are the ids that the holder has references to, alone those that nobody else holds: what comes free when
+        it lets go. References that belong to no holder come last, as kind "other". Empty when nothing is in use: ask
+        when an engine is idle, or at its end. Prefix caches are left out, since holding blocks is what they are for.
+
+        >>> from pagepool import PagedSeqState
+        >>> allocator = BlockAllocator(4)
+        >>> state = PagedSeqState(allocator, block_size=4, label=7)
+        >>> slots = state.append(5)
+        >>> [leak[:4] for leak in allocator.leaks()]
+        [('sequence', 7, [0, 1], [0, 1])]
+        """
+        found, loose = [], []
+        mapped = self.owners()
+        by_holder = {}
+        for number, owners in mapped.items():
+            for owner in owners:
+                if owner.kind == "other":
+                    loose.append(number)
+                elif owner.kind != "cache":
+                    by_holder.setdefault(id(owner.holder), (owner, []))[1].append(number)
+        for owner, blocks in by_holder.values():
+            alone = [number for number in blocks if len(mapped[number]) == 1]
+            found.append(Leak(owner.kind, owner.label, blocks, alone, owner.holder))
+        found.sort(key=lambda leak: -len(leak.blocks))
+        if loose:
+            alone = [number for number in loose if len(mapped[number]) == 1]
+            found.append(Leak("other", None, loose, alone, None))
+        return found
+
+    def warn_of_leaks(self):
+        """A `ResourceWarning` for each of `leaks`, at most 20 of them and one for the rest: for an engine that is idle.
+
+        It says whose they are by label, how many blocks, and where the holder was made if Python was started with
+        `-X tracemalloc`. Python shows such warnings under `-X dev` or `-W default`. Changes nothing.
+        """
+        warn_of(self.leaks(), "blocks are in use")
+
     def check(self, others=None):
         """Audits every equation of free list, counts, sequences and caches; raises `PoolError` naming a broken one.
 
@@ -356,6 +660,25 @@ cdef class BlockAllocator(IdSpace):
         audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.limit, self.c_counts)
         pp_lock_release(&self.lock)
         return audit
+
+    cdef int check_references(self, object others) except -1:
+        """Audits the equation for every block; raises PoolError naming one that breaks it.
+
+        others: how many references belong to no holder, or None for any number.
+        """
+        cdef int32_t used = self.c_ids_used(), number
+        references = Counter()
+        for holder in self.holders():
+            references.update(held(holder))
+        for block, times in references.items():
+            count = self.ref_count(block)
+            if times > count:
+                raise PoolError(f"broken invariant: block {block} has {count} references, its holders have {times}")
+        if others is not None:
+            surplus = sum([self.c_ref_count(number) for number in range(used)]) - sum(references.values())
+            if surplus != others:
+                raise PoolError(f"broken invariant: {surplus} references belong to no holder, not {others}")
+        return 0
 
     cdef object invalid(self, IdArray *array, verb):
         """The InvalidBlock that says which of the ids is wrong, and why."""

@@ -68,7 +68,7 @@ cdef class PagedSeqState(PagedTable):
         self.c_blocks = <int32_t *>self.memory.base
         if label is not None:
             self.label = label
-        self.c_enlist(allocator)
+        self.c_enlist(&allocator.head)
 
     def ensure_capacity(self, target_len):
         """Reserves blocks for `target_len` tokens in all; `len` does not change.

@@ -160,7 +160,7 @@ def test_errors_say_what_is_wrong():
         [np.int8(1), np.uint64(3)],
         memoryview(np.array([1, 3], np.int32)),
     ],
-    ids=repr,
+    ids=lambda blocks: type(blocks).__name__ if isinstance(blocks, memoryview) else repr(blocks),
 )
 def test_free_takes_any_integers(blocks):
     allocator = BlockAllocator(4)

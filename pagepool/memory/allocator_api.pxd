@@ -1,1 +1,0 @@
-# Nothing to cimport: Cython uses pagepool.memory.allocator, C the capsule of pagepool/allocator_api.h.
