@@ -1,9 +1,9 @@
 """The pictures of the README: ours and peers as shares of the limit, one PNG per dtype. `make figures` runs this.
 
     python bench/pictures.py [--peers build/peers]       measures like peers.py, about 5 minutes, and draws
-    python bench/pictures.py --redraw                    draws bench/pictures/measured.json again
+    python bench/pictures.py --redraw                    draws build/pictures.json again
 
-Needs matplotlib. Everything measured goes to bench/pictures/measured.json, beside the pictures.
+Needs matplotlib. Everything measured goes to build/pictures.json.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from peers import add_peer_options, compare
 from shapes import SHAPES
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
+MEASURED = Path(__file__).resolve().parents[1] / "build" / "pictures.json"
 TIMES = "\N{MULTIPLICATION SIGN}"
 OURS, INK, FAINT = "#17479e", "#1a1a1a", "#8a8a8a"
 COLOURS = {"vllm": "#e0913a", "openvino": "#8e6bb5", "flex": "#c9524f", "sdpa": "#e5a9a5", "ggml": "#5f9e6e"}
@@ -137,7 +138,7 @@ def main(arguments=None):
     add_peer_options(parser)
     parser.add_argument("--redraw", action="store_true", help="draw what was measured before")
     options = parser.parse_args(arguments)
-    record = options.json or FOLDER / "measured.json"
+    record = options.json or MEASURED
     if options.redraw:
         measured = json.loads(record.read_text())
     else:
