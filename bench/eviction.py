@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # the checkout, where no pag
 from traces import TRACES, make_trace
 
 from pagepool import BlockAllocator, PrefixCache
-from pagepool.prefix.belady import belady_pass
+from pagepool.prefix.policies import belady_pass
 
 OTHERS = ("arc", "s3fifo", "lfu")
 CAPACITIES = [1000, 3000, 5859, 10_000, 20_000, 30_000]

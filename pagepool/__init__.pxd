@@ -4,4 +4,4 @@ from pagepool.memory.kv_pool cimport KvCachePool
 from pagepool.memory.paged_seq cimport PagedSeqState
 from pagepool.memory.ssm_pool cimport SsmStatePool
 from pagepool.prefix.cache cimport PrefixCache
-from pagepool.prefix.space cimport PrefixSpace
+from pagepool.prefix.namespace cimport PrefixSpace

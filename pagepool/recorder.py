@@ -22,7 +22,7 @@ from time import monotonic_ns
 from typing import Any
 
 from pagepool.prefix.keys import root_key
-from pagepool.prefix.tokens import token_row
+from pagepool.prefix.radix_tree import token_row
 
 __all__ = ["TraceRecorder"]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 import pagepool
 from pagepool import KvGroup, KvLayout, PoolError, PrefixPins, StateCheckpoints, StateLayout, Transaction, reference
-from pagepool.prefix.policies import POLICIES
+from pagepool.prefix.eviction import POLICIES
 from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
 from pagepool.reference.pins import PrefixPins as ReferencePins
 

@@ -1,26 +1,29 @@
 """PrefixCache: blocks of finished and running prompts, found again by the tokens that they hold."""
 
 cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
+from libc.string cimport memcmp
 
-from pagepool.csrc cimport PP_OK
+from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.held_blocks cimport HeldBlocks
-from pagepool.memory.ids cimport IdArray, read_ids, release_ids
-from pagepool.prefix.cached_blocks cimport CachedBlocks
-from pagepool.prefix.event_log cimport Event, EventLog
-from pagepool.prefix.summary cimport CacheSummary
-from pagepool.prefix.terms cimport time_key
+from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
+from pagepool.memory.paged_seq cimport PagedSeqState
+from pagepool.prefix.events cimport Event, EventLog
+from pagepool.prefix.eviction cimport AT_ONCE, CACHED, EvictableBlocks
+from pagepool.prefix.expiry_heap cimport time_key
+from pagepool.prefix.radix_tree cimport Node
 from pagepool.prefix.uninterrupted cimport Uninterrupted
 
 import operator
 
 import numpy as np
 
-from pagepool.errors import PoolError
+from pagepool.errors import InvalidBlock, PoolError, refuse_copy
+from pagepool.prefix.eviction import POLICIES
 from pagepool.prefix.keys import root_key
-from pagepool.prefix.tokens import token_row
-from pagepool.prefix.policies import POLICIES
+from pagepool.prefix.radix_tree import token_row
 
 __all__ = ["PrefixCache"]
 
@@ -30,7 +33,7 @@ cdef object INT32 = np.dtype(np.int32)
 
 @cython.auto_pickle(False)
 @cython.final
-cdef class PrefixCache(CacheSummary):
+cdef class PrefixCache:
     """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     allocator   whose blocks these are; the cache holds one reference to each block that it keeps
@@ -57,6 +60,8 @@ cdef class PrefixCache(CacheSummary):
     (array([0, 1], dtype=int32), array([], dtype=int32))
     """
 
+    kind = "cache"
+
     def __cinit__(
         self, BlockAllocator allocator not None, block_size=None, str policy="lru", *, max_events=0, int hash_bits=64
     ):
@@ -66,13 +71,24 @@ cdef class PrefixCache(CacheSummary):
         self.allocator = allocator
         self.policy = policy
         self.block_size = size
-        self.cached = CachedBlocks(allocator, size, policy, hash_bits)
+        self.cached = EvictableBlocks(allocator, size, policy, hash_bits)
+        self.mark = CACHED
         events = operator.index(max_events)
         if events < 0:
             raise ValueError(f"max_events must be 0 or more, not {events}")
         if events:
             self.cached.log = EventLog(self.cached.table, events)
         allocator.add_holder(self)
+
+    def __dealloc__(self):
+        PyMem_Free(self.path)
+
+    def __reduce__(self):
+        refuse_copy(self)
+
+    def __repr__(self):
+        cached = f"{self.num_cached} of {self.allocator.max_capacity} blocks cached"
+        return f"<{type(self).__name__} {self.policy}: {cached}>"
 
     def match_prefix(self, tokens, *, cache_salt=None, extra_keys=()):
         """The cached blocks of the longest prefix of `tokens`, in order: int32 `(n,)`, for `n * block_size` tokens.
@@ -119,7 +135,7 @@ cdef class PrefixCache(CacheSummary):
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, HeldBlocks held):
         """Blocks and number of tokens. All that can fail is done before anything changes."""
         cdef const int32_t[::1] row = token_row(tokens)
-        cdef CachedBlocks cached = self.cached
+        cdef EvictableBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size, num_full = 0, num_found, i
         cdef int32_t[::1] found
         cdef int32_t node, common = 0
@@ -127,13 +143,13 @@ cdef class PrefixCache(CacheSummary):
         cdef Uninterrupted _guard = Uninterrupted()
         root = cached.table.roots.get(key)
         if root is not None and row.shape[0]:
-            cached.c_reserve_path(n + 1)
+            self.c_reserve_path(n + 1)
             cached.order.c_reserve(n + 1)
-            num_full = cached.c_walk(root, &row[0], n, True)
+            num_full = self.c_walk(root, &row[0], n, True)
             if in_part and num_full * self.block_size < row.shape[0]:
-                node = cached.path[num_full - 1] if num_full else root
+                node = self.path[num_full - 1] if num_full else root
                 i = num_full * self.block_size
-                cached.path[num_full] = cached.table.c_find_part(node, &row[i], row.shape[0] - i, &common)
+                self.path[num_full] = cached.table.c_find_part(node, &row[i], row.shape[0] - i, &common)
         num_found = num_full + (common > 0)
         blocks = empty(num_found, INT32)
         result = blocks, num_full * self.block_size + common
@@ -142,12 +158,12 @@ cdef class PrefixCache(CacheSummary):
             if held is not None:
                 held.c_reserve(num_found)
             for i in range(num_found):
-                found[i] = cached.table.nodes[cached.path[i]].block
+                found[i] = cached.table.nodes[self.path[i]].block
             if self.allocator.c_share_n(&found[0], num_found) != PP_OK:
                 raise PoolError("a cached block was freed by someone else, or has all the references a count can hold")
             if held is not None:
                 held.c_hold(&found[0], num_found)
-            cached.c_touch_path(num_found)
+            self.c_touch_path(num_found)
         self.looked_up += n
         self.hits += num_full
         return result
@@ -162,8 +178,8 @@ cdef class PrefixCache(CacheSummary):
         root = self.cached.table.roots.get(root_key(cache_salt, extra_keys))
         if root is None or n == 0:
             return 0
-        self.cached.c_reserve_path(n)
-        return self.cached.c_walk(root, &row[0], n, True) * self.block_size
+        self.c_reserve_path(n)
+        return self.c_walk(root, &row[0], n, True) * self.block_size
 
     def cache_blocks(
         self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0,
@@ -189,7 +205,7 @@ cdef class PrefixCache(CacheSummary):
         blocks or a `start` behind the last full one, `TypeError`, `MemoryError`; then nothing has changed.
         """
         cdef const int32_t[::1] row = token_row(tokens)
-        cdef CachedBlocks cached = self.cached
+        cdef EvictableBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         cdef int64_t known = operator.index(start)
@@ -206,7 +222,7 @@ cdef class PrefixCache(CacheSummary):
             _guard = Uninterrupted()
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
-            return cached.keep(key, &row[0], ids.ids, n, known, mark, level, end, beside)
+            return self.keep(key, &row[0], ids.ids, n, known, mark, level, end, beside)
         finally:
             release_ids(&ids)
 
@@ -241,7 +257,7 @@ cdef class PrefixCache(CacheSummary):
         if n:
             self.cached.table.reserve(n + 1)
             self.cached.order.c_reserve(n)
-            leading = self.cached.c_pass(self.cached.table.root(key), &row[0], n)
+            leading = self.c_pass(self.cached.table.root(key), &row[0], n)
         self.looked_up += n
         self.hits += leading
         return leading
@@ -320,3 +336,323 @@ cdef class PrefixCache(CacheSummary):
         The lowest id that is free then is the next to be handed out. O(n log n).
         """
         self.cached.reset()
+
+    @property
+    def label(self):
+        """What `BlockAllocator.owners` calls it: its policy."""
+        return self.policy
+
+    def references(self):
+        """The ids of the blocks that it holds, as a list; one reference each."""
+        return self.cached.list_blocks()
+
+    @property
+    def num_cached(self):
+        """Blocks that the cache holds a reference to."""
+        return self.cached.num_cached
+
+    @property
+    def inserted(self):
+        """How many blocks were ever cached. As long as it stays the same, no look-up finds more than it did before."""
+        return self.cached.inserted
+
+    @property
+    def forgotten(self):
+        """How many blocks `discard` and `reset_prefix_cache` took out: as long as it stays the same, every cached block
+        that somebody else holds stays cached."""
+        return self.cached.forgotten
+
+    @property
+    def evictable(self):
+        """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
+        return self.cached.floors.c_idle()
+
+    @property
+    def floors(self):
+        """The `CacheFloors`: how many blocks of each group are kept when others need room."""
+        return self.cached.floors
+
+    def holds(self, block):
+        """Whether the block is cached. False for what is no block of the allocator."""
+        cdef int32_t number
+        read_id(block, &number)
+        return 0 <= number < self.allocator.max_capacity and self.cached.owners[number] > 0
+
+    def count_cached(self, blocks):
+        """How many of these blocks are cached. O(blocks); not those that are no blocks of the allocator.
+
+        >>> from pagepool import BlockAllocator, PrefixCache
+        >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
+        >>> cache.cache_blocks([7, 8], cache.allocator.allocate_n(2)), cache.count_cached([0, 1, 2, 99])
+        (2, 2)
+        """
+        cdef IdArray ids
+        cdef int64_t count = 0, i
+        read_ids(blocks, &ids)
+        for i in range(ids.count):
+            count += 0 <= ids.ids[i] < self.allocator.max_capacity and self.cached.owners[ids.ids[i]] > 0
+        release_ids(&ids)
+        return count
+
+    def count_outside(self, list states not None):
+        """How many different blocks these `PagedSeqState` hold together that are not cached. O(blocks).
+
+        Raises `TypeError` for what is none, `ValueError` for one of another allocator.
+
+        >>> from pagepool import BlockAllocator, PagedSeqState, PrefixCache
+        >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
+        >>> state = PagedSeqState(cache.allocator, block_size=1)
+        >>> kept = state.append(3), cache.cache_blocks([7], state.blocks)
+        >>> cache.count_outside([state, state.fork()])
+        2
+        """
+        cdef PagedSeqState state
+        cdef int64_t count = 0
+        cdef int32_t block, i
+        shared = set()  # one that has a single reference is in no other table
+        for item in states:
+            if not isinstance(item, PagedSeqState):
+                raise TypeError(f"a state must be a PagedSeqState, not {type(item).__name__}")
+            state = <PagedSeqState>item
+            if state.allocator is not self.allocator:
+                raise ValueError("the sequence and the cache have different allocators")
+            for i in range(state.first_block, state.num_blocks):
+                block = state.c_blocks[i]
+                if self.cached.owners[block] > 0:
+                    continue
+                if self.allocator.c_ref_count(block) == 1:
+                    count += 1
+                else:
+                    shared.add(block)
+        return count + len(shared)
+
+    def stats(self):
+        """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(1).
+
+        `looked_up` and `hits` are full blocks asked for and found, `inserted` = `cached` + `evicted` + `cleared`;
+        `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of unequal blocks.
+        """
+        free = self.allocator.c_free_count()
+        evictable = self.evictable
+        return {
+            "policy": self.policy,
+            "capacity": self.allocator.capacity,
+            "cached": self.cached.num_cached,
+            "used": self.allocator.capacity - free - evictable,
+            "evictable": evictable,
+            "free": free,
+            "looked_up": self.looked_up,
+            "hits": self.hits,
+            "inserted": self.cached.inserted,
+            "evicted": self.cached.evicted,
+            "cleared": self.cached.cleared,
+            "nodes": self.cached.table.num_alive,
+            "collisions": self.cached.table.collisions,
+        }
+
+    def check(self):
+        """Audits every equation between tree, policy, allocator and counters; raises `PoolError` naming a broken one.
+
+        O(nodes + tokens cached). Changes nothing.
+        """
+        broken = self.cached.audit()
+        if broken is not None:
+            raise PoolError(f"broken invariant: {broken}")
+
+    cdef int c_reserve_path(self, int64_t n) except -1:
+        cdef void *memory
+        if n > self.path_room:
+            memory = PyMem_Realloc(self.path, n * sizeof(int32_t))
+            if memory == NULL:
+                raise MemoryError(f"no memory for a path of {n} nodes")
+            self.path = <int32_t *>memory
+            self.path_room = n
+        return 0
+
+    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil:
+        """Writes the nodes of the leading blocks to `path`, as far as there are any, or any with a block."""
+        cdef Node *nodes = self.cached.table.nodes
+        cdef int64_t size = self.cached.table.block_size, i = 0, end
+        cdef int32_t node = root
+        while i < n:
+            end = i + self.cached.table.c_follow(node, tokens + i * size, n - i, cached_only)
+            if end == i:
+                node = self.cached.table.c_find(node, tokens + i * size) - 1
+                if node < -1 or (cached_only and nodes[node + 1].block < 0):
+                    return i
+                end = i + 1
+            while i < end:
+                node += 1
+                self.path[i] = node
+                i += 1
+        return n
+
+    cdef void c_touch_path(self, int64_t n) noexcept:
+        """All nodes in `path`, from the first to the last; those with ids in a row together."""
+        cdef Node *nodes = self.cached.table.nodes
+        cdef int64_t i = 0, end
+        while i < n:
+            end = i
+            while end < n and self.path[end] == self.path[i] + end - i and not nodes[self.path[end]].held:
+                end += 1
+            if end > i:
+                self.cached.order.c_touch_run(self.path[i], <int32_t>(end - i))
+                i = end
+            else:
+                self.c_touch(self.path[i])
+                i += 1
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        if self.cached.table.nodes[node].held:
+            self.cached.c_relink(node)
+        self.cached.order.c_touch(node)
+
+    cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
+        """Finds or caches a block after the other; the pin on the last node keeps the path to it alive."""
+        cdef int64_t size = self.cached.table.block_size, i, leading = 0
+        cdef int32_t node = root, child, block
+        self.cached.c_pin(node)
+        for i in range(n):
+            child = self.cached.table.c_find(node, tokens + i * size)
+            if child < 0:
+                self.cached.table.c_add_run(node, tokens + i * size, 1, &child)
+            self.cached.c_pin(child)
+            self.cached.c_unpin(node)
+            node = child
+            if self.cached.table.nodes[node].block >= 0:
+                self.c_touch(node)
+                leading += leading == i
+            elif self.cached.kept.c_allocate(CACHED, &block) == PP_OK:
+                self.cached.c_put_run(node, 1, &block)
+            elif self.cached.order.c_refuses(node):
+                self.cached.inserted += 1
+                self.cached.evicted += 1
+            elif self.cached.c_evict(1, CACHED) == 1 and self.cached.kept.c_allocate(CACHED, &block) == PP_OK:
+                self.cached.c_put_run(node, 1, &block)
+            else:
+                break
+        self.cached.c_unpin(node)
+        return leading
+
+    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept:
+        cdef size_t row = self.cached.table.block_size
+        cdef int32_t node
+        if n == 0 or <unsigned int>blocks[n - 1] >= <unsigned int>self.allocator.max_capacity:
+            return -1
+        node = self.cached.owners[blocks[n - 1]] - 1
+        if node < 0 or self.cached.table.nodes[node].root != root:
+            return -1
+        if memcmp(self.cached.table.tokens + node * row, tokens + (n - 1) * row, row * sizeof(int32_t)) != 0:
+            return -1
+        return node
+
+    cdef void c_add(self, int32_t node, const int32_t *tokens, int64_t n, const int32_t *blocks) noexcept:
+        cdef int64_t size = self.cached.table.block_size, i = 0
+        cdef int32_t first, count
+        while i < n:
+            count = self.cached.table.c_add_run(node, tokens + i * size, min(n - i, <int64_t>AT_ONCE), &first)
+            self.cached.c_put_run(first, count, blocks + i)
+            node = first + count - 1
+            i += count
+
+    cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept:
+        """Whether the node has a block that nobody uses, and the other is somebody's and not cached. A caller that has
+        given back the first of its blocks may give anything for them."""
+        cdef int32_t cached = self.cached.table.nodes[node].block
+        if cached < 0 or cached == block or self.stays or self.cached.c_in_use(node):
+            return False
+        if <unsigned int>block >= <unsigned int>self.allocator.max_capacity or self.cached.owners[block]:
+            return False
+        return self.allocator.c_ref_count(block) > 0
+
+    cdef inline bint c_takes(self, int64_t i, int64_t known) noexcept:
+        """Whether block i gets a place: behind the `known` nodes, at one without a block, or where one gives way."""
+        return i >= known or self.path[i] < 0 or self.cached.table.nodes[self.path[i]].block < 0
+
+    cdef int64_t c_publish(
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
+    ) except -1:
+        """The second half of `path` takes the new blocks. What is known goes on behind the first `start` blocks. In the
+        first half -1 - node is a node whose block gives way."""
+        cdef Node *nodes = self.cached.table.nodes
+        cdef int64_t size = self.cached.table.block_size, known, i, end, failed, fresh = 0
+        cdef int32_t *taken = self.path + n
+        cdef int32_t node = self.c_last_of(root, tokens, blocks, start)
+        cdef pp_status status
+        if node >= 0:
+            tokens += start * size
+            blocks += start
+            n -= start
+        else:
+            start = 0
+            node = root
+        known = self.c_walk(node, tokens, n, False)
+        if known:
+            node = self.path[known - 1]
+        for i in range(n):
+            if i < known and self.c_gives_way(self.path[i], blocks[i]):
+                self.path[i] = -1 - self.path[i]
+            if self.c_takes(i, known):
+                taken[fresh] = blocks[i]
+                fresh += 1
+        status = self.cached.kept.c_keep_n(taken, fresh, self.mark, &failed)
+        if status != PP_OK:
+            for i in range(n):
+                if self.c_takes(i, known):
+                    failed -= 1
+                    if failed < 0:
+                        raise self.refused(start + i, blocks[i], status)
+        fresh = i = 0
+        self.cached.c_pin(node)  # the policy may forget ghosts: whatever is on the path stays
+        while i < known:
+            if self.path[i] < 0:
+                self.cached.c_give_place(-1 - self.path[i], taken[fresh])
+                fresh += 1
+                i += 1
+                continue
+            end = i
+            while end < known and self.path[end] == self.path[i] + end - i and nodes[self.path[end]].block < 0:
+                end += 1
+            if end > i:
+                self.cached.c_put_run(self.path[i], <int32_t>(end - i), taken + fresh)
+                fresh += end - i
+                i = end
+            else:
+                i += 1
+        self.c_add(node, tokens + known * size, n - known, taken + fresh)
+        self.cached.c_unpin(node)
+        return fresh + n - known
+
+    cdef int64_t keep(
+        self, tuple key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark, int level,
+        uint64_t end, bint stays
+    ) except -1:
+        cdef int32_t root
+        try:
+            self.c_reserve_path(2 * n)
+            self.cached.table.reserve(n + 1)
+            self.mark = <uint8_t>mark
+            self.stays = stays
+            self.cached.order.priority = level
+            self.cached.order.end = end
+            self.cached.order.c_reserve(n)
+            root = self.cached.table.root(key)
+            self.cached.c_pin(root)
+            try:
+                return self.c_publish(root, tokens, blocks, n, start)
+            finally:
+                self.cached.c_unpin(root)
+        finally:
+            self.mark = CACHED
+            self.stays = False
+            self.cached.order.priority = 0
+            self.cached.order.end = 0
+
+    cdef object refused(self, int64_t i, int32_t block, pp_status status):
+        if block < 0 or block >= self.allocator.max_capacity:
+            return InvalidBlock(f"block {block} is out of range: there are {self.allocator.max_capacity} blocks")
+        if status == PP_INVALID_BLOCK:
+            return InvalidBlock(f"block {block} cannot be cached: it is free")
+        if status == PP_INVALID_ARGUMENT:
+            return InvalidBlock(f"block {block}, given at {i}, is cached already, for other tokens")
+        return PoolError(f"block {block} has {INT32_MAX} references, all that a count can hold")

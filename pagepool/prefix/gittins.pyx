@@ -9,21 +9,29 @@ kind and age are worth least gives its blocks, from the tail, and no block goes 
 
 Where nothing of a kind and age ever came back, the youngest goes: what stays shows whether blocks come back later, up
 to an age of 64 times the capacity. What was learnt is followed only where it is clear: the longest unused group goes
-unless it is worth 1.25 times the least; and only while that is no loss against LRU, which lru_rival.pxd watches.
-Its own are the groups and the tree; the value is known (see reuse_ages.pyx), and so are ghosts (ARC).
+unless it is worth 1.25 times the least; and only while that is no loss against LRU, which `LruRival` watches.
+Its own are the groups and the tree; the value is known (see `ReuseAges`), and so are ghosts (ARC).
 """
 
 cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.prefix.group cimport Group, cells_put, cells_take
-from pagepool.prefix.grouped cimport CONTINUED, COUNT, GHOSTS, MOST_USES, WAITING, WAITS, GroupedPolicy
-from pagepool.prefix.lru_rival cimport rival_count, rival_learn, rival_turns
-from pagepool.prefix.node cimport Node, NodeList, list_append, list_cut, list_push, list_remove, list_remove_run
-from pagepool.prefix.node_table cimport NodeTable
-from pagepool.prefix.reuse_ages cimport AGES, FADE, KINDS, ReuseAges, add_ones, age_class
+from pagepool.prefix.policies cimport EvictionPolicy
+from pagepool.prefix.radix_tree cimport (
+    Node,
+    NodeList,
+    NodeTable,
+    list_append,
+    list_clear,
+    list_cut,
+    list_is_sound,
+    list_push,
+    list_remove,
+    list_remove_run,
+)
 
-__all__ = ["GittinsPolicy"]
+__all__ = ["GittinsPolicy", "GroupedPolicy", "ReuseAges"]
 
 cdef enum:
     BUDGET = 16
@@ -35,6 +43,240 @@ cdef extern from *:
 
 cdef double CLEAR = 1.25  # times what another group is worth, or more: worth keeping for longer than by LRU
 cdef double WORTHLESS = 1e-4  # less than so many hits, where a block stays for as many uses as there are blocks
+
+
+cdef double SHARED = 100.0  # blocks of all kinds together that each kind is taken to have beside its own
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class ReuseAges:
+    """After how long blocks are looked up again, and what it is worth to keep one of an age. Internal.
+
+    The value of keeping a block is its Gittins index: over every time T that one could wait, the best ratio of the
+    chance that it is looked up within T to the time that it is expected to stay until it is looked up or T has passed
+    (Gittins, Bandit processes and dynamic allocation indices, 1979; hit density as a rule of eviction is in LHD,
+    Beckmann, Chen and Cidon, NSDI'18). With hits H and time C added up over the ages it is the steepest line from a
+    point (C, H) to a later one: one pass over their upper convex hull.
+
+    Counts are few where it matters, and blocks of one request come back together. So the rate of reuse, which in most
+    loads falls about as 1 / age, is taken times the age as a mean over a class and its two neighbours.
+    """
+
+    def __cinit__(self):
+        cdef int age
+        for age in range(AGES + 1):
+            self.first[age] = first_age(age)
+        self.c_clear()
+
+    cdef void c_clear(self) noexcept:
+        """Nothing is known: what was used last is worth most."""
+        cdef int kind, age
+        for kind in range(KINDS):
+            for age in range(AGES):
+                self.used[kind][age] = self.gone[kind][age] = self.alive[kind][age] = 0.0
+                self.value[kind][age] = 1.0 / self.first[age]
+
+    cdef void c_count_used(self, int kind, int64_t age, int64_t n) noexcept:
+        cdef int64_t end = age + n, after
+        cdef int now
+        while age < end:
+            now = age_class(age)
+            after = end if now == AGES - 1 else min(end, <int64_t>self.first[now + 1])
+            self.used[kind][now] = add_ones(self.used[kind][now], after - age)
+            age = after
+
+    cdef void c_learn(self, int64_t clock) noexcept:
+        """What happened at no age yet, and not before, has nothing to say: O(kinds * classes up to the age of all)."""
+        cdef double used[64]
+        cdef double ended[64]
+        cdef double total = 0.0
+        cdef int kind, age, last = min(AGES - 1, age_class(clock) + 1)
+        for age in range(AGES):
+            used[age] = ended[age] = 0.0
+            for kind in range(KINDS):
+                used[age] += self.used[kind][age]
+                ended[age] += self.gone[kind][age] + self.alive[kind][age]
+            total += used[age] + ended[age]
+        for kind in range(KINDS):
+            self.c_learn_kind(kind, last, used, ended, SHARED / max(total, 1.0))
+            for age in range(AGES):
+                self.used[kind][age] *= FADE
+                self.gone[kind][age] *= FADE
+                self.alive[kind][age] = 0.0
+
+    cdef void c_learn_kind(self, int kind, int last, const double *used, const double *ended, double weight) noexcept:
+        """`hull` has those later points that a steepest line may end at; after age `last` all are one."""
+        cdef double reused[66]
+        cdef double waited[66]
+        cdef double hits[65]
+        cdef double time[65]
+        cdef int hull[65]
+        cdef double left = 0.0, own_used, own_ended, width, rate, best
+        cdef int age, top = 0
+        reused[0] = waited[0] = reused[last + 2] = waited[last + 2] = 0.0
+        for age in range(last, -1, -1):
+            own_used = self.used[kind][age] + weight * used[age]
+            own_ended = self.gone[kind][age] + self.alive[kind][age] + weight * ended[age]
+            width = self.first[age + 1] - self.first[age]
+            reused[age + 1] = own_used * self.first[age + 1]
+            waited[age + 1] = left * width + (own_used + own_ended) * width * 0.5
+            left += own_used + own_ended
+        hits[64] = time[64] = 0.0
+        hits[last + 1] = time[last + 1] = 0.0
+        hull[0] = 64
+        for age in range(last, -1, -1):
+            rate = waited[age] + 2.0 * waited[age + 1] + waited[age + 2]
+            if rate > 0.0:
+                rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / (rate * self.first[age + 1])
+            # Counted backwards, both fall below 0: only differences matter.
+            hits[age] = hits[age + 1] - rate * waited[age + 1]
+            time[age] = time[age + 1] - waited[age + 1]
+            best = slope(hits, time, age, hull[top])
+            while top > 0 and best <= slope(hits, time, hull[top], hull[top - 1]):
+                top -= 1
+                best = slope(hits, time, age, hull[top])
+            top += 1
+            hull[top] = age
+            self.value[kind][age] = best
+        for age in range(last + 1, AGES):
+            self.value[kind][age] = 0.0
+
+
+cdef inline double slope(const double *hits, const double *time, int first, int last) noexcept:
+    cdef double waited = time[last] - time[first]
+    return (hits[last] - hits[first]) / waited if waited > 0.0 else 0.0
+
+
+@cython.auto_pickle(False)
+cdef class GroupedPolicy(EvictionPolicy):
+    """Keeps the groups, by kind and age, and in the order of their times. Internal: see `GittinsPolicy`."""
+
+    def __dealloc__(self):
+        PyMem_Free(self.groups)
+
+    cdef int c_reserve(self, int64_t n) except -1:
+        cdef int64_t room = max(64, self.room)
+        cdef void *memory
+        while room < self.num_live + n:
+            room *= 2
+        if room > self.room:
+            memory = PyMem_Realloc(self.groups, room * sizeof(Group))
+            if memory == NULL:
+                raise MemoryError(f"no memory for {room} groups of prefix nodes")
+            self.groups = <Group *>memory
+            self.room = room
+        return 0
+
+    cdef void c_clear(self) noexcept:
+        cdef int kind
+        EvictionPolicy.c_clear(self)
+        PyMem_Free(self.groups)
+        self.groups = NULL
+        self.room = self.num_made = self.num_live = 0
+        self.unused = self.victims = -1
+        self.clock = 0
+        rival_clear(&self.rival, self.capacity)
+        for kind in range(KINDS):
+            self.open[kind] = -1
+        cells_clear(&self.cells)
+
+    cdef void c_place(self, int32_t first, int32_t n) noexcept:
+        cdef uint8_t uses = self.table.nodes[first].uses
+        cdef int count = uses & COUNT
+        cdef int kind = 2 * (count - (count > 2)) + ((uses & CONTINUED) != 0)
+        cdef int32_t number = self.open[kind], node
+        cdef Group *group
+        if number < 0:
+            number = self.unused
+            if number >= 0:
+                self.unused = self.groups[number].next
+            else:
+                number = self.num_made
+                self.num_made += 1
+            self.num_live += 1
+            self.open[kind] = number
+            group = &self.groups[number]
+            group.time = self.clock
+            group.kind = <uint8_t>kind
+            group.members = 0
+            list_clear(&group.nodes)
+            rival_open(&self.rival, self.groups, number)
+        self.groups[number].members += n
+        rival_add(&self.rival, self.groups, number, n)
+        for node in range(first, first + n):
+            self.table.nodes[node].list = number
+
+    cdef void c_leave(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t number = self.table.nodes[first].list
+        cdef Group *group = &self.groups[number]
+        group.members -= n
+        self.rival.size -= n * group.in_lru
+        if group.members == 0:
+            rival_close(&self.rival, self.groups, number)
+            if self.open[group.kind] == number:
+                self.open[group.kind] = -1
+            group.next = self.unused
+            self.unused = number
+            self.num_live -= 1
+
+    cdef void c_join(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t number = self.table.nodes[first].list
+        cdef Group *group = &self.groups[number]
+        if group.nodes.size == 0:
+            cells_put(&self.cells, self.groups, number, age_class(self.clock - group.time))
+        list_append(&group.nodes, self.table.nodes, first, first + n - 1, n)
+
+    cdef void c_part(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t number = self.table.nodes[first].list
+        list_cut(&self.groups[number].nodes, self.table.nodes, first, first + n - 1, n)
+        if self.groups[number].nodes.size == 0:
+            cells_take(&self.cells, self.groups, number)
+            if self.victims == number:
+                self.victims = -1
+
+    cdef str audit(self, int32_t num_linked):
+        cdef Node *nodes = self.table.nodes
+        cdef Group *group
+        cdef int32_t node, number, linked = self.lists[WAITING].size, in_cells = 0, in_lru = 0, in_order = 0
+        cdef int kind, age
+        members, children = {}, {}
+        for node in range(self.table.num_made):
+            if not nodes[node].alive or nodes[node].parent < 0 or (nodes[node].block < 0 and not nodes[node].ghost):
+                continue
+            members[nodes[node].list] = members.get(nodes[node].list, 0) + 1
+            if nodes[node].block >= 0:
+                children[nodes[node].parent] = children.get(nodes[node].parent, 0) + 1
+        for node in range(self.table.num_made):
+            if nodes[node].alive and nodes[node].cached_children != children.get(node, 0):
+                return f"node {node} counts {nodes[node].cached_children} cached children, not {children.get(node, 0)}"
+        for kind in range(KINDS):
+            for age in range(AGES):
+                number = self.cells.ends[kind][age][0]
+                while number >= 0:
+                    group = &self.groups[number]
+                    in_cells += 1
+                    linked += group.nodes.size
+                    if group.kind != kind or not list_is_sound(&group.nodes, nodes) or group.nodes.size == 0:
+                        return f"group {number} does not belong into the cell of kind {kind} and age class {age}"
+                    number = group.next
+        if not list_is_sound(&self.lists[WAITING], nodes) or not list_is_sound(&self.lists[GHOSTS], nodes):
+            return "a list of the policy is broken"
+        number = self.rival.newest
+        while number >= 0:
+            group = &self.groups[number]
+            if group.members != members.get(number, 0):
+                return f"group {number} counts {group.members} members, not {members.get(number, 0)}"
+            if group.in_lru != (self.rival.oldest >= 0 and group.time >= self.groups[self.rival.oldest].time):
+                return f"group {number} of time {group.time} is on the wrong side of what LRU would have"
+            in_lru += group.in_lru * group.members
+            in_order += 1
+            number = group.older
+        if in_lru != self.rival.size or in_lru > self.capacity or in_order != self.num_live:
+            return f"LRU would have {in_lru} nodes, not {self.rival.size}, of {in_order} groups, not {self.num_live}"
+        if len(members) != self.num_live or in_cells > self.num_live:
+            return f"{len(members)} groups have members, {in_cells} are in cells, not {self.num_live}"
+        return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"
 
 
 @cython.final

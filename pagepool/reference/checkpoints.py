@@ -1,7 +1,7 @@
-"""Which states of a hybrid model are kept, in plain Python: `pagepool.prefix.checkpoint_index` without its tree.
+"""Which states of a hybrid model are kept, in plain Python: `pagepool.prefix.checkpoints` without its tree.
 
 A state is known by all the tokens before it, as a tuple; every question is asked of every state. The words and the
-rule by which states go are those of `pagepool.prefix.checkpoint_value`.
+rule by which states go are the same.
 """
 
 from __future__ import annotations

@@ -1,17 +1,244 @@
-"""The eviction policies of the reference by name."""
+"""Eviction policies in plain Python: who goes first when a prefix cache must make room.
+
+A policy is told, from the head of a prefix to its tail, that a node was cached (`insert`), looked up (`touch`), that
+it lost its block (`evicted`), that it was found in use (`unlink`) and is free again (`link`); `victim` names who goes
+next. Each list is a dict in the order of age, the oldest first. S3-FIFO and ARC remember evicted nodes: ghosts.
+"""
 
 from __future__ import annotations
 
-from pagepool.reference.eviction import Arc, Lfu, Lru, Priority, S3Fifo
-from pagepool.reference.gittins import Gittins
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["POLICIES"]
+__all__ = ["Arc", "Lfu", "Lru", "Priority", "S3Fifo", "belady_pass"]
 
-POLICIES: dict[str, type[Lru]] = {
-    "lru": Lru,
-    "lfu": Lfu,
-    "s3fifo": S3Fifo,
-    "arc": Arc,
-    "gittins": Gittins,
-    "priority": Priority,
-}
+
+def oldest(nodes: dict[Any, None]) -> Any:
+    """The first key of a dict."""
+    return next(iter(nodes))
+
+
+class Lru:
+    """Least recently used; what the others build on: some lists, and the list that each node is in."""
+
+    priority = 0  # of the nodes that come next
+    end: float | None = None  # of that priority
+
+    def __init__(self, capacity: int, num_lists: int = 1) -> None:
+        self.capacity = capacity
+        self.lists: list[dict[Any, None]] = [{} for _ in range(num_lists)]
+        self.place: dict[Any, int] = {}
+
+    def insert(self, node: Any) -> None:
+        """The node has a block from now on."""
+        self.move(node, 0)
+
+    def touch(self, node: Any) -> None:
+        """The node was found by a look-up."""
+        self.move(node, 0)
+
+    def refuses(self, node: Any) -> bool:
+        """Room must be made for this node: whether it had better stay out, as if it came and went at once."""
+        return False
+
+    def victim(self) -> Any:
+        """Who goes next, or None."""
+        return oldest(self.lists[0]) if self.lists[0] else None
+
+    def evicted(self, node: Any) -> None:
+        """The node has lost its block."""
+        del self.lists[self.place.pop(node)][node]
+
+    def unlink(self, node: Any) -> None:
+        """Out of the lists; which one it was in is remembered."""
+        del self.lists[self.place[node]][node]
+
+    def link(self, node: Any) -> None:
+        """Back at the recent end of its list."""
+        self.lists[self.place[node]][node] = None
+
+    def expire(self, now: float) -> int:
+        """The time is `now`; returns how many priorities ended."""
+        return 0
+
+    def linked(self) -> Iterable[Iterable[Any]]:
+        """All lists, for an audit."""
+        return self.lists
+
+    def move(self, node: Any, to: int) -> None:
+        """To the recent end of a list, from wherever it was."""
+        if node in self.place:
+            self.lists[self.place[node]].pop(node, None)
+        self.place[node] = to
+        self.lists[to][node] = None
+
+    def forget_oldest(self, index: int) -> None:
+        """Drops the oldest ghost of a list."""
+        node = oldest(self.lists[index])
+        del self.lists[index][node], self.place[node]
+
+
+class Lfu(Lru):
+    """Least frequently used, then least recently: a list per number of uses, 255 and more in one."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 256)
+
+    def insert(self, node: Any) -> None:
+        self.move(node, 1)
+
+    def touch(self, node: Any) -> None:
+        self.move(node, min(255, self.place[node] + 1))
+
+    def victim(self) -> Any:
+        return next((oldest(nodes) for nodes in self.lists if nodes), None)
+
+
+class Priority(Lru):
+    """By the priority that a node was cached with, from 0 to 255, until it ends, then least recently used."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 256)
+        self.now = float("-inf")
+        self.ends: dict[Any, float] = {}  # in the order in which they came
+
+    def insert(self, node: Any) -> None:
+        is_over = self.end is not None and self.end <= self.now
+        self.move(node, 0 if is_over else self.priority)
+        if self.end is not None and self.place[node]:
+            self.ends[node] = self.end
+
+    def evicted(self, node: Any) -> None:
+        self.ends.pop(node, None)
+        super().evicted(node)
+
+    def expire(self, now: float) -> int:
+        self.now = max(self.now, now)
+        due = sorted((node for node in self.ends if self.ends[node] <= now), key=self.ends.__getitem__)
+        for node in due:
+            del self.ends[node]
+            if node in self.lists[self.place[node]]:
+                self.move(node, 0)
+            else:
+                self.place[node] = 0
+        return len(due)
+
+    def touch(self, node: Any) -> None:
+        self.move(node, self.place[node])
+
+    def victim(self) -> Any:
+        return next((oldest(nodes) for nodes in self.lists if nodes), None)
+
+
+class S3Fifo(Lru):
+    """A small queue, a main queue, and the ghosts of the small one; uses are counted up to 3."""
+
+    SMALL, MAIN, GHOST = range(3)
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 3)
+        self.uses: dict[Any, int] = {}
+
+    def insert(self, node: Any) -> None:
+        self.uses[node] = 0
+        self.move(node, self.MAIN if node in self.lists[self.GHOST] else self.SMALL)
+
+    def touch(self, node: Any) -> None:
+        self.uses[node] = min(3, self.uses[node] + 1)
+
+    def victim(self) -> Any:
+        small, main = self.lists[self.SMALL], self.lists[self.MAIN]
+        while small or main:
+            if small and (not main or 10 * len(small) >= len(small) + len(main)):
+                node = oldest(small)
+                if self.uses[node] <= 1:
+                    return node
+                self.uses[node] = 0
+            else:
+                node = oldest(main)
+                if self.uses[node] == 0:
+                    return node
+                self.uses[node] -= 1
+            self.move(node, self.MAIN)
+        return None
+
+    def evicted(self, node: Any) -> None:
+        if node in self.lists[self.MAIN]:
+            super().evicted(node)
+            return
+        self.move(node, self.GHOST)
+        if len(self.lists[self.GHOST]) > self.capacity - self.capacity // 10:
+            self.forget_oldest(self.GHOST)
+
+
+class Arc(Lru):
+    """Used once against used again, with ghosts of both; the target of the first moves when a ghost comes back."""
+
+    RECENT, FREQUENT, RECENT_GHOSTS, FREQUENT_GHOSTS = range(4)
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, 4)
+        self.target = 0
+
+    def insert(self, node: Any) -> None:
+        recent, frequent = len(self.lists[self.RECENT_GHOSTS]), len(self.lists[self.FREQUENT_GHOSTS])
+        if node in self.lists[self.RECENT_GHOSTS]:
+            self.target = min(self.capacity, self.target + max(1, frequent // recent))
+        elif node in self.lists[self.FREQUENT_GHOSTS]:
+            self.target = max(0, self.target - max(1, recent // frequent))
+        self.move(node, self.FREQUENT if node in self.place else self.RECENT)
+        self.trim()
+
+    def touch(self, node: Any) -> None:
+        self.move(node, self.FREQUENT)
+
+    def victim(self) -> Any:
+        recent, frequent = self.lists[self.RECENT], self.lists[self.FREQUENT]
+        if recent and (len(recent) > self.target or not frequent):
+            return oldest(recent)
+        return oldest(frequent) if frequent else None
+
+    def evicted(self, node: Any) -> None:
+        self.move(node, self.RECENT_GHOSTS if self.place[node] == self.RECENT else self.FREQUENT_GHOSTS)
+        self.trim()
+
+    def trim(self) -> None:
+        """RECENT and its ghosts are at most the capacity, all four at most twice that."""
+        recent, _, recent_ghosts, frequent_ghosts = self.lists
+        while recent_ghosts and len(recent) + len(recent_ghosts) > self.capacity:
+            self.forget_oldest(self.RECENT_GHOSTS)
+        while frequent_ghosts and sum(map(len, self.lists)) > 2 * self.capacity:
+            self.forget_oldest(self.FREQUENT_GHOSTS)
+
+
+def belady_pass(ids: Sequence[int], ends: Sequence[int], capacity: int) -> tuple[int, int]:
+    """The best that any policy could do, with all requests known in advance: hits in the leading runs of the prompts,
+    and evictions. A block that does not come in counts as evicted.
+
+    >>> belady_pass([0, 1, 2, 0, 1, 2], [1, 2, 3, 4, 5, 6], 2)
+    (2, 2)
+    """
+    following: dict[int, int] = {}
+    next_use = [0] * len(ids)
+    for place in reversed(range(len(ids))):
+        next_use[place] = following.get(ids[place], len(ids) + place)
+        following[ids[place]] = place
+    cached: dict[int, int] = {}
+    hits = evicted = start = 0
+    for end in ends:
+        leading = True
+        for place in range(start, end):
+            block = ids[place]
+            if block in cached:
+                hits += leading
+            else:
+                leading = False
+                if len(cached) == capacity:
+                    evicted += 1
+                    farthest = max(cached, key=cached.__getitem__, default=None)
+                    if farthest is None or cached[farthest] <= next_use[place]:
+                        continue
+                    del cached[farthest]
+            cached[block] = next_use[place]
+        start = end
+    return hits, evicted

@@ -13,16 +13,34 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.errors import InvalidBlock
+from pagepool.errors import InvalidBlock, PoolError
 from pagepool.reference.floors import CacheFloors
-from pagepool.reference.policies import POLICIES
-from pagepool.reference.prefix_summary import CacheSummary
-from pagepool.reference.prefix_tree import Node, cached_path, keys_of, part_of, path_of, root_of
+from pagepool.reference.gittins import Gittins
+from pagepool.reference.policies import Arc, Lfu, Lru, Priority, S3Fifo
 
-__all__ = ["PrefixCache"]
+__all__ = ["POLICIES", "PrefixCache"]
+
+POLICIES: dict[str, type[Lru]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "s3fifo": S3Fifo,
+    "arc": Arc,
+    "gittins": Gittins,
+    "priority": Priority,
+}
 
 
-class PrefixCache(CacheSummary):
+class Node:
+    """A prefix: that of its parent and one block of tokens more. `block` is None when it is not cached."""
+
+    def __init__(self, parent: Node | None = None, key: tuple[int, ...] = ()) -> None:
+        self.parent = parent
+        self.key = key  # its own tokens
+        self.block: int | None = None
+        self.children: dict[tuple[int, ...], Node] = {}
+
+
+class PrefixCache:
     """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     >>> from pagepool.reference import BlockAllocator
@@ -35,6 +53,9 @@ class PrefixCache(CacheSummary):
     >>> cache.match_prefix([1, 2, 3, 4, 9, 9])
     array([0, 1], dtype=int32)
     """
+
+    kind = "cache"
+    label = None
 
     def __init__(self, allocator: Any, block_size: int = 16, policy: str = "lru") -> None:
         if not 1 <= operator.index(block_size) <= 1024:
@@ -194,6 +215,59 @@ class PrefixCache(CacheSummary):
         self.forgotten += self.num_cached
         self._forget()
 
+    def references(self) -> list[int]:
+        """The ids of its blocks."""
+        return list(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that the cache holds a reference to."""
+        return len(self._cached)
+
+    @property
+    def inserted(self) -> int:
+        """How many blocks were ever cached."""
+        return self.num_cached + self.evicted + self.cleared
+
+    @property
+    def evictable(self) -> int:
+        """Cached blocks that nobody else holds."""
+        return sum(not self._in_use(node) for node in self._cached.values())
+
+    def holds(self, block: int) -> bool:
+        """Whether the block is cached."""
+        return block in self._cached
+
+    def count_cached(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are cached."""
+        return sum(block in self._cached for block in blocks)
+
+    def count_outside(self, states: Iterable[Any]) -> int:
+        """How many different blocks these sequences hold that are not cached."""
+        return len({block for state in states for block in state.blocks} - set(self._cached))
+
+    def stats(self) -> dict[str, Any]:
+        """What it holds and has done, as a dict."""
+        return {
+            "policy": self.policy,
+            "cached": self.num_cached,
+            "evictable": self.evictable,
+            "looked_up": self.looked_up,
+            "hits": self.hits,
+            "inserted": self.inserted,
+            "evicted": self.evicted,
+            "cleared": self.cleared,
+        }
+
+    def check(self) -> None:
+        """Raises `PoolError` when one of the invariants above is broken."""
+        for block, node in self._cached.items():
+            if node.block != block or self.allocator.ref_count(block) < 1:
+                raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
+        linked = [node for nodes in self._order.linked() for node in nodes if node.block is not None]
+        if sorted(map(id, [*linked, *self._held, *self.floors.aside()])) != sorted(map(id, self._cached.values())):
+            raise PoolError(f"{len(linked)} nodes are in the policy, {len(self._held)} held, not {self.num_cached}")
+
     def _forget(self) -> None:
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._cached: dict[int, Node] = {}
@@ -257,3 +331,58 @@ class PrefixCache(CacheSummary):
                 self._held[node] = None
             else:
                 self._order.link(node)
+
+    def _in_use(self, node: Node) -> bool:
+        return bool(self.allocator.ref_count(node.block) > 1)
+
+
+def keys_of(tokens: Any, size: int) -> list[tuple[int, ...]]:
+    """The tokens of each full block of `size`.
+
+    >>> keys_of([1, 2, 3, 4, 5], 2)
+    [(1, 2), (3, 4)]
+    """
+    row = np.asarray(tokens).tolist()
+    return [tuple(row[at : at + size]) for at in range(0, len(row) - size + 1, size)]
+
+
+def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
+    """The nodes below `node` of these blocks, made where there are none."""
+    path = []
+    for key in keys:
+        child = node.children.get(key)
+        if child is None:
+            child = node.children[key] = Node(node, key)
+        path.append(child)
+        node = child
+    return path
+
+
+def cached_path(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
+    """The nodes below `node` of the first of these blocks, as far as they are cached."""
+    path: list[Node] = []
+    for key in keys:
+        child = node.children.get(key)
+        if child is None or child.block is None:
+            break
+        path.append(child)
+        node = child
+    return path
+
+
+def part_of(node: Node, tokens: list[int]) -> tuple[Node | None, int]:
+    """The cached child that begins with most of `tokens`, the lowest block of those, and how many; None and 0."""
+    best, longest, lowest = None, 0, 0
+    for key, child in node.children.items():
+        pairs = zip(key, tokens, strict=False)
+        same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(key), len(tokens)))
+        if child.block is not None and same and (same > longest or (same == longest and child.block < lowest)):
+            best, longest, lowest = child, same, child.block
+    return best, longest
+
+
+def root_of(node: Node) -> Node:
+    """The node without a parent that `node` is below."""
+    while node.parent is not None:
+        node = node.parent
+    return node

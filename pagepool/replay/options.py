@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from pagepool.config import KV_DTYPES
-from pagepool.prefix.policies import POLICIES
+from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.attend import GEOMETRIES
 from pagepool.replay.clock import CostModel
 from pagepool.replay.order import ORDERS, USER_ORDERS

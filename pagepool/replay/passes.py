@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
-from pagepool.prefix.belady import belady_pass
-from pagepool.prefix.checkpoint_index import CheckpointIndex
+from pagepool.prefix.checkpoints import CheckpointIndex
+from pagepool.prefix.policies import belady_pass
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
 from pagepool.replay.prompts import MAX_IDS, Prompts
 

@@ -10,7 +10,7 @@ import numpy as np
 from pagepool.arguments import wrong
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.prefix.keys import root_key
-from pagepool.prefix.tokens import token_row
+from pagepool.prefix.radix_tree import token_row
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.blocks import BlockAccount, NoBlocks
 from pagepool.scheduling.cohort import Cohort

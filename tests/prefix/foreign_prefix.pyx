@@ -5,7 +5,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from pagepool cimport BlockAllocator, PrefixCache, PrefixSpace
 from pagepool.csrc cimport PP_OK, pp_status
-from pagepool.prefix.event_log cimport CLEARED, REMOVED, STORED, Event
+from pagepool.prefix.events cimport CLEARED, REMOVED, STORED, Event
 
 
 cdef double seconds() noexcept nogil:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import pagepool.reference.checkpoints as reference
 from pagepool import BlockAllocator, InvalidSlot, PoolError, PrefixCache, SsmStatePool, StateCheckpoints, StateLayout
-from pagepool.prefix.checkpoint_index import REASONS, CheckpointIndex, Stop
+from pagepool.prefix.checkpoints import REASONS, CheckpointIndex, Stop
 from pagepool.prefix.token_tree import TokenTree
 
 LAYOUT = StateLayout(layers=[{"conv": ((3, 4), "float32"), "ssm": ((5,), "float16")}, {}, {"ssm": ((2,), "int32")}])

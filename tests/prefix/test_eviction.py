@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from pagepool import BlockAllocator, PrefixCache
-from pagepool.prefix.belady import belady_pass
-from pagepool.reference.belady import belady_pass as plain_belady_pass
-from pagepool.reference.reuse_ages import AGES, age_class, first_age
+from pagepool.prefix.policies import belady_pass
+from pagepool.reference.gittins import AGES, age_class, first_age
+from pagepool.reference.policies import belady_pass as plain_belady_pass
 
 
 def hits(policy, prompts, capacity):

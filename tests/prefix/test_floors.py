@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import pagepool
 from pagepool import BlockAllocator, PrefixCache, reference
-from pagepool.prefix.policies import POLICIES
+from pagepool.prefix.eviction import POLICIES
 
 CAPACITY = 12
 GROUPS = 4

@@ -9,7 +9,7 @@ import pytest
 
 import pagepool
 from pagepool import BlockAllocator, PrefixCache, reference
-from pagepool.prefix.belady import belady_pass
+from pagepool.prefix.policies import belady_pass
 from pagepool.reference import BlockAllocator as PlainAllocator
 from pagepool.reference import PrefixCache as PlainCache
 

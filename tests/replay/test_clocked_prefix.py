@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trace_bytes import lines_of
 
 from pagepool.cli import main
-from pagepool.prefix.policies import POLICIES
+from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.prompts import TraceTokens
 from pagepool.replay.ptrace import read_trace
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import pagepool
 from pagepool import cli
-from pagepool.prefix.policies import POLICIES
+from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
 from pagepool.replay.passes import cache_pass, cache_passes
 from pagepool.replay.prompts import Prompts

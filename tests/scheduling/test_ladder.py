@@ -24,7 +24,7 @@ from pagepool import (
     Tenant,
     calibrate,
 )
-from pagepool.prefix.policies import POLICIES as CACHE_POLICIES
+from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 from pagepool.scheduling.costs import cheaper_to_swap
 from pagepool.scheduling.policies import POLICIES
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import pagepool
 from pagepool import KvLayout, PressureCosts, SchedulerConfig, SwapFile, Tenant, reference
-from pagepool.prefix.policies import POLICIES as CACHE_POLICIES
+from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import read_trace
 from pagepool.scheduling.policies import POLICIES

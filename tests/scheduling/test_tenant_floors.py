@@ -3,7 +3,7 @@
 import pytest
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
-from pagepool.prefix.policies import POLICIES as CACHE_POLICIES
+from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 
 BLOCK = 4
 

@@ -21,7 +21,7 @@ from pagepool import (
     StateLayout,
     Transaction,
 )
-from pagepool.prefix.policies import POLICIES
+from pagepool.prefix.eviction import POLICIES
 
 LAYOUT = StateLayout(layers=[{"h": ((3,), "float32")}])
 

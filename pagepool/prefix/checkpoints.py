@@ -1,0 +1,520 @@
+"""Checkpoints: at which positions of which prompts recurrent states are kept, and which go when room is needed.
+
+Keys and values of a prefix are there for each of its tokens; a recurrent state is there only where somebody copied it,
+and it is as large for ten tokens as for a million. A hybrid model can go on from the longest cached prefix at whose
+end a state was kept, so the question is where to keep one. Three kinds of places earn it:
+
+    branch  where a prompt leaves those before it: found when the second such prompt comes, used from the third on
+    end     where a request ended: the next turn of a conversation goes on from there
+    grid    every `grid` tokens of a prompt: bounds what the second prompt must compute again
+
+Its value is the tokens that it saves, those from the state before it on, times the times that it will be used: those
+counted since, and before any the mean of its kind so far. It is weighed by the byte, and the priority is that of
+GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998): the age of the cache is added, so that what was once valuable goes
+in the end.
+
+    priority = age when it was used last + uses * saved tokens / (state bytes + 4 * saved tokens)
+    age      = the priority of the state dropped last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagepool.arguments import integer
+from pagepool.config import StateLayout
+from pagepool.errors import InvalidSlot, PoolError, refuse_copy
+from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.memory.state_memory import StateMemory
+from pagepool.prefix.keys import root_key
+from pagepool.prefix.radix_tree import token_row
+from pagepool.prefix.token_tree import TokenNode, TokenTree
+
+__all__ = ["REASONS", "CheckpointIndex", "StateCheckpoints", "Stop"]
+
+REASONS = ("branch", "end", "grid")
+TOKEN_BYTES = 4
+MAX_STATES = 2**31 - 1
+# A kind's mean of uses begins at 1 and moves as if so many states had been used once each before.
+PRIOR = 8
+
+
+class Mark:
+    """What the tree has at a position: the slot of the state, and what its priority is made of."""
+
+    __slots__ = ("age", "birth", "priority", "reason", "slot", "uses", "version")
+
+    def __init__(self, slot: int, birth: int, reason: str, uses: float, age: float) -> None:
+        self.slot = slot
+        self.birth = birth  # of two with one priority, the older goes first
+        self.reason = reason
+        self.uses = uses
+        self.age = age
+        self.priority = 0.0
+        self.version = 0
+
+
+Entry: TypeAlias = tuple[float, int, int, TokenNode]  # priority, birth, version
+
+
+class ValueQueue:
+    """Marked nodes by priority. Of the entries of one node, that with the version of its mark counts."""
+
+    def __init__(self, state_bytes: int) -> None:
+        self.age = 0.0
+        self._state_bytes = state_bytes
+        self._heap: list[Entry] = []
+
+    def push(self, node: TokenNode, num_states: int) -> None:
+        """Works out the priority anew: after a use, and when the state before it came or went. O(log num_states)."""
+        mark, above = mark_of(node), node.above()
+        saves = node.end - (above.end if above is not None else 0)
+        priority, version = mark.age + self.value(mark.uses, saves), mark.version + 1
+        heappush(self._heap, (priority, mark.birth, version, node))
+        mark.priority, mark.version = priority, version
+        if len(self._heap) > 64 + 4 * num_states:
+            self._heap = [entry for entry in self._heap if _is_current(entry)]
+            heapify(self._heap)
+
+    def value(self, uses: float, saves: int) -> float:
+        """What the state that saves so many tokens is worth by the byte, those of the tokens included."""
+        return uses * saves / (self._state_bytes + saves * TOKEN_BYTES)
+
+    def least(self) -> TokenNode | None:
+        """The node that goes next; it stays."""
+        while self._heap and not _is_current(self._heap[0]):
+            heappop(self._heap)
+        return self._heap[0][3] if self._heap else None
+
+    def __len__(self) -> int:
+        return sum(map(_is_current, self._heap))
+
+
+def mark_of(node: TokenNode) -> Mark:
+    """The mark of a marked node."""
+    assert isinstance(node.mark, Mark)
+    return node.mark
+
+
+def _is_current(entry: Entry) -> bool:
+    mark = entry[3].mark
+    return isinstance(mark, Mark) and (mark.birth, mark.version) == entry[1:3]
+
+
+class Stop(NamedTuple):
+    """A position of a prompt at which its state is worth a copy, and why."""
+
+    position: int
+    reason: str
+
+
+class CheckpointIndex:
+    """Which states are kept, by the exact tokens before them. It owns no state, only the numbers of their slots.
+
+    state_bytes   bytes of one state
+    budget_bytes  for states and the tokens that find them; None: no bound
+    grid          tokens from one grid position to the next; 0: no grid
+    spacing       tokens that a state must at least be away from the one before it
+    align         positions are multiples of it: what the kernels can stop at, or the KV cache can find
+
+    The invariants, which `check` audits:
+
+        num_states = marks in the tree = slots in use <= budget_bytes // state_bytes
+        used_bytes = num_states * state_bytes + num_tokens * 4 <= budget_bytes
+        saved - dropped = num_states
+
+    >>> index = CheckpointIndex(state_bytes=1000, budget_bytes=10_000)
+    >>> prompts = [[*range(480), user, 7] for user in (1, 2, 3)]
+    >>> index.stops(prompts[0], kv_tokens=0)  # nothing is known yet
+    []
+    >>> index.stops(prompts[1], kv_tokens=480)  # the second one leaves the first there
+    [Stop(position=480, reason='branch')]
+    >>> index.admit(prompts[1], 480, "branch"), index.find(prompts[2], limit=480)
+    (0, (480, 0))
+    """
+
+    def __init__(
+        self,
+        state_bytes: int,
+        budget_bytes: int | None = None,
+        *,
+        grid: int = 16_384,
+        spacing: int = 16,
+        align: int = 1,
+    ) -> None:
+        self.state_bytes = integer("state_bytes", state_bytes, 1)
+        self.budget_bytes = None if budget_bytes is None else integer("budget_bytes", budget_bytes, 0)
+        self.grid = integer("grid", grid, 0)
+        self.spacing = integer("spacing", spacing, 1)
+        self.align = integer("align", align, 1)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tree = TokenTree()
+        self._nodes: dict[int, TokenNode] = {}  # by slot
+        self._free: list[int] = []
+        self._queue = ValueQueue(self.state_bytes)
+        self.saved = dict.fromkeys(REASONS, 0)
+        self.used = dict.fromkeys(REASONS, 0)
+        self.dropped = self.rejected = self.peak_states = 0
+
+    @property
+    def num_states(self) -> int:
+        """States kept."""
+        return len(self._nodes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the states kept and of the tokens that find them."""
+        return self.num_states * self.state_bytes + self._tree.num_tokens * TOKEN_BYTES
+
+    def find(
+        self, tokens: Any, limit: int | None = None, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
+    ) -> tuple[int, int] | None:
+        """Position and slot of the longest prefix of `tokens` whose state is kept, or None; it counts as used.
+
+        tokens  those of the prompt, as `PrefixCache.match_prefix` takes them, salt and keys as well
+        limit   no position beyond it: how many tokens have their keys and values. One token at least is left to compute
+        """
+        row = token_row(tokens)
+        most = len(row) - 1 if limit is None else min(integer("limit", limit), len(row) - 1)
+        node, _ = self._tree.walk(root_key(cache_salt, extra_keys), row)
+        while node is not None and (node.mark is None or node.end > most):
+            node = node.parent
+        if node is None:
+            return None
+        mark = mark_of(node)
+        mark.uses += 1
+        mark.age = self._queue.age
+        self.used[mark.reason] += 1
+        self._queue.push(node, self.num_states)
+        return node.end, mark.slot
+
+    def stops(
+        self,
+        tokens: Any,
+        kv_tokens: int,
+        begin: int = 0,
+        *,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+    ) -> list[Stop]:
+        """Where to stop while a prompt is read, and keep its state: in order, each beyond `begin`. Changes nothing.
+
+        kv_tokens  leading tokens whose keys and values were cached: where the prompt leaves those before it
+        begin      the position from which it is computed, that of the state found
+        """
+        row = token_row(tokens)
+        last, known = len(row) - 1, min(integer("kv_tokens", kv_tokens), len(row) - 1)
+        node, same = self._tree.walk(root_key(cache_salt, extra_keys), row)
+        wanted = {self.aligned(position): "branch" for position in (min(same, last), known) if position > 0}
+        if self.grid:
+            first = (max(known, begin) // self.grid + 1) * self.grid
+            for position in range(first, last + 1, self.grid):
+                wanted.setdefault(self.aligned(position), "grid")
+        while node is not None and node.mark is None:
+            node = node.parent
+        taken = node.end if node is not None else 0
+        stops: list[Stop] = []
+        for position in sorted(wanted):
+            if position <= begin or taken <= position < taken + self.spacing:
+                continue
+            # Of two that are too close the shorter prefix stays, as keys and values may reach no further; one of the
+            # grid gives way.
+            if stops and position < stops[-1].position + self.spacing:
+                if wanted[position] == "grid" or stops[-1].reason == "branch":
+                    continue
+                stops.pop()
+            stops.append(Stop(position, wanted[position]))
+        return stops
+
+    def aligned(self, position: int) -> int:
+        """The last position up to this one that is a multiple of `align`."""
+        return position - position % self.align
+
+    def admit(
+        self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
+    ) -> int:
+        """The slot that the state after `tokens[:position]` is to be copied to now, or -1 when it is not worth one.
+
+        It is not when it is kept already, or another is less than `spacing` before it, or only states of more value
+        would have to go. Those of the least value go until there is room. Raises as `asked`; then nothing has changed.
+        """
+        return self.place(*self.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys))
+
+    def asked(
+        self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
+    ) -> tuple[bytes, NDArray[np.int32], str]:
+        """What `place` takes, from what `admit` takes. Changes nothing.
+
+        Raises `ValueError` for a position that is no multiple of `align`, or not among the tokens, and for an unknown
+        reason.
+        """
+        row, at = token_row(tokens), integer("position", position)
+        if not 1 <= at <= len(row) or at % self.align:
+            raise ValueError(f"position must be a multiple of {self.align} from 1 to {len(row)}, not {at}")
+        if reason not in REASONS:
+            raise ValueError(f"reason must be one of {', '.join(REASONS)}, not {reason!r}")
+        return root_key(cache_salt, extra_keys), row[:at], reason
+
+    def place(self, key: bytes, row: NDArray[np.int32], reason: str) -> int:
+        """What `admit` does, once it is asked properly."""
+        at = len(row)
+        uses = (self.used[reason] + PRIOR) / (self.saved[reason] + PRIOR)
+        while True:
+            node, same = self._tree.walk(key, row)
+            if node is not None and node.mark is None:
+                node = node.above()
+            begin = node.end if node is not None else 0
+            if node is not None and at - begin < self.spacing:
+                return -1
+            size = self.state_bytes + (at - same) * TOKEN_BYTES
+            if self.budget_bytes is None or self.used_bytes + size <= self.budget_bytes:
+                break
+            priority = self._queue.age + self._queue.value(uses, at - begin)
+            victim = self._queue.least()
+            if victim is None or mark_of(victim).priority >= priority:
+                # As if it had been let in and had gone at once: with time the others grow old beside newcomers.
+                self._queue.age = max(self._queue.age, priority)
+                self.rejected += 1
+                return -1
+            self._queue.age = mark_of(victim).priority
+            self._drop(victim)
+        return self._put(self._tree.place(key, row), reason, uses)
+
+    def drop(self, slot: int) -> None:
+        """Forgets the state in a slot. Raises `ValueError` for a slot that has none."""
+        if slot not in self._nodes:
+            raise ValueError(f"slot {slot} has no state; {self.num_states} are kept")
+        self._drop(self._nodes[slot])
+
+    def reset(self) -> None:
+        """Forgets every state and all counts."""
+        self._forget()
+
+    def stats(self) -> dict[str, Any]:
+        """What is kept and what was done, as a dict; `saved` and `used` by reason."""
+        return {
+            "states": self.num_states,
+            "peak_states": self.peak_states,
+            "used_bytes": self.used_bytes,
+            "budget_bytes": self.budget_bytes,
+            "saved": dict(self.saved),
+            "used": dict(self.used),
+            "dropped": self.dropped,
+            "rejected": self.rejected,
+        }
+
+    def check(self) -> None:
+        """Audits the equations above and those of the tree; raises `PoolError` naming a broken one. O(tokens)."""
+        self._tree.check()
+        marked = {mark_of(node).slot: node for node in self._tree.nodes() if node.mark is not None}
+        if marked != self._nodes or set(marked) & set(self._free):
+            raise PoolError(
+                f"broken invariant: {len(marked)} marks are in the tree, {self.num_states} slots are in use"
+            )
+        if len(marked) + len(self._free) != (max([-1, *marked, *self._free]) + 1):
+            raise PoolError(f"broken invariant: {len(marked)} slots in use and {len(self._free)} free are not all")
+        if self.budget_bytes is not None and self.used_bytes > self.budget_bytes:
+            raise PoolError(f"broken invariant: {self.used_bytes} bytes are above the budget of {self.budget_bytes}")
+        if sum(self.saved.values()) - self.dropped != self.num_states:
+            raise PoolError(f"broken invariant: {self.saved} saved - {self.dropped} dropped are not {self.num_states}")
+        queued = len(self._queue)
+        if queued != self.num_states:
+            raise PoolError(f"broken invariant: {queued} states can be dropped, {self.num_states} are kept")
+
+    def _put(self, node: TokenNode, reason: str, uses: float) -> int:
+        slot = self._free.pop() if self._free else len(self._nodes)
+        node.mark = Mark(slot, sum(self.saved.values()), reason, uses, self._queue.age)
+        self._nodes[slot] = node
+        self.saved[reason] += 1
+        self.peak_states = max(self.peak_states, self.num_states)
+        for one in (node, *node.below()):
+            self._queue.push(one, self.num_states)
+        return slot
+
+    def _drop(self, node: TokenNode) -> None:
+        mark, below = mark_of(node), list(node.below())
+        del self._nodes[mark.slot]
+        self._free.append(mark.slot)
+        self.dropped += 1
+        self._tree.unmark(node)
+        for one in below:
+            self._queue.push(one, self.num_states)
+
+
+class StateCheckpoints:
+    """Keeps recurrent states where they are worth most, so that a hybrid model can go on from a cached prefix.
+
+    layout        of the states
+    pool          the engine's `SsmStatePool.from_layout(layout, ...)`: states are copied out of its slots and into them
+    budget_bytes  for the copies and the tokens that find them, up to that of 2**31 - 1 states. Their memory is
+                  committed as it is used
+    grid, spacing, align    where states may be kept: as `CheckpointIndex` has them
+
+    A state is kept at the end of requests, where prompts part, and on a sparse grid; in what order they go, see
+    the top of this file. The size of a state and that of a KV block have nothing to do with each other.
+    A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps the arguments:
+
+        blocks, kv_tokens = cache.match_tokens(tokens)           # keys and values, parts of a block included
+        begin = checkpoints.resume(slot, tokens, kv_tokens)      # the state: go on from token `begin`
+        for position, reason in checkpoints.stops(tokens, kv_tokens, begin):
+            ...                                                  # compute tokens up to `position`
+            checkpoints.save(slot, tokens, position, reason)
+        ...                                                      # the rest, and the output
+        checkpoints.save(slot, all_tokens, len(all_tokens), "end")
+
+    Keys and values of the tokens from `begin` on are cached, but the state must pass over them: a model computes them
+    once more, or only its recurrent layers where it can.
+
+    >>> import numpy as np
+    >>> from pagepool import SsmStatePool, StateLayout
+    >>> layout = StateLayout(layers=[{"ssm": ((4,), "float32")}])
+    >>> pool = SsmStatePool.from_layout(layout, 2)
+    >>> checkpoints = StateCheckpoints(layout, pool, budget_bytes=10_000)
+    >>> first, second = pool.alloc(1), pool.alloc(2)
+    >>> pool.view(0, "ssm")[first] = 7
+    >>> checkpoints.save(first, range(100), 100, "end")
+    True
+    >>> checkpoints.resume(second, range(120), kv_tokens=112), pool.view(0, "ssm")[second]
+    (100, array([7., 7., 7., 7.], dtype=float32))
+    """
+
+    __reduce__ = refuse_copy
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        pool: SsmStatePool,
+        budget_bytes: int,
+        *,
+        grid: int = 16_384,
+        spacing: int = 16,
+        align: int = 1,
+    ) -> None:
+        if not isinstance(layout, StateLayout):
+            raise TypeError(f"layout must be a StateLayout, not {type(layout).__name__}")
+        if not hasattr(pool, "view"):
+            raise TypeError(f"pool must be an SsmStatePool made from a layout, not {type(pool).__name__}")
+        names = [(layer, name) for layer, states in enumerate(layout.layers) for name in states]
+        empty = StateMemory(layout, 0)
+        views = [empty.view(layer, name) for layer, name in names]
+        self._theirs = [pool.view(layer, name) for layer, name in names]
+        for ours, theirs, (layer, name) in zip(views, self._theirs, names, strict=True):
+            if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
+                raise ValueError(
+                    f"state {name!r} of layer {layer} is {ours.dtype}{ours.shape[1:]} in the layout, "
+                    f"{theirs.dtype}{theirs.shape[1:]} in the pool"
+                )
+        self.state_bytes = sum(prod(view.shape[1:]) * view.itemsize for view in views)
+        if not self.state_bytes:
+            raise ValueError("the layout has no state to keep")
+        budget = integer("budget_bytes", budget_bytes, 0)
+        most = budget // self.state_bytes
+        if most > MAX_STATES:
+            raise ValueError(
+                f"budget_bytes must be at most {(MAX_STATES + 1) * self.state_bytes - 1}, that of {MAX_STATES} states "
+                f"of {self.state_bytes} bytes, not {budget}"
+            )
+        self.index = CheckpointIndex(self.state_bytes, budget, grid=grid, spacing=spacing, align=align)
+        self._pool = pool
+        copies = StateMemory(layout, most)
+        self._ours = [copies.view(layer, name) for layer, name in names]
+
+    def resume(
+        self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
+    ) -> int:
+        """Brings `slot` of the pool to the longest kept prefix of `tokens` within `kv_tokens`; returns its length.
+
+        0 when there is none: then the slot is as it was. The slot's position becomes the length. One token at least is
+        left to compute. Raises `InvalidSlot` for a slot that is out of range, or free, `TypeError` for a `kv_tokens`
+        that is no integer; then nothing has changed. What comes in the middle of the copy, a `MemoryError` or a signal,
+        leaves the slot at its beginning.
+        """
+        theirs = self._lent(slot)
+        found = self.index.find(tokens, integer("kv_tokens", kv_tokens), cache_salt=cache_salt, extra_keys=extra_keys)
+        if found is None:
+            return 0
+        position, kept = found
+        try:
+            for target, source in zip(self._theirs, self._ours, strict=True):
+                target[slot] = source[kept]
+        except BaseException:
+            theirs.state.reset()
+            theirs.position = 0
+            raise
+        theirs.state.step_position = theirs.position = position
+        return position
+
+    def stops(
+        self,
+        tokens: Any,
+        kv_tokens: int,
+        begin: int = 0,
+        *,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+    ) -> list[Stop]:
+        """The positions beyond `begin` at which the state is worth a copy while this prompt is read, in order.
+
+        kv_tokens  leading tokens that the prefix cache had; 0 where there is none
+        begin      what `resume` has returned
+
+        Changes nothing. As many as the grid has, and at most two more.
+        """
+        return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt, extra_keys=extra_keys)
+
+    def save(
+        self,
+        slot: int,
+        tokens: Any,
+        position: int,
+        reason: str,
+        *,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+    ) -> bool:
+        """Copies the state in `slot`, which has passed over exactly `tokens[:position]`; False when it is not worth it.
+
+        reason  why: that of the stop, or "end" when the request has ended
+
+        States of less value go when the budget asks for it. Raises `InvalidSlot`, `ValueError` for a position or a
+        reason that is none; then nothing has changed. What comes in the middle, a `MemoryError` or a signal, makes it
+        forget every state: better none than one that was copied in part.
+        """
+        self._lent(slot)
+        asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
+        try:
+            kept = self.index.place(*asked)
+            if kept < 0:
+                return False
+            for target, source in zip(self._ours, self._theirs, strict=True):
+                target[kept] = source[slot]
+        except BaseException:
+            self.index.reset()
+            raise
+        return True
+
+    def reset(self) -> None:
+        """Forgets every state."""
+        self.index.reset()
+
+    def stats(self) -> dict[str, Any]:
+        """What is kept and what was done, as a dict."""
+        return {"state_bytes": self.state_bytes, **self.index.stats()}
+
+    def check(self) -> None:
+        """Raises `PoolError` naming an equation of the index that is broken."""
+        self.index.check()
+
+    def _lent(self, slot: int) -> Any:
+        found = self._pool.slot(slot)
+        if found.request_id == 0:
+            raise InvalidSlot(f"slot {slot} is free: {self._pool.used_count} of {self._pool.capacity} slots are used")
+        return found

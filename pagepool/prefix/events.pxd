@@ -1,0 +1,37 @@
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+from pagepool.prefix.radix_tree cimport NodeTable
+
+
+cdef enum:
+    STORED
+    REMOVED
+    CLEARED
+
+
+# As `PrefixEvent`: names are 16 bytes; of CLEARED they are zeros and the block is -1.
+cdef struct Event:
+    uint64_t name[2]
+    uint64_t parent[2]
+    int32_t kind
+    int32_t block
+
+
+cdef class EventLog:
+    # Event number s, for first <= s < next, is at s % room; next - first <= room, and next - 1 events were before it.
+    cdef NodeTable table
+    cdef Event *events
+    cdef int32_t *tokens  # block_size of each event
+    cdef int64_t room
+    cdef int64_t first
+    cdef int64_t next
+
+    # When there is no room the oldest is dropped. Cannot fail.
+    cdef void c_add(self, int kind, int32_t node, int32_t block) noexcept
+    cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept
+    cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens)
+    # The oldest event, which is then forgotten, and the tokens of its block if it is STORED and `tokens`, room for
+    # block_size, is not NULL; returns its sequence number, 0 when there is none.
+    cdef int64_t c_next(self, Event *event, int32_t *tokens) noexcept nogil
+    cdef list drain(self)
+    cdef object snapshot(self)

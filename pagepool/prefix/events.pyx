@@ -1,0 +1,154 @@
+"""What a prefix cache tells other processes: an event for each block stored or removed, and a picture of all."""
+
+cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from pagepool.prefix.radix_tree cimport NodeTable
+
+from typing import NamedTuple
+
+from pagepool.prefix.radix_tree import token_row
+
+__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "prefix_names"]
+
+cdef tuple KINDS = ("stored", "removed", "cleared")
+
+
+cdef extern from "block_hash.h" nogil:
+    void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
+
+
+class PrefixEvent(NamedTuple):
+    """One change of a cache, in plain types that any channel carries.
+
+    sequence  1, 2, ...: one that is missing was dropped because nobody drained the events in time
+    kind      "stored", "removed" or "cleared": everything went
+    block     the id, -1 with "cleared"
+    name      16 bytes that stand for salt, keys and all tokens up to the end of the block; b"" with "cleared"
+    parent    the name of the prefix before the block, or of salt and keys alone; b"" with "cleared"
+    tokens    of the block itself, as int32 in this machine's byte order; b"" but with "stored"
+    """
+
+    sequence: int
+    kind: str
+    block: int
+    name: bytes
+    parent: bytes
+    tokens: bytes
+
+
+class PrefixSnapshot(NamedTuple):
+    """Every cached block as a "stored" event; the first change that it does not have is `next_sequence`."""
+
+    next_sequence: int
+    stored: list[PrefixEvent]
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class EventLog:
+    """The last `max_events` events of a cache that nobody has drained yet. Internal: see `PrefixCache.drain_events`."""
+
+    def __cinit__(self, NodeTable table not None, int64_t max_events):
+        self.table = table
+        self.first = self.next = 1
+        self.events = <Event *>PyMem_Calloc(max_events, sizeof(Event))
+        self.tokens = <int32_t *>PyMem_Calloc(max_events, table.block_size * sizeof(int32_t))
+        if self.events == NULL or self.tokens == NULL:
+            raise MemoryError(f"no memory for {max_events} events")
+        self.room = max_events
+        table.c_give_names()
+
+    def __dealloc__(self):
+        PyMem_Free(self.events)
+        PyMem_Free(self.tokens)
+
+    cdef void c_add(self, int kind, int32_t node, int32_t block) noexcept:
+        cdef int64_t place = self.next % self.room
+        self.events[place].kind = kind
+        self.events[place].block = block
+        self.c_fill(&self.events[place], self.tokens + place * self.table.block_size, node)
+        self.next += 1
+        if self.next - self.first > self.room:
+            self.first += 1
+
+    cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept:
+        """Name, parent and tokens of a node, or none."""
+        cdef size_t row = self.table.block_size
+        memset(event.name, 0, sizeof(event.name))
+        memset(event.parent, 0, sizeof(event.parent))
+        if node >= 0:
+            memcpy(event.name, self.table.names + 2 * node, sizeof(event.name))
+            memcpy(event.parent, self.table.names + 2 * self.table.nodes[node].parent, sizeof(event.parent))
+            memcpy(tokens, self.table.tokens + node * row, row * sizeof(int32_t))
+
+    cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens):
+        cdef bint named = event.kind != CLEARED
+        name = PyBytes_FromStringAndSize(<const char *>event.name, 16 * named)
+        parent = PyBytes_FromStringAndSize(<const char *>event.parent, 16 * named)
+        row = PyBytes_FromStringAndSize(
+            <const char *>tokens, <Py_ssize_t>sizeof(int32_t) * self.table.block_size * (event.kind == STORED)
+        )
+        return PrefixEvent(sequence, KINDS[event.kind], event.block, name, parent, row)
+
+    cdef int64_t c_next(self, Event *event, int32_t *tokens) noexcept nogil:
+        cdef int64_t sequence = self.first, place = sequence % self.room
+        cdef size_t row = self.table.block_size
+        if sequence == self.next:
+            return 0
+        event[0] = self.events[place]
+        if tokens != NULL and event.kind == STORED:
+            memcpy(tokens, self.tokens + place * row, row * sizeof(int32_t))
+        self.first += 1
+        return sequence
+
+    cdef list drain(self):
+        """All that there are, which are then forgotten; none is when memory runs out."""
+        cdef int64_t sequence, place
+        cdef list drained = []
+        for sequence in range(self.first, self.next):
+            place = sequence % self.room
+            drained.append(self.made(sequence, &self.events[place], self.tokens + place * self.table.block_size))
+        self.first = self.next
+        return drained
+
+    cdef object snapshot(self):
+        """Every cached block as an event; what is noted from now on comes after it."""
+        cdef Event event
+        cdef int32_t node
+        cdef list stored = []
+        cdef bytearray row = bytearray(sizeof(int32_t) * self.table.block_size)
+        cdef int32_t *tokens = <int32_t *><char *>row
+        event.kind = STORED
+        for node in range(self.table.num_made):
+            if self.table.nodes[node].block >= 0:
+                event.block = self.table.nodes[node].block
+                self.c_fill(&event, tokens, node)
+                stored.append(self.made(self.next - 1, &event, tokens))
+        return PrefixSnapshot(self.next, stored)
+
+
+def prefix_names(tokens, int block_size, bytes root not None):
+    """The names of the full blocks of a prompt, as events give them, under `root_name` of a salt and keys.
+
+    >>> from pagepool.prefix.keys import root_key, root_name
+    >>> names = prefix_names([1, 2, 3, 4, 5], 2, root_name(root_key(None, ())))
+    >>> [len(name) for name in names]
+    [16, 16]
+    """
+    cdef const int32_t[::1] row = token_row(tokens)
+    cdef uint64_t parent[2]
+    cdef uint64_t name[2]
+    cdef int64_t i
+    if len(root) != 16 or block_size < 1:
+        raise ValueError(f"a root has 16 bytes, not {len(root)}, and a block 1 token or more, not {block_size}")
+    memcpy(parent, <const char *>root, sizeof(parent))
+    names = []
+    for i in range(row.shape[0] // block_size):
+        pp_name_block(parent, &row[i * block_size], block_size, name)
+        names.append(PyBytes_FromStringAndSize(<const char *>name, 16))
+        memcpy(parent, name, sizeof(parent))
+    return names

@@ -1,8 +1,0 @@
-from typing import final
-
-from pagepool.prefix.grouped import GroupedPolicy
-
-__all__ = ["GittinsPolicy"]
-
-@final
-class GittinsPolicy(GroupedPolicy): ...

@@ -1,5 +1,0 @@
-from pagepool.prefix.policy cimport EvictionPolicy
-
-
-cdef class LfuPolicy(EvictionPolicy):
-    cdef int lowest  # no list below it has a node

@@ -1,5 +1,0 @@
-from pagepool.prefix.policy cimport EvictionPolicy
-
-
-cdef class LruPolicy(EvictionPolicy):
-    pass

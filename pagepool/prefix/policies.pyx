@@ -1,0 +1,525 @@
+"""The eviction policies: what every policy has, and all of them but `gittins`; and the bound of all, by Belady."""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+from pagepool.prefix.expiry_heap cimport TermQueue, time_key
+from pagepool.prefix.radix_tree cimport (
+    Node,
+    NodeTable,
+    list_append,
+    list_clear,
+    list_cut,
+    list_is_sound,
+    list_push,
+    list_remove,
+)
+
+import numpy as np
+
+from pagepool.arguments import integer, real
+
+__all__ = ["ArcPolicy", "EvictionPolicy", "LfuPolicy", "LruPolicy", "PriorityPolicy", "S3FifoPolicy", "belady_pass"]
+
+cdef int MOST = 255
+
+cdef enum:
+    SMALL
+    MAIN
+    GHOST
+    MOST_USES = 3
+
+cdef enum:
+    RECENT
+    FREQUENT
+    RECENT_GHOSTS
+    FREQUENT_GHOSTS
+
+cdef struct Use:
+    int64_t next  # where the block is used next, or beyond all uses
+    int32_t block
+
+
+@cython.auto_pickle(False)
+cdef class EvictionPolicy:
+    """Decides which cached block goes first. Subclasses, in Cython, override the four methods of the interface.
+
+    Internal: a cache makes the one it is asked for by name; see `POLICIES` in pagepool.prefix.eviction.
+    """
+
+    def __cinit__(self, NodeTable table not None, int64_t capacity):
+        self.table = table
+        self.capacity = capacity
+        self.num_lists = 256
+        self.c_clear()
+
+    cdef int c_reserve(self, int64_t n) except -1:
+        return 0
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        self.c_push(0, node)
+
+    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t node
+        for node in range(first, first + n):
+            self.c_insert(node)
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.c_move(node, 0)
+
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t node
+        for node in range(first, first + n):
+            self.c_touch(node)
+
+    cdef bint c_refuses(self, int32_t node) noexcept:
+        return False
+
+    cdef int32_t c_victim(self) noexcept:
+        return self.lists[0].head
+
+    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
+        return 1
+
+    cdef void c_evicted(self, int32_t node) noexcept:
+        self.c_unlink(node)
+
+    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept:
+        cdef int32_t i
+        for i in range(n):
+            self.c_evicted(node + i * step)
+
+    cdef int64_t c_expire(self, uint64_t now) noexcept:
+        return 0
+
+    cdef void c_unlink(self, int32_t node) noexcept:
+        list_remove(&self.lists[self.table.nodes[node].list], self.table.nodes, node)
+
+    cdef void c_link(self, int32_t node) noexcept:
+        list_push(&self.lists[self.table.nodes[node].list], self.table.nodes, node)
+
+    cdef void c_push(self, int list, int32_t node) noexcept:
+        self.table.nodes[node].list = list
+        list_push(&self.lists[list], self.table.nodes, node)
+
+    cdef void c_push_run(self, int list, int32_t first, int32_t n) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node
+        for node in range(first, first + n):
+            nodes[node].list = list
+            nodes[node].previous = node - 1
+            nodes[node].next = node + 1
+        list_append(&self.lists[list], nodes, first, first + n - 1, n)
+
+    cdef void c_move(self, int32_t node, int list) noexcept:
+        cdef Node *nodes = self.table.nodes
+        list_remove(&self.lists[nodes[node].list], nodes, node)
+        nodes[node].list = list
+        list_push(&self.lists[list], nodes, node)
+
+    cdef int32_t c_linked(self, int32_t first, int32_t n) noexcept:
+        cdef Node *nodes = self.table.nodes + first
+        cdef int32_t i = 1
+        while i < n and nodes[i - 1].next == first + i and nodes[i].list == nodes[0].list:
+            i += 1
+        return i
+
+    cdef void c_move_linked(self, int32_t first, int32_t n, int list) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t last = first + n - 1, node
+        list_cut(&self.lists[nodes[first].list], nodes, first, last, n)
+        if nodes[first].list != list:
+            for node in range(first, first + n):
+                nodes[node].list = list
+        list_append(&self.lists[list], nodes, first, last, n)
+
+    cdef void c_move_run(self, int32_t first, int32_t n, int list) noexcept:
+        cdef int32_t end = first + n, linked
+        while first < end:
+            linked = self.c_linked(first, end - first)
+            self.c_move_linked(first, linked, list)
+            first += linked
+
+    cdef void c_keep_ghost(self, int32_t node, int list) noexcept:
+        self.c_move(node, list)
+        self.table.nodes[node].ghost = 1
+
+    cdef void c_forget_oldest(self, int list) noexcept:
+        """Drops the oldest ghost of a list, and what only the ghost kept alive."""
+        cdef int32_t node = self.lists[list].head
+        list_remove(&self.lists[list], self.table.nodes, node)
+        self.table.nodes[node].ghost = 0
+        self.table.c_collect(node)
+
+    cdef int level_of(self, priority, str name) except -1:
+        level = integer("priority", priority, 0, 255)
+        if level and not self.takes_priority:
+            raise ValueError(f"policy {name} takes no priority but 0, not {level}")
+        return level
+
+    cdef uint64_t end_of(self, ttl, double now, str name) except? 0:
+        cdef double span
+        if now != now:
+            raise ValueError("now must be a time, not nan")
+        if ttl is None:
+            return 0
+        if not self.takes_priority:
+            raise ValueError(f"policy {name} takes no ttl but None, not {ttl!r}")
+        span = real("ttl", ttl, low=0)
+        if now + span != now + span:
+            raise ValueError(f"ttl and now must add up to a time, not {ttl} and {now}")
+        return time_key(now + span)
+
+    cdef void c_clear(self) noexcept:
+        cdef int list
+        for list in range(self.num_lists):
+            list_clear(&self.lists[list])
+
+    cdef str audit(self, int32_t num_linked):
+        """The first equation that does not hold, as a sentence, or None. `num_linked`: cached nodes not held."""
+        cdef Node *nodes = self.table.nodes
+        cdef int32_t node, linked = 0
+        cdef int list
+        for list in range(self.num_lists):
+            if not list_is_sound(&self.lists[list], nodes):
+                return f"list {list} of the policy is broken"
+            node = self.lists[list].head
+            while node >= 0:
+                if nodes[node].list != list or nodes[node].held or nodes[node].ghost != (nodes[node].block < 0):
+                    return f"node {node} does not belong into list {list} of the policy"
+                linked += not nodes[node].ghost
+                node = nodes[node].next
+        return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class LruPolicy(EvictionPolicy):
+    """Evicts the block that was looked up or cached the longest time ago: what every policy starts from."""
+
+    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept:
+        self.c_push_run(0, first, n)
+
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        self.c_move_run(first, n, 0)
+
+    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
+        return self.c_linked(node, n)
+
+    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept:
+        list_cut(&self.lists[0], self.table.nodes, node, node + n - 1, n)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class LfuPolicy(EvictionPolicy):
+    """Evicts the block with the fewest uses, of several the least recently used; what is evicted forgets its uses."""
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        self.c_push(1, node)
+        self.lowest = 1
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.c_move(node, min(MOST, self.table.nodes[node].list + 1))
+
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t end = first + n, linked
+        while first < end:
+            linked = self.c_linked(first, end - first)
+            self.c_move_linked(first, linked, min(MOST, self.table.nodes[first].list + 1))
+            first += linked
+
+    cdef void c_link(self, int32_t node) noexcept:
+        EvictionPolicy.c_link(self, node)
+        self.lowest = min(self.lowest, <int>self.table.nodes[node].list)
+
+    cdef int32_t c_victim(self) noexcept:
+        while self.lowest < MOST and self.lists[self.lowest].size == 0:
+            self.lowest += 1
+        return self.lists[self.lowest].head
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class S3FifoPolicy(EvictionPolicy):
+    """Keeps a tenth of the cached blocks in the small queue; ghosts number at most nine tenths of the capacity."""
+
+    def __cinit__(self, NodeTable table not None, int64_t capacity):
+        self.max_ghosts = capacity - capacity // 10
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        cdef Node *nodes = self.table.nodes
+        nodes[node].uses = 0
+        if nodes[node].ghost:
+            nodes[node].ghost = 0
+            self.c_move(node, MAIN)
+        else:
+            self.c_push(SMALL, node)
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.table.nodes[node].uses = min(MOST_USES, self.table.nodes[node].uses + 1)
+
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t node
+        for node in range(first, first + n):
+            self.table.nodes[node].uses = min(MOST_USES, self.table.nodes[node].uses + 1)
+
+    cdef int32_t c_victim(self) noexcept:
+        """Each turn of the loop takes uses from a node or returns one: no more turns than uses were counted."""
+        cdef Node *nodes = self.table.nodes
+        cdef int64_t small, main
+        cdef int32_t node
+        while True:
+            small = self.lists[SMALL].size
+            main = self.lists[MAIN].size
+            if small and (main == 0 or 10 * small >= small + main):
+                node = self.lists[SMALL].head
+                if nodes[node].uses <= 1:
+                    return node
+                nodes[node].uses = 0
+            elif main:
+                node = self.lists[MAIN].head
+                if nodes[node].uses == 0:
+                    return node
+                nodes[node].uses -= 1
+            else:
+                return -1
+            self.c_move(node, MAIN)
+
+    cdef void c_evicted(self, int32_t node) noexcept:
+        if self.table.nodes[node].list == MAIN:
+            self.c_unlink(node)
+            return
+        self.c_keep_ghost(node, GHOST)
+        if self.lists[GHOST].size > self.max_ghosts:
+            self.c_forget_oldest(GHOST)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class ArcPolicy(EvictionPolicy):
+    """Blocks used once and blocks used again, each least recently used first, with as many ghosts as blocks.
+
+    Room is made before it is known which block comes: the target moves when a ghost's block is cached again.
+    """
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        cdef Node *nodes = self.table.nodes
+        cdef int64_t recent = self.lists[RECENT_GHOSTS].size, frequent = self.lists[FREQUENT_GHOSTS].size
+        if nodes[node].ghost:
+            if nodes[node].list == RECENT_GHOSTS:
+                self.target = min(self.capacity, self.target + max(<int64_t>1, frequent // recent))
+            else:
+                self.target = max(<int64_t>0, self.target - max(<int64_t>1, recent // frequent))
+            nodes[node].ghost = 0
+            self.c_move(node, FREQUENT)
+        else:
+            self.c_push(RECENT, node)
+        self.trim()
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.c_move(node, FREQUENT)
+
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        self.c_move_run(first, n, FREQUENT)
+
+    cdef int32_t c_victim(self) noexcept:
+        if self.lists[RECENT].size and (self.lists[RECENT].size > self.target or self.lists[FREQUENT].size == 0):
+            return self.lists[RECENT].head
+        return self.lists[FREQUENT].head
+
+    cdef void c_evicted(self, int32_t node) noexcept:
+        self.c_keep_ghost(node, RECENT_GHOSTS if self.table.nodes[node].list == RECENT else FREQUENT_GHOSTS)
+        self.trim()
+
+    cdef void trim(self) noexcept:
+        """RECENT and its ghosts are at most the capacity, all four at most twice that."""
+        cdef int64_t recent = self.lists[RECENT].size
+        cdef int64_t blocks = recent + self.lists[FREQUENT].size
+        while self.lists[RECENT_GHOSTS].size and recent + self.lists[RECENT_GHOSTS].size > self.capacity:
+            self.c_forget_oldest(RECENT_GHOSTS)
+        while (
+            self.lists[FREQUENT_GHOSTS].size
+            and blocks + self.lists[RECENT_GHOSTS].size + self.lists[FREQUENT_GHOSTS].size > 2 * self.capacity
+        ):
+            self.c_forget_oldest(FREQUENT_GHOSTS)
+
+    cdef void c_clear(self) noexcept:
+        EvictionPolicy.c_clear(self)
+        self.target = 0
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class PriorityPolicy(EvictionPolicy):
+    """Evicts the block with the lowest priority, of several the least recently used. A block keeps the priority that
+    it was cached with, or has it for a term and then falls back to 0, as if used last among those.
+    """
+
+    def __cinit__(self):
+        self.takes_priority = True
+        self.terms = TermQueue()
+
+    cdef int c_reserve(self, int64_t n) except -1:
+        if self.end:
+            self.terms.c_reserve(self.table.room)
+        return 0
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        cdef bint is_over = 0 < self.end <= self.terms.base
+        cdef int list = 0 if is_over else self.priority
+        self.c_push(list, node)
+        self.lowest = min(self.lowest, list)
+        if self.end and list:
+            self.terms.c_add(node, self.end)
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.c_move(node, self.table.nodes[node].list)
+
+    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
+        cdef int32_t end = first + n, linked
+        while first < end:
+            linked = self.c_linked(first, end - first)
+            self.c_move_linked(first, linked, self.table.nodes[first].list)
+            first += linked
+
+    cdef void c_link(self, int32_t node) noexcept:
+        EvictionPolicy.c_link(self, node)
+        self.lowest = min(self.lowest, <int>self.table.nodes[node].list)
+
+    cdef int32_t c_victim(self) noexcept:
+        while self.lowest < MOST and self.lists[self.lowest].size == 0:
+            self.lowest += 1
+        return self.lists[self.lowest].head
+
+    cdef void c_evicted(self, int32_t node) noexcept:
+        self.terms.c_remove(node)
+        self.c_unlink(node)
+
+    cdef int64_t c_expire(self, uint64_t now) noexcept:
+        cdef int64_t count = 0
+        cdef int32_t node = self.terms.c_expired(now)
+        while node >= 0:
+            if self.table.nodes[node].held:
+                self.table.nodes[node].list = 0
+            else:
+                self.c_move(node, 0)
+                self.lowest = 0
+            count += 1
+            node = self.terms.c_expired(now)
+        return count
+
+    cdef void c_clear(self) noexcept:
+        EvictionPolicy.c_clear(self)
+        self.terms.c_clear()
+
+    cdef str audit(self, int32_t num_linked):
+        cdef int64_t node
+        for node in range(self.terms.room):
+            if self.terms.terms[node].bucket >= 0:
+                if self.table.nodes[node].block < 0 or self.table.nodes[node].list == 0:
+                    return f"node {node} has a term for no block, or for priority 0"
+        return self.terms.audit() or EvictionPolicy.audit(self, num_linked)
+
+
+def belady_pass(ids, ends, capacity):
+    """Hits, in the leading runs of the prompts, and evictions of the best cache of `capacity` blocks.
+
+    ids       of the blocks of all prompts, one prompt after the other: int32 `(n,)`; equal where all tokens are
+    ends      where each prompt ends in `ids`: int64 `(num_prompts,)`
+    capacity  blocks; a block that does not come in counts as evicted
+
+    O(n log n). Raises `ValueError` when an id or the capacity is below 0, or when `ends` do not rise to n.
+
+    >>> belady_pass(np.array([0, 1, 2, 0, 1, 2], np.int32), np.array([1, 2, 3, 4, 5, 6]), 2)  # a loop of three
+    (2, 2)
+    """
+    blocks = np.ascontiguousarray(ids, np.int32)
+    stops = np.ascontiguousarray(ends, np.int64)
+    if capacity < 0 or (blocks.size and blocks.min() < 0):
+        raise ValueError(f"ids and capacity must be 0 or more, not {min(capacity, blocks.min(initial=0))}")
+    last = stops[stops.size - 1] if stops.size else 0
+    if last != blocks.size or (np.diff(stops, prepend=0) < 0).any():
+        raise ValueError(f"ends must rise to the number of ids, {blocks.size}, not to {last}")
+    if blocks.size == 0:
+        return 0, 0
+    if blocks.max() >= 4 * blocks.size:
+        blocks = np.unique(blocks, return_inverse=True)[1].astype(np.int32)
+    places = np.full(int(blocks.max()) + 1, -1, np.int64)
+    next_use = np.empty(blocks.size, np.int64)
+    heap = np.empty(2 * blocks.size, np.int64)
+    cdef const int32_t[::1] c_ids = blocks
+    cdef const int64_t[::1] c_ends = stops
+    cdef int64_t[::1] c_places = places, c_next = next_use, c_heap = heap
+    cdef int64_t room = min(capacity, blocks.size), hits, evicted = 0, i, n = blocks.size
+    with nogil:
+        for i in range(n - 1, -1, -1):
+            c_next[i] = c_places[c_ids[i]] if c_places[c_ids[i]] >= 0 else n + i
+            c_places[c_ids[i]] = i
+        c_places[:] = -1
+        hits = belady_run(
+            &c_ids[0], &c_ends[0], c_ends.shape[0], &c_next[0], &c_places[0], <Use *>&c_heap[0], room, &evicted
+        )
+    return hits, evicted
+
+
+cdef int64_t belady_run(
+    const int32_t *ids, const int64_t *ends, int64_t num_prompts, int64_t *next_use, int64_t *cached, Use *heap,
+    int64_t capacity, int64_t *evicted
+) noexcept nogil:
+    """cached[b] is where block b is used next, or -1; a use in the heap that says another place is out of date."""
+    cdef int64_t in_heap = 0, used = 0, hits = 0, i = 0, prompt
+    cdef bint leading
+    cdef Use use
+    for prompt in range(num_prompts):
+        leading = True
+        while i < ends[prompt]:
+            use.block = ids[i]
+            use.next = next_use[i]
+            i += 1
+            if cached[use.block] >= 0:
+                hits += leading
+            else:
+                leading = False
+                if used == capacity:
+                    while in_heap and cached[heap[0].block] != heap[0].next:
+                        in_heap -= 1
+                        pop(heap, in_heap)
+                    evicted[0] += 1
+                    if in_heap == 0 or heap[0].next <= use.next:
+                        continue
+                    cached[heap[0].block] = -1
+                    in_heap -= 1
+                    pop(heap, in_heap)
+                else:
+                    used += 1
+            cached[use.block] = use.next
+            push(heap, in_heap, use)
+            in_heap += 1
+    return hits
+
+
+cdef void push(Use *heap, int64_t size, Use use) noexcept nogil:
+    cdef int64_t at = size, above
+    while at:
+        above = (at - 1) // 2
+        if heap[above].next >= use.next:
+            break
+        heap[at] = heap[above]
+        at = above
+    heap[at] = use
+
+
+cdef void pop(Use *heap, int64_t size) noexcept nogil:
+    """`size` without the first."""
+    cdef Use use = heap[size]
+    cdef int64_t at = 0, below = 1
+    while below < size:
+        if below + 1 < size and heap[below + 1].next > heap[below].next:
+            below += 1
+        if heap[below].next <= use.next:
+            break
+        heap[at] = heap[below]
+        at = below
+        below = 2 * at + 1
+    heap[at] = use

@@ -1,8 +1,0 @@
-from typing import final
-
-from pagepool.prefix.policy import EvictionPolicy
-
-__all__ = ["PriorityPolicy"]
-
-@final
-class PriorityPolicy(EvictionPolicy): ...

@@ -1,0 +1,259 @@
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+
+
+cdef enum:
+    NOWHERE = -2  # next_in_bucket of a node that is in no bucket
+
+
+# 64 bytes.
+cdef struct Node:
+    uint64_t hash  # of its parent and its tokens, where it is in a bucket; the place of a root's key
+    int32_t parent  # -1 for a root
+    int32_t root  # of its tree; its own for a root
+    int32_t next_in_bucket
+    int32_t block  # -1 when it has none, or is not alive
+    int32_t num_children
+    int32_t last_child  # the child found or added last, or -1: where the next walk looks first
+    int32_t first_child
+    int32_t previous_sibling
+    int32_t next_sibling
+    int32_t previous
+    int32_t next
+    int32_t list  # of the policy's
+    int32_t cached_children  # of the policy's
+    uint8_t uses  # of the policy's
+    uint8_t ghost  # without a block, yet remembered by the policy
+    uint8_t held  # out of the policy's lists: found in use when its turn to be evicted came, or as floors.pxd says
+    uint8_t alive
+
+
+cdef extern from *:
+    void ask_line "__builtin_prefetch"(const void *place) noexcept nogil
+
+
+# So many bytes are on their way to the first cache.
+cdef inline void ask(const void *place, size_t num_bytes) noexcept nogil:
+    cdef size_t at
+    for at in range(0, num_bytes, 64):
+        ask_line(<const char *>place + at)
+
+
+# Oldest first. size nodes are linked from head to tail by next, and back by previous; -1 ends both ways.
+cdef struct NodeList:
+    int32_t head
+    int32_t tail
+    int32_t size
+
+
+cdef inline void list_clear(NodeList *self) noexcept nogil:
+    self.head = -1
+    self.tail = -1
+    self.size = 0
+
+
+# The n nodes from `first` to `last` of it, which stay linked with each other.
+cdef inline void list_cut(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
+    cdef int32_t before = nodes[first].previous
+    cdef int32_t after = nodes[last].next
+    if before < 0:
+        self.head = after
+    else:
+        nodes[before].next = after
+    if after < 0:
+        self.tail = before
+    else:
+        nodes[after].previous = before
+    self.size -= n
+
+
+cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
+    list_cut(self, nodes, node, node, 1)
+
+
+# Nodes first, first + 1, ... last of it, wherever they are; most often each comes before the one with the id below.
+cdef inline void list_remove_run(NodeList *self, Node *nodes, int32_t first, int32_t last) noexcept nogil:
+    cdef int32_t low
+    while last >= first:
+        low = last
+        while low > first and nodes[low].next == low - 1:
+            low -= 1
+        list_cut(self, nodes, last, low, last - low + 1)
+        last = low - 1
+
+
+# n nodes that are linked with each other, from `first` to `last`.
+cdef inline void list_append(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
+    nodes[first].previous = self.tail
+    nodes[last].next = -1
+    if self.tail < 0:
+        self.head = first
+    else:
+        nodes[self.tail].next = first
+    self.tail = last
+    self.size += n
+
+
+cdef inline void list_push(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
+    list_append(self, nodes, node, node, 1)
+
+
+# Whether links and size agree; every node of it must be alive.
+cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept nogil:
+    cdef int32_t node = self.head, before = -1, size = 0
+    while node >= 0 and size <= self.size:
+        if nodes[node].previous != before or not nodes[node].alive:
+            return False
+        before = node
+        node = nodes[node].next
+        size += 1
+    return node < 0 and before == self.tail and size == self.size
+
+
+# Nodes that are not alive, in spans of ids in a row, so that a run of blocks gets nodes that lie in one piece.
+# Spans are as long as can be: what lies before and behind one is alive, or was never made. The first node of a span
+# has its size in num_children, and in previous and next the spans before and behind it in a list; the last node has
+# the first one in parent. `head` is the first of that list, or -1.
+cdef struct UnusedNodes:
+    int32_t head
+
+
+cdef inline void unused_clear(UnusedNodes *self) noexcept nogil:
+    self.head = -1
+
+
+cdef inline void unused_link(UnusedNodes *self, Node *nodes, int32_t first, int32_t size) noexcept nogil:
+    nodes[first].num_children = size
+    nodes[first + size - 1].parent = first
+    nodes[first].previous = -1
+    nodes[first].next = self.head
+    if self.head >= 0:
+        nodes[self.head].previous = first
+    self.head = first
+
+
+cdef inline void unused_unlink(UnusedNodes *self, Node *nodes, int32_t first) noexcept nogil:
+    cdef int32_t before = nodes[first].previous, after = nodes[first].next
+    if before < 0:
+        self.head = after
+    else:
+        nodes[before].next = after
+    if after >= 0:
+        nodes[after].previous = before
+
+
+# The span of n nodes from `first` on is unused from now on; `alive` of each is 0 already. O(1).
+cdef inline void unused_put(UnusedNodes *self, Node *nodes, int32_t num_made, int32_t first, int32_t n) noexcept nogil:
+    cdef int32_t after = first + n
+    if after < num_made and not nodes[after].alive:
+        unused_unlink(self, nodes, after)
+        n += nodes[after].num_children
+    if first > 0 and not nodes[first - 1].alive:
+        first = nodes[first - 1].parent
+        n += nodes[first].num_children
+        nodes[first].num_children = n
+        nodes[first + n - 1].parent = first
+    else:
+        unused_link(self, nodes, first, n)
+
+
+# The first of up to n nodes of one span, which are unused no more, and how many: 0 when there is no span. O(1).
+cdef inline int32_t unused_take(UnusedNodes *self, Node *nodes, int32_t n, int32_t *first) noexcept nogil:
+    cdef int32_t size
+    first[0] = self.head
+    if self.head < 0:
+        return 0
+    size = nodes[self.head].num_children
+    unused_unlink(self, nodes, first[0])
+    if size > n:
+        unused_link(self, nodes, first[0] + n, size - n)
+        return n
+    return size
+
+
+# How many nodes are in spans, or -1 when links, sizes and `alive` do not agree.
+cdef inline int32_t unused_count(const UnusedNodes *self, const Node *nodes, int32_t num_made) noexcept nogil:
+    cdef int32_t first = self.head, before = -1, count = 0, size, node
+    while first >= 0:
+        size = nodes[first].num_children
+        if nodes[first].previous != before or size < 1 or size > num_made - first or count > num_made - size:
+            return -1
+        for node in range(first, first + size):
+            if nodes[node].alive:
+                return -1
+        if nodes[first + size - 1].parent != first or (first > 0 and not nodes[first - 1].alive):
+            return -1
+        count += size
+        before = first
+        first = nodes[first].next
+    return count
+
+
+cdef class RootKeys:
+    # roots = {keys[place]: node for each place < count}, where `hash` of the node is the place
+    cdef dict roots
+    cdef list keys
+    cdef int64_t count
+
+    # The place of a key that is new; all or nothing.
+    cdef int64_t add(self, bytes key, int32_t node) except -1
+    # Wants no memory.
+    cdef void c_remove(self, int64_t place, Node *nodes) noexcept
+    cdef bint c_is_of(self, int64_t place, int32_t node)
+    cdef void c_clear(self) noexcept
+
+
+cdef class NodeTable:
+    # A node is a prefix: its parent and block_size tokens more. Nodes 0 to num_made - 1 were made at least once:
+    #   num_alive + num_unused = num_made <= room        num_buckets >= num_hashed, a power of two
+    #   num_children = the live nodes whose parent it is
+    #   alive while it has a block, a child, a ghost or a pin; a pin counts as a child
+    #   a node with siblings is in the bucket of its hash, once; one without may be: its parent leads to it
+    #   roots = {key: node} have no parent
+    cdef readonly int32_t block_size
+    cdef Node *nodes
+    cdef int32_t *tokens  # block_size of each node's own
+    cdef int32_t *buckets
+    cdef uint64_t *names  # two words of each node, for events; NULL where nobody asked for any
+    cdef bint named
+    cdef int64_t num_buckets
+    cdef int64_t room
+    cdef int32_t num_made
+    cdef int32_t num_alive
+    cdef int32_t num_hashed  # those in buckets
+    cdef UnusedNodes unused
+    cdef uint64_t hash_mask
+    cdef uint64_t seed  # of hashes
+    cdef long long collisions
+    cdef RootKeys root_keys
+    cdef dict roots  # of `root_keys`
+    cdef uint64_t stamp  # how often the roots have changed
+
+    # Names from now on: before the first node is made.
+    cdef void c_give_names(self) noexcept
+    # Room for n more nodes: c_add_run then cannot fail. Pointers into the table end here.
+    cdef int reserve(self, int64_t n) except -1
+    # What `root` takes. Runs Python code: before `reserve`, since another thread may come between.
+    cdef tuple named_key(self, bytes key)
+    # The root of a key, made when it is not there; `reserve` first.
+    cdef int32_t root(self, tuple named_key) except -1
+    # The child with these tokens, every one compared, or -1.
+    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil
+    # How many of n blocks of tokens are those of nodes node + 1, node + 2, ..., each the child of the one before
+    # it, and cached if only those are asked for.
+    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil
+    # The child with a block whose first tokens, of at most n, are the same for longest, or -1, and for how long; of
+    # several the one in the lowest block. The 1,024 youngest children are looked at.
+    cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept
+    cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil
+    cdef void c_into_bucket(self, int32_t node) noexcept
+    cdef void c_out_of_bucket(self, int32_t node) noexcept
+    # Makes up to n nodes with ids in a row, for as many blocks of tokens, the first the child of `parent`, which has
+    # none with these tokens, each other one that of the one before it; returns how many, 1 or more, and the first.
+    cdef int32_t c_add_run(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *first) noexcept
+    # Unmakes the node if nothing keeps it alive, then its parent, and so on.
+    cdef void c_collect(self, int32_t node) noexcept
+    cdef void c_out_of_siblings(self, int32_t node) noexcept
+    # Up to n nodes with ids in a row, from `first` on: what they are is up to the caller.
+    cdef int32_t c_make(self, int32_t n, int32_t *first) noexcept
+    cdef void c_clear(self) noexcept
+    cdef str audit(self)

@@ -1,0 +1,448 @@
+"""The radix tree of prefixes: a node is found behind its parent by its tokens, by a hash where there are several."""
+
+cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+import os
+
+import numpy as np
+
+from pagepool.prefix.keys import root_name
+
+__all__ = ["NodeTable", "RootKeys", "token_row"]
+
+cdef object INT32 = np.dtype(np.int32)
+cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the same in part
+
+
+cdef uint64_t ODD = 0x9e3779b97f4a7c15
+
+
+cdef extern from "block_hash.h" nogil:
+    uint64_t pp_hash_fold(uint64_t a, uint64_t b)
+    uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int64_t n)
+    void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
+
+
+cdef inline Node childless(int32_t parent, int32_t root) noexcept nogil:
+    return Node(0, parent, root, NOWHERE, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class RootKeys:
+    """The keys of a `NodeTable`. Internal.
+
+    >>> type(RootKeys()).__name__
+    'RootKeys'
+    """
+
+    def __cinit__(self):
+        self.roots = {}
+        self.keys = []
+
+    cdef int64_t add(self, bytes key, int32_t node) except -1:
+        if self.count == len(self.keys):
+            self.keys.append(None)
+        self.roots[key] = node
+        self.keys[self.count] = key
+        self.count += 1
+        return self.count - 1
+
+    cdef void c_remove(self, int64_t place, Node *nodes) noexcept:
+        """The last key takes its place."""
+        cdef bytes last = self.keys[self.count - 1]
+        cdef int32_t node
+        del self.roots[self.keys[place]]
+        self.count -= 1
+        self.keys[self.count] = None
+        if place < self.count:
+            self.keys[place] = last
+            node = self.roots[last]
+            nodes[node].hash = place
+
+    cdef bint c_is_of(self, int64_t place, int32_t node):
+        return 0 <= place < self.count and self.roots.get(self.keys[place]) == node
+
+    cdef void c_clear(self) noexcept:
+        self.roots.clear()
+        self.keys.clear()
+        self.count = 0
+
+
+@cython.final
+cdef class NodeTable:
+    """The prefixes that a cache knows, as a tree. Internal: the cache and its policy share it.
+
+    `hash_bits` below 64 keeps only so many bits of each hash, so that tests can force collisions.
+    """
+
+    def __cinit__(self, int32_t block_size, int hash_bits=64):
+        if not 0 <= hash_bits <= 64:
+            raise ValueError(f"hash_bits must be from 0 to 64, not {hash_bits}")
+        self.block_size = block_size
+        self.hash_mask = <uint64_t>-1 if hash_bits == 64 else (<uint64_t>1 << hash_bits) - 1
+        self.seed = int.from_bytes(os.urandom(8), "little")
+        self.root_keys = RootKeys()
+        self.roots = self.root_keys.roots
+        unused_clear(&self.unused)
+
+    def __dealloc__(self):
+        PyMem_Free(self.nodes)
+        PyMem_Free(self.tokens)
+        PyMem_Free(self.buckets)
+        PyMem_Free(self.names)
+
+    cdef void c_give_names(self) noexcept:
+        self.named = True
+
+    cdef int reserve(self, int64_t n) except -1:
+        """Each node that is added brings two into buckets at most, itself and a first sibling."""
+        cdef int64_t needed = self.num_alive + n, room = max(64, self.room), buckets = max(64, self.num_buckets)
+        cdef int64_t hashed = min(needed, self.num_hashed + 2 * n)
+        cdef int32_t node, bucket
+        cdef void *memory
+        if needed > INT32_MAX:
+            raise MemoryError(f"{needed} prefix nodes are more than {INT32_MAX}")
+        while room < needed:
+            room *= 2
+        while buckets < hashed:
+            buckets *= 2
+        if room > self.room:
+            memory = PyMem_Realloc(self.nodes, room * sizeof(Node))
+            if memory != NULL:
+                self.nodes = <Node *>memory
+                memory = PyMem_Realloc(self.tokens, room * self.block_size * sizeof(int32_t))
+            if memory == NULL:
+                raise MemoryError(f"no memory for {room} prefix nodes")
+            self.tokens = <int32_t *>memory
+            if self.named:
+                memory = PyMem_Realloc(self.names, room * 2 * sizeof(uint64_t))
+                if memory == NULL:
+                    raise MemoryError(f"no memory for the names of {room} prefix nodes")
+                self.names = <uint64_t *>memory
+            self.room = room
+        if buckets > self.num_buckets:
+            memory = PyMem_Realloc(self.buckets, buckets * sizeof(int32_t))
+            if memory == NULL:
+                raise MemoryError(f"no memory for {buckets} buckets of prefix nodes")
+            self.buckets = <int32_t *>memory
+            self.num_buckets = buckets
+            for bucket in range(buckets):
+                self.buckets[bucket] = -1
+            for node in range(self.num_made):
+                if self.nodes[node].alive and self.nodes[node].next_in_bucket != NOWHERE:
+                    bucket = self.nodes[node].hash & (buckets - 1)
+                    self.nodes[node].next_in_bucket = self.buckets[bucket]
+                    self.buckets[bucket] = node
+        return 0
+
+    cdef tuple named_key(self, bytes key):
+        """A key with what its root is called in events: what Python code must work out before anything begins."""
+        return key, root_name(key) if self.named else None
+
+    cdef int32_t root(self, tuple named_key) except -1:
+        cdef bytes key, name
+        cdef int32_t node
+        key, name = named_key
+        cdef object known = self.roots.get(key)
+        if known is not None:
+            return known
+        cdef int64_t place = self.root_keys.add(key, self.unused.head if self.unused.head >= 0 else self.num_made)
+        self.c_make(1, &node)
+        self.nodes[node] = childless(-1, node)
+        self.nodes[node].hash = place
+        if name is not None:
+            memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
+        self.stamp += 1
+        return node
+
+    cdef int32_t c_make(self, int32_t n, int32_t *first) noexcept:
+        cdef int32_t count = unused_take(&self.unused, self.nodes, n, first)
+        if count == 0:
+            count = min(n, <int32_t>min(self.room, <int64_t>INT32_MAX) - self.num_made)
+            first[0] = self.num_made
+            self.num_made += count
+        self.num_alive += count
+        return count
+
+    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil:
+        """Tokens of a run lie in one piece: they are compared in steps of 4 KiB, and no hash is taken."""
+        cdef Node *nodes = self.nodes + node + 1
+        cdef size_t row = self.block_size
+        cdef const int32_t *known = self.tokens + (node + 1) * row
+        cdef int64_t most = min(n, <int64_t>self.num_made - node - 1), step = max(1, 1024 // self.block_size)
+        cdef int64_t done = 0, end
+        cdef int32_t child
+        while done < most:
+            end = done
+            while end < min(most, done + step) and nodes[end].parent == node + end and nodes[end].alive:
+                if cached_only and nodes[end].block < 0:
+                    break
+                end += 1
+            if done < end < done + step:
+                child = nodes[end - 1].last_child  # what most likely comes behind the run is on its way meanwhile
+                if child >= 0:
+                    ask(self.nodes + child, 4 * sizeof(Node))
+                    ask(self.tokens + child * row, min(1024, 4 * row))
+            if memcmp(known + done * row, tokens + done * row, (end - done) * row * sizeof(int32_t)) != 0:
+                while memcmp(known + done * row, tokens + done * row, row * sizeof(int32_t)) == 0:
+                    done += 1
+                return done
+            if end < done + step:
+                return end
+            done = end
+        return most
+
+    cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil:
+        """Which prefix a parent stands for is exact while it is alive: its number is all of the hash that comes before
+        the tokens."""
+        return pp_hash_block(pp_hash_fold(self.seed, <uint64_t>parent + ODD), tokens, self.block_size) & self.hash_mask
+
+    cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil:
+        """The last child first: a walk along a path that was walked before hashes nothing."""
+        cdef Node *nodes = self.nodes
+        cdef size_t row = self.block_size, size = row * sizeof(int32_t)
+        cdef int32_t node = nodes[parent].last_child
+        cdef uint64_t hash
+        if node >= 0 and memcmp(self.tokens + node * row, tokens, size) == 0:
+            return node
+        node = nodes[parent].first_child
+        if node < 0:
+            return -1
+        if nodes[node].next_sibling < 0:
+            if node != nodes[parent].last_child and memcmp(self.tokens + node * row, tokens, size) == 0:
+                nodes[parent].last_child = node
+                return node
+            return -1
+        hash = self.c_hash(parent, tokens)
+        node = self.buckets[hash & (self.num_buckets - 1)]
+        while node >= 0:
+            if nodes[node].hash == hash:
+                if nodes[node].parent == parent and memcmp(self.tokens + node * row, tokens, size) == 0:
+                    nodes[parent].last_child = node
+                    return node
+                self.collisions += 1
+            node = nodes[node].next_in_bucket
+        return -1
+
+    cdef void c_into_bucket(self, int32_t node) noexcept:
+        cdef size_t row = self.block_size
+        cdef uint64_t hash = self.c_hash(self.nodes[node].parent, self.tokens + node * row)
+        cdef int32_t *bucket = self.buckets + (hash & (self.num_buckets - 1))
+        self.nodes[node].hash = hash
+        self.nodes[node].next_in_bucket = bucket[0]
+        bucket[0] = node
+        self.num_hashed += 1
+
+    cdef void c_out_of_bucket(self, int32_t node) noexcept:
+        cdef int32_t *link = self.buckets + (self.nodes[node].hash & (self.num_buckets - 1))
+        while link[0] != node:
+            link = &self.nodes[link[0]].next_in_bucket
+        link[0] = self.nodes[node].next_in_bucket
+        self.num_hashed -= 1
+
+    cdef int32_t c_add_run(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *first) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef size_t row = self.block_size
+        cdef int32_t count = self.c_make(<int32_t>n, first), node, sibling = nodes[parent].first_child
+        cdef int32_t end = first[0] + count
+        cdef uint64_t *names = self.names
+        cdef Node made = childless(parent, nodes[parent].root)
+        memcpy(self.tokens + first[0] * row, tokens, count * row * sizeof(int32_t))
+        made.num_children = 1
+        for node in range(first[0], end):
+            made.last_child = made.first_child = node + 1
+            nodes[node] = made
+            made.parent = node
+        nodes[end - 1].num_children = 0
+        nodes[end - 1].last_child = nodes[end - 1].first_child = -1
+        if self.named:
+            for node in range(first[0], end):
+                pp_name_block(
+                    names + 2 * nodes[node].parent, self.tokens + node * row, self.block_size, names + 2 * node
+                )
+        nodes[parent].num_children += 1
+        nodes[parent].last_child = nodes[parent].first_child = first[0]
+        if sibling >= 0:
+            nodes[first[0]].next_sibling = sibling
+            nodes[sibling].previous_sibling = first[0]
+            self.c_into_bucket(first[0])
+            if nodes[sibling].next_in_bucket == NOWHERE:
+                self.c_into_bucket(sibling)
+        return count
+
+    cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef const int32_t *row
+        cdef int32_t node = nodes[parent].first_child, best = -1, seen = 0, same
+        cdef int32_t longest = <int32_t>min(n, <int64_t>self.block_size)
+        common[0] = 0
+        while node >= 0 and seen < MOST_CHILDREN:
+            row = self.tokens + <size_t>node * <size_t>self.block_size
+            same = 0
+            while same < longest and row[same] == tokens[same]:
+                same += 1
+            if nodes[node].block >= 0 and same and same >= common[0]:
+                if same > common[0] or nodes[node].block < nodes[best].block:
+                    best = node
+                common[0] = same
+            node = nodes[node].next_sibling
+            seen += 1
+        return best
+
+    cdef void c_out_of_siblings(self, int32_t node) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef int32_t parent = nodes[node].parent
+        if nodes[node].previous_sibling < 0:
+            nodes[parent].first_child = nodes[node].next_sibling
+        else:
+            nodes[nodes[node].previous_sibling].next_sibling = nodes[node].next_sibling
+        if nodes[node].next_sibling >= 0:
+            nodes[nodes[node].next_sibling].previous_sibling = nodes[node].previous_sibling
+        if nodes[parent].last_child == node:
+            nodes[parent].last_child = -1
+
+    cdef void c_collect(self, int32_t node) noexcept:
+        """What goes up a path in one piece is given back in one piece, from `low` on."""
+        cdef Node *nodes = self.nodes
+        cdef int32_t parent, low = node, n = 0
+        while node >= 0 and nodes[node].block < 0 and nodes[node].num_children == 0 and not nodes[node].ghost:
+            if n and node != low - 1:
+                unused_put(&self.unused, nodes, self.num_made, low, n)
+                n = 0
+            low = node
+            n += 1
+            parent = nodes[node].parent
+            nodes[node].alive = 0
+            if parent >= 0:
+                nodes[parent].num_children -= 1
+                self.c_out_of_siblings(node)
+                if nodes[node].next_in_bucket != NOWHERE:
+                    self.c_out_of_bucket(node)
+            else:
+                self.stamp += 1
+                self.root_keys.c_remove(nodes[node].hash, nodes)
+            self.num_alive -= 1
+            node = parent
+        if n:
+            unused_put(&self.unused, nodes, self.num_made, low, n)
+
+    cdef void c_clear(self) noexcept:
+        """Gives back all memory, too: what is left is an empty table."""
+        PyMem_Free(self.nodes)
+        PyMem_Free(self.tokens)
+        PyMem_Free(self.buckets)
+        self.nodes = NULL
+        self.tokens = NULL
+        self.buckets = NULL
+        PyMem_Free(self.names)
+        self.names = NULL
+        self.num_buckets = self.room = 0
+        self.num_made = self.num_alive = self.num_hashed = 0
+        unused_clear(&self.unused)
+        self.stamp += 1
+        self.root_keys.c_clear()
+
+    cdef str audit(self):
+        """The first equation that does not hold, as a sentence, or None. O(nodes)."""
+        cdef Node *nodes = self.nodes
+        cdef int32_t node, other
+        cdef int64_t alive = 0, hashed = 0, steps, bucket
+        cdef size_t row = self.block_size
+        children = {}
+        for node in range(self.num_made):
+            if not nodes[node].alive:
+                continue
+            alive += 1
+            if nodes[node].root != (node if nodes[node].parent < 0 else nodes[nodes[node].parent].root):
+                return f"the root of node {node} is not {nodes[node].root}"
+            if nodes[node].parent < 0:
+                if not self.root_keys.c_is_of(nodes[node].hash, node):
+                    return f"node {node} has no parent and is the root of no key"
+                continue
+            if not nodes[nodes[node].parent].alive:
+                return f"node {node} is alive, its parent {nodes[node].parent} is not"
+            if nodes[node].next_in_bucket != NOWHERE:
+                hashed += 1
+                if nodes[node].hash != self.c_hash(nodes[node].parent, self.tokens + node * row):
+                    return f"the hash of node {node} is not that of its tokens"
+            elif nodes[node].previous_sibling >= 0 or nodes[node].next_sibling >= 0:
+                return f"node {node} has siblings and is in no bucket"
+            children[nodes[node].parent] = children.get(nodes[node].parent, 0) + 1
+        for node in range(self.num_made):
+            if not nodes[node].alive:
+                continue
+            if nodes[node].num_children != children.get(node, 0):
+                return f"node {node} counts {nodes[node].num_children} children, there are {children.get(node, 0)}"
+            other = nodes[node].first_child
+            steps = 0
+            while other >= 0 and steps <= alive:
+                if not nodes[other].alive or nodes[other].parent != node:
+                    return f"node {other} is among the children of node {node} and is none of them"
+                steps += 1
+                other = nodes[other].next_sibling
+            if steps != children.get(node, 0):
+                return f"node {node} has {children.get(node, 0)} children, {steps} are linked"
+            other = nodes[node].last_child
+            if other >= 0 and (not nodes[other].alive or nodes[other].parent != node):
+                return f"the last child of node {node} is {other}, which is none of its children"
+            if nodes[node].block < 0 and not nodes[node].ghost and nodes[node].num_children == 0:
+                return f"nothing keeps node {node} alive"
+        if alive != self.num_alive:
+            return f"{alive} nodes are alive, {self.num_alive} are counted"
+        if alive - sum(children.values()) != len(self.roots):
+            return f"{alive - sum(children.values())} nodes are roots, there are {len(self.roots)} keys"
+        if unused_count(&self.unused, nodes, self.num_made) != self.num_made - alive:
+            return f"{alive} of {self.num_made} nodes are alive, and not all others are in spans of unused ones"
+        if hashed != self.num_hashed:
+            return f"{hashed} nodes are in buckets, {self.num_hashed} are counted"
+        for bucket in range(self.num_buckets):
+            node = self.buckets[bucket]
+            steps = 0
+            while node >= 0 and steps <= alive:
+                if not nodes[node].alive or <int64_t>(nodes[node].hash & (self.num_buckets - 1)) != bucket:
+                    return f"node {node} is in bucket {bucket}, where it does not belong"
+                hashed -= 1
+                steps += 1
+                node = nodes[node].next_in_bucket
+        return None if hashed == 0 else f"{hashed} more nodes should be in buckets than are"
+
+
+def token_row(tokens):
+    """Token ids as a contiguous int32 array (n,), the one given where it is such.
+
+    Raises `TypeError` for what are no integers, `ValueError` for several dimensions or an id beyond 32 bits.
+
+    >>> token_row([5, 7])
+    array([5, 7], dtype=int32)
+    """
+    row = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
+    if row.ndim != 1:
+        raise ValueError(f"tokens must have 1 dimension, not {row.ndim}")
+    if row.dtype == INT32:
+        return np.ascontiguousarray(row, dtype=INT32)
+    if row.size == 0:
+        return np.empty(0, INT32)
+    if row.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be integers, not {row.dtype}")
+    return narrow(row)
+
+
+# In one pass over the ids, and not by numpy's minimum and maximum: with no memory left those may fail without an error
+# (numpy 2.4, "returned NULL without setting an exception").
+cdef object narrow(object row):
+    cdef bint unsigned = row.dtype.kind == "u"
+    # What takes all of 64 bits is negative as int64, and no unsigned id is.
+    cdef const int64_t[:] wide = row.astype(np.uint64).view(np.int64) if unsigned else row.astype(np.int64)
+    cdef int64_t least = 0 if unsigned else INT32_MIN
+    cdef Py_ssize_t i, size = wide.shape[0]
+    result = np.empty(size, INT32)
+    cdef int32_t[::1] ids = result
+    for i in range(size):
+        if not least <= wide[i] <= INT32_MAX:
+            raise ValueError(f"token {row[i]} has more than 32 bits")
+        ids[i] = <int32_t>wide[i]
+    return result

@@ -1,0 +1,72 @@
+"""PrefixMirror: what a prefix cache in another process holds, kept up by its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pagepool.errors import PoolError
+from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, prefix_names
+from pagepool.prefix.keys import root_key, root_name
+from pagepool.prefix.radix_tree import token_row
+
+__all__ = ["PrefixMirror"]
+
+
+class PrefixMirror:
+    """Follows one `PrefixCache` by its events, as a router does that sends prompts to where their beginnings are.
+
+    block_size  that of the cache
+
+    blocks == {name of each cached prefix: (block, parent's name, the block's tokens)}
+
+    >>> from pagepool import BlockAllocator, PrefixCache
+    >>> cache, mirror = PrefixCache(BlockAllocator(8), block_size=2, max_events=64), PrefixMirror(2)
+    >>> cache.touch([1, 2, 3, 4])
+    0
+    >>> mirror.apply(cache.drain_events())
+    >>> mirror.match_prefix([1, 2, 3, 4, 5]), mirror.match_prefix([1, 2], cache_salt="tenant")
+    ([0, 1], [])
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.next_sequence = 1
+        self.blocks: dict[bytes, tuple[int, bytes, bytes]] = {}
+
+    def apply(self, events: Iterable[PrefixEvent]) -> None:
+        """Takes events in, in their order; those that it has already, from before a snapshot, are passed over.
+
+        Raises `PoolError` when one is missing: `restore` a snapshot then. What came before it is in.
+        """
+        for event in events:
+            if event.sequence < self.next_sequence:
+                continue
+            if event.sequence > self.next_sequence:
+                raise PoolError(f"event {self.next_sequence} was lost, here is {event.sequence}: restore a snapshot")
+            if event.kind == "stored":
+                self.blocks[event.name] = event.block, event.parent, event.tokens
+            elif event.kind == "removed":
+                del self.blocks[event.name]
+            else:
+                self.blocks.clear()
+            self.next_sequence += 1
+
+    def restore(self, snapshot: PrefixSnapshot) -> None:
+        """Forgets everything and begins with what the snapshot has."""
+        self.blocks = {event.name: (event.block, event.parent, event.tokens) for event in snapshot.stored}
+        self.next_sequence = snapshot.next_sequence
+
+    def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> list[int]:
+        """The blocks of the longest cached prefix of `tokens`; every token is compared. Takes no references."""
+        row, size = np.ascontiguousarray(token_row(tokens)), self.block_size
+        parent, found = root_name(root_key(cache_salt, extra_keys)), []
+        for index, name in enumerate(prefix_names(row, size, parent)):
+            block, its_parent, its_tokens = self.blocks.get(name, (-1, b"", b""))
+            if its_parent != parent or its_tokens != row[index * size : (index + 1) * size].tobytes():
+                break
+            found.append(block)
+            parent = name
+        return found
