@@ -9,22 +9,27 @@ CAPI_FLAGS := -std=c11 -D_POSIX_C_SOURCE=200809L -g -O1 -Wall -Wextra -ffp-contr
 CSRC := $(wildcard pagepool/csrc/*.c)
 HEADERS := $(wildcard include/pagepool/*.h pagepool/csrc/*.h tests/capi/*.h)
 AARCH64 := aarch64-linux-gnu
-# As setup.py has it: what another compiler builds lies apart.
+# As setup.py has it: each variant of the build lies apart, and so does what another compiler makes.
 OF_CC := $(if $(filter-out default,$(origin CC)),-$(notdir $(firstword $(CC))))
+DEBUG := build/debug$(OF_CC)
 ASAN := build/address-undefined$(OF_CC)
 TSAN := build/thread$(OF_CC)
+FREE := build/free-threaded
+# What plain Python says of the canonical order is worked out once for all builds.
+export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
-.PHONY: help demo test model-test pressure-test build debug bench figures lint docs format san san-c san-python san-threads aarch64 wheel test-wheel test-sdist test-pythons ci clean
+.PHONY: help demo test model-test pressure-test build debug clang bench figures lint docs format san san-c san-python \
+	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
 demo: build  ## replay 200 requests of a recorded hour with attention on real memory
 	$(PY) -m pagepool replay --requests 200 --attend qwen2.5-0.5b
 
-test: build $(VENV)/.test  ## every test but the benchmarks
-	$(PY) -m pytest -q tests
+test: build $(VENV)/.test  ## every test but the benchmarks, on up to 8 cores
+	$(PY) -m pytest -q -n auto --maxprocesses 8 tests
 
 OPS ?= 10000000
 model-test: build $(VENV)/.test  ## a long random program on the memory, compared with reference: SEED=1 OPS=10000000
@@ -48,27 +53,35 @@ $(VENV)/.venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Packages are installed one group at a time, when a target first needs the group.
-$(VENV)/.build: $(VENV)/.venv pyproject.toml .ci/requirements.py
-	$(PY) .ci/requirements.py build run progress > $@.txt
+# Packages are installed a group at a time, when a target first needs the group; one after another, whatever -j says.
+GROUP_build := build run progress
+GROUP_test := test
+GROUP_tools := lint package plot docs
+$(VENV)/.build: $(VENV)/.venv
+$(VENV)/.test: $(VENV)/.build
+$(VENV)/.tools: $(VENV)/.test
+$(VENV)/.build $(VENV)/.test $(VENV)/.tools: $(VENV)/.%: pyproject.toml .ci/requirements.py
+	$(PY) .ci/requirements.py $(GROUP_$*) > $@.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.docs $(VENV)/.package $(VENV)/.plot: $(VENV)/.%: $(VENV)/.build pyproject.toml .ci/requirements.py
-	$(PY) .ci/requirements.py $* > $@.txt
-	$(PY) -m pip install -q --disable-pip-version-check -r $@.txt
-	@touch $@
+# The tests against the build in a folder, from there: $(call test_in,FOLDER,[ENVIRONMENT] PYTHON,PYTEST'S ARGUMENTS).
+define test_in
+rm -rf $1/tests && cp -r tests $1/tests
+cd $1 && PYTHONPATH=lib $2 -m pytest -q -p no:cacheprovider $3
+endef
 
 # Another build repeats the tests that its difference can make fail: of assertions those that run our C. What every
 # instruction set does under assertions the sanitizers see.
 DEBUG_TESTS ?= attention foreign memory prefix replay scheduling test_model.py test_state_machine.py test_threads.py
-# Assertions on, warnings of our C are errors. The build lies apart; the tests run against it from its own folder.
-debug: VARIANT = build/debug$(OF_CC)
-debug: $(VENV)/.build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
-	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(VARIANT)/lib
-	rm -rf $(VARIANT)/tests && cp -r tests $(VARIANT)/tests
-	cd $(VARIANT) && PYTHONPATH=lib $(abspath $(PY)) -m pytest -q -p no:cacheprovider \
-		--ignore=tests/attention/test_isas.py $(addprefix tests/,$(DEBUG_TESTS))
+# Assertions on, warnings of our C are errors. Every build but that of the wheel takes the C that `build` had Cython write.
+debug: build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
+	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(DEBUG)/lib
+	$(call test_in,$(DEBUG),$(abspath $(PY)),--ignore=tests/attention/test_isas.py $(addprefix tests/,$(DEBUG_TESTS)))
+
+clang: $(VENV)/.build  ## compile the C with clang, where it is installed, warnings being errors
+	@if command -v clang >/dev/null; then PAGEPOOL_DEBUG=1 CC=clang $(PY) setup.py -q build_clib; else \
+		echo "clang: skipped, it is not installed (Debian: apt install clang)"; fi
 
 bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
 	$(PY) bench/figures.py
@@ -76,115 +89,119 @@ bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
 	$(PY) -m pytest -q bench --benchmark-columns=min,median,ops --benchmark-group-by=group
 
 PEERS ?= build/peers
-figures: build $(VENV)/.plot  ## measure beside the peers and draw the README's pictures; PEERS=DIR has their environments
+figures: build $(VENV)/.tools  ## measure beside the peers and draw the README's pictures; PEERS=DIR has their environments
 	$(PY) bench/pictures.py --peers $(PEERS)
 
-lint: build $(VENV)/.lint $(VENV)/.test  ## ruff, mypy, stubtest, cython-lint
+lint: build $(VENV)/.tools  ## ruff, mypy, stubtest, cython-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest pagepool --allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
 	PATH=$(abspath $(VENV))/bin:$$PATH cython-lint $$(git ls-files '*.pyx' '*.pxd' 2>/dev/null || find pagepool tests -name '*.p[yx][xd]')
 
-docs: build $(VENV)/.docs  ## the guide and the reference as HTML; warnings are errors
+docs: build $(VENV)/.tools  ## the guide and the reference as HTML; warnings are errors
 	$(PY) -m sphinx -q -n -W --keep-going docs build/docs
 	@echo "build/docs/index.html"
 
-format: $(VENV)/.lint  ## write Python as ruff wants it
+format: $(VENV)/.tools  ## write Python as ruff wants it
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-
-san: san-c san-python san-threads  ## the C stress program, the memory and kernel tests and those of threads, sanitized
-
-# plans.c says itself how each chunk prefetches.
-PLANS_FLAGS = -Wl,--wrap=pp_prefetch_mode
-
-# The sanitized library is the one that san-python's extensions link, too.
-san-c: $(VENV)/.build
-	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build_clib
-	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build_clib
-	for name in program variants plans stress workspace; do \
-		$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined $$([ $$name = plans ] && echo $(PLANS_FLAGS)) tests/capi/$$name.c \
-		$(ASAN)/clib/libpagepool.a -lm -o $(ASAN)/$$name || exit 1; done
-	for name in stress plans threads; do \
-		$(CC) $(CAPI_FLAGS) -fsanitize=thread $$([ $$name = plans ] && echo $(PLANS_FLAGS)) tests/capi/$$name.c \
-		$(TSAN)/clib/libpagepool.a -lm -o $(TSAN)/$$name || exit 1; done
-	for isa in $$($(ASAN)/program | cut -d" " -f3-); do for name in program variants "plans 60"; do \
-		PAGEPOOL_ISA=$$isa UBSAN_OPTIONS=halt_on_error=1 $(ASAN)/$$name || exit 1; done; done
-	UBSAN_OPTIONS=halt_on_error=1 $(ASAN)/stress 3
-	ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1 $(ASAN)/workspace
-	$$(setarch -R true 2>/dev/null && echo setarch -R) $(TSAN)/stress 2
-	$$(setarch -R true 2>/dev/null && echo setarch -R) $(TSAN)/plans 40
-	TSAN_OPTIONS=die_after_fork=0 $$(setarch -R true 2>/dev/null && echo setarch -R) $(TSAN)/threads 40
 
 STEPS ?= 1000000
 pressure-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS steps; SEED=N repeats a run
 	PYTHONPATH=. $(PY) tests/scheduling/pressure_run.py --steps $(STEPS) $(if $(SEED),--seed $(SEED))
 
-# What a sanitizer reports goes to the descriptor of standard error: pytest must not keep it.
+san: san-c san-python san-threads  ## the C stress program, the memory and kernel tests and those of threads, sanitized
+
+$(ASAN)/clib/libpagepool.a $(TSAN)/clib/libpagepool.a: build/%$(OF_CC)/clib/libpagepool.a: $(CSRC) $(HEADERS) setup.py \
+		| $(VENV)/.build
+	PAGEPOOL_SANITIZE=$(subst -,$(comma),$*) $(PY) setup.py -q build_clib
+	@touch $@
+
+comma := ,
+# plans.c says itself how each chunk prefetches.
+$(ASAN)/plans $(TSAN)/plans: LDFLAGS += -Wl,--wrap=pp_prefetch_mode
+$(ASAN)/%: tests/capi/%.c $(ASAN)/clib/libpagepool.a
+	$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined $^ $(LDFLAGS) -lm -o $@
+$(TSAN)/%: tests/capi/%.c $(TSAN)/clib/libpagepool.a
+	$(CC) $(CAPI_FLAGS) -fsanitize=thread $^ $(LDFLAGS) -lm -o $@
+
+# TSan does not start where addresses are laid out at random in a wide range.
+NO_RANDOM = $$(setarch -R true 2>/dev/null && echo setarch -R)
+san-c: export UBSAN_OPTIONS = halt_on_error=1
+san-c: $(addprefix $(ASAN)/,program variants plans stress workspace) $(addprefix $(TSAN)/,stress plans threads)
+	for isa in $$($(ASAN)/program | cut -d" " -f3-); do for name in program variants "plans 60"; do \
+		PAGEPOOL_ISA=$$isa $(ASAN)/$$name || exit 1; done; done
+	$(ASAN)/stress 3
+	ASAN_OPTIONS=allocator_may_return_null=1 $(ASAN)/workspace
+	$(NO_RANDOM) $(TSAN)/stress 2
+	$(NO_RANDOM) $(TSAN)/plans 40
+	TSAN_OPTIONS=die_after_fork=0 $(NO_RANDOM) $(TSAN)/threads 40
+
+# What a sanitizer reports goes to the descriptor of standard error: pytest must not keep it. The C programs above run
+# every instruction set; what is compared with the canonical order in plain Python reaches no code that others do not.
 SAN_TESTS ?= memory attention prefix
-san-python: SAN = $(ASAN)
-san-python: $(VENV)/.build $(VENV)/.test
-	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build --build-lib $(SAN)/lib
-	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
-	cd $(SAN) && PYTHONPATH=lib PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-		$(abspath $(PY)) -m pytest -q -p no:cacheprovider --capture=sys -k "not canonical_order" \
-		$(addprefix tests/,$(SAN_TESTS))
+san-python: build $(ASAN)/clib/libpagepool.a $(VENV)/.test
+	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build --build-lib $(ASAN)/lib
+	$(call test_in,$(ASAN),PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" $(abspath $(PY)),\
+		--capture=sys -k "not canonical_order" --ignore=tests/attention/test_isas.py $(addprefix tests/,$(SAN_TESTS)))
 
 THREAD_TESTS ?= test_threads.py memory/test_nogil.py
-san-threads: SAN = $(TSAN)
-san-threads: $(VENV)/.build $(VENV)/.test  ## the tests of threads under TSan
-	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build --build-lib $(SAN)/lib
-	rm -rf $(SAN)/tests && cp -r tests $(SAN)/tests
-	cd $(SAN) && PYTHONPATH=lib PAGEPOOL_SANITIZE=thread LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
-		$$(setarch -R true 2>/dev/null && echo setarch -R) \
-		$(abspath $(PY)) -m pytest -q -p no:cacheprovider --capture=sys $(addprefix tests/,$(THREAD_TESTS))
+san-threads: build $(TSAN)/clib/libpagepool.a $(VENV)/.test  ## the tests of threads under TSan
+	PAGEPOOL_SANITIZE=thread $(PY) setup.py -q build --build-lib $(TSAN)/lib
+	$(call test_in,$(TSAN),PAGEPOOL_SANITIZE=thread LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" $(NO_RANDOM) \
+		$(abspath $(PY)),\
+		--capture=sys $(addprefix tests/,$(THREAD_TESTS)))
 
-# Cross-compiled with warnings as errors; run under qemu-user when it is there.
-aarch64:  ## compile the C for aarch64 and run its program, where a cross compiler is installed
-	@if command -v $(AARCH64)-gcc >/dev/null; then $(MAKE) --no-print-directory aarch64-run; else \
-		echo "aarch64: skipped, $(AARCH64)-gcc is not installed (Debian: apt install gcc-aarch64-linux-gnu qemu-user)"; fi
+# Cross-compiled with warnings as errors; run under qemu-user when it is there. CI has root and apt: it installs both.
+aarch64: $(if $(CI),cross-compiler)  ## compile the C for aarch64 and run its program, where a cross compiler is installed
+	@if ! command -v $(AARCH64)-gcc >/dev/null; then \
+		echo "aarch64: skipped, $(AARCH64)-gcc is not installed (Debian: apt install gcc-aarch64-linux-gnu qemu-user)"; \
+	else $(MAKE) --no-print-directory build/aarch64/program && if command -v qemu-aarch64 >/dev/null; then \
+		qemu-aarch64 -L /usr/$(AARCH64) build/aarch64/program; else \
+		echo "aarch64: compiled, not run: qemu-aarch64 is not installed (Debian: apt install qemu-user)"; fi; fi
 
-.PHONY: aarch64-run
-aarch64-run: build/aarch64/program
-	@if command -v qemu-aarch64 >/dev/null; then qemu-aarch64 -L /usr/$(AARCH64) $<; else \
-		echo "aarch64: compiled, not run: qemu-aarch64 is not installed (Debian: apt install qemu-user)"; fi
+cross-compiler:
+	@mkdir -p build
+	@command -v $(AARCH64)-gcc qemu-aarch64 >/dev/null || \
+		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y --no-install-recommends \
+		gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; } >build/apt.log 2>&1 || tail -n 1 build/apt.log
 
 build/aarch64/program: tests/capi/program.c $(CSRC) $(HEADERS)
 	@mkdir -p $(@D)
 	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror $< $(CSRC) -o $@ -lm
 
 # The sdist is unpacked once: its C, which knows nothing of Python, is compiled for the wheel and serves every Python.
-wheel: $(VENV)/.package  ## dist/: an sdist, and a wheel built from it in isolation
+SHIPPED := $(shell find pagepool include -type f ! -name '*.so' ! -name '*.pyc' ! -name '*.a')
+wheel: build/dist  ## dist/: an sdist, and a wheel built from it in isolation
+build/dist: $(SHIPPED) setup.py pyproject.toml MANIFEST.in | $(VENV)/.tools
 	rm -rf dist build/sdist
 	@mkdir -p build/sdist
 	$(PY) -m build --sdist --outdir dist . > build/package.log 2>&1 || { cat build/package.log; exit 1; }
 	tar -xzf dist/*.tar.gz -C build/sdist --strip-components=1
 	$(PY) -m build --wheel --outdir dist build/sdist > build/package.log 2>&1 || { cat build/package.log; exit 1; }
 	$(PY) .ci/check_dist.py dist
+	@touch $@
 
 # In an environment and a folder of their own, so that nothing of the checkout can be imported. The code is that of
 # `make test`; what may be missing or lie elsewhere are modules, all of which smoke.py imports, headers, the library
 # and data.
-WHEEL_TESTS ?= attention capi foreign integrations memory packaging replay
-test-wheel:  ## what users do with the built wheel, in a clean environment and from another directory
-	test -n "$(wildcard dist/*.whl)" || $(MAKE) --no-print-directory wheel
+WHEEL_TESTS ?= capi foreign integrations packaging replay
+test-wheel: build/dist  ## what users do with the built wheel, in a clean environment and from another directory
 	rm -rf build/wheel-venv && $(PY) -m venv build/wheel-venv
 	$(PY) .ci/requirements.py test > build/wheel-venv/requirements.txt
 	build/wheel-venv/bin/python -m pip install -q --disable-pip-version-check -r build/wheel-venv/requirements.txt dist/*.whl
 	elsewhere=$$(mktemp -d) && trap 'rm -rf "$$elsewhere"' EXIT && cp -r tests docs README.md pyproject.toml "$$elsewhere" && \
 		wheel_python=$(abspath build/wheel-venv/bin/python) smoke=$(abspath .ci/smoke.py) && cd "$$elsewhere" && \
 		"$$wheel_python" "$$smoke" && \
-		"$$wheel_python" -m pytest -q -p no:cacheprovider --ignore=tests/attention/test_isas.py \
-		--ignore=tests/memory/test_no_memory.py $(addprefix tests/,$(WHEEL_TESTS))
+		"$$wheel_python" -m pytest -q -p no:cacheprovider -k "not every_variant and not plans_at_random" \
+		$(addprefix tests/,$(WHEEL_TESTS))
 
-# Builds from the sdist on each Python that is on this machine, imports everything and runs a few calls.
-PYTHONS ?= 3.10 3.11 3.12 3.13
-test-pythons: test-sdist
-test-sdist:  ## build the sdist and use it on every Python from 3.10 to 3.13 that is here
-	test -n "$(and $(wildcard dist/*.tar.gz),$(wildcard build/sdist/setup.py))" || $(MAKE) --no-print-directory wheel
-	@set -e; for version in $(PYTHONS); do \
+# Builds from the sdist on each Python that is on this machine but that of .venv, which has built the wheel.
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
+test-sdist: build/dist  ## build the sdist and use it on every other Python from 3.10 to 3.14 that is here
+	@set -e; for version in $(filter-out $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),$(PYTHONS)); do \
 		found=; \
 		for candidate in python$$version $$HOME/.pyenv/versions/$$version.*/bin/python; do \
 			if $$candidate -c "import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$$version')" \
@@ -195,6 +212,26 @@ test-sdist:  ## build the sdist and use it on every Python from 3.10 to 3.13 tha
 		$$place/bin/python -m pip install -q --disable-pip-version-check ./build/sdist; \
 		(cd $$place && bin/python ../../.ci/smoke.py); \
 	done
+
+# A CPython without a GIL, 3.13 or later: PYTHON=... on this command line, or what is found. Of each package it takes the
+# newest that is built for it. Warnings are errors: a module that does not declare that it needs no GIL fails.
+FREE_THREADED := $(or $(if $(filter command,$(origin PYTHON)),$(PYTHON)),$(PYTHON_FREE_THREADED),$(shell \
+	command -v python3.14t || command -v python3.13t))
+FREE_TESTS ?= test_free_threading.py test_threads.py attention memory prefix scheduling
+ifeq ($(FREE_THREADED),)
+test-free-threaded:
+	@echo "free-threaded: skipped, there is no python3.14t or python3.13t"
+else
+test-free-threaded: build $(FREE)/.test  ## the tests without the GIL: PYTHON=/path/to/python3.13t
+	$(FREE)/bin/python setup.py -q build --build-lib $(FREE)/lib
+	$(call test_in,$(FREE),$(abspath $(FREE)/bin/python),--ignore=tests/attention/test_isas.py $(addprefix tests/,$(FREE_TESTS)))
+endif
+
+$(FREE)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
+	rm -rf $(FREE) && $(FREE_THREADED) -m venv $(FREE)
+	$(PY) .ci/requirements.py build run test > $@.txt
+	$(FREE)/bin/python -m pip install -q --disable-pip-version-check --only-binary :all: -r $@.txt
+	@touch $@
 
 ci:  ## all that continuous integration checks
 	bash .ci/run

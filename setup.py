@@ -50,6 +50,7 @@ DIRECTIVES = {
     "initializedcheck": False,
     "cdivision": True,
     "embedsignature": False,
+    "freethreading_compatible": True,  # CPython without a GIL leaves it off when these modules are imported
 }
 
 

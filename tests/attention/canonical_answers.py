@@ -23,6 +23,7 @@ def once(function):
         question = pickle.dumps((function.__name__, given, sorted(named.items())))
         file = Path(os.environ[FOLDER], hashlib.sha256(SALT + question).hexdigest())
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(f".{os.getpid()}")
             part.write_bytes(pickle.dumps(function(*given, **named)))
             part.rename(file)
