@@ -129,6 +129,8 @@ class BuildExt(build_ext):
         shutil.copy2(archive, target)
         self.translate(archive)
         super().run()
+        if self.inplace:
+            remove_old_modules()
 
     def translate(self, archive):
         """Turns .pyx into .c below build/cython; one whose directives may have changed is written anew."""
@@ -155,6 +157,13 @@ class BuildExt(build_ext):
         # Another variant's module in place may be newer than this one's: copy whatever the times say.
         self.force = True
         super().copy_extensions_to_source()
+
+
+def remove_old_modules():
+    """Removes what an earlier state of the checkout has built in place: it could still be imported."""
+    for path in Path("pagepool").glob("**/*.so"):
+        if ".".join([*path.parent.parts, path.name.split(".")[0]]) not in [*MODULES, SHARED]:
+            path.unlink()
 
 
 def extension(module):
