@@ -1,4 +1,4 @@
-"""Where the C headers and the static library are, for those who compile against them."""
+"""Finds the C headers and the static library for callers that compile against them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _first(candidates: list[Path], name: str, what: str) -> str:
 
 
 def get_include() -> str:
-    """The folder to pass to the compiler with `-I`; the headers are `pagepool/*.h` in it.
+    """Returns the folder to pass to the compiler with `-I`: it holds `pagepool/*.h`.
 
-    In an installed package it lies in the package, in a checkout or an editable install beside it. Raises
-    FileNotFoundError when the headers are missing.
+    It lies in an installed package, and beside the package in a checkout or an editable install. Raises
+    `FileNotFoundError` when the headers are missing.
 
     >>> from pathlib import Path
     >>> (Path(get_include()) / "pagepool" / "layout.h").is_file()
@@ -32,9 +32,9 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """The folder to pass to the linker with `-L`; it holds `libpagepool.a`. Link with `-lpagepool -lm -pthread`.
+    """Returns the folder to pass to the linker with `-L`: it holds `libpagepool.a`.
 
-    Raises FileNotFoundError when the library was not built.
+    Link with `-lpagepool -lm -pthread`. Raises `FileNotFoundError` when the library was not built.
 
     >>> from pathlib import Path
     >>> (Path(get_library_dir()) / "libpagepool.a").is_file()

@@ -47,12 +47,16 @@ def _state_item_bytes(who: str, dtype: Any) -> int:
 class KvLayout:
     """The shape of a KV pool: what one block holds.
 
-    A block holds the keys and values of `block_size` tokens in every layer. Block sizes that are multiples of 16 take
-    the vector path; any other from 1 to 1,024 is correct, unpadded and slower. `head_dim` and `v_head_dim` are
-    multiples of 8 from 8 to 1,024. `dtype` is "float32", "float16" or "bfloat16".
+    num_layers    layers that share a block table; a block holds the keys and values of its tokens in all of them
+    num_kv_heads  KV heads of a layer
+    head_dim      dims of queries and keys, a multiple of 8 from 8 to 1,024
+    block_size    tokens per block, from 1 to 1,024; multiples of 16 take the vector path, others are slower
+    dtype         of the stored elements: "float32", "float16" or "bfloat16"
+    v_head_dim    dims of values and results, by default those of keys
+    v_in_k        whether the first `v_head_dim` dims of a key are its value, stored once: the latent cache of
+                  multi-head latent attention
 
-    `head_dim` is that of queries and keys; `v_head_dim` that of values and results, the same by default. With `v_in_k`
-    the first `v_head_dim` dims of a key are its value, stored once: the latent cache of multi-head latent attention.
+    Raises `ValueError` or `TypeError` for a field out of range.
 
     >>> KvLayout(num_layers=2, num_kv_heads=2, head_dim=64).page_size
     8192
@@ -109,7 +113,7 @@ class KvLayout:
 class StateLayout:
     """The recurrent states of one sequence: for each layer a mapping from name to `(shape, dtype)`.
 
-    A layer may have no, one or several states; a state may have any shape without zeros, up to a terabyte. `dtype` is
+    A layer may have no state, one or several. A shape has no zeros, and a state at most a terabyte. `dtype` is
     "bfloat16" or anything that `numpy.dtype` takes, for example "float32", but no objects.
 
     >>> StateLayout(layers=[{"conv_states": ((64, 4), "float32")}, {}]).num_layers

@@ -1,4 +1,4 @@
-"""Exceptions. Every error of pagepool's own is a `PoolError`; a failed call has changed nothing."""
+"""Exceptions. Every error of pagepool's own is a `PoolError`; a failed call changes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHa
 
 
 class PoolError(Exception):
-    """Base of the errors that pools, allocators and tables raise."""
+    """Base of all errors of pagepool's own."""
 
 
 class PoolExhausted(PoolError, MemoryError):
@@ -24,7 +24,7 @@ class InvalidSlot(PoolError, ValueError):
 
 
 class StaleHandle(PoolError, ValueError):
-    """What it names was given back meanwhile, and may be someone else's by now."""
+    """A handle or a sequence is used after it was given back; its block or slot may have another owner by now."""
 
 
 class SwapError(PoolError):
@@ -32,5 +32,5 @@ class SwapError(PoolError):
 
 
 def refuse_copy(holder: object) -> NoReturn:
-    """For `__reduce__` of what owns memory or ids: a second one would give back what the first one has."""
+    """Is the `__reduce__` of classes that own memory or ids: a copy would free what the original holds."""
     raise TypeError(f"a {type(holder).__name__} cannot be pickled or copied: what it holds is in this process, once")

@@ -31,12 +31,12 @@ cdef int c_num_threads() except -1:
 
 
 def cpu_info():
-    """What the kernels run on.
+    """Says which instruction set the kernels use.
 
-    Returns a dict: `isa`, the instruction set in use; `available`, all that this build has and this machine can run,
-    best first; `num_threads`, the default of `decode`; `machine`, the architecture. The environment's PAGEPOOL_ISA
-    names one of `available` to be used instead of the best; it is read once. PAGEPOOL_NUM_THREADS, from 1 to 256, is
-    read at each call. A `RuntimeWarning` says which value of either cannot be had, and what is used instead.
+    Returns a dict: `isa`, the instruction set in use; `available`, those that this build has and this machine can run,
+    best first; `num_threads`, the default of `decode`; `machine`, the architecture. The environment variable
+    PAGEPOOL_ISA names one of `available` to use instead of the best; it is read once. PAGEPOOL_NUM_THREADS, from 1 to
+    256, is read at each call. A value that cannot be used raises a `RuntimeWarning` that says what is used instead.
 
     >>> info = cpu_info()
     >>> info["isa"] in info["available"] and info["available"][-1] == "baseline"

@@ -66,61 +66,60 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
 
     q              (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are
-                   widened. num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a head)
-    pool, layer    a pool made by `KvCachePool.from_layout`, and the layer in it
+                   widened. num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a KV head)
+    pool, layer    a pool made by `KvCachePool.from_layout`, and the number of a layer, from 0
     block_tables   (n_seqs, width), int32: the block ids of each sequence in order; entries past its length are neither
                    read nor checked
-    seq_lens       (n_seqs,), int32: tokens whose K and V are in the pages, those of the query tokens included
+    seq_lens       (n_seqs,), int32: tokens whose K and V are in the pages, the query tokens included
     query_start_loc  (n_seqs + 1,), int32: sequence s has the query tokens query_start_loc[s] up to
-                   query_start_loc[s + 1] of q, which are its last ones; by default each has one
-    custom_mask    which tokens a query token sees (speculative decoding), instead of those up to its own. For each
-                   sequence a bool array (query tokens, width) over its last `width` tokens, earlier ones being seen by
-                   all, or None: a list of them, one for all sequences, or all in one dimension, with `width` the
-                   number of query tokens (a tree) or seq_len; or those of width seq_len as bits in uint8,
-                   little-endian, each sequence from a byte of its own on
-    sm_scale       what scores are multiplied by; 1 / sqrt(head_dim) by default. For a latent cache that is not what
-                   the model means: its keys have fewer dims before they are projected
-    window_left    a query sees so many tokens to its left and its own (sliding window); -1: all. Pages before all
-                   windows of a sequence are not read, nor are their ids; those that only a mask hides are
-    logits_soft_cap  when not 0, a score becomes cap * tanh(score / cap) (Gemma 2)
-    alibi_slopes   (num_qo_heads,): slope * (t - the query token's position) is added to the score of token t (ALiBi,
-                   Press et al.), after the cap
-    sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss); one
-                   of -inf is none
-    out            where to write: float32, C-contiguous, of the result's shape, apart from all that is read
+                   query_start_loc[s + 1] of q. They are the last tokens of the sequence; by default each has one
+    custom_mask    which tokens a query token sees, instead of those up to its own (speculative decoding). One bool
+                   array (query tokens, width) per sequence covers its last `width` tokens; all query tokens see the
+                   tokens before those. `width` is the number of query tokens (a tree) or seq_len. Give a list of
+                   arrays, None in it for causal attention; one array for all sequences; all arrays flattened into
+                   one; or, for width seq_len, bits in uint8, little-endian, each sequence beginning a new byte
+    sm_scale       multiplies the scores; 1 / sqrt(head_dim) by default. Set it for a latent cache, whose keys had
+                   fewer dims before they were projected
+    window_left    sliding window: a query sees this many tokens to its left, and its own; -1: all. Pages to the left
+                   of every window of a sequence are not read, nor are their ids; pages that only a mask hides are
+    logits_soft_cap  if not 0, a score becomes cap * tanh(score / cap) (Gemma 2)
+    alibi_slopes   (num_qo_heads,): slope * (t - position of the query token) is added to the score of token t, after
+                   the cap (ALiBi, Press et al.)
+    sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss);
+                   -inf for no sink
+    out            an array to write to: float32, C-contiguous, of the result's shape, overlapping no input
     return_lse     also return the natural log of the sum of exp(score) of each row, sinks included
-    return_block_scores  also return, for each row, the sums of its weights over the tokens of each block: what a cache
-                   may decide by what to keep
-    arithmetic     "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: q and the
-                   softmax's weights are rounded to bfloat16 and multiplied by the CPU's dot products of bfloat16
-                   (AVX512_BF16), which do twice as much; elsewhere it takes more time. All else stays float32
-    num_threads    at most so many threads; by default the CPUs this process may use, or PAGEPOOL_NUM_THREADS
+    return_block_scores  also return the weight of each block: the sum of the row's weights over its tokens, for
+                   attention-based eviction
+    arithmetic     "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: rounds q and
+                   the softmax's weights to bfloat16 and uses the CPU's bfloat16 dot products (AVX512_BF16), which do
+                   twice as much; slower on a CPU without them. All else stays float32
+    num_threads    the most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS
 
-    Returns `out`, float32 (n_tokens, num_qo_heads, v_head_dim); with return_lse or return_block_scores a tuple of it,
-    lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens, num_qo_heads, width), 0 for blocks outside of
-    what is seen. A query token that sees nothing, as in an empty sequence, gives zeros and -inf, as do those that stand
-    before the sequence since there are more of them than seq_len. The bits depend on
-    nothing but the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the
-    order, the threads, the block size or the instruction set; but without fma ("baseline") each product is rounded.
+    Returns `out`, float32 (n_tokens, num_qo_heads, v_head_dim). With return_lse or return_block_scores returns a tuple
+    of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens, num_qo_heads, width), which are 0
+    for blocks that the row does not see. A query token that sees nothing gives zeros and the lse -inf: in an empty
+    sequence, or when a sequence has more query tokens than seq_len. The bits depend only on the row's own query and the
+    keys and values that it sees: not on the batch, the other query tokens, the order, the threads, the block size or
+    the instruction set. Without fma ("baseline") each product is rounded, so its bits differ.
 
-    In exact arithmetic a head's error is below 1e-5 of its largest output, as long as scores stay below 20 or so: those
-    are float32, and errors grow with their size. With "bf16", rounding changes a score by at most
+    In exact arithmetic a head's error is below 1e-5 of its largest output while scores stay below about 20; scores are
+    float32, and errors grow with their size. With "bf16", rounding changes a score by at most
     E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the
     lse by E + 2^-8; on random numbers outputs were off by up to 9e-3 of a head's largest one.
 
-    Numbers are what IEEE 754 makes of them: a NaN in q or K, or a score of inf, makes a head NaN, a NaN in V its own
-    dim; a token whose score is -inf weighs nothing, and where all are the head is NaN and its lse -inf (with a sink
-    zeros, and the sink). A sink of inf makes a head NaN. Values are summed in float32 before they are divided by the
-    sum of weights: abs(V) times the number of tokens that weigh about the same has to stay below 3.4e38. What a query
-    token does not see does not matter to it, be it NaN.
+    NaN and inf follow IEEE 754. A NaN in q or K, a score of inf or a sink of inf makes a head NaN; a NaN in V makes its
+    dim NaN. A token whose score is -inf has no weight; if all are, the head is NaN and its lse -inf (with a sink: zeros
+    and the sink). Values are summed in float32 before the sum is divided by the sum of weights, so abs(V) times the
+    number of tokens of about equal weight must stay below 3.4e38. Tokens that a query token does not see have no
+    influence on it, even if they are NaN.
 
     Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`
-    for an id out of range; nothing is written then. The GIL is released. Block ids are checked for range, not for
-    liveness.
+    for an id out of range; then nothing is written. Releases the GIL. Checks block ids for range, not for liveness.
 
-    The online softmax is Milakov & Gimelshein's (2018), paging vLLM's (Kwon et al., SOSP 2023), splitting a sequence
-    for threads that of Flash-Decoding (Dao et al., 2023), with fixed borders instead of thread-dependent ones; masks
-    of trees are SpecInfer's (Miao et al., ASPLOS 2024), in the flat form FlashInfer's.
+    Sources: online softmax (Milakov & Gimelshein, 2018); paging (vLLM, Kwon et al., SOSP 2023); splitting a sequence
+    for threads (Flash-Decoding, Dao et al., 2023), here with borders that do not depend on the threads; tree masks
+    (SpecInfer, Miao et al., ASPLOS 2024), flattened as FlashInfer does.
 
     >>> import numpy as np
     >>> from pagepool import KvCachePool, KvLayout, PagedSeqState, decode

@@ -23,17 +23,17 @@ cdef object read_float32(str name, object source, int ndim):
 
 
 def merge_states(v, s):
-    """Merges partial results of the same queries over disjoint sets of tokens, in the order given.
+    """Merges partial results of the same queries over disjoint sets of tokens, in the given order.
 
     v   (n, num_states, num_heads, head_dim), float32: the partial outputs
-    s   (n, num_states, num_heads), float32: their log of the sum of exp(scores), natural, as `decode` returns it; -inf
-        for a part without tokens, whose output does not count
+    s   (n, num_states, num_heads), float32: their lse, the natural log of the sum of exp(score), as `decode` returns
+        it; -inf for a part without tokens, whose output is ignored
 
-    Returns (out, lse), float32 (n, num_heads, head_dim) and (n, num_heads): attention over all the tokens together.
-    Rows without any tokens are zeros and -inf; a NaN or inf in s makes its row NaN. A row's bits depend on that row
-    alone. Raises `TypeError` for a dtype, `ValueError` for a shape. The GIL is released.
+    Returns (out, lse), float32 (n, num_heads, head_dim) and (n, num_heads): attention over all tokens together. A row
+    without tokens gives zeros and -inf; a NaN or inf in s makes its row NaN. A row's bits depend on that row alone.
+    Raises `TypeError` for a dtype, `ValueError` for a shape. Releases the GIL.
 
-    The recursion of attention states is FlashInfer's (Ye et al., MLSys 2025), with the natural logarithm.
+    This is FlashInfer's recursion of attention states (Ye et al., MLSys 2025), with the natural logarithm.
 
     >>> import numpy as np
     >>> v = np.array([[[[1.0, 1.0]], [[3.0, 5.0]]]], np.float32)

@@ -1,4 +1,4 @@
-"""What one sequence has computed so far: the protocol, its two kinds, and the slot that lends one to a request."""
+"""The recurrent state of one sequence: the protocol, two classes that implement it, and the slot that holds one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "Seq
 
 @runtime_checkable
 class SequenceState(Protocol):
-    """The state of one sequence, whatever kind of model computes it."""
+    """The protocol of a sequence's state: what an `SsmStatePool` asks of the objects that it holds."""
 
     @property
     def step_position(self) -> int:
@@ -26,10 +26,10 @@ class SequenceState(Protocol):
         """Steps that can be taken."""
 
     def advance(self) -> None:
-        """Counts one step. Raises `PoolExhausted`, and changes nothing, when all have been taken."""
+        """Counts one step. Raises `PoolExhausted` at the capacity; then nothing has changed."""
 
     def reset(self) -> None:
-        """Returns to the beginning: position 0, and zeros where there is memory."""
+        """Returns to position 0 and zeroes its memory."""
 
 
 class AttentionSequenceState:
@@ -106,7 +106,7 @@ class Mamba2SequenceState(AttentionSequenceState):
 
 
 class SequenceSlot:
-    """A state, the request that has it and how far that came.
+    """A state of a pool, the request that uses it and its position.
 
     >>> slot = SequenceSlot(AttentionSequenceState(8))
     >>> slot.step()
