@@ -97,7 +97,8 @@ class Admission(Ladder):
         before, fed = request.kv, request.fed
         if before is None:
             request.kv = self._open(request)
-            request.barred = request.barred and request.swapped is not None
+            if self.cache is not None and request.swapped is None:
+                request.epoch = self.cache.forgotten
         found = self._adopt(request)
         if self._fits(request):
             self.restore(request, self.num_steps)
@@ -108,7 +109,6 @@ class Admission(Ladder):
         elif found:
             request.kv.truncate(fed)
         request.fed, request.kept = fed, self.blocks_for(fed)
-        request.own &= set(() if before is None else request.kv.blocks)
         return False
 
     def _open(self, request: Request) -> PagedSeqState:
@@ -130,7 +130,7 @@ class Admission(Ladder):
             request.kv = self._open(request)
             request.kv.adopt(blocks)
             request.fed, request.kept = request.kv.len, len(blocks)
-            request.own, request.barred = set(blocks.tolist()), False
+            request.epoch = self.cache.forgotten
         self.allocator.free(blocks)
         return found
 

@@ -141,15 +141,14 @@ class Ladder:
             request.swapped = None
 
     def publish(self, request: Request, num_tokens: int, now: float) -> None:
-        """Keep the full blocks among its first `num_tokens` tokens; none once the cache was made to forget one."""
+        """Keep the full blocks among its first `num_tokens` tokens; none once the cache was told to forget blocks,
+        since what it has worked out by then may follow from wrong ones."""
         if self.cache is None:
             return
         full = num_tokens // self.block_size
-        request.barred = request.barred or not all(map(self.cache.holds, request.own))
-        if full and not request.barred:
+        if full and request.epoch == self.cache.forgotten:
             tokens, blocks = request.all_tokens[: full * self.block_size], request.kv.blocks[:full]
             self.cache.cache_blocks(tokens, blocks, **request.keys, **request.worth, now=now)
-            request.own = set(filter(self.cache.holds, request.kv.blocks))
         request.kept = full
 
     def _victims(self, active: list[Request]) -> Iterator[tuple[Request, int]]:
@@ -189,7 +188,6 @@ class Ladder:
             request.kv.close()
             request.kv = None
         request.fed, request.kept = keep, self.blocks_for(keep)
-        request.own &= set(request.kv.blocks if keep else ())
         if request.state != "preempted":
             request.state = "preempted"
             request.num_preemptions += 1

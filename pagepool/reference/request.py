@@ -30,8 +30,7 @@ class Request:
     kv: Any = None
     fed: int = 0
     kept: int = 0
-    own: set[int] = field(default_factory=set)  # those of its blocks that are cached
-    barred: bool = False  # the cache was made to forget one of them
+    epoch: int = 0  # how many blocks the cache had been told to forget when it began
     prefill_end: int = 0
     swapped: tuple[int, list[Any], int] | None = None
     counted: bool = False

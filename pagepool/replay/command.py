@@ -159,7 +159,7 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         scheduler = plain.PlainScheduler(config, allocator, cache)
         account = plain.PlainAccount(scheduler)
     else:
-        account = MeteredAccount(allocator, size, config.watermark)
+        account = MeteredAccount(allocator, size)
     arrivals = Users(trace, options.users) if options.users else None
     return Replay(trace, config, account, options.cost, attention, arrivals, cache, tokens, scheduler)
 

@@ -14,7 +14,7 @@ from pagepool.replay.latency import LatencyLog
 from pagepool.replay.prompts import TraceTokens
 from pagepool.replay.ptrace import Trace
 from pagepool.scheduling import ScheduledBatch, Scheduler
-from pagepool.scheduling.blocks import BlockAccount
+from pagepool.scheduling.block_manager import BlockManager
 
 __all__ = ["MeteredAccount", "MeteredCache", "Replay", "ReplayFailed", "Totals"]
 
@@ -198,7 +198,7 @@ class Replay:
             raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")
 
 
-class MeteredAccount(BlockAccount):
+class MeteredAccount(BlockManager):
     """Counts blocks allocated and freed, and the wall time of the calls that do it.
 
     The time is that of `append_batch` and `release_batch` as the scheduler calls them: taking and freeing ids, filling
@@ -206,8 +206,8 @@ class MeteredAccount(BlockAccount):
     lengths of released states is not in it.
     """
 
-    def __init__(self, allocator: Any, block_size: int, watermark: float) -> None:
-        super().__init__(allocator, block_size, watermark)
+    def __init__(self, allocator: Any, block_size: int) -> None:
+        super().__init__(allocator, block_size)
         self.block_allocs = 0
         self.block_frees = 0
         self.nanoseconds = 0
@@ -230,11 +230,11 @@ class MeteredAccount(BlockAccount):
         self.nanoseconds += perf_counter_ns() - start
         self.block_frees += before - self.allocator.in_use
 
-    def cut(self, state: Any, num_tokens: int) -> None:
-        """Keep the first `num_tokens` of `state`."""
+    def truncate(self, seq: Any, num_tokens: int) -> None:
+        """Keep the first `num_tokens` in the state of `seq`."""
         before = self.allocator.in_use
         start = perf_counter_ns()
-        super().cut(state, num_tokens)
+        super().truncate(seq, num_tokens)
         self.nanoseconds += perf_counter_ns() - start
         self.block_frees += before - self.allocator.in_use
 

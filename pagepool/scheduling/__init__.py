@@ -1,8 +1,7 @@
 """Continuous batching in plain Python."""
 
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.costs import calibrate
-from pagepool.scheduling.records import PressureLog, PressureRecord
+from pagepool.scheduling.preemption import PressureLog, PressureRecord, calibrate
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.scheduler import Scheduler
 from pagepool.scheduling.swap import SwapFile

@@ -1,32 +1,26 @@
-"""Who may become active: as many as the places, the backlog of prompts, the quotas and the blocks allow."""
+"""Which waiting requests become active: as many as the places, the backlog of prompts, quotas and blocks allow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
-from pagepool.scheduling.blocks import BlockAccount, NoBlocks
-from pagepool.scheduling.floors import TenantFloors
-from pagepool.scheduling.no_reuse import NoReuse
-from pagepool.scheduling.pressure import PressureLadder
+from pagepool.scheduling.block_manager import BlockManager, NoBlocks
+from pagepool.scheduling.preemption import Preemption
+from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence
-from pagepool.scheduling.reuse import PrefixReuse
-from pagepool.scheduling.shares import first_chunk
-from pagepool.scheduling.tenants import Tenants
+from pagepool.scheduling.tenants import Reservations, Tenants
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Admission"]
 
-PREFILLING = SeqState.PREFILLING
-
 
 @dataclass(slots=True)
 class Refusal:
-    """Whose turn it was when one did not fit, how many had gone by then, and the room; how much of it was cached, when
-    the cache had taken in `inserted` blocks: no more of it since, while it takes in none."""
+    """The request that was next and did not fit, how many had gone by then, and the room; how much of it was cached
+    when the cache had taken in `inserted` blocks: no more since, while it takes in none."""
 
     seq: Sequence
     num_gone: int
@@ -35,20 +29,12 @@ class Refusal:
     inserted: int
 
 
-class Bounds:
-    """As `Admission` for a policy, at no cost: `cached` may be more than it is."""
-
-    def __init__(self, reuse: PrefixReuse | NoReuse, tenants: Tenants) -> None:
-        self.cached = reuse.found
-        self.served = tenants.served
-
-
 class Admission:
-    """Moves sequences from the waiting line to the active ones, with the blocks that the prefix cache has for them.
+    """Moves sequences from the waiting queue to the active ones, with the blocks that the prefix cache has for them.
 
-    Nobody overtakes the one whose turn it is: a large request is not starved by small ones behind it. It is tried again
-    when more blocks are there than when it did not fit, when more of its prompt is cached, so that it wants fewer, or
-    when someone has gone, who counts for a quota, hysteresis and whole admission.
+    Nobody overtakes the request that is next: a large one is not starved by small ones behind it. When it did not fit,
+    it is tried again when there is more room, when more of its prompt is cached, so that it wants fewer blocks, or when
+    a sequence has gone, which counts for quotas, hysteresis and admission of whole requests.
     """
 
     def __init__(
@@ -56,123 +42,105 @@ class Admission:
         config: SchedulerConfig,
         waiting: WaitingQueue,
         active: ActiveSequences,
-        account: BlockAccount | NoBlocks,
-        reuse: PrefixReuse | NoReuse,
+        blocks: BlockManager | NoBlocks,
+        prefix: PrefixAdapter,
         tenants: Tenants,
-        floors: TenantFloors,
-        ladder: PressureLadder,
+        reservations: Reservations,
+        preemption: Preemption,
     ) -> None:
         self._config = config
         self._waiting = waiting
         self._active = active
-        self._account = account
-        self._reuse = reuse
+        self._blocks = blocks
+        self._prefix = prefix
         self._tenants = tenants
-        self._floors = floors
-        self._ladder = ladder
-        self._short: Refusal | None = None  # of the last try, unless it was admitted
-        self.bounds = Bounds(reuse, tenants)
+        self._reservations = reservations
+        self._preemption = preemption
+        self._refusal: Refusal | None = None  # of the last try, unless it was admitted
+        self._reserve = int(blocks.capacity * config.watermark)
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of `seq` that the prefix cache has, for the policy."""
-        return self._reuse.cached(seq)
+        return self._prefix.cached(seq)
 
-    def grown(self) -> Iterable[Any] | None:
-        """The tenants of those of whom more may be cached than at the last call, None for all, for the policy."""
-        return self._reuse.grown()
-
-    def served(self, tenant: object) -> float:
+    def served(self, tenant: Any) -> float:
         """What a tenant was served, for the policy."""
         return self._tenants.served(tenant)
-
-    def forget(self) -> None:
-        """Try the next one whatever came of it last."""
-        self._short = None
 
     def admit(self, now: int) -> None:
         """Admit until the next one has to wait."""
         config, active, waiting = self._config, self._active, self._waiting
         backlog = config.max_prefill_backlog
-        while len(waiting) and active.size < config.max_sequences and (backlog is None or active.unread < backlog):
+        while len(waiting) and len(active) < config.max_sequences and (backlog is None or active.unread < backlog):
             seq = waiting.peek(self, now, self._tenants.may_start)
             if seq is None:
                 return
-            room = self._account.available() - active.promised
+            room = self._blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
             if not self._start(seq, now):
-                inserted = self._reuse.inserted  # before it is looked up: others may use the cache, too
-                self._short = Refusal(seq, active.num_gone, room, self._reuse.cached(seq), inserted)
+                inserted = self._prefix.inserted  # before it is looked up: others may use the cache, too
+                self._refusal = Refusal(seq, active.num_gone, room, self._prefix.cached(seq), inserted)
                 return
-            self._short = None
-            if waiting.is_aged(seq, now):
-                seq._rank = (0, 0, seq.id)
-            # It waits, whatever raises, until it is active.
-            waiting.starts(seq)
-            self._tenants.start(seq)
-            self._floors.enter(seq)
-            seq.num_cached = seq._fed
-            seq._prefill_end = seq.total_tokens
-            active.add(seq)
-            seq.state = PREFILLING
+            self._refusal = None
             waiting.remove(seq)
-            self._reuse.starts(seq)
+            if waiting.is_aged(seq, now):
+                seq._rank = (0, 0, seq.id)  # none that came later is preferred to it any more
+            self._tenants.start(seq)
+            self._reservations.enter(seq)
+            seq.num_cached = seq.fed
+            seq._prefill_end = seq.total_tokens
+            seq.state = SeqState.PREFILLING
+            active.add(seq)
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""
-        short, reuse = self._short, self._reuse
-        if short is None or not self._active.size:
+        last = self._refusal
+        if last is None or not len(self._active):
             return False
-        if seq is not short.seq or self._active.num_gone != short.num_gone or room > short.room:
+        if seq is not last.seq or self._active.num_gone != last.num_gone or room > last.room:
             return False
-        inserted = reuse.inserted
-        if inserted != short.inserted:
-            if reuse.cached(seq) > short.cached:
+        inserted = self._prefix.inserted
+        if inserted != last.inserted:
+            if self._prefix.cached(seq) > last.cached:
                 return False
-            short.inserted = inserted
+            last.inserted = inserted
         return True
 
     def _start(self, seq: Sequence, now: int) -> bool:
-        """Give `seq` its state, with all that is cached, kept or swapped; False, with nothing changed, when it does not
-        fit."""
-        kept, state, fits = seq._fed, seq.kv, False
-        try:
-            if state is None:
-                seq.kv = self._account.open(seq.max_tokens, seq.id)
-                if seq._swapped is None:
-                    self._reuse.begins(seq)
-            self._reuse.adopt(seq)
-            fits = self._fits(seq, now)
-            if fits:
-                self._ladder.restore(seq, now)
-        finally:
-            if not fits:
-                self._stay(seq, kept, state is None)
-        return fits
-
-    def _stay(self, seq: Sequence, kept: int, had_none: bool) -> None:
-        """Give back what it was to start with."""
-        if had_none and seq.kv is not None:
-            self._account.give_back([seq.kv])
-            seq.kv = None
-        elif seq.kv is not None and seq.kv.len > kept:
-            self._account.cut(seq.kv, kept)
-        seq._fed = kept
-        seq._kept = self._account.blocks_for(kept)
+        """Give `seq` its blocks: cached, left and swapped ones. False, and as before, when it does not fit."""
+        fed, had_none = seq.fed, seq.kv is None
+        if had_none:
+            self._blocks.open(seq)
+            self._prefix.begin(seq)
+        found = self._prefix.adopt(seq)
+        if self._fits(seq, now):
+            self._preemption.restore(seq, now)
+            return True
+        if had_none:
+            self._blocks.close([seq])
+        elif found:
+            self._blocks.truncate(seq, fed)
+        seq.fed = fed
+        seq._published = self._blocks.blocks_for(fed)
+        return False
 
     def _fits(self, seq: Sequence, now: int) -> bool:
-        account, active, config = self._account, self._active, self._config
-        held = account.blocks_for(seq._fed)
-        if not active.size:
-            end = seq._fed + first_chunk(seq.total_tokens - seq._fed, config)
+        blocks, active, config = self._blocks, self._active, self._config
+        held = blocks.blocks_for(seq.fed)
+        if not len(active):
+            # Enough for its first chunk when nothing else runs: a request as large as the pool must start.
+            end = seq.fed + min(seq.total_tokens - seq.fed, config.max_prefill_tokens, config.max_batch_tokens)
             if seq._swapped is not None:
-                end = max(end, seq._swapped[2])
-            # Enough when nothing else runs: a request as large as the pool must start, and no watermark is left then.
-            wanted = account.blocks_for(end) - held
-            return account.available({seq._group: wanted}) >= wanted or self._ladder.make_room_for(seq, wanted, now)
-        if config.admission == "whole" and (active.reserved + account.blocks_for(seq.max_tokens) > account.capacity):
+                end = max(end, seq._swapped.end)
+            wanted = blocks.blocks_for(end) - held
+            enough = blocks.available({seq.tenant: wanted}) >= wanted
+            return enough or self._preemption.make_room_for(seq, wanted, now)
+        if config.admission == "whole" and active.reserved + blocks.blocks_for(seq.max_tokens) > blocks.capacity:
             return False
-        wanted = account.blocks_for(seq.total_tokens) - held
+        # All of its prompt, beside what prompts already admitted have yet to take: asking for the first chunk alone
+        # would admit more prompts than the pool can hold, only to preempt them.
+        wanted = blocks.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
-            wanted += config.hysteresis * active.size
-        return account.admits(wanted, active.promised, seq._group)
+            wanted += config.hysteresis * len(active)
+        return blocks.available({seq.tenant: wanted}) - active.promised - wanted >= self._reserve

@@ -1,12 +1,15 @@
-"""What one step runs."""
+"""What one step runs, and how its tokens are shared out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+from operator import ge
 from typing import Any
 
-from pagepool.scheduling.request import SeqState, Sequence
+from pagepool.config import SchedulerConfig
+from pagepool.scheduling.request import Sequence
 
-__all__ = ["ScheduledBatch"]
+__all__ = ["ScheduledBatch", "build_batch", "share_tokens", "whole_prompts"]
 
 
 class ScheduledBatch:
@@ -28,7 +31,11 @@ class ScheduledBatch:
 
     __slots__ = (
         "_committed",
+        "_fed",
+        "_fed_before",
+        "_grow",
         "_sequences",
+        "_served_before",
         "is_prefill",
         "lookahead",
         "num_decodes",
@@ -43,59 +50,44 @@ class ScheduledBatch:
     def __init__(
         self,
         sequences: list[Sequence],
-        seq_ids: list[int],
         tokens: list[list[int]],
         num_tokens: list[int],
         num_decodes: int,
         wants_token: list[bool],
-        states: list[Any],
-        total_tokens: int,
-        lookahead: list[int] | None = None,
+        grow: list[int],
+        fed: list[int],
     ) -> None:
-        self._sequences = sequences
-        self._committed = False
-        self.seq_ids = seq_ids
+        """`grow`: by how many tokens the state of each sequence grows, `fed`: how many of these are tokens, not slots.
+
+        Both are 0 for a decode that got no new token since it last ran: it feeds its last token once more, into the
+        slot that the token has already.
+        """
+        size = len(sequences)
+        self.seq_ids = [seq.id for seq in sequences]
         self.tokens = tokens
         self.num_tokens = num_tokens
-        self.lookahead = [0] * len(seq_ids) if lookahead is None else lookahead
+        self.lookahead = [0] * size if fed is grow else [a - b for a, b in zip(grow, fed, strict=True)]
         self.num_decodes = num_decodes
-        self.is_prefill = [False] * num_decodes + [True] * (len(seq_ids) - num_decodes)
+        self.is_prefill = [False] * num_decodes + [True] * (size - num_decodes)
         self.wants_token = wants_token
-        self.states = states
-        self.total_tokens = total_tokens
+        self.states = [seq.kv for seq in sequences if seq.kv is not None]
+        self.total_tokens = sum(num_tokens)
+        self._sequences = sequences
+        self._grow = grow
+        self._fed = fed
+        self._fed_before = [seq.fed for seq in sequences]
+        self._served_before: dict[Any, float] = {}  # the counters of the tenants that it is charged to
+        self._committed = False
 
     @classmethod
     def empty(cls) -> ScheduledBatch:
         """A step without sequences."""
-        return cls([], [], [], [], 0, [], [], 0)
+        return cls([], [], [], 0, [], [], [])
 
     @property
     def is_empty(self) -> bool:
         """True when nothing is to be run."""
         return not self.seq_ids
-
-    def _append(
-        self, results: list[Any], first: int, usable: list[bool], finished: list[Sequence]
-    ) -> tuple[list[Sequence], bool]:
-        """Append the results from row `first` on, as far as `usable`, to their sequences. Adds those that reach their
-        limit to `finished`; returns the others that got a token, and whether a sequence that wants one got none."""
-        self._committed = True
-        got: list[Sequence] = []
-        missed = False
-        for row, is_token in enumerate(usable, first):
-            seq = self._sequences[row]
-            if not self.wants_token[row] or seq.state is SeqState.FINISHED:
-                continue
-            if not is_token:
-                missed = True
-                continue
-            output = seq.output_tokens
-            output.append(results[row])
-            if len(output) < seq._max_output:
-                got.append(seq)
-            else:
-                finished.append(seq)
-        return got, missed
 
     def tokens_of(self, seq: Sequence) -> int:
         """How many tokens `seq` feeds in this step."""
@@ -107,3 +99,78 @@ class ScheduledBatch:
     def __repr__(self) -> str:
         prefills = len(self.seq_ids) - self.num_decodes
         return f"ScheduledBatch({self.num_decodes} decodes, {prefills} prefills, {self.total_tokens} tokens)"
+
+
+def build_batch(decodes: list[Sequence], prefills: list[Sequence], config: SchedulerConfig) -> ScheduledBatch:
+    """The step of these sequences; nothing is changed by it."""
+    size, lookahead = len(decodes), config.lookahead
+    new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes]
+    most = (
+        [count + _slots(seq, count, lookahead) for seq, count in zip(decodes, new, strict=True)] if lookahead else new
+    )
+    unread = [seq._prefill_end - seq.fed for seq in prefills]
+    if prefills and config.schedule == "prefill-first":
+        counts = whole_prompts(unread, config)
+        prefills = prefills[: len(counts)]
+    else:
+        counts = share_tokens(most, unread, config)
+    grow = list(map(min, counts, most))
+    fed = list(map(min, grow, new)) if lookahead else grow
+    wants = list(map(ge, fed, new))
+    # One new token is the common case, and worth its own branch: a call less for each running sequence.
+    tokens = [
+        [seq.output_tokens[-1]] if count == 1 else seq._next_tokens(min(count, given))
+        for seq, count, given in zip(decodes, new, fed, strict=True)
+    ]
+    for seq, count in zip(prefills, counts[size:], strict=True):
+        tokens.append(seq._next_tokens(count))
+        wants.append(seq.fed + count == seq.total_tokens)
+    grow += counts[size:]
+    if fed is not grow:
+        fed += counts[size:]
+    return ScheduledBatch(decodes + prefills, tokens, counts, size, wants, grow, fed)
+
+
+def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfig) -> list[int]:
+    """The tokens of each sequence of a step, given how many each still has to feed; decodes first, then prefills.
+
+    Everyone gets one token. What is left of `max_batch_tokens` goes to decodes with several tokens to feed, then to the
+    prefills in order, each up to `max_prefill_tokens`. There are never more sequences than tokens.
+
+    >>> share_tokens([1, 1, 3], [500, 40], SchedulerConfig(max_batch_tokens=100, max_prefill_tokens=64))
+    [1, 1, 3, 64, 31]
+    """
+    counts, left = [1] * (len(decodes) + len(prefills)), config.max_batch_tokens - len(decodes) - len(prefills)
+    most = [*decodes, *[min(unread, config.max_prefill_tokens) for unread in prefills]]
+    if most.count(1) != len(most):
+        for row, wanted in enumerate(most):
+            extra = max(0, min(wanted - 1, left))
+            counts[row] += extra
+            left -= extra
+    return counts
+
+
+def whole_prompts(prefills: Many[int], config: SchedulerConfig) -> list[int]:
+    """The tokens of the first of `prefills` for a step of prompts only; the answer may be shorter than `prefills`.
+
+    Prompts are taken whole, in order, while they fit. Only the first may be cut: when it alone is over the budget.
+
+    >>> whole_prompts([60, 30, 20], SchedulerConfig(max_batch_tokens=100, max_prefill_tokens=100))
+    [60, 30]
+    """
+    counts: list[int] = []
+    left = config.max_batch_tokens
+    for unread in prefills[: config.max_batch_sequences]:
+        chunk = min(unread, config.max_prefill_tokens)
+        if chunk > left:
+            if not counts:
+                counts.append(left)
+            break
+        counts.append(chunk)
+        left -= chunk
+    return counts
+
+
+def _slots(seq: Sequence, new: int, lookahead: int) -> int:
+    """The slots for drafts that a decode with `new` tokens to feed can use: one token comes without a draft."""
+    return min(lookahead, seq._max_output - len(seq.output_tokens) - 1) if new == 1 else 0

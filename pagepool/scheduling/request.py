@@ -1,4 +1,4 @@
-"""A request and the sequence that it becomes: what the scheduler knows of it."""
+"""A request, and the sequence that it becomes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Sequence:
     max_tokens      limit of prompt + output
     priority        lower goes first
     stopped         True after `finish_sequence` or `remove_sequence`
-    tenant          whose it is: anything hashable, None for nobody's
-    cache_salt, extra_keys  apart from what prompts its blocks are cached
-    cache_priority, cache_ttl  with which, and for how long
-    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; one that was
+    tenant          who sent it: anything hashable, or None
+    cache_salt, extra_keys  only prompts with equal ones share its cached blocks
+    cache_priority, cache_ttl  the priority of its cached blocks, and for how long they have it
+    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; a sequence that was
                     preempted in part keeps the blocks that it was left
-    num_cached      tokens that it did not have to read when it was last admitted: cached, kept or swapped
-    fed             tokens in the pages or on their way there: cached ones found at admission, those kept or swapped at
+    num_cached      tokens that it did not have to compute when it was last admitted: cached, left or swapped
+    fed             tokens in the pages or on their way there: cached ones found at admission, those left or swapped at
                     preemption, and all handed out in batches since; equals `kv.len` but for slots out for drafts
     num_preemptions how often its blocks were taken away
 
@@ -53,28 +53,21 @@ class Sequence:
 
     __slots__ = (
         "_arrived",
-        "_barred",
-        "_cohort",
+        "_cache_epoch",
         "_counted",
-        "_fed",
-        "_forgotten",
         "_group",
-        "_joined",
-        "_kept",
         "_max_output",
-        "_own",
         "_prefill_end",
+        "_published",
         "_rank",
         "_row",
         "_row_end",
-        "_summed",
         "_swapped",
-        "_twins",
-        "_watch",
         "cache_priority",
         "cache_salt",
         "cache_ttl",
         "extra_keys",
+        "fed",
         "id",
         "kv",
         "max_tokens",
@@ -115,43 +108,27 @@ class Sequence:
         self.kv: Any = None
         self.num_cached = 0
         self.num_preemptions = 0
-        self._fed = 0
-        # The tokens that count as its prompt since it was admitted: outputs too, when it is recomputed.
-        self._prefill_end = len(prompt_tokens)
+        self.fed = 0
         self._max_output = max_tokens - len(prompt_tokens)
-        # Set by the scheduler when it takes the request in: its place in every order, and the step that it came in.
+        # What counts as its prompt since it was admitted: outputs too, when they are recomputed.
+        self._prefill_end = len(prompt_tokens)
+        # Its place in every order, and the step in which it came; set by the scheduler.
         self._rank: Rank = (1, 0, seq_id)
         self._arrived = 0
-        # Its first `_row_end` tokens as the prefix cache reads them, None without a cache, and how many of its leading
-        # blocks the cache was given or has given; whether it has had others for the tokens of some of these, and then
-        # how many are its own. Whether it was made to forget one of them, when it had been made to forget so many.
-        self._row: Any = None
-        self._row_end = len(prompt_tokens)
-        self._kept = 0
-        self._twins = False
-        self._own = 0
-        self._barred = False
-        self._forgotten = 0
-        # How many of its blocks `Watches` has summed up, with the sum; and what it watches for (see watches.py).
-        self._summed = (0, 0)
-        self._watch: tuple[int, int, int | None] | None = None
-        # Whether the quota of its tenant counts it, the tenant's number in the cache, and its pages in the swap file.
+        # Whether its tenant's quota counts it, the tenant's number in the prefix cache, its pages in the swap file.
         self._counted = False
         self._group = 0
         self._swapped: Any = None
-        # The cohort that it is a member of, and what it was fed when that had taken no step: `_fed` does not count
-        # meanwhile (see cohort.py).
-        self._cohort: Any = None
-        self._joined = 0
-
-    @property
-    def fed(self) -> int:
-        """Tokens in the pages or on their way there: found, kept or swapped at admission, or handed out since."""
-        return self._fed if self._cohort is None else self._joined + self._cohort.steps
+        # For the prefix cache (see prefix_adapter.py): its first `_row_end` tokens as an array, how many of its leading
+        # blocks came from or went to the cache, and how many blocks the cache had been told to forget when it began.
+        self._row: Any = None
+        self._row_end = len(prompt_tokens)
+        self._published = 0
+        self._cache_epoch = 0
 
     @property
     def prompt_pos(self) -> int:
-        """Prompt tokens scheduled so far; after a preemption those of what was kept, 0 if nothing was."""
+        """Prompt tokens scheduled so far; after a preemption those that are still in its blocks."""
         return min(self.fed, len(self.prompt_tokens))
 
     @property
@@ -168,6 +145,22 @@ class Sequence:
     def all_tokens(self) -> list[int]:
         """Prompt and output tokens, as a new list."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def _is_active(self) -> bool:
+        return self.state is SeqState.PREFILLING or self.state is SeqState.DECODING
+
+    def _next_tokens(self, count: int) -> list[int]:
+        """The next `count` tokens to feed; for 0 the last token once more."""
+        start, prompt = self.fed, self.prompt_tokens
+        if count == 0:
+            return [self.output_tokens[-1] if self.output_tokens else prompt[-1]]
+        if start + count <= len(prompt):
+            return prompt[start : start + count]
+        past = start - len(prompt)
+        if past >= 0:
+            return self.output_tokens[past : past + count]
+        return prompt[start:] + self.output_tokens[: past + count]
 
     def __repr__(self) -> str:
         return (

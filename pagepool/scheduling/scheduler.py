@@ -1,37 +1,95 @@
-"""The continuous-batching scheduler: decides who runs, and takes the blocks for it."""
+"""The continuous-batching scheduler: which sequences run next, with which tokens, in whose blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from threading import get_ident
 from typing import Any
 
-from pagepool.arguments import real, wrong
+from pagepool.arguments import wrong
 from pagepool.config import SchedulerConfig
-from pagepool.errors import refuse_copy
+from pagepool.errors import PoolError, refuse_copy
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
-from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.blocks import open_account
-from pagepool.scheduling.changes import Changes
-from pagepool.scheduling.floors import TenantFloors
-from pagepool.scheduling.intake import check_token, check_tokens, read_request, read_results, read_token
-from pagepool.scheduling.lookahead import read_drafts
-from pagepool.scheduling.planner import Planner
+from pagepool.scheduling.batch import ScheduledBatch, build_batch
+from pagepool.scheduling.block_manager import open_blocks
 from pagepool.scheduling.policies import POLICIES
-from pagepool.scheduling.pressure import PressureLadder
+from pagepool.scheduling.preemption import Preemption, PressureLog
+from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence
-from pagepool.scheduling.reuse import open_reuse
 from pagepool.scheduling.swap import SwapFile
-from pagepool.scheduling.tenants import Tenants
-from pagepool.scheduling.undo import Undo
+from pagepool.scheduling.tenants import Reservations, Tenants
+from pagepool.scheduling.validate import (
+    check_results,
+    check_token,
+    read_request,
+    read_results,
+    read_time,
+    read_token,
+)
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
 
-FINISHED = SeqState.FINISHED
+WAITING, PREEMPTED, FINISHED = SeqState.WAITING, SeqState.PREEMPTED, SeqState.FINISHED
+PREFILLING, DECODING = SeqState.PREFILLING, SeqState.DECODING
 
 
-class Scheduler(Changes):
+class Guard:
+    """Lets one call at a time into a scheduler, and none after one that an exception has cut short.
+
+        with guard:
+            guard.undo = ...    how `recover` takes back what the call has done so far, where that is not to stay
+            ...
+
+    Raises RuntimeError, with nothing changed, when a call is under way, on this thread or another, or was cut short.
+    """
+
+    def __init__(self) -> None:
+        # A call takes the one item out and puts it back: atomic with and without the GIL, and unlike a lock copied.
+        self._token = [True]
+        self.thread: int | None = None  # of the call that is under way
+        self.is_cut = False
+        self.undo: Callable[[], object] | None = None
+
+    def __enter__(self) -> None:
+        thread = get_ident()
+        try:
+            self._token.pop()
+        except IndexError:
+            raise RuntimeError(self._reason(thread)) from None
+        self.thread = thread
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None:
+            self.open()
+        else:
+            self.is_cut = True
+
+    def open(self) -> None:
+        """Let the next call in."""
+        self.undo = self.thread = None
+        self.is_cut = False
+        self._token[:] = [True]
+
+    def take_over(self) -> None:
+        """For `recover`: go on with a call that was cut short. RuntimeError when one is under way on another thread."""
+        thread = get_ident()
+        if not self._token and not self.is_cut and self.thread not in (None, thread):
+            raise RuntimeError(self._reason(thread))
+        self._token.clear()
+        self.thread, self.is_cut = thread, True
+
+    def _reason(self, thread: int) -> str:
+        if self.is_cut:
+            return "an exception has cut a call of the scheduler short: call recover()"
+        if self.thread not in (None, thread):
+            return "another thread is inside a call of the scheduler"
+        return "the scheduler is in the middle of a call: a finalizer or handler calls it, or the call was cut short"
+
+
+class Scheduler:
     """Continuous batching with chunked prefill over a paged pool.
 
     config        a `SchedulerConfig`; default: its defaults
@@ -45,11 +103,12 @@ class Scheduler(Changes):
     are freed when a sequence finishes, is removed or is preempted. When the pool runs out, cached prefixes that nobody
     uses go first; then the newest sequence of the lowest priority gives its blocks back, waits at the front and is
     recomputed later; the oldest always keeps going, so every request ends. `pressure` tells who gave way, and why.
-    One thread at a time may use a scheduler, and nothing may in the middle of a call: RuntimeError says so.
 
-    Where a call is interrupted, by a signal or for want of memory, nothing is torn or lost, and the next one goes on: a
-    step that was not returned was not taken, and what `commit` has not taken altogether it takes again. `outstanding`
-    is the batch that was handed out last; `check()` audits everything.
+    One thread at a time may use a scheduler, and a call must not be made from within another one, by a finalizer or a
+    signal handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes.
+    An exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then every call raises
+    RuntimeError until `recover()` has made all structures agree again. `outstanding` is the batch that was handed out
+    last; `check()` audits everything.
 
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
     >>> scheduler.add_request([11, 12, 13, 14, 15], max_tokens=7)
@@ -81,24 +140,23 @@ class Scheduler(Changes):
         if swap is not None and not isinstance(swap, SwapFile):
             raise wrong("swap", "a SwapFile or None", swap)
         self.config = config
-        self._account = account = open_account(pool, config.block_size, config.watermark)
+        self.num_steps = 0
         self._policy = POLICIES[config.policy]
+        self._blocks = open_blocks(pool, config.block_size)
+        self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs)
+        self._swap = swap if "swap" in config.ladder else None
+        self._log = PressureLog(config.max_records)
+        self._guard = Guard()
+        self._next_id = 1
+        self._last_time = float("-inf")  # that `schedule` was told
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
-        self._active = ActiveSequences(account.blocks_for)
-        self._tenants = Tenants(config, account.blocks_for)
-        self._reuse = open_reuse(prefix_cache, account, config.cache_outputs, self._policy.by_cache)
-        self._floors = TenantFloors(config.tenants, account)
-        shared = (self._waiting, self._active, account, self._reuse, self._tenants, self._floors)
-        self._ladder = PressureLadder(config, self._sequences, *shared, swap)
-        self._admission = Admission(config, *shared, self._ladder)
-        self._planner = Planner(config, self._active, self._ladder, self._reuse.block_size)
         self._finished: dict[int, Sequence] = {}
         self._out: ScheduledBatch | None = None  # the last batch, until it is committed
-        self._undo: Undo | None = None  # of the call that is under way
-        self._next_id = 1
-        self._now = float("-inf")  # the latest time that `schedule` was told
-        self.num_steps = 0
+        self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
+        self._active = ActiveSequences(config, self._blocks.blocks_for)
+        self._tenants = Tenants(config, self._blocks)
+        self._reservations = Reservations(config.tenants, self._blocks, self._prefix)
+        self._connect(self._waiting, self._active, self._tenants, self._reservations)
 
     def add_request(
         self,
@@ -117,10 +175,10 @@ class Scheduler(Changes):
         prompt_tokens  token ids, at least one; copied
         max_tokens     limit of prompt + output
         priority       lower goes first; None is 0; equals go in the order of arrival
-        tenant         whose it is: counters, quotas and floors of the config are per tenant
-        cache_salt, extra_keys  as for `PrefixCache.match_prefix`; no tenant is kept apart from another without a salt
-        cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for that policy: what its
-                       blocks are worth, for how long from the step that stored them, in the unit of `schedule(now)`
+        tenant         who sends it: counters, quotas and floors of the config are per tenant
+        cache_salt, extra_keys  as for `PrefixCache.match_prefix`; without a salt tenants share cached blocks
+        cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for that policy: the priority
+                       of its blocks, and for how long from the step that stored them, in the unit of `schedule(now)`
 
         Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, when the pool, the
         tenant's quota or what the floors of other tenants leave could never hold `max_tokens`, or for a cache_priority
@@ -130,19 +188,27 @@ class Scheduler(Changes):
         cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
         seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
         refusal = (
-            self._account.refusal(seq.max_tokens)
+            self._blocks.refusal(seq.max_tokens)
             or self._tenants.refusal(tenant, seq.max_tokens)
-            or self._floors.refusal(tenant, seq.max_tokens)
+            or self._reservations.refusal(tenant, seq.max_tokens)
         )
         if refusal is not None:
             raise ValueError(refusal)
-        seq._row = self._reuse.row(seq)
-        seq._group = self._floors.group(tenant)
-        seq._rank = self._policy.rank(seq)
-        seq._arrived = self.num_steps
-        self._next_id += 1
-        self._add(seq)
-        return seq.id
+        self._prefix.read(seq, self._reservations.group(tenant))
+        with self._guard:
+            seq.id = seq_id = self._next_id
+            self._guard.undo = partial(self._forget, seq_id)
+            seq._rank = self._policy.rank(seq)
+            seq._arrived = self.num_steps
+            self._next_id += 1
+            self._sequences[seq_id] = seq
+            if seq.at_limit:
+                seq.state = FINISHED
+                self._finished[seq_id] = seq
+            else:
+                self._tenants.arrive(seq)
+                self._waiting.push(seq)
+        return seq_id
 
     def append_token(self, seq_id: int, token: int) -> None:
         """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored.
@@ -154,21 +220,33 @@ class Scheduler(Changes):
         if seq is None or seq.state is FINISHED:
             return
         token = read_token(token)
-        if self._reuse.keeps:
+        if self._prefix.cache is not None:
             check_token(token)
-        self._append(seq, token)
+        with self._guard:
+            seq.output_tokens.append(token)
+            if seq.at_limit:
+                self._finish([seq])
 
     def finish_sequence(self, seq_id: int) -> None:
         """Stop a sequence and free its blocks; `drain_finished` will return it. Unknown ids are ignored."""
-        seq = self._sequences.get(seq_id)
-        if seq is None:
-            return
-        self._stop(seq)
+        with self._guard:
+            self._stop(seq_id)
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
-        self.finish_sequence(seq_id)
-        self._forget(seq_id)
+        with self._guard:
+            self._stop(seq_id)
+            self._forget(seq_id)
+
+    def drain_finished(self) -> list[Sequence]:
+        """Remove and return the finished sequences, in the order in which they finished."""
+        with self._guard:
+            finished = self._finished
+            self._guard.undo = partial(self._sequences.update, finished)
+            for seq_id in finished:
+                del self._sequences[seq_id]
+            self._finished = {}
+            return list(finished.values())
 
     def schedule(self, now: float | None = None) -> ScheduledBatch:
         """The next step, its blocks taken. All budgets of the config hold.
@@ -183,11 +261,31 @@ class Scheduler(Changes):
         one than the last or inf; then nothing has changed.
         """
         if now is not None:
-            now = real("now", now, low=self._now)
-            if now == float("inf"):
-                raise ValueError("now must be finite, not inf: no time comes after it")
-            self._now = now
-        return self._step(now)
+            now = read_time(now, self._last_time)
+        with self._guard:
+            self.num_steps = step = self.num_steps + 1
+            if now is not None:
+                self._last_time = now
+            if self._out is not None:
+                self._close(self._out)
+            self._prefix.set_time(step if now is None else now)
+            self._admission.admit(step)
+            active = self._active
+            while len(active):
+                batch = build_batch(*active.take_turns(), self.config)
+                self._guard.undo = partial(self._take_back_step, batch)
+                taken = self._preemption.take(batch, step)
+                active.put_back(taken)
+                if taken:
+                    active.feed(batch)
+                    if self.config.policy == "fair":
+                        self._tenants.charge(batch)
+                    self._out = batch
+                    return batch
+                self._guard.undo = None
+                if not self._preemption.make_room(batch, step):
+                    break
+            return ScheduledBatch.empty()
 
     def commit(self, batch: ScheduledBatch, tokens: Iterable[Any]) -> None:
         """Hand back the results of `batch`: one entry per sequence, in its order.
@@ -202,16 +300,310 @@ class Scheduler(Changes):
         if not isinstance(batch, ScheduledBatch):
             raise wrong("batch", "a ScheduledBatch", batch)
         results = read_results(tokens, self.config.lookahead > 0)
-        if len(results) != len(batch._sequences):
-            raise ValueError(f"got {len(results)} tokens for a batch of {len(batch._sequences)} sequences")
+        sequences = batch._sequences
+        if len(results) != len(sequences):
+            raise ValueError(f"got {len(results)} tokens for a batch of {len(sequences)} sequences")
         if batch._committed:
             raise ValueError("the batch was committed before")
-        if batch is not self._out and not all(self._knows(seq) for seq in batch._sequences):
+        if batch is not self._out and not all(self._knows(seq) for seq in sequences):
             raise ValueError("the batch is of another scheduler")
-        if self._reuse.keeps:
-            check_tokens(results)
-        self._take(batch, results, read_drafts(batch, results) if self.config.lookahead else None)
+        check_results(batch, results, for_cache=self._prefix.cache is not None)
+        with self._guard:
+            before = [(len(seq.output_tokens), seq.fed) for seq in sequences]
+            self._guard.undo = partial(self._take_back_tokens, batch, before)
+            ended: list[Sequence] = []
+            for seq, result, wants in zip(sequences, results, batch.wants_token, strict=True):
+                if result is None or not wants or seq.state is FINISHED:
+                    continue
+                if type(result) is list:
+                    seq.output_tokens += result
+                    if batch is self._out:
+                        seq.fed += len(result) - 1  # the drafts are in the slots that they had
+                elif result >= 0:
+                    seq.output_tokens.append(result)
+                else:
+                    continue
+                if len(seq.output_tokens) >= seq._max_output:
+                    ended.append(seq)
+            batch._committed = True
+            self._guard.undo = None
+            if batch is self._out:
+                self._close(batch)
+            if ended:
+                self._finish(ended)
+
+    def get_sequence(self, seq_id: int) -> Sequence | None:
+        """The sequence with this id, or None when it is unknown, drained or removed."""
+        return self._sequences.get(seq_id)
+
+    @property
+    def outstanding(self) -> ScheduledBatch | None:
+        """The batch that `schedule` has handed out and no `commit` has taken yet, or None.
+
+        For a caller that was interrupted, perhaps before it had the batch: run again, it stores the same.
+        """
+        return None if self._out is None or self._out._committed else self._out
+
+    @property
+    def active_count(self) -> int:
+        """Sequences that are prefilling or decoding."""
+        return len(self._active)
+
+    @property
+    def waiting_count(self) -> int:
+        """Sequences that wait, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def total_count(self) -> int:
+        """Sequences that are known: waiting, active, and finished but not drained."""
+        return len(self._sequences)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence waits or is active."""
+        return len(self._active) > 0 or len(self._waiting) > 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often an active sequence had to give way."""
+        return self._log.num_preemptions
+
+    @property
+    def pressure(self) -> PressureLog:
+        """What gave way when blocks ran out, and why."""
+        return self._log
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose places in the pool are taken, over all active sequences and those that kept blocks
+        when they were preempted; 0 without a pool."""
+        return self._blocks.num_tokens
+
+    def stats(self) -> dict[str, Any]:
+        """Where everything stands, as a dict; `pressure` counts the steps down each rung, `given` their blocks."""
+        blocks = self._blocks
+        return {
+            "steps": self.num_steps,
+            "active": self.active_count,
+            "waiting": self.waiting_count,
+            "finished": len(self._finished),
+            "tokens": blocks.num_tokens,
+            "capacity": blocks.capacity,
+            "available": blocks.available(),
+            "promised": self._active.promised,
+            "preemptions": self.num_preemptions,
+            "pressure": dict(self._log.counts),
+            "given": dict(self._log.blocks),
+        }
+
+    def __repr__(self) -> str:
+        counts = f"{self.active_count} active, {self.waiting_count} waiting, {len(self._finished)} finished"
+        return f"<{type(self).__name__}: {counts}>"
+
+    def check(self) -> None:
+        """Raises `PoolError` when one of the equations does not hold: everything is counted anew from what the
+        sequences say of themselves, and compared. O(all of them). `check` of the allocator and of the prefix cache
+        audit theirs.
+
+        >>> from pagepool import Scheduler
+        >>> Scheduler().check()
+        """
+        with self._guard:
+            broken = self._audit()
+        if broken is not None:
+            raise PoolError(f"broken invariant: {broken}")
+
+    def recover(self) -> None:
+        """After an exception has cut a call short: make everything agree with what the sequences say of themselves.
+
+        Of the call that was cut short there is left:
+
+        schedule         nothing: the tokens of the step will be fed again, and its blocks are given back. Sequences
+                         that it has admitted or preempted stay so
+        commit           nothing, while the batch is `outstanding`: it may be called again. Else all: each result was
+                         taken, and the sequences that reached their limit have ended
+        append_token     nothing or all: `output_tokens` says which
+        finish_sequence  nothing or all: `stopped` says which
+        remove_sequence  as `finish_sequence`, but the sequence may still be known, finished
+        add_request, drain_finished  nothing
+
+        An active sequence that has lost blocks is a preempted one. When `recover` is cut short itself, it is called
+        again; it changes nothing when all is well. Raises RuntimeError while another thread is inside a call; it must
+        not be called in the middle of a call, by a finalizer or a signal handler.
+        """
+        guard = self._guard
+        guard.take_over()
+        if guard.undo is not None:
+            guard.undo()
+        slots = self._slots()
+        for seq in self._sequences.values():
+            self._mend(seq, slots.get(seq.id, 0))
+        alive = [seq for seq in self._sequences.values() if seq.state is not FINISHED]
+        self._blocks.recount([seq for seq in alive if seq.kv is not None])
+        if self._swap is not None:
+            self._swap.reclaim(self._blocks, [seq._swapped.ticket for seq in alive if seq._swapped is not None])
+        self._connect(*self._count(alive))
+        ended = {seq.id: seq for seq in self._sequences.values() if seq.state is FINISHED}
+        self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
+        guard.undo = None
+        self._finish([seq for seq in alive if seq.stopped or seq.at_limit])
+        guard.open()
+
+    def _close(self, batch: ScheduledBatch) -> None:
+        """`batch` was run: slots that were for drafts are taken back, and what it filled can be published."""
+        self._out = None
+        if self.config.lookahead:
+            for seq in batch._sequences:
+                if seq.kv is not None and seq.kv.len > seq.fed:
+                    self._blocks.truncate(seq, seq.fed)
+        self._prefix.publish_filled(batch)
+
+    def _finish(self, sequences: list[Sequence]) -> None:
+        """Mark them FINISHED, wherever they stand, in the order of ids, and free their blocks."""
+        sequences.sort(key=_id)
+        for seq in sequences:
+            if seq.kv is not None:
+                # What is in a batch that is out may not have been stored yet.
+                self._prefix.publish(seq, seq.fed - (self._out.tokens_of(seq) if self._out else 0))
+        self._blocks.close(sequences)
+        for seq in sequences:
+            if seq._is_active:
+                self._active.remove(seq)
+            else:
+                self._waiting.remove(seq)
+                self._preemption.forget(seq)
+            seq.state = FINISHED
+            self._finished[seq.id] = seq
+            self._tenants.leave(seq)
+            self._reservations.leave(seq)
+            self._waiting.change(seq.tenant)  # those that its part of the quota has kept out may start
+
+    def _stop(self, seq_id: int) -> None:
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            seq.stopped = True
+            if seq.state is not FINISHED:
+                self._finish([seq])
+
+    def _forget(self, seq_id: int) -> None:
+        self._finished.pop(seq_id, None)
+        self._sequences.pop(seq_id, None)
 
     def _knows(self, seq: Sequence) -> bool:
         """Whether it is one of this scheduler's, or has ended."""
         return seq.state is FINISHED or self._sequences.get(seq.id) is seq
+
+    def _take_back_step(self, batch: ScheduledBatch) -> None:
+        """`batch` was not returned."""
+        for seq, fed in zip(batch._sequences, batch._fed_before, strict=True):
+            seq.fed = fed
+        self._tenants.refund(batch)
+        self._out = None
+
+    def _take_back_tokens(self, batch: ScheduledBatch, before: list[tuple[int, int]]) -> None:
+        """Not all results of `batch` were taken; `before`: how many outputs each sequence had, and what it was fed."""
+        for seq, (num_outputs, fed) in zip(batch._sequences, before, strict=True):
+            del seq.output_tokens[num_outputs:]
+            seq.fed = fed
+        batch._committed = False
+
+    def _mend(self, seq: Sequence, slots: int) -> None:
+        """Make what `seq` says of itself true of its blocks; `slots` are those for drafts beyond what it was fed."""
+        blocks = self._blocks
+        if seq.kv is not None and seq.kv.closed:
+            seq.kv = None
+        if seq.state is FINISHED or seq.state is WAITING:
+            blocks.close([seq])
+            seq._swapped = None
+            if seq.state is WAITING:
+                seq.fed = seq._published = 0
+            return
+        if blocks.capacity:
+            held = 0 if seq.kv is None else seq.kv.len
+            if held > seq.fed + slots:
+                blocks.truncate(seq, seq.fed)
+            if held < seq.fed or seq.kv is None:
+                seq.fed, seq.state = held, PREEMPTED
+            if seq.state is PREEMPTED and not seq.fed:
+                blocks.close([seq])
+            seq._published = min(seq._published, blocks.blocks_for(seq.fed))
+        if seq.state is not PREEMPTED:
+            seq.state = DECODING if seq.fed >= seq._prefill_end else PREFILLING
+            seq._swapped = None
+        elif seq._swapped is not None and seq._swapped.first != seq.fed:
+            seq._swapped = None
+
+    def _count(self, alive: list[Sequence]) -> tuple[WaitingQueue, ActiveSequences, Tenants, Reservations]:
+        """The structures that follow from `alive`, all sequences that wait or are active, made anew."""
+        waiting = WaitingQueue(self._policy, self.config.max_wait_steps)
+        active = ActiveSequences(self.config, self._blocks.blocks_for)
+        tenants = Tenants(self.config, self._blocks)
+        reservations = Reservations(self.config.tenants, self._blocks, self._prefix)
+        active.fill([seq for seq in alive if seq._is_active], self._active)
+        tenants.fill(alive)
+        for seq in alive:
+            if seq.state is not WAITING:
+                reservations.enter(seq)
+            if not seq._is_active:
+                waiting.push(seq)
+        return waiting, active, tenants, reservations
+
+    def _connect(
+        self, waiting: WaitingQueue, active: ActiveSequences, tenants: Tenants, reservations: Reservations
+    ) -> None:
+        """From now on these are the structures of the scheduler."""
+        tenants.inherit(self._tenants)
+        self._waiting, self._active, self._tenants, self._reservations = waiting, active, tenants, reservations
+        blocks, prefix = self._blocks, self._prefix
+        blocks.reservations = reservations
+        self._preemption = Preemption(self.config, waiting, active, blocks, prefix, reservations, self._swap, self._log)
+        self._admission = Admission(
+            self.config, waiting, active, blocks, prefix, tenants, reservations, self._preemption
+        )
+
+    def _slots(self) -> dict[int, int]:
+        """How many slots for drafts each sequence of the batch that is out has beyond what it was fed."""
+        out = self.outstanding
+        return {} if out is None else dict(zip(out.seq_ids, out.lookahead, strict=True))
+
+    def _audit(self) -> str | None:
+        """The first equation that does not hold, or None."""
+        sequences, blocks, slots = self._sequences, self._blocks, self._slots()
+        ended = {seq_id: seq for seq_id, seq in sequences.items() if seq.state is FINISHED}
+        alive = [seq for seq in sequences.values() if seq.state is not FINISHED]
+        if any(seq.id != seq_id for seq_id, seq in sequences.items()) or self._finished != ended:
+            return f"{len(ended)} sequences have finished, {len(self._finished)} are to be drained"
+        for seq in sequences.values():
+            broken = self._audit_sequence(seq, slots.get(seq.id, 0))
+            if broken is not None:
+                return f"sequence {seq.id}, {seq.state.value}: {broken}"
+        found = {**self._waiting.summary(), **self._active.summary(), **self._tenants.summary()}
+        waiting, active, tenants, _ = self._count(alive)
+        for name, expected in {**waiting.summary(), **active.summary(), **tenants.summary()}.items():
+            if found[name] != expected:
+                return f"the {name} are {expected}, not {found[name]}"
+        tickets = [seq._swapped.ticket for seq in alive if seq._swapped is not None]
+        return (
+            blocks.audit([seq.kv for seq in alive if seq.kv is not None])
+            or self._reservations.audit(alive)
+            or (None if self._swap is None else self._swap.audit(blocks, tickets))
+        )
+
+    def _audit_sequence(self, seq: Sequence, slots: int) -> str | None:
+        held = 0 if seq.kv is None else seq.kv.len
+        if seq.state is FINISHED or seq.state is WAITING:
+            return None if seq.kv is None and seq._swapped is None else f"it has {held} tokens in blocks, or a ticket"
+        if seq.stopped or seq.at_limit or not 0 <= seq.fed <= seq.total_tokens:
+            return f"it was fed {seq.fed} of {seq.total_tokens} tokens, at most {seq.max_tokens}"
+        if self._blocks.capacity and held != seq.fed + slots:
+            return f"it was fed {seq.fed} tokens and has {slots} slots, {held} tokens are in blocks"
+        if seq._is_active and (seq.state is DECODING) != (seq.fed >= seq._prefill_end):
+            return f"it was fed {seq.fed} of the {seq._prefill_end} tokens of its prompt"
+        if seq._swapped is not None and (seq.state is not PREEMPTED or seq._swapped.first != seq.fed):
+            return "its ticket does not hold the tokens that follow those in blocks"
+        return None
+
+
+def _id(seq: Sequence) -> int:
+    return seq.id

@@ -15,7 +15,7 @@ import numpy as np
 from pagepool.arguments import integer
 from pagepool.errors import SwapError, refuse_copy
 
-__all__ = ["SwapFile", "Ticket"]
+__all__ = ["SwapFile", "Swapped", "Ticket"]
 
 NOBODY = (None, None)
 
@@ -25,6 +25,18 @@ class Ticket(NamedTuple):
 
     places: tuple[int, ...]
     checksums: tuple[int, ...]
+
+    def followed_by(self, later: Ticket) -> Ticket:
+        """One ticket for the blocks of both."""
+        return Ticket(self.places + later.places, self.checksums + later.checksums)
+
+
+class Swapped(NamedTuple):
+    """The tokens from `first` up to `end` of a sequence are in the swap file."""
+
+    first: int
+    ticket: Ticket
+    end: int
 
 
 class SwapFile:
@@ -125,9 +137,11 @@ class SwapFile:
             del self._held[place]
         self._free += reversed(ticket.places)
 
-    def places_of(self, owner: Any) -> list[int]:
-        """Where what was stored for `owner` is."""
-        return [place for place, (_, who) in self._held.items() if who is owner]
+    def audit(self, owner: Any, tickets: Iterable[Ticket]) -> str | None:
+        """Whether what was stored for `owner` is what `tickets` hold, as a sentence if not."""
+        held = sorted(place for place, (_, who) in self._held.items() if who is owner)
+        places = sorted(place for ticket in tickets for place in ticket.places)
+        return None if places == held else f"tickets have {len(places)} places of the swap file, {len(held)} are held"
 
     def close(self) -> None:
         """Give the file back. Tickets that are out are lost: loading them raises `SwapError`."""

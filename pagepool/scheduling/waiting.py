@@ -1,4 +1,4 @@
-"""The waiting line: one lane per tenant, in the order of rank; the policy chooses among the heads."""
+"""The waiting queue: a line of requests for each tenant; the policy chooses among the heads of all lines."""
 
 from __future__ import annotations
 
@@ -7,196 +7,226 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from pagepool.scheduling.policies import Policy, View
-from pagepool.scheduling.request import Rank, Sequence
-from pagepool.scheduling.turns import Turns
+from pagepool.scheduling.policies import Facts, Policy
+from pagepool.scheduling.request import Rank, SeqState, Sequence
 
 __all__ = ["WaitingQueue"]
 
-# Below this many dead entries a sweep is not worth its pass.
+# Below this many dead entries a sweep of a heap is not worth its pass.
 SWEEP_FROM = 64
 
 
-class Lane:
-    """The requests of one tenant: `front` is sorted, `rest` a heap, and nothing in the rest is before the front.
+class Line:
+    """The requests of one tenant, `live`, by id; `counted` are those that its quota counts already.
 
-    push and pop are O(log n), a removal O(window) amortised: behind the front a removed entry stays until it surfaces,
-    or until half of all are dead and one sweep clears them.
+    `front` has the first `window` of them or fewer, sorted by rank; `rest` is a heap of ranks, none of which is less
+    than those of the front; `ids` is a heap of all ids. A request that leaves is taken out of the front at once, and
+    out of the heaps when it comes up. A push costs O(log n), a removal O(window) amortised.
     """
 
-    def __init__(self, window: int, live: dict[int, Sequence]) -> None:
+    def __init__(self, window: int) -> None:
+        self.live: dict[int, Sequence] = {}
+        self.counted: dict[int, Sequence] = {}
         self._window = window
-        self._live = live
         self._front: list[Rank] = []
         self._rest: list[Rank] = []
-        self._arrivals: list[int] = []
-        self.counted: dict[int, Sequence] = {}  # those of whom the quota counts what they need
-        self.size = 0
+        self.ids: list[int] = []
 
     def push(self, seq: Sequence) -> None:
-        """Add a sequence that is live right after."""
-        self.size += 1
+        self.live[seq.id] = seq
         if seq._counted:
             self.counted[seq.id] = seq
-        heappush(self._arrivals, seq.id)
+        heappush(self.ids, seq.id)
         if self._front and seq._rank < self._front[-1]:
             insort(self._front, seq._rank)
             if len(self._front) > self._window:
-                heappush(self._rest, self._front[-1])
-                self._front.pop()
+                heappush(self._rest, self._front.pop())
         else:
             heappush(self._rest, seq._rank)
 
+    def remove(self, seq: Sequence) -> None:
+        del self.live[seq.id]
+        self.counted.pop(seq.id, None)
+        self._front = [rank for rank in self._front if rank[2] != seq.id]
+        if len(self.ids) > 2 * len(self.live) + SWEEP_FROM:
+            self._rest = list({seq._rank for seq in self.live.values()}.difference(self._front))
+            heapify(self._rest)
+            self.ids = sorted(self.live)
+
     def heads(self) -> list[Sequence]:
-        """The first `window` that are live, in the order of rank; behind them the first one that the quota counts, when
-        it is none of these: it may always start, and as long as it does not, it may keep them out."""
-        live, front, rest = self._live, self._front, self._rest
-        if any(rank[2] not in live for rank in front):
-            self._front = front = [rank for rank in front if rank[2] in live]
+        """The first `window`, in the order of rank; then the first counted one, if it is none of these: the quota never
+        keeps it out, but may keep the others out until it starts."""
+        live, front, rest = self.live, self._front, self._rest
         while len(front) < self._window and rest:
-            rank = rest[0]
-            # A removed one that is back may still have its old entry here, which is not before its new one.
-            if rank[2] in live and all(rank[2] != other[2] for other in front):
+            rank = heappop(rest)
+            seq = live.get(rank[2])
+            # One that left and came back may have two entries here, or an old one with another rank.
+            if seq is not None and seq._rank == rank and rank not in front:
                 front.append(rank)
-            heappop(rest)  # last: whatever raises, it is not lost
         found = [live[rank[2]] for rank in front]
         if self.counted and not any(seq.id in self.counted for seq in found):
-            found += sorted(self._counted(), key=lambda seq: seq._rank)[:1]
+            found.append(min(self.counted.values(), key=_rank))
         return found
 
     def oldest(self) -> list[Sequence]:
-        """The live one that came first, and the first one that the quota counts."""
-        while self._arrivals:
-            seq = self._live.get(self._arrivals[0])
-            if seq is not None:
-                return [seq] if seq.id in self.counted else [seq, *sorted(self._counted(), key=_id)[:1]]
-            heappop(self._arrivals)
-        return []
+        """The one that came first, and the counted one that came first."""
+        while self.ids[0] not in self.live:
+            heappop(self.ids)
+        found = [self.live[self.ids[0]]]
+        if self.counted and found[0].id not in self.counted:
+            found.append(self.counted[min(self.counted)])
+        return found
 
-    def _counted(self) -> list[Sequence]:
-        """Those of `counted` that are live: one whose removal was interrupted is not."""
-        return [seq for number, seq in self.counted.items() if number in self._live]
+    def ranks(self) -> set[Rank]:
+        """The ranks of those that it has an entry for."""
+        return {*self._front, *self._rest} & {seq._rank for seq in self.live.values()}
 
-    def removed(self, seq: Sequence) -> None:
-        """One of the sequences is no longer live."""
-        self.size -= 1
-        self.counted.pop(seq.id, None)
-        # At once: it may come back before anybody looks, with another rank even, and would stand here twice.
-        self._front = [rank for rank in self._front if rank[2] != seq.id]
-        if len(self._arrivals) > 2 * self.size + SWEEP_FROM:
-            self._rest = [rank for rank in self._rest if rank[2] in self._live]
-            heapify(self._rest)
-            self._arrivals = [number for number in self._arrivals if number in self._live]
-            heapify(self._arrivals)
 
-    def audit(self, line: dict[int, Sequence]) -> str | None:
-        """The first equation that does not hold, `line` being the live ones, or None."""
-        if self.size != len(line) or not {seq._rank for seq in line.values()} <= {*self._front, *self._rest}:
-            return f"{len(line)} requests wait, {self.size} have places"
-        if not line.keys() <= set(self._arrivals) or self._front != sorted(self._front):
-            return f"the order of {len(line)} requests is broken"
-        if self.counted != {number: seq for number, seq in line.items() if seq._counted}:
-            return f"{len(self.counted)} requests are counted by the quota"
-        return None
+class TenantHeap:
+    """The best candidate of every tenant, as a heap; only tenants that have `changed` are asked for theirs again.
+
+    A key may grow by itself, as the counter of a tenant does, and never falls: one that has grown is put back when it
+    comes to the top. A tenant that just waits costs nothing.
+
+    Invariant: of every tenant that is not in `changed`, the candidate with the least key among those that may start has
+    its entry in `entries` and in `heap`, with the key that it had; an entry of `heap` that is not in `entries` is dead.
+    """
+
+    def __init__(self, candidates: Callable[[Any], list[Sequence]]) -> None:
+        self._candidates = candidates
+        self._heap: list[tuple[Any, Sequence]] = []
+        self._entries: dict[Any, tuple[Any, Sequence]] = {}
+        self._changed: dict[Any, None] = {}
+
+    def change(self, tenant: Any) -> None:
+        """Its line has changed, or which of its requests may start."""
+        self._changed[tenant] = None
+
+    def forget(self, tenant: Any) -> None:
+        """It has no line any more."""
+        self._entries.pop(tenant, None)
+        self._changed.pop(tenant, None)
+        self._sweep()
+
+    def first(self, key: Callable[[Sequence], Any], may_start: Callable[[Sequence], bool]) -> Sequence | None:
+        """The one with the least key of all candidates that may start, or None."""
+        while True:
+            for tenant in self._changed:
+                self._ask(tenant, key, may_start)
+            self._changed.clear()
+            self._sweep()
+            if not self._heap:
+                return None
+            entry = self._heap[0]
+            seq = entry[1]
+            if self._entries.get(seq.tenant) is not entry:
+                heappop(self._heap)
+            elif key(seq) == entry[0]:
+                return seq
+            else:
+                self.change(seq.tenant)
+
+    def _ask(self, tenant: Any, key: Callable[[Sequence], Any], may_start: Callable[[Sequence], bool]) -> None:
+        entries = [(key(seq), seq) for seq in self._candidates(tenant) if may_start(seq)]
+        if entries:
+            self._entries[tenant] = entry = min(entries)
+            heappush(self._heap, entry)
+        else:
+            self._entries.pop(tenant, None)
+
+    def _sweep(self) -> None:
+        if len(self._heap) > 2 * len(self._entries) + SWEEP_FROM:
+            self._heap = list(self._entries.values())
+            heapify(self._heap)
 
 
 class WaitingQueue:
-    """Sequences that wait. Invariant: `_live` holds exactly those, and the sizes of the lanes add up to them.
+    """All requests that wait, preempted ones (`preempted`, by id) included.
 
-    Nobody starves: one that has waited `max_wait_steps` goes before all that came later, whatever the policy says.
+    Nobody starves: a request that has waited `max_wait_steps` goes before all that came later, whatever the policy.
     """
 
     def __init__(self, policy: Policy, max_wait_steps: int | None) -> None:
         self._policy = policy
         self._max_wait = max_wait_steps
-        self.rebuild([])
-
-    def rebuild(self, waiting: list[Sequence]) -> None:
-        """Hold exactly `waiting`, whatever stands here."""
-        self._live: dict[int, Sequence] = {}
-        self._lanes: dict[Any, Lane] = {}
-        self._turns = Turns(self._heads)
-        self._ages = Turns(self._oldest)
-        for seq in waiting:
-            self.push(seq)
-
-    def audit(self, waiting: list[Sequence]) -> str | None:
-        """The first equation that does not hold, `waiting` being all that do, or None."""
-        lines: dict[Any, dict[int, Sequence]] = {}
-        for seq in waiting:
-            lines.setdefault(seq.tenant, {})[seq.id] = seq
-        if self._live != {seq.id: seq for seq in waiting}:
-            return f"{len(waiting)} requests wait, {len(self._live)} are in line"
-        if self._lanes.keys() != lines.keys():
-            return f"requests of {len(lines)} tenants wait, there are lines of {len(self._lanes)}"
-        for tenant, line in lines.items():
-            broken = self._lanes[tenant].audit(line)
-            if broken is not None:
-                return f"tenant {tenant!r}: {broken}"
-        return None
+        self._lines: dict[Any, Line] = {}
+        self._size = 0
+        self._best = TenantHeap(self._heads)
+        self._oldest = TenantHeap(self._first_come)
+        self.preempted: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._size
 
     def push(self, seq: Sequence) -> None:
-        """Add `seq`, which must not be waiting already."""
-        self.changed(seq.tenant)
-        lane = self._lanes.get(seq.tenant)
-        if lane is None:
-            lane = self._lanes[seq.tenant] = Lane(self._policy.window, self._live)
-        lane.push(seq)
-        self._live[seq.id] = seq  # last: who is live has its place
-
-    def starts(self, seq: Sequence) -> None:
-        """The quota is about to count `seq`, which waits until it is removed."""
-        self.changed(seq.tenant)
-        self._lanes[seq.tenant].counted[seq.id] = seq
-
-    def changed(self, tenant: Any) -> None:
-        """Others of the tenant's requests may start than before."""
-        self._turns.changed(tenant)
-        if self._max_wait is not None:  # nobody asks who is oldest without it
-            self._ages.changed(tenant)
-
-    def peek(self, view: View, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
-        """The sequence that goes next in step `now`, or None; of those that may start, tenant by tenant."""
-        if self._max_wait is not None:
-            oldest = self._ages.first(_id, may_start)
-            if oldest is not None and self.is_aged(oldest, now):
-                return oldest
-        key = self._policy.key
-        if not self._policy.by_cache:
-            return self._turns.first(lambda seq: key(seq, view), may_start)
-        grown = view.grown()
-        for tenant in self._lanes if grown is None else grown:
-            self._turns.changed(tenant)
-        bounds = view.bounds
-        return self._turns.first(lambda seq: key(seq, bounds), may_start, lambda seq: key(seq, view))
-
-    def is_aged(self, seq: Sequence, now: int) -> bool:
-        """True when `seq` has waited so long that nobody who came later may go before it."""
-        return self._max_wait is not None and now - seq._arrived >= self._max_wait
+        """Add `seq`, which does not wait yet."""
+        line = self._lines.get(seq.tenant)
+        if line is None:
+            line = self._lines[seq.tenant] = Line(self._policy.window)
+        line.push(seq)
+        self._size += 1
+        if seq.state is SeqState.PREEMPTED:
+            self.preempted[seq.id] = seq
+        self.change(seq.tenant)
 
     def remove(self, seq: Sequence) -> None:
-        """Take out `seq`, wherever it stands. Nothing, if that was done."""
-        self.changed(seq.tenant)
-        if self._live.pop(seq.id, None) is not None:
-            lane = self._lanes[seq.tenant]
-            lane.removed(seq)
-            if not lane.size:
-                del self._lanes[seq.tenant]
-        if seq.tenant not in self._lanes:
-            self._turns.forget(seq.tenant)
-            self._ages.forget(seq.tenant)
+        """Take out `seq`, wherever it stands."""
+        line = self._lines[seq.tenant]
+        line.remove(seq)
+        self._size -= 1
+        self.preempted.pop(seq.id, None)
+        if line.live:
+            self.change(seq.tenant)
+        else:
+            del self._lines[seq.tenant]
+            self._best.forget(seq.tenant)
+            self._oldest.forget(seq.tenant)
+
+    def change(self, tenant: Any) -> None:
+        """Other requests of the tenant may start than before."""
+        if tenant in self._lines:
+            self._best.change(tenant)
+            if self._max_wait is not None:  # without it nobody asks which is the oldest
+                self._oldest.change(tenant)
+
+    def peek(self, facts: Facts, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
+        """The request that is next in step `now`, of those that `may_start`; None when there is none."""
+        if self._max_wait is not None:
+            oldest = self._oldest.first(_id, may_start)
+            if oldest is not None and self.is_aged(oldest, now):
+                return oldest
+        policy = self._policy
+        if not policy.by_cache:
+            return self._best.first(lambda seq: policy.key(seq, facts), may_start)
+        heads = [seq for line in self._lines.values() for seq in line.heads() if may_start(seq)]
+        return min(heads, key=lambda seq: policy.key(seq, facts), default=None)
+
+    def is_aged(self, seq: Sequence, now: int) -> bool:
+        """True when `seq` has waited so long that nobody who came later may overtake it."""
+        return self._max_wait is not None and now - seq._arrived >= self._max_wait
+
+    def summary(self) -> dict[str, Any]:
+        """What `Scheduler.check` compares with a queue made anew from the sequences."""
+        lines = self._lines.items()
+        return {
+            "waiting requests": {tenant: sorted(line.live) for tenant, line in lines},
+            "their ranks": {tenant: sorted(line.ranks()) for tenant, line in lines},
+            "requests in the order of arrival": {tenant: sorted({*line.ids} & {*line.live}) for tenant, line in lines},
+            "requests counted by quotas": {tenant: sorted(line.counted) for tenant, line in lines},
+            "preempted requests": sorted(self.preempted),
+            "number of waiting requests": self._size,
+        }
 
     def _heads(self, tenant: Any) -> list[Sequence]:
-        lane = self._lanes.get(tenant)
-        return [] if lane is None else lane.heads()
+        return self._lines[tenant].heads() if tenant in self._lines else []
 
-    def _oldest(self, tenant: Any) -> list[Sequence]:
-        lane = self._lanes.get(tenant)
-        return [] if lane is None else lane.oldest()
+    def _first_come(self, tenant: Any) -> list[Sequence]:
+        return self._lines[tenant].oldest() if tenant in self._lines else []
 
 
 def _id(seq: Sequence) -> int:
     return seq.id
+
+
+def _rank(seq: Sequence) -> Rank:
+    return seq._rank

@@ -1,7 +1,7 @@
 """Started by test_no_memory.py under failing_malloc: a scheduler of which each allocation fails in turn.
 
-Whatever it was doing, every equation holds then, and it goes on where it was: all requests end, and nothing is left
-behind. Prints how many failed, and what went wrong.
+Whatever it was doing, it recovers: every equation holds then, and it goes on where it was. All requests end,
+and nothing is left behind. Prints how many failed, and what went wrong.
 """
 
 import json
@@ -24,10 +24,11 @@ class World:
 
     def step(self, number):
         for _ in range(number):
-            batch = self.scheduler.schedule()
+            batch = self.scheduler.outstanding or self.scheduler.schedule()
             self.scheduler.commit(batch, [7] * len(batch))
 
     def recover(self):
+        self.scheduler.recover()
         self.scheduler.check()
         self.allocator.check()
         self.cache.check()

@@ -51,7 +51,7 @@ def test_every_layer_stores_and_reads_every_token(make_trace, dtype):
 
     attention.run = run
     path = make_trace([[0, 10, 4, []], [0, 7, 3, []], [0, 5, 1, []]])
-    replay = Replay(read_trace(path), config, MeteredAccount(pool.allocator, 4, 0.0), CostModel(), attention)
+    replay = Replay(read_trace(path), config, MeteredAccount(pool.allocator, 4), CostModel(), attention)
     replay.run()
     assert stored and all(stored)
     # Decodes of A see 11, 12, 13 tokens, those of B 8 and 9; the first token comes from the prompt.

@@ -23,7 +23,7 @@ from pagepool.replay.ptrace import read_trace
 
 
 def run(report=lambda replay: None):
-    account = MeteredAccount(BlockAllocator(500), 16, 0.0)
+    account = MeteredAccount(BlockAllocator(500), 16)
     replay = Replay(read_trace(bundled_trace(), 5), SchedulerConfig(), account, CostModel())
     replay.run(report)
     return replay

@@ -63,7 +63,7 @@ def replayed(monkeypatch, blocks=700, requests=60, windows=32):
     monkeypatch.setattr(picture_module, "MOST_WINDOWS", windows)
     config = SchedulerConfig(block_size=16, max_sequences=32, max_batch_sequences=32)
     replay = Replay(
-        read_trace(bundled_trace(), requests), config, MeteredAccount(BlockAllocator(blocks), 16, 0.0), CostModel()
+        read_trace(bundled_trace(), requests), config, MeteredAccount(BlockAllocator(blocks), 16), CostModel()
     )
     timeline = Timeline(blocks)
     used = []

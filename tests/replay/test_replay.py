@@ -19,7 +19,7 @@ WALL = ("wall_s", "ns_per_block_op", "sched_us_per_step", "memory_s", "memory_sh
 
 def replay(path, blocks=100, block_size=4, cost=None, allocator=BlockAllocator, limit=None, **config):
     config = SchedulerConfig(block_size=block_size, watermark=0.0, **config)
-    account = MeteredAccount(allocator(blocks), block_size, config.watermark)
+    account = MeteredAccount(allocator(blocks), block_size)
     run = Replay(read_trace(path, limit), config, account, cost or CostModel())
     run.run()
     return results(run)
@@ -113,7 +113,13 @@ def test_both_schedules_do_the_same_work(make_trace):
 def leak(monkeypatch):
     """States are kept, not released."""
     kept = []
-    monkeypatch.setattr(MeteredAccount, "give_back", lambda self, states: kept.extend(states))
+
+    def close(self, sequences):
+        for seq in sequences:
+            kept.append(seq.kv)
+            seq.kv = None
+
+    monkeypatch.setattr(MeteredAccount, "close", close)
 
 
 def test_a_leak_fails_the_replay(make_trace, leak):
@@ -123,7 +129,7 @@ def test_a_leak_fails_the_replay(make_trace, leak):
 
 def test_a_replay_that_is_stuck_says_so(make_trace):
     allocator = BlockAllocator(4)
-    account = MeteredAccount(allocator, 4, 0.0)
+    account = MeteredAccount(allocator, 4)
     run = Replay(read_trace(make_trace([[0, 12, 2, []]])), SchedulerConfig(block_size=4), account, CostModel())
     allocator.allocate_n(4)
     with pytest.raises(ReplayFailed, match="stuck at step 0: 1 requests wait"):

@@ -1,9 +1,14 @@
-"""A scheduler that is interrupted in the middle of a call, wherever: nothing is torn, lost or counted twice."""
+"""A scheduler that is cut short in the middle of a call, wherever: it refuses every call until `recover`, which loses
+no block and no token; and one that is called in the middle of a call, by another thread or a handler."""
 
 import random
+import signal
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from marked_engine import Engine
@@ -19,7 +24,6 @@ from pagepool import (
     SwapFile,
     Tenant,
 )
-from pagepool.scheduling.mending import Mending
 
 OURS = str(Path(pagepool.scheduling.__file__).parent)
 BLOCK = 4
@@ -33,22 +37,27 @@ class Interrupted(BaseException):
 
 class Interrupter:
     """Calls a scheduler. The n-th instruction in its modules is not executed: `Interrupted` is raised instead, as by a
-    signal; and with `again` that one, too, of those that mend what was left."""
+    signal; then the scheduler recovers, and with `again` that instruction of `recover` is not executed either."""
 
-    def __init__(self, monkeypatch, modules=""):
+    def __init__(self, modules=""):
         self.modules = modules  # how the names of their files end
         self.left = self.again = self.fired = 0
-        mend = Mending._mend
 
-        def interrupted(scheduler, undo):
-            if self.again:
-                self.left, self.again = self.again, 0
-                sys.settrace(self.trace)  # what raises in a trace has ended it
-            mend(scheduler, undo)
+    def call(self, scheduler, name, *arguments, **names):
+        try:
+            return self.run(getattr(scheduler, name), *arguments, **names)
+        except Interrupted:
+            self.left, self.again = self.again, 0
+            refuses_until_recovered(scheduler)
+            try:
+                self.run(scheduler.recover)
+            except Interrupted:
+                refuses_until_recovered(scheduler)
+                scheduler.recover()
+            self.left = 0
+            raise
 
-        monkeypatch.setattr(Mending, "_mend", interrupted)
-
-    def call(self, method, *arguments, **names):
+    def run(self, method, *arguments, **names):
         before = sys.gettrace()
         if self.left:
             sys.settrace(self.trace)
@@ -70,9 +79,29 @@ class Interrupter:
         return self.trace
 
 
+def refuses_until_recovered(scheduler):
+    """Unless the exception came when all was done."""
+    if scheduler._guard._token:
+        return
+    for call in (
+        scheduler.schedule,
+        scheduler.drain_finished,
+        scheduler.check,
+        lambda: scheduler.add_request([1], 2),
+        lambda: scheduler.remove_sequence(1),
+    ):
+        with pytest.raises(RuntimeError, match="cut"):
+            call()
+
+
+def token_of(seq_id, place):
+    """What the model says, whenever it is asked."""
+    return crc32(b"%d %d" % (seq_id, place)) % 50
+
+
 class World:
     def __init__(self, seed, interrupter, **config):
-        self.call = interrupter.call
+        self.interrupter = interrupter
         self.rng = rng = random.Random(seed)
         self.engine = Engine(rng.choice([12, 14, 20]))
         self.pool = self.engine.pool
@@ -101,38 +130,44 @@ class World:
         self.wanted = {}  # id: how many tokens it gets
         self.removed = set()
 
+    def call(self, name, *arguments, **names):
+        return self.interrupter.call(self.scheduler, name, *arguments, **names)
+
     def add(self):
         rng, scheduler = self.rng, self.scheduler
         prompt = [rng.randrange(2)] * rng.choice([0, 4, 8]) + [rng.randrange(50) for _ in range(rng.randint(1, 12))]
         before, limit = set(scheduler._sequences), rng.randint(28, 36)
         try:
-            self.call(scheduler.add_request, prompt, limit, rng.randrange(3), tenant=rng.choice(["a", "b", None]))
+            self.call("add_request", prompt, limit, rng.randrange(3), tenant=rng.choice(["a", "b", None]))
         finally:
             # A signal that comes when it has returned finds it there, whatever its caller knows of it.
             scheduler.check()
             self.wanted.update(dict.fromkeys(set(scheduler._sequences) - before, limit))
 
     def step(self):
-        batch = self.scheduler.outstanding or self.call(self.scheduler.schedule)
+        scheduler = self.scheduler
+        batch = scheduler.outstanding or self.call("schedule")
         if not self.accepts:
-            self.engine.run(self.scheduler, batch)
-        results = [self.rng.randrange(50) for _ in range(len(batch))]
-        if self.scheduler.config.lookahead:
-            rows = zip(batch.wants_token, batch.lookahead, strict=True)
-            results = [[7] * self.rng.randint(1, 1 + slots * self.accepts) if wants else 7 for wants, slots in rows]
-        self.call(self.scheduler.commit, batch, results)
+            self.engine.run(scheduler, batch)
+        results = []
+        for seq_id, wants, slots in zip(batch.seq_ids, batch.wants_token, batch.lookahead, strict=True):
+            seq = scheduler.get_sequence(seq_id)
+            count = self.rng.randint(1, 1 + slots * self.accepts) if wants else 1
+            tokens = [token_of(seq_id, len(seq.output_tokens) + place) for place in range(count)]
+            results.append(tokens if wants and scheduler.config.lookahead else tokens[0])
+        self.call("commit", batch, results)
 
     def end(self, way):
         known = sorted(self.scheduler._sequences)
         if known:
             seq_id = self.rng.choice(known)
             self.removed.add(seq_id)
-            self.call(getattr(self.scheduler, way), seq_id)
+            self.call(way, seq_id)
 
     def drain(self):
         finished = list(self.scheduler._finished.values())
         try:
-            self.call(self.scheduler.drain_finished)
+            self.call("drain_finished")
         finally:
             self.scheduler.check()
             gone = [seq for seq in finished if seq.id not in self.scheduler._sequences]
@@ -141,6 +176,8 @@ class World:
                 limit = self.wanted.pop(seq.id)
                 assert seq.state is SeqState.FINISHED and seq.kv is None
                 assert len(seq.prompt_tokens) + len(seq.output_tokens) == limit or seq.id in self.removed
+                told = [token_of(seq.id, place) for place in range(len(seq.output_tokens))]
+                assert seq.output_tokens == told, f"the tokens of {seq.id}"
 
     def act(self):
         rng = self.rng
@@ -156,7 +193,9 @@ class World:
         elif way < 0.2:
             self.drain()
         elif way < 0.25 and self.scheduler._sequences:
-            self.call(self.scheduler.append_token, rng.choice(sorted(self.scheduler._sequences)), 3)
+            seq_id = rng.choice(sorted(self.scheduler._sequences))
+            place = len(self.scheduler.get_sequence(seq_id).output_tokens)
+            self.call("append_token", seq_id, token_of(seq_id, place))
         elif way < 0.28 and self.cache is not None:
             self.cache.discard([rng.randrange(12)])
         else:
@@ -189,9 +228,9 @@ class World:
             assert self.swap.free_blocks == self.swap.num_blocks
 
 
-def run(seed, twice, monkeypatch, calls=90, **config):
-    """How many calls were interrupted, and were then interrupted again."""
-    interrupter, interrupts = Interrupter(monkeypatch), random.Random(seed)
+def run(seed, twice, calls=90, **config):
+    """How many calls were interrupted, and how many sequences preempted."""
+    interrupter, interrupts = Interrupter(), random.Random(seed)
     world = World(seed, interrupter, **config)
     for number in range(calls):
         interrupter.left = n = int(10 ** interrupts.uniform(0, 3.7))
@@ -209,93 +248,211 @@ def run(seed, twice, monkeypatch, calls=90, **config):
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_whatever_is_interrupted_goes_on(seed, twice, monkeypatch):
-    assert run(seed, twice, monkeypatch)[0] > 10
+def test_whatever_is_cut_short_goes_on_after_recover(seed, twice):
+    assert run(seed, twice)[0] > 10
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_who_gives_way_is_interrupted_and_goes_on(twice, monkeypatch):
+def test_a_preemption_is_cut_short_and_goes_on_after_recover(twice):
     preemptions = 0
     for seed in range(6):
         ladder = ("partial", "swap") if seed % 2 else ("swap",)
         config = {"ladder": ladder, "costs": PressureCosts(60, 1), "cache": None, "tenants": {}, "lookahead": 0}
-        with monkeypatch.context() as patch:
-            preemptions += run(seed, twice, patch, max_batch_sequences=20, **config)[1]
+        preemptions += run(seed, twice, max_batch_sequences=20, **config)[1]
     assert preemptions > 30
 
 
-def test_no_ticket_of_the_swap_file_is_lost(monkeypatch):
-    """Every instruction of the ladder and the swap file is the one, in a step that swaps."""
+def test_no_ticket_of_the_swap_file_is_lost():
+    """Every third instruction of the preemption and the swap file is the one, in a step that swaps."""
     config = {"ladder": ("swap",), "costs": PressureCosts(60, 1), "cache": None, "tenants": {}, "lookahead": 0}
     before = None
     for n in range(0, 5000, 3):
-        with monkeypatch.context() as patch:
-            interrupter = Interrupter(patch, ("swap.py", "pressure.py"))
-            world = World(1, interrupter, max_batch_sequences=20, **config)
-            acts = 0
-            while acts != before and not world.scheduler.pressure.counts["swap"]:
-                world.act()
-                acts += 1
-            if before is None:
-                before = acts - 1
-                continue
-            interrupter.left = n
-            with suppress(Interrupted):
-                world.act()
-                assert world.scheduler.pressure.counts["swap"] and n > 100
-                return
-            interrupter.left = 0
-            world.check()
-            world.run_to_end()
+        interrupter = Interrupter(("swap.py", "preemption.py"))
+        world = World(1, interrupter, max_batch_sequences=20, **config)
+        acts = 0
+        while acts != before and not world.scheduler.pressure.counts["swap"]:
+            world.act()
+            acts += 1
+        if before is None:
+            before = acts - 1
+            continue
+        interrupter.left = n
+        with suppress(Interrupted):
+            world.act()
+            assert world.scheduler.pressure.counts["swap"] and n > 100
+            return
+        world.check()
+        world.run_to_end()
     raise AssertionError("no end of instructions")
 
 
-def test_a_step_that_was_not_returned_is_not_charged(monkeypatch):
+def test_a_step_that_was_not_returned_is_not_charged():
     """Its tokens are fed again, and each counts once for its tenant."""
     taken_back = 0
     for n in range(1, 4000, 7):
-        with monkeypatch.context() as patch:
-            interrupter = Interrupter(patch)
-            world = World(3, interrupter, policy="fair", lookahead=0)
-            for _ in range(8):
-                world.act()
-            if world.scheduler.outstanding is not None:
-                world.step()
-            served = dict(world.scheduler._tenants._served)
-            fed = {seq.id: seq.fed for seq in world.scheduler._sequences.values()}
-            interrupter.left = n
-            with suppress(Interrupted):
-                interrupter.call(world.scheduler.schedule)
-                assert taken_back > 40
-                return
-            world.scheduler.check()
-            if world.scheduler.outstanding is None:
-                taken_back += 1
-                assert world.scheduler._tenants._served == served
-                again = {seq.id: seq.fed for seq in world.scheduler._sequences.values() if seq.state in ACTIVE}
-                assert again.items() >= {number: count for number, count in fed.items() if number in again}.items()
+        interrupter = Interrupter()
+        world = World(3, interrupter, policy="fair", lookahead=0)
+        for _ in range(8):
+            world.act()
+        if world.scheduler.outstanding is not None:
+            world.step()
+        served = dict(world.scheduler._tenants._served)
+        fed = {seq.id: seq.fed for seq in world.scheduler._sequences.values()}
+        interrupter.left = n
+        with suppress(Interrupted):
+            world.call("schedule")
+            assert taken_back > 40
+            return
+        world.scheduler.check()
+        if world.scheduler.outstanding is None:
+            taken_back += 1
+            assert world.scheduler._tenants._served == served
+            again = {seq.id: seq.fed for seq in world.scheduler._sequences.values() if seq.state in ACTIVE}
+            assert again.items() >= {number: count for number, count in fed.items() if number in again}.items()
     raise AssertionError(f"no end of instructions, {taken_back} steps were taken back")
 
 
 @pytest.mark.parametrize("method", ["remove_sequence", "schedule", "check"])
-def test_who_calls_it_in_the_middle_of_a_call_is_refused(method):
-    """A finalizer or a handler of signals; here, its prefix cache. The call that was under way has raised."""
+def test_a_call_in_the_middle_of_a_call_is_refused(method):
+    """By a finalizer or a handler of signals; here, by its prefix cache. The call that was under way has raised."""
 
     class Calling:
         def __init__(self, cache):
             self.cache = cache
 
         def __getattr__(self, name):
-            if name == "match_held" and scheduler is not None:
-                getattr(scheduler, method)(*arguments)
+            if name == "match_held" and scheduler is not None and not refused:
+                try:
+                    getattr(scheduler, method)(*arguments)
+                except RuntimeError as error:
+                    refused.append(error)
+                    raise
             return getattr(self.cache, name)
 
-    scheduler, arguments = None, (1,) if method == "remove_sequence" else ()
+    scheduler, refused, arguments = None, [], (1,) if method == "remove_sequence" else ()
     allocator = BlockAllocator(20)
     cache = Calling(PrefixCache(allocator, BLOCK))
     scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, cache)
     scheduler.add_request([1] * 9, 12)
     with pytest.raises(RuntimeError, match="the scheduler is in the middle of a call"):
         scheduler.schedule()
+    with pytest.raises(RuntimeError, match=r"an exception has cut a call of the scheduler short: call recover\(\)"):
+        scheduler.schedule()
+    scheduler.recover()
     scheduler.check()
     assert (scheduler.waiting_count, allocator.in_use) == (1, 0)
+    assert scheduler.schedule().seq_ids == [1]
+
+
+def test_a_call_of_another_thread_in_the_middle_of_a_call_is_refused():
+    """`recover` too: nothing was cut short. The call that is under way goes on."""
+
+    class Waiting:
+        def __getattr__(self, name):
+            if name == "evictable" and threading.current_thread() is stepper:
+                inside.set()
+                assert refused.wait(10)
+            return getattr(cache, name)
+
+    allocator = BlockAllocator(20)
+    cache = PrefixCache(allocator, BLOCK)
+    inside, refused, batches = threading.Event(), threading.Event(), []
+    stepper = threading.Thread(target=lambda: batches.append(scheduler.schedule()))
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, Waiting())
+    scheduler.add_request([1] * 9, 12)
+    stepper.start()
+    assert inside.wait(10)
+    for call in (
+        lambda: scheduler.add_request([2], 5),
+        lambda: scheduler.append_token(1, 5),
+        lambda: scheduler.finish_sequence(1),
+        scheduler.drain_finished,
+        scheduler.schedule,
+        scheduler.recover,
+        scheduler.check,
+    ):
+        with pytest.raises(RuntimeError, match="another thread is inside a call of the scheduler"):
+            call()
+    refused.set()
+    stepper.join()
+    assert [batch.seq_ids for batch in batches] == [[1]] and scheduler.total_count == 1
+    scheduler.check()
+    scheduler.commit(batches[0], [7])  # a batch may be handed over to another thread between calls
+
+
+def test_a_front_end_on_a_thread_of_its_own_is_refused_and_corrupts_nothing():
+    scheduler = Scheduler(SchedulerConfig(), BlockAllocator(512))
+    added, refused, stop = [], [], threading.Event()
+
+    def front_end():
+        while not stop.is_set():
+            try:
+                added.append(scheduler.add_request(list(range(20)), max_tokens=40))
+            except RuntimeError as error:
+                refused.append(error)
+            time.sleep(0.0002)
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=front_end)
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        finished, end = [], time.monotonic() + 1.5
+        while time.monotonic() < end:
+            with suppress(RuntimeError):  # the front end is inside
+                batch = scheduler.outstanding or scheduler.schedule()
+                scheduler.commit(batch, [7] * len(batch))
+                finished += scheduler.drain_finished()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    scheduler.check()
+    while scheduler.has_work:
+        batch = scheduler.outstanding or scheduler.schedule()
+        scheduler.commit(batch, [7] * len(batch))
+    finished += scheduler.drain_finished()
+    scheduler.check()
+    assert refused and sorted(seq.id for seq in finished) == sorted(added)
+    assert {len(seq.output_tokens) for seq in finished} == {20}
+
+
+def test_control_c_at_any_time_costs_no_block_and_no_token():
+    """A timer raises KeyboardInterrupt, wherever the scheduler is."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    engine = Engine(40)
+    cache = PrefixCache(engine.pool.allocator, BLOCK)
+    config = SchedulerConfig(block_size=BLOCK, max_batch_sequences=20, ladder=("partial",), watermark=0)
+    scheduler = Scheduler(config, engine.pool, cache)
+    ids, cut, before = [], 0, signal.signal(signal.SIGALRM, interrupt)
+    rng = random.Random(5)
+    try:
+        while cut < 150 or scheduler.has_work:
+            if cut < 150 and scheduler.waiting_count < 5:
+                ids.append(scheduler.add_request([len(ids) % 3] * 9, 40))
+            try:
+                if cut < 150:
+                    signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-5, -3.3))
+                batch = scheduler.outstanding or scheduler.schedule()
+                tokens = [
+                    token_of(seq_id, len(scheduler.get_sequence(seq_id).output_tokens)) for seq_id in batch.seq_ids
+                ]
+                scheduler.commit(batch, tokens)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                cut += 1
+                scheduler.recover()
+                scheduler.check()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    finished = scheduler.drain_finished()
+    assert sorted(seq.id for seq in finished) == ids
+    for seq in finished:
+        assert seq.output_tokens == [token_of(seq.id, place) for place in range(31)]
+    cache.check()
+    cache.reset_prefix_cache()
+    engine.pool.allocator.check()
+    assert engine.pool.allocator.in_use == 0

@@ -25,8 +25,8 @@ from pagepool import (
     calibrate,
 )
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
-from pagepool.scheduling.costs import cheaper_to_swap
 from pagepool.scheduling.policies import POLICIES
+from pagepool.scheduling.preemption import cheaper_to_swap
 
 BLOCK = LAYOUT.block_size
 CHEAP_SWAP = PressureCosts(recompute_us_per_token=60, swap_us_per_block=1)
@@ -165,7 +165,7 @@ def test_a_file_that_does_not_hold_what_was_written_costs_time_and_no_tokens(har
     assert [len(seq.all_tokens) for seq in finished] == [20, 20]
     [lost] = [record for record in scheduler.pressure.records if record.rung == "lost"]
     words = {"short": "ends before", "changed": "was changed", "closed": "closed"}
-    assert words[harm] in lost.reason and "read again" in lost.reason
+    assert words[harm] in lost.reason and "computed again" in lost.reason
 
 
 def test_a_full_disk_and_a_full_file_lead_to_the_next_rung(monkeypatch):
@@ -311,8 +311,8 @@ def test_whoever_gives_way_sees_its_own_keys_again(
     assert not scheduler.has_work and not todo
     scheduler.drain_finished()
     if cache_policy:
-        scheduler._account.cache.check()
-        scheduler._account.cache.reset_prefix_cache()
+        scheduler._prefix.cache.check()
+        scheduler._prefix.cache.reset_prefix_cache()
     assert allocator.in_use == 0 and scheduler.num_tokens == 0
     if swap is not None:
         assert swap.free_blocks == swap.num_blocks
@@ -324,15 +324,12 @@ def check(scheduler, allocator, swap, outside):
     waiting = [seq for seq in sequences if seq.state in (SeqState.WAITING, SeqState.PREEMPTED)]
     assert (len(active), len(waiting)) == (scheduler.active_count, scheduler.waiting_count)
     holders = [seq for seq in sequences if seq.kv is not None]
-    parked = scheduler._ladder.parked
-    assert {seq.id for seq in waiting if seq.kv is not None or seq._swapped} == set(parked)
     for seq in holders:
         assert seq.kv.len == seq.fed <= seq.total_tokens and (seq in active or seq.state is SeqState.PREEMPTED)
     assert scheduler.num_tokens == sum(seq.kv.len for seq in holders)
-    inner = scheduler._active
-    assert inner.reserved == sum(-(-seq.max_tokens // BLOCK) for seq in active)
+    scheduler.check()
     if swap is not None:
-        out = sum(len(seq._swapped[1].places) for seq in sequences if seq._swapped)
+        out = sum(len(seq._swapped.ticket.places) for seq in sequences if seq._swapped)
         assert swap.free_blocks + out == swap.num_blocks
     allocator.check(others=len(outside))
 

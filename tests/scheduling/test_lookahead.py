@@ -106,7 +106,7 @@ def test_rejected_drafts_are_never_cached():
     scheduler.commit(scheduler.schedule(), [[51, 60]])  # slots up to 10, of which 8 hold
     assert seq.kv.len == 9
     scheduler.finish_sequence(seq.id)
-    cache = scheduler._account.cache
+    cache = scheduler._prefix.cache
     assert cache.cached_tokens([1] * 7 + [50, 51, 60, 0]) == 8
     assert allocator.in_use == 2
 

@@ -354,7 +354,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_tokens == sum(seq.kv.len for seq in active)
         inner = scheduler._active
         prefills = [seq for seq in active if seq.state is SeqState.PREFILLING]
-        assert inner.size == len(active) and inner.num_prefills == len(prefills)
+        assert len(inner) == len(active) and len(inner.prefills) == len(prefills)
         assert inner.unread == sum(seq._prefill_end - seq.fed for seq in prefills)
         # Blocks of its own and of others: shared ones count once.
         held = {block for state in [*(seq.kv for seq in active), *self.outside] for block in state.blocks}

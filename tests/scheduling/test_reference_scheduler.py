@@ -51,7 +51,7 @@ class World:
         """By how many blocks it is above its floor."""
         if hasattr(self.scheduler, "tenants"):
             return self.scheduler.tenants.above(tenant, self.cache)
-        return self.scheduler._floors.above(tenant)
+        return self.scheduler._reservations.above(tenant)
 
     def standing(self, seq_id):
         seq = self.scheduler.get_sequence(seq_id)

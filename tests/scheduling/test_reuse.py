@@ -70,7 +70,7 @@ def test_outputs_are_kept_when_the_sequence_ends():
     scheduler.add_request(range(3), 12)
     run_to_end(scheduler)
     assert cache.cached_tokens([0, 1, 2, *[7] * 9]) == 8
-    assert scheduler._account.allocator.in_use == cache.num_cached == 2
+    assert scheduler._blocks.allocator.in_use == cache.num_cached == 2
 
 
 @pytest.mark.parametrize(("outputs", "found"), [("full", 12), ("end", 4)])
@@ -130,7 +130,7 @@ def test_what_a_sequence_holds_is_cached_though_idle_blocks_for_the_same_tokens_
             assert cache.evict(1) == 1 and cache.cached_tokens([*range(13)]) == 0 and cache.num_cached == 2
     seq = scheduler.get_sequence(2)
     assert seq.num_cached == 0 and cache.cached_tokens([*range(13)]) == 12
-    assert cache.evict(12) == 0 and scheduler._account.allocator.in_use == 4
+    assert cache.evict(12) == 0 and scheduler._blocks.allocator.in_use == 4
     assert [cache.holds(block) for block in seq.kv.blocks] == [True, True, True, False]
     run_to_end(scheduler)
     cache.check()
@@ -193,32 +193,6 @@ def test_who_waits_is_looked_up_again_only_when_something_was_cached(outputs, ap
     assert cache.inserted - inserted == (15 if outputs == "full" else 0)
     assert cache.lookups - lookups == cache.inserted - inserted
     run_to_end(scheduler)
-
-
-@pytest.mark.parametrize("tenants", [1, 40])
-def test_the_longest_match_looks_up_only_whom_a_block_may_concern(tenants):
-    """40 wait for room; of the one that runs a block is cached that concerns 5 of them, then 9 that concern nobody."""
-    allocator = BlockAllocator(38)
-    cache = CountedCache(PrefixCache(allocator, BLOCK))
-    config = SchedulerConfig(block_size=BLOCK, policy="lpm", watermark=0, max_batch_tokens=512, max_prefill_tokens=512)
-    scheduler = Scheduler(config, allocator, cache)
-    scheduler.add_request([1] * 8, 150)
-    run_step(scheduler)
-    for number in range(40):
-        head = [1] * 8 + [7] * 4 if number < 5 else [2 + number]
-        scheduler.add_request((head + [number] * 150)[:150], 152, tenant=number % tenants)
-    run_step(scheduler)
-    lookups, inserted = cache.lookups, cache.inserted
-    assert lookups >= 32
-    for _ in range(40):
-        assert run_step(scheduler).seq_ids == [1]
-    assert cache.inserted - inserted == 10
-    assert 5 <= cache.lookups - lookups - 40 <= 5 + 2 * 10  # beside whoever is first, in every step
-    lookups = cache.lookups
-    blocks = allocator.allocate_n(3)
-    cache.cache_blocks([1] * 4 + [8] * 8, blocks)  # somebody else does: whom it concerns is not known
-    run_step(scheduler)
-    assert cache.lookups - lookups >= 32
 
 
 def make_priority(num_blocks):
@@ -301,7 +275,7 @@ def test_an_abort_in_the_middle_of_a_step_keeps_nothing_of_that_step():
     scheduler.schedule()
     scheduler.finish_sequence(1)
     assert cache.num_cached == 2 and cache.cached_tokens(list(range(20))) == 8
-    assert scheduler._account.allocator.in_use == 2
+    assert scheduler._blocks.allocator.in_use == 2
 
 
 def test_salts_and_keys_keep_requests_apart():
@@ -339,7 +313,7 @@ def test_what_does_not_fit_leaves_the_line_and_the_cache_as_they_were():
     scheduler, cache = make(8, watermark=0)
     scheduler.add_request(range(8), 10)
     run_to_end(scheduler)
-    held = scheduler._account.allocator.allocate_n(4)
+    held = scheduler._blocks.allocator.allocate_n(4)
     scheduler.add_request(range(50, 58), 30)
     scheduler.schedule()
     scheduler.schedule()  # the step before counts as run: its blocks are kept
@@ -351,7 +325,7 @@ def test_what_does_not_fit_leaves_the_line_and_the_cache_as_they_were():
     assert waiting.kv is None and waiting.fed == 0 and scheduler.waiting_count == 1
     assert cache.stats()["cached"] == before["cached"]
     cache.check()
-    scheduler._account.allocator.free(held)
+    scheduler._blocks.allocator.free(held)
 
 
 def test_the_reference_gives_the_same_batches():

@@ -363,7 +363,7 @@ def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
         with pytest.raises((TypeError, ValueError), match="integer"):
             scheduler.add_request(prompt, 4)
     numbers = [scheduler.add_request([1, 2, 3], 9) for _ in range(2)]
-    for _ in range(3):  # the second and third step are a cohort's
+    for _ in range(3):  # the second and third step decode
         batch = scheduler.schedule()
         for results in ([4, wrong], [wrong, None]):
             with pytest.raises(TypeError, match="a token must be an integer"):

@@ -78,7 +78,7 @@ def test_running_and_cached_blocks_count_together():
     scheduler.add_request([3] * 20, 32, tenant="b")
     step(scheduler)
     # 9 are cached, 3 of them in use, and 1 is not full; of 6 idle ones 4 are for the floor, and 1 is free.
-    assert (cache.floors.cached(1), scheduler._floors.above("a"), scheduler._account.available()) == (9, 2, 3)
+    assert (cache.floors.cached(1), scheduler._reservations.above("a"), scheduler._blocks.available()) == (9, 2, 3)
     assert cache.floors.get(1) == 7 and cache.evict(9) == 2
     cache.check()
 
@@ -108,7 +108,7 @@ def test_a_copy_beside_anothers_cached_block_counts_for_the_floor():
     scheduler.add_request([2] * 13, 16, tenant="quiet")
     assert step(scheduler).seq_ids == [1, 2, 3]
     assert step(scheduler).seq_ids == [1, 3]
-    assert cache.floors.cached(1) == 0 and scheduler._floors.above("copy") == 0
+    assert cache.floors.cached(1) == 0 and scheduler._reservations.above("copy") == 0
     assert [scheduler.get_sequence(seq_id).num_preemptions for seq_id in (1, 2, 3)] == [0, 1, 0]
     run_to_end(scheduler)
     assert scheduler.get_sequence(3).num_preemptions == 0
@@ -117,7 +117,7 @@ def test_a_copy_beside_anothers_cached_block_counts_for_the_floor():
 
 def holding(scheduler, cache, tenant):
     """What the equation says, block by block."""
-    group, floors = scheduler._floors.group(tenant), scheduler._floors
+    group, floors = scheduler._reservations.group(tenant), scheduler._reservations
     own = {block for seq in floors._sequences[tenant].values() if seq.kv is not None for block in seq.kv.blocks}
     return cache.floors.cached(group) + sum(not cache.holds(block) for block in own)
 
@@ -131,7 +131,7 @@ def test_what_the_cache_forgets_while_it_is_in_use_counts_on(forget):
     for _ in range(2):
         scheduler.add_request([1] * 15, 40, tenant="a")
         step(scheduler)
-    floors, first, second = scheduler._floors, *[scheduler.get_sequence(seq_id) for seq_id in (1, 2)]
+    floors, first, second = scheduler._reservations, *[scheduler.get_sequence(seq_id) for seq_id in (1, 2)]
     assert second.kv.blocks[:3] == first.kv.blocks[:3] and cache.floors.cached(1) == 4
     shared = second.kv.blocks[:3]
     if forget == "reset":
@@ -175,7 +175,7 @@ def test_a_tenant_gives_no_more_than_what_is_above_its_floor():
         step(scheduler)
         seq = scheduler.get_sequence(3)
         assert seq.fed >= 12
-        assert seq.kv is None or scheduler._floors.above("c") == -(-seq.kv.len // BLOCK) - 3  # waiting or not
+        assert seq.kv is None or scheduler._reservations.above("c") == -(-seq.kv.len // BLOCK) - 3  # waiting or not
     assert not scheduler.has_work and scheduler.get_sequence(3).num_preemptions
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from pagepool.arguments import integer, real, wrong
+from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["check_token", "check_tokens", "read_request", "read_results", "read_token", "usable"]
+__all__ = ["check_results", "check_token", "read_request", "read_results", "read_time", "read_token"]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 MAX_PRIORITY = 255
@@ -49,15 +50,12 @@ def read_request(
     return Sequence(seq_id, prompt, limit, level, tenant, cache_salt, tuple(extra_keys), cache_priority, cache_ttl)
 
 
-def read_results(tokens: Iterable[Any], rows: bool) -> list[Any]:
-    """The results of a step, as a new list: integers and None, and if `rows`, rows of drafted tokens as they came.
-
-    Raises TypeError for anything else.
-    """
-    results = _as_list("tokens", tokens)
-    if _all_integers(results):
-        return results
-    return [token if token is None or (rows and hasattr(token, "__len__")) else read_token(token) for token in results]
+def read_time(now: float, last: float) -> float:
+    """The time of a step. Raises TypeError for what is no number, ValueError for one before `last` or inf."""
+    now = real("now", now, low=last)
+    if now == float("inf"):
+        raise ValueError("now must be finite, not inf: no time comes after it")
+    return now
 
 
 def read_token(token: Any) -> int:
@@ -68,24 +66,49 @@ def read_token(token: Any) -> int:
         raise TypeError(f"a token must be an integer, not {type(token).__name__}") from None
 
 
-def usable(results: list[Any]) -> list[bool]:
-    """Which of the results, integers and None, are tokens."""
-    return [token is not None and token >= 0 for token in results]
+def read_results(tokens: Iterable[Any], lookahead: bool) -> list[Any]:
+    """The results of a step, as a new list of integers, None and, with `lookahead`, lists of integers.
+
+    Raises TypeError for anything else.
+    """
+    results = _as_list("tokens", tokens)
+    return results if _all_integers(results) else [_read_result(result, lookahead) for result in results]
 
 
-def check_token(token: Any, least: float = -MAX_TOKEN - 1) -> None:
+def _read_result(result: Any, lookahead: bool) -> Any:
+    if result is None:
+        return None
+    if lookahead and hasattr(result, "__len__"):
+        return [read_token(token) for token in result]
+    return read_token(result)
+
+
+def check_token(token: int, least: float = -MAX_TOKEN - 1) -> None:
     """Raises ValueError for one that a prefix cache cannot hold."""
     if token > MAX_TOKEN or token < least:
         raise ValueError(f"token {token} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds")
 
 
-def check_tokens(results: list[Any]) -> None:
-    """`check_token` of all that may be added: None and numbers below 0 pass, of a row of drafts each token counts."""
-    if results and _all_integers(results):
-        results = [max(results)]
-    rows = [row if hasattr(row, "__len__") else (row,) for row in results]
-    for token in [token for row in rows for token in row if token is not None]:
-        check_token(token, float("-inf"))
+def check_results(batch: ScheduledBatch, results: list[Any], for_cache: bool) -> None:
+    """Raises ValueError for a row of drafts that is empty, is longer than the row's slots, or is for a row whose result
+    is no token; and, `for_cache`, for a token that a prefix cache cannot hold. None and numbers below 0 pass."""
+    if _all_integers(results):
+        if for_cache and results:
+            check_token(max(results), float("-inf"))
+        return
+    rows = {row: result for row, result in enumerate(results) if type(result) is list}
+    if for_cache:
+        for token in [*(token for tokens in rows.values() for token in tokens), *results]:
+            if type(token) is int:
+                check_token(token, float("-inf"))
+    for row, tokens in rows.items():
+        slots = batch.lookahead[row]
+        if not 1 <= len(tokens) <= slots + 1:
+            raise ValueError(f"row {row} got {len(tokens)} tokens, it may have from 1 to {slots + 1}")
+        if min(tokens) < 0:
+            raise ValueError(f"row {row} got token {min(tokens)}, which is below 0")
+        if not batch.wants_token[row]:
+            raise ValueError(f"row {row} is a prompt chunk that is not the last: it has no tokens")
 
 
 def _as_list(name: str, values: Iterable[Any]) -> list[Any]:

@@ -1,0 +1,302 @@
+"""Preemption: what gives way when the pool is out of blocks, in which of four ways, and how it comes back."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from statistics import median
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+from pagepool.arguments import integer
+from pagepool.config import PressureCosts, SchedulerConfig
+from pagepool.errors import SwapError
+from pagepool.scheduling.active import ActiveSequences
+from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.block_manager import BlockManager, NoBlocks
+from pagepool.scheduling.prefix_adapter import PrefixAdapter
+from pagepool.scheduling.request import Rank, SeqState, Sequence
+from pagepool.scheduling.swap import SwapFile, Swapped
+from pagepool.scheduling.tenants import Reservations
+from pagepool.scheduling.waiting import WaitingQueue
+
+__all__ = ["Preemption", "PressureLog", "PressureRecord", "calibrate", "cheaper_to_swap"]
+
+
+class PressureRecord(NamedTuple):
+    """One time that something gave way.
+
+    step     the number of the `schedule()` call, from 1
+    rung     "evict", "partial", "swap", "recompute"; "restore" and "lost" when a swapped sequence comes back
+    seq_id   who gave way; 0 for cached prefixes
+    blocks   how many blocks that one gave; for "restore" and "lost": how many were in the file
+    wanted   how many new blocks the step needed; for "restore" and "lost": as `blocks`
+    free     how many could be taken before
+    reason   why in this way
+    """
+
+    step: int
+    rung: str
+    seq_id: int
+    blocks: int
+    wanted: int
+    free: int
+    reason: str
+
+
+class PressureLog:
+    """The last records, and totals of all of them.
+
+    records   a deque of `PressureRecord`, the newest last
+    counts    how often each rung was taken
+    blocks    how many blocks each rung gave
+    num_preemptions  how often an active sequence gave way
+    """
+
+    def __init__(self, max_records: int) -> None:
+        self.records: deque[PressureRecord] = deque(maxlen=max_records)
+        self.counts: Counter[str] = Counter()
+        self.blocks: Counter[str] = Counter()
+        self.num_preemptions = 0
+
+    def add(self, record: PressureRecord) -> None:
+        """Note one record."""
+        self.records.append(record)
+        self.counts[record.rung] += 1
+        self.blocks[record.rung] += record.blocks
+
+
+class Preemption:
+    """What gives way, in order: cached prefixes that nobody uses; what preempted sequences were left with; then active
+    sequences, the greatest rank first. Tenants are left what is reserved for them. Each gives its last blocks, no more
+    than are needed ("partial", or always with a prefix cache), or all; they are written to the swap file when the cost
+    table says that this is cheaper than computing their tokens again. The active sequence with the least rank never
+    gives way: with the pool to itself it always finds room, since no request larger than the pool is accepted, so every
+    call of the scheduler makes progress.
+
+    Invariant: for a preempted sequence `fed == kv.len`, 0 without a state, and a ticket holds the tokens that follow.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue,
+        active: ActiveSequences,
+        blocks: BlockManager | NoBlocks,
+        prefix: PrefixAdapter,
+        reservations: Reservations,
+        swap: SwapFile | None,
+        log: PressureLog,
+    ) -> None:
+        self._costs = config.costs
+        # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
+        self._partial = "partial" in config.ladder or prefix.cache is not None
+        self._waiting = waiting
+        self._active = active
+        self._blocks = blocks
+        self._prefix = prefix
+        self._reservations = reservations
+        self._swap: Any = swap
+        self._log = log
+        self._now = 0
+        self._wanted = 0
+        self._evicted = blocks.evicted  # of which there are records
+
+    def take(self, batch: ScheduledBatch, now: int) -> bool:
+        """Take the blocks of `batch`, cached prefixes evicted as needed; False when the pool is out."""
+        sequences, blocks = batch._sequences, self._blocks
+        taken = blocks.append(sequences, batch.states, batch._grow)
+        if blocks.evicted != self._evicted:
+            grown = batch._grow if taken else [0] * len(sequences)
+            self._now, self._wanted = (
+                now,
+                sum(
+                    blocks.blocks_for(state.len - done + count) - blocks.blocks_for(state.len - done)
+                    for state, done, count in zip(batch.states, grown, batch._grow, strict=True)
+                ),
+            )
+            evicted, self._evicted = blocks.evicted - self._evicted, blocks.evicted
+            self._record("evict", 0, evicted, 0, "cached prefixes that nobody uses go first")
+        return taken
+
+    def make_room(self, batch: ScheduledBatch, now: int) -> bool:
+        """Let others give way until `batch` without them would fit. False when nobody is left who can."""
+        pairs = zip(batch._sequences, batch._grow, strict=True)
+        needs = {seq.id: self._blocks.needs([seq], [count]).total() for seq, count in pairs}
+        by_tenant = self._blocks.needs(batch._sequences, batch._grow)
+        self._now, self._wanted, gave = now, by_tenant.total(), False
+        for seq, most in self._victims():
+            need = needs.pop(seq.id, 0)
+            self._wanted -= need
+            by_tenant[seq.tenant] -= need
+            missing = self._wanted - self._blocks.available(by_tenant)
+            if gave and missing <= 0:
+                break
+            self._give_way(seq, min(max(missing, 1), most))
+            gave = True
+        return gave
+
+    def make_room_for(self, seq: Sequence, wanted: int, now: int) -> bool:
+        """While nothing runs: preempted sequences other than `seq` give way until `wanted` blocks are there."""
+        self._now, self._wanted = now, wanted
+        needs = {seq.tenant: wanted}
+        for other, most in self._victims():
+            missing = wanted - self._blocks.available(needs)
+            if missing <= 0:
+                break
+            if other is not seq:
+                self._give_way(other, min(missing, most))
+        return self._blocks.available(needs) >= wanted
+
+    def restore(self, seq: Sequence, now: int) -> None:
+        """Bring back what `seq`, whose blocks fit, has in the swap file; what cannot be read will be recomputed."""
+        swapped = seq._swapped
+        if swapped is None:
+            return
+        first, ticket, end = swapped
+        self._now, self._wanted = now, len(ticket.places)
+        if first != seq.fed or not self._blocks.append([seq], [seq.kv], [end - first]):
+            self.forget(seq)  # more of it was found in the prefix cache
+            return
+        seq._swapped = None
+        try:
+            self._swap.load(ticket, seq.kv.blocks[self._blocks.blocks_for(first) :])
+        except SwapError as error:
+            self._blocks.truncate(seq, first)
+            self._record("lost", seq.id, len(ticket.places), 0, f"{error}; its tokens are computed again")
+        else:
+            seq.fed = end
+            self._record("restore", seq.id, len(ticket.places), 0, "it was admitted again")
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what `seq` has in the swap file."""
+        swapped, seq._swapped = seq._swapped, None
+        if swapped is not None:
+            self._swap.drop(swapped.ticket)
+
+    def _victims(self) -> Iterator[tuple[Sequence, int]]:
+        """Who gives way, in order, and how many blocks at most. Preempted ones first: they stand still anyhow. Tenants
+        are left what is reserved for them; only when nobody else is left, and blocks that the scheduler has not given
+        away make the pool too small for what it promised, are they asked for all."""
+        parked = sorted(self._waiting.preempted.values(), key=_rank, reverse=True)
+        spared = []
+        for seq in [*parked, *self._active.by_rank()[:-1]]:
+            if seq.kv is None:
+                continue
+            held, above = self._blocks.blocks_for(seq.fed), self._reservations.above(seq.tenant)
+            if above is None or above >= held:
+                yield seq, held
+                continue
+            if above > 0 and self._partial:
+                yield seq, above
+            spared.append(seq)
+        for seq in spared:
+            if seq.kv is not None:
+                yield seq, self._blocks.blocks_for(seq.fed)
+
+    def _give_way(self, seq: Sequence, blocks: int) -> None:
+        """Take `blocks` blocks, or all that it has, from the end of `seq`; it waits then, if it was active."""
+        size = seq.kv.block_size
+        held = self._blocks.blocks_for(seq.fed)
+        given = min(blocks, held) if self._partial else held
+        keep = (held - given) * size
+        # The last token known is always fed again, since its result was not used.
+        end = min(seq.fed, seq.total_tokens - 1)
+        free = self._blocks.available()
+        self._prefix.publish(seq, seq.fed)
+        was_active = seq._is_active
+        if was_active:
+            self._active.remove(seq)
+        rung, reason = self._choose(seq, keep, end, given)
+        if keep:
+            self._blocks.truncate(seq, keep)
+        else:
+            self._blocks.close([seq])
+        seq.fed = keep
+        seq._published = self._blocks.blocks_for(keep)
+        if was_active:
+            seq.state = SeqState.PREEMPTED
+            seq.num_preemptions += 1
+            self._log.num_preemptions += 1
+            self._waiting.push(seq)
+        self._record(rung, seq.id, given, free, reason)
+
+    def _choose(self, seq: Sequence, keep: int, end: int, blocks: int) -> tuple[str, str]:
+        """The rung for the tokens from `keep` to `end`, in `blocks` blocks, with its reason; writes them to the swap
+        file when that is it. What was swapped before stays useful only while no token before it is lost."""
+        swapped, size = seq._swapped, seq.kv.block_size
+        lost = max(end, 0 if swapped is None else swapped.end) - keep
+        way, why = ("partial", "its last blocks are enough") if keep else ("recompute", "all of its blocks are needed")
+        if not self._partial:
+            why = "the ladder has no partial preemption"
+        if self._swap is not None and end > keep:
+            if not cheaper_to_swap(self._costs, blocks, lost):
+                why += f"; computing {lost} tokens again costs no more than swapping {blocks} blocks"
+            else:
+                try:
+                    ticket = self._swap.store(seq.kv.blocks[keep // size : -(-end // size)], self._blocks)
+                except SwapError as error:
+                    why += f"; {error}"
+                else:
+                    if swapped is not None:
+                        ticket, end = ticket.followed_by(swapped.ticket), swapped.end
+                    seq._swapped = Swapped(keep, ticket, end)
+                    return "swap", f"swapping {blocks} blocks costs less than computing {lost} tokens again"
+        self.forget(seq)
+        return way, why
+
+    def _record(self, rung: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
+        self._log.add(PressureRecord(self._now, rung, seq_id, blocks, self._wanted, free, reason))
+
+
+def _rank(seq: Sequence) -> Rank:
+    return seq._rank
+
+
+def cheaper_to_swap(costs: PressureCosts, blocks: int, lost_tokens: int) -> bool:
+    """Whether writing `blocks` to the swap file and back costs less than reading `lost_tokens` again.
+
+    >>> cheaper_to_swap(PressureCosts(recompute_us_per_token=60, swap_us_per_block=500), 2, 32)
+    True
+    """
+    return costs.swap_us_per_block is not None and (
+        blocks * costs.swap_us_per_block < lost_tokens * costs.recompute_us_per_token
+    )
+
+
+def calibrate(
+    swap: SwapFile | None = None, prefill: Callable[[int], Any] | None = None, *, tokens: int = 256, rounds: int = 5
+) -> PressureCosts:
+    """Measure a cost table on this machine, once, before serving; put it into `SchedulerConfig(costs=...)`.
+
+    swap     the swap file of the scheduler: free blocks of its pool are written and read back; None: never swapped
+    prefill  called with a number of tokens, reads a prompt of as many; None: the table's default cost of a token
+    tokens   how many it is called with
+    rounds   how often each is measured; the median counts
+
+    The pages of free blocks are overwritten. Raises `PoolExhausted` when the pool has no free block, `SwapError` when
+    the file cannot be used.
+    """
+    tokens, rounds = integer("tokens", tokens, low=1), integer("rounds", rounds, low=1)
+    costs: dict[str, float] = {}
+    if prefill is not None:
+        prefill(tokens)  # the first call warms up
+        costs["recompute_us_per_token"] = _median_us(lambda: prefill(tokens), rounds) / tokens
+    if swap is not None:
+        allocator = swap.pools[0].allocator
+        blocks = allocator.allocate_n(max(1, min(16, swap.free_blocks, allocator.available)))
+        try:
+            swap.load(swap.store(blocks), blocks)
+            costs["swap_us_per_block"] = _median_us(lambda: swap.load(swap.store(blocks), blocks), rounds) / len(blocks)
+        finally:
+            allocator.free(blocks)
+    return PressureCosts(**costs)
+
+
+def _median_us(run: Callable[[], Any], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        start = perf_counter_ns()
+        run()
+        times.append(perf_counter_ns() - start)
+    return median(times) / 1e3

@@ -1,0 +1,192 @@
+"""The scheduler and its prefix cache: blocks found when a request starts, published when they are full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pagepool.arguments import wrong
+from pagepool.memory.allocator import BlockAllocator
+from pagepool.prefix.keys import root_key
+from pagepool.prefix.radix_tree import token_row
+from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.block_manager import BlockManager, NoBlocks
+from pagepool.scheduling.request import Sequence
+
+__all__ = ["PrefixAdapter", "check_has"]
+
+# What a scheduler asks of its prefix cache, whoever made it.
+NEEDED = (
+    "allocator",
+    "block_size",
+    "cache_blocks",
+    "cached_tokens",
+    "evict",
+    "evictable",
+    "expire",
+    "forgotten",
+    "inserted",
+)
+
+
+class PrefixAdapter:
+    """What a scheduler does with a `PrefixCache` over its pool; nothing is found and nothing is kept with None.
+
+    A block is published when its last token is stored for certain: when the step that filled it is committed, or, if it
+    holds outputs and `outputs` is "end", when the sequence ends or is preempted. A block that a sequence holds is never
+    evicted. When the cache is told to forget blocks, those that sequences have worked out by then may follow from wrong
+    ones: such a sequence publishes nothing more until it begins anew.
+    """
+
+    def __init__(self, cache: Any, blocks: BlockManager | NoBlocks, outputs: str) -> None:
+        self.cache = cache
+        self._blocks: Any = blocks
+        self._prompts_only = outputs == "end"
+        self._now = 0.0
+        self._has_ttl = False
+        if cache is None:
+            return
+        ours = isinstance(getattr(cache, "allocator", None), BlockAllocator)
+        check_has(cache, (*NEEDED, "match_held" if ours else "match_prefix"))
+        if not isinstance(blocks, BlockManager):
+            raise ValueError("a prefix cache needs a pool with blocks")
+        if cache.allocator is not blocks.allocator:
+            raise ValueError("the prefix cache and the pool must have one allocator")
+        if cache.block_size != blocks.block_size:
+            raise ValueError(f"the prefix cache has blocks of {cache.block_size} tokens, the pool {blocks.block_size}")
+        blocks.cache = self
+
+    @property
+    def evictable(self) -> int:
+        """Blocks that only the cache holds."""
+        count: int = self.cache.evictable
+        return count
+
+    @property
+    def inserted(self) -> int:
+        """While it stays the same, `cached` gives no more than it did."""
+        count: int = 0 if self.cache is None else self.cache.inserted
+        return count
+
+    def read(self, seq: Sequence, group: int) -> None:
+        """Note the prompt of a new request as the cache reads it, and its `group` there.
+
+        Raises TypeError or ValueError for tokens, keys, a priority and a ttl that the cache does not take.
+        """
+        root_key(seq.cache_salt, seq.extra_keys)
+        seq._group = group
+        if self.cache is not None:
+            seq._row = token_row(np.array(seq.prompt_tokens))
+            self._cache_blocks(seq, seq._row[:0], ())
+            self._has_ttl |= seq.cache_ttl is not None
+
+    def set_time(self, now: float) -> None:
+        """The time of the step that begins: priorities that end by then end."""
+        self._now = now
+        if self._has_ttl:
+            self.cache.expire(now)
+
+    def cached(self, seq: Sequence) -> int:
+        """Tokens of the prompt of `seq` that are cached."""
+        if self.cache is None:
+            return 0
+        prompt = seq._row[: len(seq.prompt_tokens)]
+        count: int = self.cache.cached_tokens(prompt, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
+        return count
+
+    def begin(self, seq: Sequence) -> None:
+        """`seq` has an empty state: it works out all of its blocks anew, but for those in the swap file."""
+        if self.cache is not None and seq._swapped is None:
+            seq._cache_epoch = self.cache.forgotten
+
+    def adopt(self, seq: Sequence) -> bool:
+        """Let `seq` begin with cached blocks where they are more than it has; at least one token is left to compute.
+
+        True when its state has changed: the tokens that it had are the first of those that it has now.
+        """
+        if self.cache is None:
+            return False
+        blocks = self._blocks
+        size = blocks.block_size
+        full = (seq.total_tokens - 1) // size
+        # What waits in the swap file is as good, unless the cache has all of it.
+        least = max(seq.fed // size + 1, 0 if seq._swapped is None else seq._swapped.end // size)
+        if full < least:
+            return False
+        tokens = self._tokens(seq, full * size)
+        keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
+        try:
+            found = blocks.held.match_prefix(self.cache, tokens, **keys)
+            if len(found) < least:
+                return False
+            blocks.adopt(seq, found)
+            seq.fed = seq.kv.len
+            seq._published = len(found)
+            seq._cache_epoch = self.cache.forgotten
+        finally:
+            blocks.held.give_back()
+        return True
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others find the full blocks among the first `num_tokens` tokens of `seq`."""
+        if self.cache is None:
+            return
+        full = num_tokens // self._blocks.block_size
+        if full and seq._cache_epoch == self.cache.forgotten:
+            self._cache_blocks(seq, self._tokens(seq, full * self._blocks.block_size), seq.kv.block_table[:full])
+        seq._published = full
+
+    def publish_filled(self, batch: ScheduledBatch) -> None:
+        """Publish the blocks that `batch`, which was run, has filled, in the order of ids."""
+        if self.cache is None:
+            return
+        size = self._blocks.block_size
+        if self._prompts_only:
+            for seq in sorted(batch._sequences[batch.num_decodes :], key=_id):
+                if seq.kv is not None:
+                    self.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
+            return
+        filled = [seq for seq in batch._sequences if seq.fed // size > seq._published and seq.kv is not None]
+        for seq in sorted(filled, key=_id):
+            if not seq.at_limit:  # those end anyhow
+                self.publish(seq, seq.fed)
+
+    def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any) -> None:
+        self.cache.cache_blocks(
+            tokens,
+            blocks,
+            cache_salt=seq.cache_salt,
+            extra_keys=seq.extra_keys,
+            priority=seq.cache_priority,
+            ttl=seq.cache_ttl,
+            now=self._now,
+            group=seq._group,
+        )
+
+    def _tokens(self, seq: Sequence, count: int) -> Any:
+        """The first `count` tokens of `seq` as an array."""
+        end = seq._row_end
+        if count > end:
+            if len(seq._row) < seq.max_tokens:
+                row = np.empty(seq.max_tokens, np.int32)
+                row[:end] = seq._row[:end]
+                seq._row = row
+            prompt = len(seq.prompt_tokens)
+            seq._row[end:count] = seq.output_tokens[end - prompt : count - prompt]
+            seq._row_end = count
+        return seq._row[:count]
+
+
+def _id(seq: Sequence) -> int:
+    return seq.id
+
+
+def check_has(cache: Any, names: Iterable[str]) -> None:
+    """Raises TypeError for what is no prefix cache, and for one that lacks what will be asked of it in a step."""
+    missing = [name for name in names if not hasattr(cache, name)]
+    if "cache_blocks" in missing:
+        raise wrong("prefix_cache", "a PrefixCache or None", cache)
+    if missing:
+        raise TypeError(f"prefix_cache must be as a PrefixCache: {type(cache).__name__} has no {', '.join(missing)}")
