@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from statistics import mean, median, quantiles
 
-from rounds import times_of
-from sides.common import Case, write_case
+from sides.common import Case, times_of, write_case
 from sides.ours import Side
 
 AT_MOST = 1.5  # times the undisturbed single thread

@@ -1,7 +1,8 @@
-"""The headline figures, ours beside reference and numpy, all from one run: python bench/figures.py [--json FILE]
+"""The headline figures, ours beside reference and numpy: python bench/figures.py [--only WORD,...] [--json FILE]
 
-The sides of a figure take turns, so that a neighbour on the machine disturbs all of them; the median is printed. The
-comparison of decode with the memory's streaming limit is limit.py.
+One run measures everything. The sides of a figure take turns, so that a noisy neighbour disturbs all of them; medians
+are printed, one number a cell, beside the goal where there is one: at most so much. compare.py measures the same
+figures of two builds; limit.py measures decode beside what the machine can do.
 """
 
 import argparse
@@ -20,16 +21,18 @@ import workloads
 from workloads import Work
 
 SECONDS = 0.4  # measured per side of a figure
+SCALES = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0, "x": 1.0}
 
 
 @dataclass
 class Figure:
-    """One row: its sides in the order of the columns, `unit` a power of ten of seconds per operation."""
+    """One row: `sides` in the order of the columns, `unit` per operation."""
 
     name: str
     sides: dict[str, Callable[[], Work]]
     unit: str = "ns"
     per: str = "operation"
+    goal: float | None = None
     values: dict[str, float] = field(default_factory=dict)
 
     def measure(self):
@@ -42,31 +45,35 @@ class Figure:
                     times[side].append(once(work))
             if all(len(spent) >= 3 and sum(spent) >= SECONDS for spent in times.values()):
                 break
-        scale = {"ns": 1e9, "us": 1e6, "ms": 1e3}[self.unit]
-        self.values = {side: median(spent) * scale for side, spent in times.items()}
+        self.values = {side: median(spent) * SCALES[self.unit] for side, spent in times.items()}
 
 
 def once(work):
-    """Seconds per operation of one run."""
+    """Seconds per operation of one run; a run that returns a float has timed itself."""
     start = time.perf_counter()
-    work.run()
-    return (time.perf_counter() - start) / work.ops
+    took = work.run()
+    spent = time.perf_counter() - start
+    return (took if isinstance(took, float) else spent) / work.ops
 
 
-def all_sides(make, sides=("ours", "reference", "numpy")):
-    return {side: lambda side=side: make(side) for side in sides}
+def ours(make, **options):
+    return {"ours": lambda: make(**options)}
 
 
-def whole(make, side):
-    """The workload with the whole of a run as its operation."""
-    return Work(make(side).run, 1)
+def all_sides(make, sides=("ours", "reference", "numpy"), **options):
+    return {side: lambda side=side: make(side, **options) for side in sides}
+
+
+def whole(side):
+    """The decode of 8 x 512 tokens with the whole call as its operation."""
+    return Work(workloads.decode_step(side).run, 1)
 
 
 def figures():
     two = ("ours", "reference")
     return [
-        Figure("allocate + free, no GIL, from Cython", {"ours": workloads.nogil_pair}, per="pair"),
-        Figure("allocate_n(64) + free, no GIL, from Cython", {"ours": workloads.nogil_bulk}, per="block"),
+        Figure("allocate + free, no GIL, from Cython", ours(workloads.nogil_pair), per="pair"),
+        Figure("allocate_n(64) + free, no GIL, from Cython", ours(workloads.nogil_bulk), per="block"),
         Figure("allocate + free, from Python", all_sides(workloads.allocator_pair), per="pair"),
         Figure("allocate_n(64) + free, from Python", all_sides(workloads.allocator_bulk), per="block"),
         Figure("PagedSeqState.append, one token", all_sides(workloads.table_append, two), per="token"),
@@ -75,65 +82,71 @@ def figures():
         Figure("KvCachePool.append, 8 heads of 128, bf16, prefill", all_sides(workloads.append_kv), per="token"),
         Figure(
             "KvCachePool.append, 8 heads of 128, bf16, decode step",
-            all_sides(lambda side: workloads.append_kv(side, prefill=False)),
+            all_sides(workloads.append_kv, prefill=False),
             per="token",
         ),
-        Figure(
-            "decode, 8 x 512 tokens, 14/2 heads of 64, 1 thread",
-            all_sides(lambda side: whole(workloads.decode_step, side)),
-            unit="ms",
-            per="call",
-        ),
+        Figure("decode, 8 x 512 tokens, 14/2 heads of 64, 1 thread", all_sides(whole), "ms", "call"),
         Figure(
             "decode, 1 x 512 tokens, 32/4 heads, no GIL, from Cython",
-            {"ours": lambda: workloads.small_decode(python=False)},
-            unit="us",
-            per="call",
+            ours(workloads.small_decode, python=False),
+            "us",
+            "call",
         ),
         Figure(
-            "decode, 1 x 512 tokens, 32/4 heads, from Python",
-            {"ours": lambda: workloads.small_decode(python=True)},
-            unit="us",
-            per="call",
+            "decode, 1 x 512 tokens, 32/4 heads, from Python", ours(workloads.small_decode, python=True), "us", "call"
         ),
-        Figure(
-            "scheduler step, 256 running, 1,000 waiting",
-            all_sides(lambda side: workloads.scheduler_step(side, 1_000), two),
-            unit="us",
-            per="sequence",
+        *(
+            Figure(
+                f"scheduler step, 256 running, {waiting:,} waiting",
+                all_sides(workloads.scheduler_step, two, waiting=waiting),
+                "us",
+                "sequence",
+                goal=1.0,
+            )
+            for waiting in (1_000, 100_000)
         ),
-        Figure(
-            "scheduler step, 256 running, 100,000 waiting",
-            all_sides(lambda side: workloads.scheduler_step(side, 100_000), two),
-            unit="us",
-            per="sequence",
+        *(
+            Figure(
+                f"prefix cache, {policy}: look up, insert, evict",
+                ours(workloads.prefix_cache, policy=policy),
+                per="block",
+                goal=goal,
+            )
+            for policy, goal in (("lru", 60.0), ("gittins", 120.0))
         ),
+        Figure("pagepool replay, 1,000 requests, virtual clock", ours(workloads.replay), "s", "replay"),
+        Figure("import pagepool, times import numpy", ours(workloads.import_ratio), "x", "import", goal=1.6),
     ]
+
+
+def chosen(words):
+    """The figures whose names contain one of the words."""
+    return [figure for figure in figures() if not words or any(word in figure.name for word in words.split(","))]
 
 
 def line(figure):
     ours = figure.values["ours"]
-    cells = [f"{figure.name:<55}", f"{figure.unit} / {figure.per:<9}", f"{ours:>9.2f}"]
-    for side in ("reference", "numpy"):
-        value = figure.values.get(side)
-        cells.append(f"{'':>19}" if value is None else f"{value:>10.2f} ({value / ours:>5.1f}x)")
-    return "  ".join(cells)
+    goal = "" if figure.goal is None else f"{figure.goal:g}"
+    cells = [f"{figure.name:<55}", f"{figure.unit} / {figure.per:<9}", f"{ours:>9.2f}", f"{goal:>5}"]
+    cells += [f"{figure.values[side]:>10.2f}" if side in figure.values else " " * 10 for side in ("reference", "numpy")]
+    return "  ".join(cells).rstrip()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="WORD,...", help="figures with one of these words in their name")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     print(
         f"{platform.machine()}, CPython {platform.python_version()}, {time.strftime('%Y-%m-%d')}; medians of one run\n"
     )
-    print(f"{'':<55}  {'':<14}  {'ours':>9}  {'reference':>19}  {'numpy':>19}")
-    results = figures()
+    print(f"{'':<55}  {'':<14}  {'ours':>9}  {'goal':>5}  {'reference':>10}  {'numpy':>10}")
+    results = chosen(arguments.only)
     for figure in results:
         figure.measure()
         print(line(figure), flush=True)
     if arguments.json:
-        rows = [{"name": f.name, "unit": f.unit, "per": f.per, **f.values} for f in results]
+        rows = [{"name": f.name, "unit": f.unit, "per": f.per, "goal": f.goal, **f.values} for f in results]
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -22,18 +22,18 @@ PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
 
 def bound_of(module, environment):
     """The rate that bounds a side, where the machine has it, and else that of fma in its longest vectors."""
-    if module == "ours_bf16":
+    if module == "ours:Bf16":
         return "dot"
     forced = {**os.environ, **environment}.get("PAGEPOOL_ISA")
     return "fma_of_8" if module == "ours" and forced == "avx2" else "fma"
 
 
 class Process:
-    """A side_worker.py in the environment of `python`; once it failed to answer it stays failed."""
+    """A worker script in the environment of `python`; once it has failed to answer it stays failed."""
 
-    def __init__(self, python, module, environment):
+    def __init__(self, python, argument, environment, script="side_worker.py"):
         self.process = subprocess.Popen(
-            [str(python), str(HERE / "side_worker.py"), module],
+            [str(python), str(HERE / script), argument],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -221,8 +221,10 @@ def add_options(parser, shapes="S1,S2,S3,S4,S5", dtypes="bfloat16,float16,float3
 
 
 def names(known):
+    """Parses a comma list of known names; an empty text has none."""
+
     def parse(text):
-        chosen = text.split(",")
+        chosen = [name for name in text.split(",") if name]
         unknown = sorted(set(chosen) - set(known))
         if unknown:
             raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")

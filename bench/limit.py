@@ -90,7 +90,7 @@ def shares(options):
     isas = options.isa.split(",") if options.isa else []
     sides = {isa: (sys.executable, "ours", {"PAGEPOOL_ISA": isa}) for isa in isas}
     if options.arithmetic:
-        modules = {"exact": "ours", "bf16": "ours_bf16"}
+        modules = {"exact": "ours", "bf16": "ours:Bf16"}
         isas, sides = [], {name: (sys.executable, modules[name], {}) for name in options.arithmetic}
     sides = sides or {"decode": (sys.executable, "ours", {})}
     rows = []

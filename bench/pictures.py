@@ -11,9 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from environments import PEERS
 from interleave import add_options
-from peers import add_peer_options, compare
+from peers import PEERS, add_peer_options, compare
 from shapes import SHAPES
 
 FOLDER = Path(__file__).resolve().parent / "pictures"

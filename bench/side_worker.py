@@ -1,4 +1,4 @@
-"""One side of a comparison in a process of its own: python side_worker.py MODULE-OF-SIDES
+"""One side of a comparison in a process of its own: python side_worker.py MODULE[:CLASS], of sides/
 
 Reads a line of JSON, answers with one, until its input ends:
 
@@ -13,33 +13,32 @@ import importlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from statistics import median
 
 sys.path[0] = str(Path(__file__).resolve().parent)
-LEAST, MOST = 3, 20_000  # calls of a round
+MOST = 20_000  # calls of a round
 
 
 class Worker:
     def __init__(self, module):
-        from sides.common import Case, error_of
-
-        self.case_of, self.error_of = Case, error_of
-        self.module = importlib.import_module(f"sides.{module}")
+        self.common = importlib.import_module("sides.common")
+        module, _, kind = module.partition(":")
+        self.make = getattr(importlib.import_module(f"sides.{module}"), kind or "Side")
         self.side, self.calls, self.turn = None, {}, 0
 
     def prepare(self, case, threads):
         self.side, self.calls = None, {}
         gc.collect()  # what the last case filled, before the next is filled
-        case = self.case_of(*case)
-        self.side = self.module.Side(case)
+        case = self.common.Case(*case)
+        self.side = self.make(case)
         errors = {}
         for count in threads:
             self.side.use(count)
             self.calls[count] = self.side.calls(count)
             errors[count] = {
-                way: self.error_of(call.output(call.run(0)), case.right) for way, call in self.calls[count].items()
+                way: self.common.error_of(call.output(call.run(0)), case.right)
+                for way, call in self.calls[count].items()
             }
         return {"errors": errors}
 
@@ -47,14 +46,7 @@ class Worker:
         self.side.use(threads)
         result = {}
         for way, call in self.calls[threads].items():
-            call.run(self.turn)  # wakes the threads
-            times, spent = [], 0.0  # what was spent is not summed anew: that would empty the caches between calls
-            while len(times) < LEAST or (spent < seconds and len(times) < MOST):
-                self.turn += 1
-                begin = time.perf_counter()
-                call.run(self.turn)
-                times.append(time.perf_counter() - begin)
-                spent += times[-1]
+            times, self.turn = self.common.times_of(call.run, self.turn, seconds, most=MOST)
             result[way] = median(times)
         return {"seconds": result}
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from rounds import times_of
 from shapes import SHAPES
-from sides.common import Case, write_case
+from sides.common import Case, times_of, write_case
 from sides.ours import Side
 
 import pagepool

@@ -1,15 +1,28 @@
-"""What is measured: each workload once for every side, used by the benchmarks and by figures.py."""
+"""What is measured: each workload once for every side, used by the benchmarks, figures.py and compare.py."""
 
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-import foreign
 import numpy as np
-from numpy_side import NumpyAllocator, NumpyPages
+from prefix import serve
 
 import pagepool
 from pagepool import KvLayout, Scheduler, SchedulerConfig, reference
+from pagepool.cli import main
 from pagepool.memory import batch
 
 BLOCKS = 16_384
@@ -18,10 +31,91 @@ SEQS = 256
 
 @dataclass
 class Work:
-    """`run()` does `ops` operations."""
+    """`run()` does `ops` operations. It may return the seconds that count, as a float."""
 
     run: Callable[[], Any]
     ops: int
+
+
+@cache
+def nogil():
+    """nogil.pyx, compiled in a temporary folder as a foreign package would do it, and imported."""
+    from Cython.Build import cythonize
+    from setuptools import Distribution, Extension
+
+    root = Path(pagepool.__file__).parent.parent
+    with tempfile.TemporaryDirectory(prefix="pagepool-bench-") as folder:
+        source = shutil.copy(Path(__file__).parent / "nogil.pyx", folder)
+        extension = Extension(
+            "nogil", [source], include_dirs=[pagepool.get_include()], extra_compile_args=["-O3", "-w"]
+        )
+        modules = cythonize([extension], include_path=[str(root)], language_level=3, build_dir=folder, quiet=True)
+        command = Distribution({"ext_modules": modules}).get_command_obj("build_ext")
+        command.build_lib = command.build_temp = folder
+        command.ensure_finalized()
+        command.run()
+        spec = importlib.util.spec_from_file_location("nogil", command.get_ext_fullpath("nogil"))
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["nogil"] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------------------------------------------- numpy
+
+
+class NumpyAllocator:
+    """Free ids on a stack in an array, reference counts beside it; bulk operations are slices."""
+
+    def __init__(self, num_blocks):
+        self.stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self.refs = np.zeros(num_blocks, np.int32)
+        self.top = num_blocks
+
+    def allocate(self):
+        return self.allocate_n(1)[0]
+
+    def allocate_n(self, n):
+        if n > self.top:
+            raise MemoryError(f"asked for {n} blocks, {self.top} are free")
+        self.top -= n
+        blocks = self.stack[self.top : self.top + n][::-1].copy()
+        self.refs[blocks] = 1
+        return blocks
+
+    def free(self, blocks):
+        blocks = np.atleast_1d(blocks)
+        if (self.refs[blocks] < 1).any():
+            raise ValueError("a block is not allocated")
+        self.refs[blocks] -= 1
+        freed = blocks[self.refs[blocks] == 0]
+        self.stack[self.top : self.top + len(freed)] = freed
+        self.top += len(freed)
+
+
+class NumpyPages:
+    """K and V of one layer as arrays (slots, num_kv_heads, head_dim), in float32: numpy has no fast bfloat16."""
+
+    def __init__(self, layout, num_blocks):
+        shape = (num_blocks * layout.block_size, layout.num_kv_heads, layout.head_dim)
+        self.k, self.v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+    def append(self, slots, k, v):
+        self.k[slots], self.v[slots] = k, v
+
+    def decode(self, q, block_tables, seq_lens, block_size):
+        """Gathers each sequence, then two matmuls and a softmax for all of its heads."""
+        out = np.empty_like(q)
+        scale = np.float32(1 / np.sqrt(q.shape[2]))
+        for row, length in enumerate(seq_lens):
+            tokens = np.arange(length)
+            slots = block_tables[row, tokens // block_size] * block_size + tokens % block_size
+            k, v = self.k[slots].transpose(1, 2, 0), self.v[slots].transpose(1, 0, 2)
+            scores = np.matmul(q[row].reshape(k.shape[0], -1, q.shape[2]), k) * scale
+            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+            weights /= weights.sum(axis=2, keepdims=True)
+            out[row] = np.matmul(weights, v).reshape(q.shape[1:])
+        return out
 
 
 # ---------------------------------------------------------------------------------------------------- allocator
@@ -60,7 +154,7 @@ def allocator_bulk(side, rounds=50):
 
 def nogil_pair(rounds=100_000):
     """The pair without the GIL, from a foreign Cython module."""
-    allocator, loop = allocator_of("ours"), foreign.nogil().pairs
+    allocator, loop = allocator_of("ours"), nogil().pairs
 
     def run():
         if loop(allocator, rounds):
@@ -71,7 +165,7 @@ def nogil_pair(rounds=100_000):
 
 def nogil_bulk(rounds=5_000):
     """64 blocks without the GIL, from a foreign Cython module; an operation is one block."""
-    allocator, loop = allocator_of("ours"), foreign.nogil().bulk
+    allocator, loop = allocator_of("ours"), nogil().bulk
 
     def run():
         if loop(allocator, rounds):
@@ -221,7 +315,7 @@ def small_decode(python, layers=64, calls=64):
 
     if python:
         return Work(run, calls)
-    loop = foreign.nogil().decode
+    loop = nogil().decode
     return Work(lambda: loop(pool, q, tables, lens, out, calls), calls)
 
 
@@ -250,3 +344,59 @@ def scheduler_step(side, waiting, running=SEQS, steps=8):
             scheduler.commit(scheduler.schedule(), tokens)
 
     return Work(run, running * steps)
+
+
+# ---------------------------------------------------------------------------------------------------- prefix cache
+
+
+def agent_prompts(agents=8, turns=20):
+    """Rows of block ids: agents by turns, whose contexts share 100 blocks and grow from about 900 by 20 a turn."""
+    ids = iter(range(10**9))
+
+    def new(blocks):
+        return list(islice(ids, blocks))
+
+    shared = new(100)
+    contexts = [shared + new(800 + 25 * agent) for agent in range(agents)]
+    for _ in range(turns):
+        for context in contexts:
+            context += new(20)
+            yield np.array(context, np.int32)
+
+
+def prefix_cache(policy, capacity=5_859, block_size=64):
+    """Prompts of agents through a prefix cache that holds about half of their contexts, as bench/prefix.py does it; an
+    operation is a block, found or inserted, with the eviction that it forces. LRU finds the shared blocks only."""
+    prompts = [(row, 0) for row in agent_prompts()]
+    total = sum(len(row) for row, _ in prompts)
+    return Work(lambda: serve(pagepool, prompts, block_size, capacity, policy).all / 1e9, total)
+
+
+# ---------------------------------------------------------------------------------------------------- whole program
+
+
+def replay(requests=1_000):
+    """`pagepool replay` of the bundled trace, without starting Python; an operation is the replay."""
+
+    def run():
+        with tempfile.TemporaryDirectory() as folder:
+            numbers = Path(folder) / "numbers.json"
+            with redirect_stdout(io.StringIO()):
+                if main(["replay", "--requests", str(requests), "--json", str(numbers)]):
+                    raise RuntimeError("the replay failed")
+            return float(json.loads(numbers.read_text())["wall_s"])
+
+    return Work(run, 1)
+
+
+def import_ratio(pairs=5):
+    """The time of `import pagepool` over that of `import numpy`, each in fresh interpreters, in turn."""
+
+    def seconds(module):
+        program = f"import time; begin = time.perf_counter(); import {module}; print(time.perf_counter() - begin)"
+        return float(
+            subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env=environment).stdout
+        )
+
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    return Work(lambda: median(seconds("pagepool") / seconds("numpy") for _ in range(pairs)), 1)

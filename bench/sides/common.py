@@ -1,5 +1,6 @@
 """What every side gets and what it must offer."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,3 +104,19 @@ class Side:
     def calls(self, threads: int) -> dict[str, Call]:
         """The ways by name."""
         raise NotImplementedError
+
+
+def times_of(call, turn, seconds, least=3, most=300):
+    """Time `call(turn)` until `seconds` are spent, at least `least` and at most `most` times, after one untimed call.
+
+    Returns the seconds of each call and the turn of the last.
+    """
+    call(turn)
+    times, spent = [], 0.0  # a running sum: summing the list anew would evict caches between calls
+    while len(times) < least or (spent < seconds and len(times) < most):
+        turn += 1
+        begin = time.perf_counter()
+        call(turn)
+        times.append(time.perf_counter() - begin)
+        spent += times[-1]
+    return times, turn

@@ -39,3 +39,9 @@ class Side(Base):
             return decode(q, pool, i % copies, tables, lens, out=out, arithmetic=arithmetic, num_threads=threads)
 
         return {f"pages of {BLOCK_SIZE}, {pagepool.cpu_info()['isa']}": Call(run)}
+
+
+class Bf16(Side):
+    """In arithmetic of bf16: dot products, for pages of bfloat16."""
+
+    arithmetic = "bf16"

@@ -7,7 +7,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from sides.common import Call
-from sides.torch_common import TorchSide, tensor
+from sides.torch_attention import TorchSide, tensor
 
 BLOCK_SIZES = (32, 128)
 ISA = "vec"  # its name for the kernels without AMX

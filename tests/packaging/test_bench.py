@@ -64,7 +64,7 @@ def test_avx2_is_bounded_by_the_rate_of_its_own_vectors_wherever_it_is_forced(mo
     monkeypatch.delenv("PAGEPOOL_ISA", raising=False)
     assert bound_of("ours", {"PAGEPOOL_ISA": "avx2"}) == "fma_of_8"
     assert bound_of("ours", {}) == bound_of("ours", {"PAGEPOOL_ISA": "avx512"}) == "fma"
-    assert bound_of("ours_bf16", {}) == "dot"
+    assert bound_of("ours:Bf16", {}) == "dot"
     monkeypatch.setenv("PAGEPOOL_ISA", "avx2")
     assert bound_of("ours", {}) == "fma_of_8" and bound_of("ggml", {}) == "fma"
 
@@ -83,6 +83,19 @@ def test_variants_and_a_busy_core_are_measured(tmp_path):
     cost = limit(tmp_path, "--variants", "--threads", "1")["variants"]
     assert {row["variant"] for row in cost} == {"plain", "soft cap", "sinks", "ALiBi", "all three"}
     assert limit(tmp_path, "--busy")["busy"][0]["ratio"] > 0
+
+
+@needs_gcc
+def test_a_build_is_compared_with_itself(tmp_path):
+    build = str(Path(pagepool.__file__).parents[1])
+    options = ["--only", "append_batch", "--shape", "tiny", "--threads", "1", "--rounds", "1"]
+    command = [sys.executable, str(BENCH / "compare.py"), build, build, *options, "--seconds", "0.001"]
+    command += ["--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "found.json").read_text())
+    assert [row["unit"] for row in rows] == ["ns / token", "ms / call"]
+    assert all(row["ratio"] == pytest.approx(row["new"] / row["old"]) for row in rows)
 
 
 def test_bytes_and_flops_of_a_shape():
