@@ -8,12 +8,12 @@ from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, PressureCosts, SchedulerConfig, StateLayout, Tenant
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.block_table import PagedSeqState, SequenceHandle
 from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.hybrid import HybridSequence
 from pagepool.memory.hybrid_parts import Checkpoint, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.owners import Leak, Owner
-from pagepool.memory.paged_seq import PagedSeqState, SequenceHandle
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool

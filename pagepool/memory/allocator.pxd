@@ -11,7 +11,6 @@ from pagepool.csrc cimport (
     pp_lock_try,
     pp_status,
 )
-from pagepool.memory.holders cimport Link
 from pagepool.memory.ids cimport IdArray
 
 
@@ -49,6 +48,14 @@ cdef inline void count_idle(KeptCounts *kept, int32_t block, int change) noexcep
         kept = kept.next
 
 
+# A list through the sequences themselves: entering and leaving cost four stores, and the GIL guards it.
+#   link.next.previous == link == link.previous.next; an empty list's head is linked to itself
+cdef struct Link:
+    Link *previous
+    Link *next
+    void *sequence  # NULL in the head
+
+
 cdef struct Audit:
     const char *equation  # the broken one, or NULL
     int32_t left
@@ -76,7 +83,8 @@ cdef class BlockAllocator:
     cdef int32_t *c_counts  # == &ref_counts[0]
     cdef pp_regions *regions
     cdef KeptCounts *kept  # of all keepers, with the lock held
-    cdef Link head  # of the list of sequences, see pagepool.memory.holders; the GIL guards it
+    cdef Link head  # of the list of sequences
+    cdef Py_ssize_t num_sequences
     cdef list others  # weak references to holders of other types
     cdef object __weakref__
 
@@ -165,6 +173,8 @@ cdef class BlockAllocator:
     cdef int32_t c_num_pools(self) noexcept nogil
     cdef Audit c_audit(self) noexcept nogil
     cdef object invalid(self, IdArray *array, verb)
+    cdef void c_enlist(self, Link *link, object sequence) noexcept
+    cdef void c_delist(self, Link *link) noexcept
     # All holders that live, sequences first.
     cdef list holders(self)
     cdef int check_references(self, object others) except -1

@@ -8,7 +8,6 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from pagepool.memory.holders cimport Holder, Link
 from pagepool.memory.ids cimport IdArray, list_ids, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
@@ -58,11 +57,6 @@ cdef int32_t SKEW = 528
 cdef int32_t DEFAULT_BLOCK_SIZE = 16
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)
-
-
-cdef object held(object holder):
-    """The ids of its blocks, one entry for each reference."""
-    return (<Holder>holder).references() if isinstance(holder, Holder) else holder.references()
 
 
 cdef Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, int32_t capacity,
@@ -412,7 +406,7 @@ cdef class BlockAllocator:
             "free": free,
             "available": self.c_available(),
             "peak": self.peak_in_use,
-            "sequences": sum([isinstance(holder, Holder) for holder in holders]),
+            "sequences": self.num_sequences,
         }
 
     def grow(self, num_blocks):
@@ -550,13 +544,26 @@ cdef class BlockAllocator:
         if not any(known() is holder for known in self.others):
             self.others = [known for known in self.others if known() is not None] + [weakref.ref(holder)]
 
+    cdef void c_enlist(self, Link *link, object sequence) noexcept:
+        link.sequence = <void *>sequence
+        link.previous = self.head.previous
+        link.next = &self.head
+        self.head.previous.next = link
+        self.head.previous = link
+        self.num_sequences += 1
+
+    cdef void c_delist(self, Link *link) noexcept:
+        link.next.previous = link.previous
+        link.previous.next = link.next
+        self.num_sequences -= 1
+
     cdef list holders(self):
         """All that live, sequences first; not one that is just going, which must not come back."""
         cdef Link *link = self.head.next
         cdef list found = []
         while link != &self.head:
-            if (<PyObject *>link.holder).ob_refcnt > 0:
-                found.append(<object><PyObject *>link.holder)
+            if (<PyObject *>link.sequence).ob_refcnt > 0:
+                found.append(<object><PyObject *>link.sequence)
             link = link.next
         for known in self.others:
             holder = known()
@@ -588,7 +595,7 @@ cdef class BlockAllocator:
             self.ref_count(block)
         found = {number: [] for number in wanted}
         for holder in self.holders():
-            for number, times in Counter(held(holder)).items():
+            for number, times in Counter(holder.references()).items():
                 if number in found:
                     found[number].append(Owner(holder.kind, holder.label, times, holder))
         for number, owners in found.items():
@@ -669,7 +676,7 @@ cdef class BlockAllocator:
         cdef int32_t used = self.c_ids_used(), number
         references = Counter()
         for holder in self.holders():
-            references.update(held(holder))
+            references.update(holder.references())
         for block, times in references.items():
             count = self.ref_count(block)
             if times > count:

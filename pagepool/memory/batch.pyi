@@ -1,4 +1,4 @@
-from pagepool.memory.paged_seq import PagedSeqState
+from pagepool.memory.block_table import PagedSeqState
 
 __all__ = ["append_batch", "release_batch"]
 

@@ -7,8 +7,8 @@ from libc.string cimport memcpy
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.csrc cimport PP_OK, pp_status
 from pagepool.memory.ids cimport read_count, read_counts
-from pagepool.memory.paged_seq cimport PagedSeqState
-from pagepool.memory.saved_table cimport saved_needs
+from pagepool.memory.block_table cimport PagedSeqState
+from pagepool.memory.block_table cimport saved_needs
 
 from collections import Counter
 

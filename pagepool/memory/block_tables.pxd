@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.memory.paged_seq cimport PagedSeqState
+from pagepool.memory.block_table cimport PagedSeqState
 
 
 cdef class BlockTables:

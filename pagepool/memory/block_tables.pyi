@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.memory.batch import append_batch, release_batch
-from pagepool.memory.paged_seq import PagedSeqState
+from pagepool.memory.block_table import PagedSeqState
 
 __all__ = ["BlockTables", "append_batch", "release_batch"]
 

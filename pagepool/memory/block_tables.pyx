@@ -5,7 +5,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from pagepool.memory.ids cimport read_count, read_counts
-from pagepool.memory.paged_seq cimport PagedSeqState
+from pagepool.memory.block_table cimport PagedSeqState
 
 import numpy as np
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.arguments import integer, wrong
+from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.explain import closed
 from pagepool.memory.hybrid_parts import (
     NO_CHECKPOINTS,
@@ -24,7 +25,6 @@ from pagepool.memory.hybrid_parts import (
 )
 from pagepool.memory.hybrid_transactions import HybridTransactions
 from pagepool.memory.lockstep import append_each
-from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state_handle import StateHandle
 

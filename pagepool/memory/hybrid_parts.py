@@ -10,8 +10,8 @@ from pagepool.arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError, StaleHandle
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.journal import Participation, run_all
-from pagepool.memory.paged_seq import PagedSeqState
 from pagepool.memory.state_handle import StateHandle
 
 __all__ = [

@@ -1,7 +1,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool.memory.paged_seq import PagedSeqState
+from pagepool.memory.block_table import PagedSeqState
 
 __all__ = ["append_each"]
 

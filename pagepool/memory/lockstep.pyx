@@ -6,8 +6,8 @@ from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_OK, PP_OVER_MAXIMUM
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.ids cimport read_count
 from pagepool.memory.page_buffer cimport PageBuffer
-from pagepool.memory.paged_seq cimport PagedSeqState
-from pagepool.memory.saved_table cimport saved_needs, saved_takes
+from pagepool.memory.block_table cimport PagedSeqState
+from pagepool.memory.block_table cimport saved_needs, saved_takes
 
 import numpy as np
 

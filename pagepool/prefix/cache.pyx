@@ -9,7 +9,7 @@ from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_stat
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.held_blocks cimport HeldBlocks
 from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
-from pagepool.memory.paged_seq cimport PagedSeqState
+from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.prefix.events cimport Event, EventLog
 from pagepool.prefix.eviction cimport AT_ONCE, CACHED, EvictableBlocks
 from pagepool.prefix.expiry_heap cimport time_key

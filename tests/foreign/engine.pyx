@@ -22,7 +22,7 @@ from pagepool.csrc cimport (
     pp_status,
 )
 from pagepool.memory.kv_pool cimport KvCachePool
-from pagepool.memory.paged_seq cimport PagedSeqState
+from pagepool.memory.block_table cimport PagedSeqState
 
 import numpy as np
 

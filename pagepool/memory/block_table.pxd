@@ -1,19 +1,55 @@
-cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
-from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.holders cimport Holder
+from pagepool.memory.allocator cimport BlockAllocator, Link
 from pagepool.memory.page_buffer cimport PageBuffer
-from pagepool.memory.saved_table cimport SavedTable
 
 
-@cython.no_gc  # here, too: what is derived from it in another module asks this file
-cdef class PagedTable(Holder):
+# A table as it was when a transaction began. While it is open, for each of its places i:
+#   kept[i] == 0:  the table has blocks[i] at i, with the table's own reference
+#   kept[i] == 1:  this has a reference to blocks[i], whatever the table has at i
+# so that nothing which an abort needs can be freed or, since what others share is copied first, be written. `outer` is
+# that of the transaction around.
+cdef struct SavedTable:
+    SavedTable *outer
+    int64_t length
+    int64_t generation
+    int32_t first
+    int32_t end
+    int32_t *blocks  # blocks[i - first] is place i
+    unsigned char *kept  # likewise
+
+
+# NULL when there is no memory.
+cdef SavedTable *saved_new(
+    const int32_t *table, int32_t first, int32_t end, int64_t length, int64_t generation, SavedTable *outer
+) noexcept nogil
+# Takes over the table's reference to its block at a place: False when it has no claim to it.
+cdef bint saved_takes(SavedTable *self, int32_t place, int32_t block) noexcept nogil
+# Whether an abort needs the block that the table has at a place, and only the table has it.
+cdef bint saved_needs(const SavedTable *self, int32_t place, int32_t block) noexcept nogil
+# Drops the table's references at begin to end - 1, to the allocator or to this; all or PP_INVALID_BLOCK.
+cdef pp_status saved_give_back(
+    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
+) noexcept nogil
+# Both free self, and cannot fail. After the first the table is as it is, after the second as it was.
+cdef void saved_commit(
+    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
+) noexcept nogil
+cdef void saved_abort(
+    SavedTable *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
+) noexcept nogil
+# The ids that this and those around it have references to.
+cdef list saved_references(const SavedTable *self)
+
+
+cdef class PagedSeqState:
     #   table[first_block:num_blocks] are the blocks, each with one reference of this sequence's
     #   table[:first_block] == -1: given back before the rest;   table[num_blocks:] == 0
     #   first_block * block_size <= length;   ceil(length / block_size) <= num_blocks <= max_blocks_per_seq
     #   is_closed: length == num_blocks == 0
+    cdef Link link
+    cdef object _label
     cdef readonly BlockAllocator allocator
     cdef readonly int32_t block_size
     cdef readonly int32_t max_blocks_per_seq
@@ -64,3 +100,9 @@ cdef class PagedTable(Holder):
     cdef bint c_holds_all(self) noexcept nogil
     cdef pp_status c_give_back(self, int32_t begin, int32_t end) noexcept nogil
     cdef void c_forget(self, int32_t keep) noexcept nogil
+    cdef object failed(self, pp_status status, object number, object wanted)
+
+
+cdef class SequenceHandle:
+    cdef PagedSeqState lent
+    cdef readonly int64_t generation

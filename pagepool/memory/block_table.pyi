@@ -5,12 +5,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.paged_table import PagedTable
 
 __all__ = ["PagedSeqState", "SequenceHandle"]
 
 @final
-class PagedSeqState(PagedTable):
+class PagedSeqState:
+    kind: str
+    label: int | str | None
     def __new__(
         cls,
         allocator: BlockAllocator,
@@ -18,6 +19,19 @@ class PagedSeqState(PagedTable):
         max_blocks_per_seq: SupportsIndex | None = None,
         label: int | str | None = None,
     ) -> PagedSeqState: ...
+    @property
+    def allocator(self) -> BlockAllocator: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_blocks_per_seq(self) -> int: ...
+    @property
+    def first_block(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def open_transactions(self) -> int: ...
+    def references(self) -> list[int]: ...
     @property
     def blocks(self) -> list[int]: ...
     @property
