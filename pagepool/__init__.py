@@ -10,14 +10,18 @@ from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted,
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_table import PagedSeqState, SequenceHandle
 from pagepool.memory.block_tables import BlockTables
-from pagepool.memory.hybrid import HybridSequence
-from pagepool.memory.hybrid_parts import Checkpoint, KvGroup
+from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.owners import Leak, Owner
 from pagepool.memory.sequence_pool import SequencePool
-from pagepool.memory.sequence_state import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SequenceState
 from pagepool.memory.ssm_pool import SsmStatePool
-from pagepool.memory.state_handle import StateHandle
+from pagepool.memory.state import (
+    AttentionSequenceState,
+    Mamba2SequenceState,
+    SequenceSlot,
+    SequenceState,
+    StateHandle,
+)
 from pagepool.prefix import (
     PrefixCache,
     PrefixEvent,

@@ -1,11 +1,9 @@
 from libc.stdint cimport int32_t
 
 from pagepool.attention.custom_mask cimport MaskBits
-from pagepool.attention.int_array cimport IntArray
 from pagepool.csrc cimport pp_decode_args, pp_status
-from pagepool.memory.buffers cimport Buffer
+from pagepool.memory.arrays cimport Buffer, IntArray, Tensor
 from pagepool.memory.kv_pool cimport KvCachePool
-from pagepool.memory.tensor cimport Tensor
 
 
 # The arguments of a call, read and checked; what they point to is held until the object goes.

@@ -8,13 +8,21 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.attention.custom_mask cimport MaskBits
-from pagepool.attention.int_array cimport read_ints, release_ints
 from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status
-from pagepool.memory.buffers cimport get_buffer, release_buffer
-from pagepool.memory.ids cimport has_format, read_number
+from pagepool.memory.arrays cimport (
+    TENSOR_BITS16,
+    Tensor,
+    get_buffer,
+    has_format,
+    read_ints,
+    read_number,
+    read_tensor,
+    release_buffer,
+    release_ints,
+    release_tensor,
+)
 from pagepool.memory.kernels cimport c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
-from pagepool.memory.tensor cimport TENSOR_BITS16, Tensor, read_tensor, release_tensor
 
 from pagepool.errors import InvalidBlock
 

@@ -15,7 +15,7 @@ from pagepool.csrc cimport (
     pp_decode_args,
     pp_status,
 )
-from pagepool.memory.ids cimport read_number
+from pagepool.memory.arrays cimport read_number
 from pagepool.memory.kernels cimport c_decode_args
 from pagepool.memory.kv_pool cimport KvCachePool
 

@@ -1,3 +1,5 @@
 """Memory: who owns which block, which bytes, and which sequence maps to what."""
 
-from pagepool.memory import capi as capi  # puts the table of C functions in its place
+from importlib import import_module
+
+import_module("pagepool.memory.capi")  # puts the allocator's table of C functions in its place

@@ -11,7 +11,7 @@ from pagepool.csrc cimport (
     pp_lock_try,
     pp_status,
 )
-from pagepool.memory.ids cimport IdArray
+from pagepool.memory.arrays cimport IdArray
 
 
 cdef extern from *:

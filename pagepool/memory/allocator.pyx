@@ -8,7 +8,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from pagepool.memory.ids cimport IdArray, list_ids, read_id, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, list_ids, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
     PP_INVALID_ARGUMENT,
@@ -34,8 +34,7 @@ from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.arguments import integer
 from pagepool.memory.explain import exhausted, invalid_blocks
-from pagepool.memory.leak_report import warn_of
-from pagepool.memory.owners import Leak, Owner
+from pagepool.memory.owners import Leak, Owner, warn_of
 
 __all__ = ["BlockAllocator"]
 

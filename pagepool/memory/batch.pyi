@@ -1,6 +1,10 @@
+import numpy as np
+from numpy.typing import NDArray
+
 from pagepool.memory.block_table import PagedSeqState
 
-__all__ = ["append_batch", "release_batch"]
+__all__ = ["append_batch", "append_each", "release_batch"]
 
 def append_batch(states: list[PagedSeqState], counts: list[int]) -> None: ...
 def release_batch(states: list[PagedSeqState], close: bool = False) -> None: ...
+def append_each(states: list[PagedSeqState], n: int, positions: list[int]) -> list[NDArray[np.int64]]: ...

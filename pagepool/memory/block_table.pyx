@@ -16,7 +16,7 @@ from pagepool.csrc cimport (
     PP_OVER_MAXIMUM,
     pp_status,
 )
-from pagepool.memory.ids cimport IdArray, list_ids, read_count, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, list_ids, read_count, read_ids, release_ids
 from pagepool.memory.page_buffer cimport PageBuffer
 
 import numpy as np

@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.memory.ids cimport read_count, read_counts
+from pagepool.memory.arrays cimport read_count, read_counts
 from pagepool.memory.block_table cimport PagedSeqState
 
 import numpy as np

@@ -1,13 +1,22 @@
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.csrc cimport pp_status
+from pagepool.csrc cimport pp_kv_pool, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.page_pool cimport PagePool
+from pagepool.memory.page_buffer cimport PageBuffer
 
 
-cdef class KvCachePool(PagePool):
+cdef class KvCachePool:
+    #   c_pool.base == buffer.base, page i at base + i * c_pool.layout.block_bytes
+    #   allocator.max_capacity <= c_pool.num_blocks: every id has a page
+    # A flat pool's c_pool.layout has item_bytes, block_bytes and dtype, and 0 for all else. After close, base is NULL
+    # and num_blocks 0. Whoever reads c_pool without the GIL calls c_pin before and c_unpin after, with it.
+    cdef pp_kv_pool c_pool
+    cdef readonly BlockAllocator allocator
+    cdef PageBuffer buffer
+    cdef bint elastic  # has room for more blocks than it began with
     cdef readonly object layout
     cdef readonly Py_ssize_t page_size
+    cdef object __weakref__
 
     # What pp_kv_append and pp_kv_gather say, with K and V as f32; strides in elements, those of K being those of V
     # (pp_kv_append_rows takes others).
@@ -18,3 +27,7 @@ cdef class KvCachePool(PagePool):
 
     cdef int adopt(self, object layout, BlockAllocator allocator) except -1
     cdef int32_t read_layer(self, object layer) except -1
+    # Keeps `close` from taking the memory away.
+    cdef void c_pin(self) noexcept
+    cdef void c_unpin(self) noexcept
+    cdef int check_open(self) except -1

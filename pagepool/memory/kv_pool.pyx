@@ -1,48 +1,203 @@
 """KvCachePool: the bytes of keys and values, page by page."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_SIMPLE,
+    PyBUF_WRITABLE,
+    Py_buffer,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.csrc cimport (
-    PP_BF16, PP_F16, PP_F32, PP_INVALID_BLOCK, PP_INVALID_SLOT, PP_OK, pp_dtype, pp_kv_layout,
-    pp_kv_layout_init_v, pp_kv_rows, pp_status,
+    PP_BF16,
+    PP_F16,
+    PP_F32,
+    PP_INVALID_BLOCK,
+    PP_INVALID_SLOT,
+    PP_OK,
+    pp_dtype,
+    pp_kv_layout,
+    pp_kv_layout_init_v,
+    pp_kv_pool,
+    pp_kv_rows,
+    pp_lock_acquire,
+    pp_lock_release,
+    pp_status,
 )
 from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.arrays cimport (
+    TENSOR_BITS16,
+    Buffer,
+    IdArray,
+    Tensor,
+    get_buffer,
+    has_format,
+    list_ids,
+    read_id,
+    read_ids,
+    read_number,
+    read_tensor,
+    release_buffer,
+    release_ids,
+    release_tensor,
+)
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
-from pagepool.memory.ids cimport IdArray, list_ids, read_id, read_ids, read_number, release_ids
 from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
-from pagepool.memory.page_pool cimport PagePool
-from pagepool.memory.token_rows cimport TokenRows
 
 from importlib import import_module
 
 import numpy as np
 
 from pagepool.config import KV_DTYPES, KvLayout
-from pagepool.errors import InvalidBlock
+from pagepool.errors import InvalidBlock, refuse_copy
 from pagepool.arguments import integer
-from pagepool.memory.leak_report import warn_of
+from pagepool.memory.owners import warn_of
 from pagepool.memory.explain import invalid_slot
 
 __all__ = ["KvCachePool"]
 
 cdef dict KINDS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16}
-cdef dict NAMES = {kind: name for name, kind in KINDS.items()}
+cdef dict NAMES = {kind: name for name, kind in KINDS.items()} | {TENSOR_BITS16: "uint16"}
 cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H"}
 # What NumPy sees of a page: it has no bfloat16 of its own.
 cdef dict VIEWS = {PP_F32: np.dtype(np.float32), PP_F16: np.dtype(np.float16), PP_BF16: np.dtype(np.uint16)}
 cdef Py_ssize_t MAX_PAGE_SIZE = <Py_ssize_t>1 << 40
 cdef object FLOAT32 = np.dtype(np.float32)
 cdef object empty = np.empty
+# Given back with the allocator's lock held, so that nobody takes a page that goes: not too much at a time.
+cdef int64_t MOST_BYTES = <int64_t>64 << 20
+
+
+cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -1:
+    if tensor.kind == PP_F32 or tensor.kind == pool_dtype:
+        return tensor.kind
+    if tensor.kind == TENSOR_BITS16 and pool_dtype == PP_BF16:
+        return PP_BF16
+    own = "" if pool_dtype == PP_F32 else f" or {NAMES[pool_dtype]}"
+    raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
+
+
+cdef int check_apart(str name, const void *data, Py_ssize_t num_bytes, const pp_kv_pool *pool) except -1:
+    cdef size_t base = <size_t>pool.base, end = base + <size_t>(pool.num_blocks * pool.layout.block_bytes)
+    if num_bytes and <size_t>data < end and base < <size_t>data + <size_t>num_bytes:
+        raise ValueError(f"{name} lies in the pool's pages: it is read while they are written")
+    return 0
+
+
+@cython.final
+@cython.no_gc
+@cython.freelist(4)
+cdef class TokenRows:
+    """The arguments of `KvCachePool.append`, read and checked; what they point to is held until the object goes."""
+
+    cdef const int64_t *slots
+    cdef Py_ssize_t num_tokens
+    cdef pp_kv_rows k_rows
+    cdef pp_kv_rows v_rows  # those of k where the layout has V in K
+    cdef pp_dtype dtype
+
+    cdef Tensor k
+    cdef Tensor v
+    cdef object k_owner
+    cdef object v_owner
+    cdef Buffer slots_buffer
+    cdef bint has_slots
+
+    def __dealloc__(self):
+        if self.has_slots:
+            release_buffer(&self.slots_buffer)
+        release_tensor(&self.k)
+        release_tensor(&self.v)
+
+    cdef int read(self, object slot_mapping, object k, object v, const pp_kv_pool *pool) except -1:
+        """TypeError for a dtype; ValueError for a shape or stride that append cannot take, or what it would write to.
+        """
+        cdef const pp_kv_layout *layout = &pool.layout
+        self.k_owner = read_tensor("k", k, &self.k)
+        self.dtype = <pp_dtype>accepted_dtype("k", &self.k, layout.dtype)
+        self.read_slots(slot_mapping)
+        check_apart("slot_mapping", self.slots, self.num_tokens * 8, pool)
+        self.k_rows = self.rows_of("k", &self.k, layout.head_dim, pool)
+        if layout.v_in_k:
+            if v is not None:
+                raise ValueError(f"v is the first {layout.v_head_dim} of the {layout.head_dim} dims of k in this pool")
+            self.v_rows = self.k_rows
+            return 0
+        if v is None:
+            raise ValueError("v is missing: this pool stores it apart from k")
+        self.v_owner = read_tensor("v", v, &self.v)
+        if accepted_dtype("v", &self.v, layout.dtype) != self.dtype:
+            raise TypeError(f"k and v must have one dtype, not {NAMES[self.k.kind]} and {NAMES[self.v.kind]}")
+        self.v_rows = self.rows_of("v", &self.v, layout.v_head_dim, pool)
+        return 0
+
+    cdef int read_slots(self, object slot_mapping) except -1:
+        cdef const Py_buffer *view = &self.slots_buffer.view
+        if not PyObject_CheckBuffer(slot_mapping):
+            if not hasattr(slot_mapping, "__dlpack__"):
+                raise TypeError(f"slot_mapping must be an int64 array, not {type(slot_mapping).__name__}")
+            slot_mapping = np.from_dlpack(slot_mapping)
+        get_buffer(slot_mapping, &self.slots_buffer)
+        self.has_slots = True
+        if view.itemsize == 8 and <size_t>view.buf % 8:
+            raise ValueError("slot_mapping must be aligned to 8 bytes")
+        if view.itemsize != 8 or not has_format(view.format, b"lq"):
+            raise TypeError(f"slot_mapping must be int64, not {getattr(slot_mapping, 'dtype', view.format.decode())}")
+        if view.ndim != 1:
+            raise ValueError(f"slot_mapping must have 1 dimension, not {view.ndim}")
+        if view.shape[0] > 1 and view.strides[0] != 8:
+            raise ValueError(f"slot_mapping must be contiguous: its stride is {view.strides[0]} bytes, not 8")
+        self.slots = <const int64_t *>view.buf
+        self.num_tokens = view.shape[0]
+        return 0
+
+    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t head_dim, const pp_kv_pool *pool) except *:
+        """The rows of a tensor (n_tokens, num_kv_heads, head_dim) whose last axis is contiguous."""
+        cdef int32_t num_kv_heads = pool.layout.num_kv_heads
+        cdef Py_ssize_t item = tensor.item_bytes
+        cdef pp_kv_rows rows
+        cdef Py_ssize_t last
+        cdef int i
+        if (
+            tensor.ndim != 3 or tensor.shape[0] != self.num_tokens or tensor.shape[1] != num_kv_heads
+            or tensor.shape[2] != head_dim
+        ):
+            shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+            wanted = (self.num_tokens, num_kv_heads, head_dim)
+            raise ValueError(f"{name} must have shape {wanted} (slots, num_kv_heads, head_dim), not {shape}")
+        if tensor.strides[2] != item:
+            raise ValueError(f"the last axis of {name} must be contiguous: its stride is {tensor.strides[2]} bytes")
+        # No step is ever taken along an axis of length 0 or 1: whatever stride it has becomes that of packed rows.
+        if tensor.shape[1] <= 1:
+            tensor.strides[1] = tensor.shape[2] * item
+        if tensor.shape[0] <= 1:
+            tensor.strides[0] = tensor.shape[1] * tensor.shape[2] * item
+        for i in range(2):
+            if tensor.strides[i] <= 0 or tensor.strides[i] % item:
+                raise ValueError(
+                    f"axis {i} of {name} must have a positive stride that is a multiple of {item} bytes, "
+                    f"not {tensor.strides[i]}"
+                )
+        if <size_t>tensor.data % <size_t>item:
+            raise ValueError(f"{name} must be aligned to {item} bytes")
+        if self.num_tokens:
+            last = (self.num_tokens - 1) * tensor.strides[0] + (num_kv_heads - 1) * tensor.strides[1]
+            check_apart(name, tensor.data, last + head_dim * item, pool)
+        rows.data = tensor.data
+        rows.token_stride = tensor.strides[0] // item
+        rows.head_stride = tensor.strides[1] // item
+        return rows
 
 
 @cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear
-cdef class KvCachePool(PagePool):
+cdef class KvCachePool:
     """Pages of K and V in one buffer whose address never changes, committed as they are touched.
 
     page_size       elements per page
@@ -86,6 +241,17 @@ cdef class KvCachePool(PagePool):
     def __dealloc__(self):
         if self.allocator is not None:
             self.allocator.c_detach(&self.c_pool)
+
+    cdef void c_pin(self) noexcept:
+        self.buffer.exports += 1
+
+    cdef void c_unpin(self) noexcept:
+        self.buffer.exports -= 1
+
+    cdef int check_open(self) except -1:
+        if self.buffer.base == NULL:
+            raise ValueError("the pool is closed")
+        return 0
 
     cdef int adopt(self, object layout, BlockAllocator allocator) except -1:
         """Attaches to `allocator` instead of the one before."""
@@ -274,6 +440,66 @@ cdef class KvCachePool(PagePool):
                 return pages
         return pages
 
+    def grow(self, num_blocks):
+        """Raises the number of blocks to `num_blocks`; memory is committed when they are touched, and nothing moves.
+
+        Raises `ValueError` when that is below the present number or above `max_blocks`. A pool grows by itself, too,
+        when a block is asked for and none is free.
+
+        >>> from pagepool import KvLayout
+        >>> layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8)
+        >>> pool = KvCachePool.from_layout(layout, num_blocks=4, max_blocks=16)
+        >>> pool.grow(8)
+        >>> len(pool.allocator.allocate_n(12)), pool.num_blocks
+        (12, 12)
+        """
+        self.check_open()
+        self.allocator.grow(num_blocks)
+
+    def shrink(self, num_blocks=0):
+        """Lowers the number of blocks to `num_blocks`, or as far as blocks in use allow, then gives free memory back.
+
+        Returns the number of blocks that there are then. A block in use keeps its page: the highest one bounds the
+        pool. Then does what `trim` does. Views stay valid. Raises `ValueError` when `num_blocks` is below 0 or above
+        the present number.
+        """
+        self.check_open()
+        left = self.allocator.shrink(num_blocks)
+        self.trim()
+        return left
+
+    def trim(self):
+        """Gives the memory of free pages back to the system; returns how many bytes. What was in those pages is lost.
+
+        As far as runs of free pages hold whole pages of the system; a pool of 2 MiB and more gives back whole huge
+        pages only. They are committed again when they are touched, and are zero then. Other threads may go on; one that
+        takes or frees blocks waits for at most 64 MiB at a time.
+        """
+        cdef int64_t page = self.c_pool.layout.block_bytes, given = 0, done = 0, begin, end
+        cdef int64_t granule = <int64_t>self.buffer.c_granule()
+        cdef int32_t first = 0, limit = <int32_t>self.c_pool.num_blocks, length
+        cdef int32_t most = <int32_t>min(max(MOST_BYTES // page, 1), INT32_MAX)
+        cdef BlockAllocator allocator = self.allocator
+        cdef PageBuffer buffer = self.buffer
+        self.check_open()
+        self.c_pin()
+        with nogil:
+            while True:
+                pp_lock_acquire(&allocator.lock)
+                length = allocator.c_free_run(&first, limit, most)
+                begin = max(done, (first * page + granule - 1) // granule * granule)
+                end = (first + length) * page // granule * granule
+                if end > begin:
+                    given += <int64_t>buffer.c_discard(<size_t>begin, <size_t>(end - begin))
+                    done = end
+                pp_lock_release(&allocator.lock)
+                if length == 0:
+                    break
+                # What the end of a long run cuts off comes with the next, if all of it is free then.
+                first = <int32_t>(done // page) if length == most and end > begin else first + length
+        self.c_unpin()
+        return given
+
     def stats(self):
         """`BlockAllocator.stats` of its blocks, and `bytes` of those in use and `capacity_bytes`, as a dict."""
         figures = self.allocator.stats()
@@ -305,6 +531,47 @@ cdef class KvCachePool(PagePool):
 
     def __exit__(self, *error):
         self.close()
+
+    def __reduce__(self):
+        refuse_copy(self)
+
+    def __repr__(self):
+        if self.buffer.base == NULL:
+            return f"<{type(self).__name__}: closed>"
+        return (
+            f"<{type(self).__name__}: {self.used_pages} of {self.max_blocks} pages in use, "
+            f"{self.c_pool.layout.block_bytes} bytes each>"
+        )
+
+    @property
+    def total_pages(self):
+        """Pages that can be named now: as many as there are blocks, if the pool may grow."""
+        return self.allocator.capacity if self.elastic and self.c_pool.num_blocks else self.c_pool.num_blocks
+
+    @property
+    def num_blocks(self):
+        """The same as `total_pages`."""
+        return self.total_pages
+
+    @property
+    def max_blocks(self):
+        """Pages that the pool has room for: the hard bound of its memory, in blocks."""
+        return self.c_pool.num_blocks
+
+    @property
+    def free_pages(self):
+        """Blocks that the allocator has free."""
+        return self.allocator.free_count
+
+    @property
+    def used_pages(self):
+        """Blocks of the allocator that are in use."""
+        return self.allocator.in_use
+
+    @property
+    def nbytes(self):
+        """Bytes of all pages that there is room for, committed or not."""
+        return self.c_pool.num_blocks * self.c_pool.layout.block_bytes
 
     @property
     def num_layers(self):

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from pagepool.errors import InvalidSlot, refuse_copy
 from pagepool.memory.kv_pool import KvCachePool
-from pagepool.memory.sequence_state import SequenceSlot
 from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.memory.state import SequenceSlot
 
 __all__ = ["SequencePool"]
 

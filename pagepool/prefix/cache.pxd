@@ -2,7 +2,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.held_blocks cimport HeldBlocks
+from pagepool.memory.block_refs cimport HeldBlocks
 from pagepool.prefix.events cimport Event, EventLog
 from pagepool.prefix.eviction cimport EvictableBlocks
 

@@ -5,8 +5,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.block_refs import HeldBlocks
 from pagepool.memory.block_table import PagedSeqState
-from pagepool.memory.held_blocks import HeldBlocks
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.prefix.eviction import CacheFloors
 

@@ -7,8 +7,8 @@ from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.held_blocks cimport HeldBlocks
-from pagepool.memory.ids cimport IdArray, read_id, read_ids, release_ids
+from pagepool.memory.block_refs cimport HeldBlocks
+from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
 from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.prefix.events cimport Event, EventLog
 from pagepool.prefix.eviction cimport AT_ONCE, CACHED, EvictableBlocks

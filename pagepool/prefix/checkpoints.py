@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from pagepool.arguments import integer
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolError, refuse_copy
-from pagepool.memory.ssm_pool import SsmStatePool
-from pagepool.memory.state_memory import StateMemory
+from pagepool.memory.ssm_pool import SsmStatePool, StateMemory
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 from pagepool.prefix.token_tree import TokenNode, TokenTree

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagepool.arguments import integer, real
 from pagepool.errors import PoolError, refuse_copy
-from pagepool.memory.held_blocks import HeldBlocks, hold
+from pagepool.memory.block_refs import HeldBlocks, hold
 from pagepool.prefix.cache import PrefixCache
 
 __all__ = ["PrefixPins"]

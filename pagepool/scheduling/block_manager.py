@@ -10,8 +10,8 @@ from typing import Any
 from pagepool.errors import PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import append_batch, release_batch
+from pagepool.memory.block_refs import hold
 from pagepool.memory.block_table import PagedSeqState
-from pagepool.memory.held_blocks import hold
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["BlockManager", "NoBlocks", "open_blocks"]

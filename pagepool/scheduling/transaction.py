@@ -12,7 +12,7 @@ from typing import Any
 
 from pagepool.arguments import wrong
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
-from pagepool.memory.held_blocks import hold
+from pagepool.memory.block_refs import hold
 from pagepool.memory.journal import Journal, Made, Participation, run_all
 
 __all__ = ["Transaction"]

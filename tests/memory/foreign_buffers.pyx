@@ -1,6 +1,6 @@
-"""What pagepool.memory.buffers makes of an array, for the tests beside it."""
+"""What pagepool.memory.arrays makes of an array, for the tests beside it."""
 
-from pagepool.memory.buffers cimport Buffer, get_buffer, release_buffer
+from pagepool.memory.arrays cimport Buffer, get_buffer, release_buffer
 
 
 def describe(source):

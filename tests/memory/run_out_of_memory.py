@@ -22,8 +22,8 @@ from pagepool import (
     StateLayout,
     decode,
 )
+from pagepool.memory.batch import append_each
 from pagepool.memory.block_tables import append_batch, release_batch
-from pagepool.memory.lockstep import append_each
 from pagepool.prefix.uninterrupted import Uninterrupted
 
 sys.path.insert(0, sys.argv[1])

@@ -8,7 +8,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.ids cimport IdArray, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
 
 import numpy as np
 

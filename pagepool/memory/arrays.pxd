@@ -1,0 +1,77 @@
+from cpython.buffer cimport Py_buffer, PyBuffer_Release
+from cpython.ref cimport Py_DECREF, PyObject
+from libc.stdint cimport int32_t, int64_t
+
+
+# The buffer of an object, with its format and strides; `view` points into it, so that it must stay where it is.
+cdef struct Buffer:
+    Py_buffer view
+    Py_ssize_t shape[4]
+    Py_ssize_t strides[4]
+    PyObject *array  # whose view was filled in here, and who is held; else NULL
+
+
+cdef int get_buffer(object source, Buffer *buffer) except -1
+
+
+cdef inline void release_buffer(Buffer *buffer) noexcept:
+    if buffer.array != NULL:
+        Py_DECREF(<object>buffer.array)
+    else:
+        PyBuffer_Release(&buffer.view)
+
+
+cdef struct IdArray:
+    int32_t *ids
+    Py_ssize_t count
+    Buffer buffer
+    bint has_buffer
+    int32_t *heap
+    int32_t room[64]
+
+
+# Whether a buffer's format is one of these codes in this machine's byte order.
+cdef bint has_format(const char *format, const char *codes) noexcept
+cdef int read_id(object value, int32_t *block) except -1
+cdef int64_t read_count(object value) except? -1
+# Numbers of tokens, each read before anything else is looked at: an __index__ may do anything.
+cdef list read_counts(object values)
+cdef int64_t read_number(str name, object value) except? -1
+cdef int read_ids(object blocks, IdArray *array) except -1
+# A new list of ids.
+cdef list list_ids(const int32_t *ids, Py_ssize_t count)
+cdef void release_ids(IdArray *array) noexcept
+
+
+# An int32 array as a caller gave it; the last axis is contiguous. Held until `release_ints`.
+cdef struct IntArray:
+    const int32_t *data
+    Py_ssize_t rows
+    Py_ssize_t columns      # 1 for one dimension
+    int64_t stride          # from one row to the next, in elements
+    bint has_buffer
+    Buffer buffer
+
+
+cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
+cdef void release_ints(IntArray *array) noexcept
+
+
+# A float tensor as a caller gave it. Hold `owner` while it is read, and release it.
+cdef struct Tensor:
+    char *data
+    int kind  # a pp_dtype, or TENSOR_BITS16
+    int ndim
+    Py_ssize_t shape[4]
+    Py_ssize_t strides[4]  # in bytes
+    Py_ssize_t item_bytes
+    bint has_buffer
+    Buffer buffer
+
+
+cdef enum:
+    TENSOR_BITS16 = 16  # uint16: the bits of a 16-bit float, for bfloat16
+
+
+cdef object read_tensor(str name, object source, Tensor *tensor)
+cdef void release_tensor(Tensor *tensor) noexcept

@@ -1,0 +1,273 @@
+"""The recurrent state of one sequence: the protocol, two classes that implement it, its slot and a handle to that."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagepool.arguments import integer, wrong
+from pagepool.errors import PoolExhausted, StaleHandle, refuse_copy
+
+__all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState", "StateHandle"]
+
+
+@runtime_checkable
+class SequenceState(Protocol):
+    """The protocol of a sequence's state: what an `SsmStatePool` asks of the objects that it holds."""
+
+    @property
+    def step_position(self) -> int:
+        """Steps taken since the last reset."""
+
+    @property
+    def capacity(self) -> int:
+        """Steps that can be taken."""
+
+    def advance(self) -> None:
+        """Counts one step. Raises `PoolExhausted` at the capacity; then nothing has changed."""
+
+    def reset(self) -> None:
+        """Returns to position 0 and zeroes its memory."""
+
+
+class AttentionSequenceState:
+    """The position of a sequence whose keys and values are in pages. `max_context` is the most tokens it may have.
+
+    >>> state = AttentionSequenceState(max_context=2)
+    >>> state.advance()
+    >>> state.step_position, state.capacity
+    (1, 2)
+    """
+
+    def __init__(self, max_context: int) -> None:
+        self._capacity = integer("max_context", max_context, 0)
+        self._position = 0
+
+    @property
+    def step_position(self) -> int:
+        """Steps taken since the last reset."""
+        return self._position
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that the sequence may have."""
+        return self._capacity
+
+    def advance(self) -> None:
+        """Counts one step. Raises `PoolExhausted`, and changes nothing, when the sequence has all its tokens."""
+        if self._position >= self._capacity:
+            raise PoolExhausted(f"asked for step {self._position + 1}, the sequence has room for {self._capacity}")
+        self._position += 1
+
+    def reset(self) -> None:
+        """Returns to position 0."""
+        self._position = 0
+
+    def copy_from(self, other: AttentionSequenceState) -> None:
+        """Takes over the position of `other`. Raises `ValueError` when that is past the capacity."""
+        if not isinstance(other, AttentionSequenceState):
+            raise wrong("other", "an AttentionSequenceState", other)
+        if other._position > self._capacity:
+            raise ValueError(f"position {other._position} is past the {self._capacity} steps of this state")
+        self._position = other._position
+
+
+class Mamba2SequenceState(AttentionSequenceState):
+    """The recurrent state of a Mamba-2 model: `h`, float32 (n_layers, d_inner, d_state), zeros at first.
+
+    >>> state = Mamba2SequenceState(n_layers=2, d_state=4, d_inner=8, max_context=16)
+    >>> state.h.shape
+    (2, 8, 4)
+    """
+
+    def __init__(self, n_layers: int, d_state: int, d_inner: int, max_context: int) -> None:
+        super().__init__(max_context)
+        shape = (integer("n_layers", n_layers, 0), integer("d_inner", d_inner, 0), integer("d_state", d_state, 0))
+        self._h = np.zeros(shape, np.float32)
+
+    @property
+    def h(self) -> NDArray[np.float32]:
+        """The state itself, float32 (n_layers, d_inner, d_state); the model writes into it."""
+        return self._h
+
+    def reset(self) -> None:
+        """Returns to position 0 and zeros `h` in place."""
+        super().reset()
+        self._h[...] = 0
+
+    def copy_from(self, other: AttentionSequenceState) -> None:
+        """Becomes a copy of `other`: its `h` and its position. Raises `ValueError` when it has another shape."""
+        if not isinstance(other, Mamba2SequenceState) or other._h.shape != self._h.shape:
+            raise ValueError(f"a state of shape {self._h.shape} cannot become a copy of {type(other).__name__}")
+        super().copy_from(other)
+        self._h[...] = other._h
+
+
+class SequenceSlot:
+    """A state of a pool, the request that uses it and its position.
+
+    >>> slot = SequenceSlot(AttentionSequenceState(8))
+    >>> slot.step()
+    >>> slot.position, slot.request_id
+    (1, 0)
+    """
+
+    __slots__ = ("_copies", "position", "request_id", "state")
+
+    def __init__(self, state: SequenceState) -> None:
+        self.state = state
+        self._copies = hasattr(state, "copy_from")
+        self.position = state.step_position
+        self.request_id = 0
+
+    def step(self) -> None:
+        """Advances the state and the position by one. What the state raises leaves the position as it was."""
+        self.state.advance()
+        self.position += 1
+
+    def copy_from(self, other: SequenceSlot) -> None:
+        """Takes over the state and the position of `other`; the request stays.
+
+        The state copies itself, by its `copy_from`. Raises `TypeError`, and changes nothing, when it has none.
+        """
+        state: Any = self.state
+        if not self._copies:
+            raise TypeError(f"a {type(state).__name__} has no copy_from: it cannot be copied")
+        state.copy_from(other.state)
+        self.position = other.position
+
+    def reset(self) -> None:
+        """Resets the state; the position follows it, and no request has the slot."""
+        self.state.reset()
+        self.position = self.state.step_position
+        self.request_id = 0
+
+
+class StateHandle:
+    """Slot `index` of a pool until it is released; whoever uses the handle later gets `StaleHandle`.
+
+    It takes part in transactions: `begin` keeps a copy of the state in a free slot of the pool, `abort` puts it back.
+
+    >>> from pagepool import AttentionSequenceState, SsmStatePool
+    >>> pool = SsmStatePool(1, lambda i: AttentionSequenceState(8))
+    >>> handle = pool.handle(pool.alloc(request_id=7))
+    >>> handle.slot.request_id
+    7
+    >>> handle.release()
+    >>> handle.slot
+    Traceback (most recent call last):
+    pagepool.errors.StaleHandle: the handle to slot 0 is of generation 0, the slot is in generation 1
+    """
+
+    __slots__ = ("_saved", "generation", "index", "pool")
+
+    __reduce__ = refuse_copy
+
+    def __init__(self, pool: Any, index: int) -> None:
+        self.pool = pool
+        self.index = integer("index", index)
+        self.generation: int = pool.generation(index)
+        # A copy in a slot of its own for the innermost open transaction; the `_saved` of that is for the one around it.
+        self._saved: StateHandle | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the slot was released since."""
+        return not self.pool.is_generation(self.index, self.generation)
+
+    @property
+    def open_transactions(self) -> int:
+        """How many transactions have begun and not ended."""
+        count, saved = 0, self._saved
+        while saved is not None:
+            count, saved = count + 1, saved._saved
+        return count
+
+    @property
+    def slot(self) -> SequenceSlot:
+        """The `SequenceSlot`. Raises `StaleHandle` once it was released, whoever has it by now."""
+        self._use()
+        found: SequenceSlot = self.pool.slot(self.index)
+        return found
+
+    def view(self, layer: int, name: str) -> Any:
+        """A view (*shape) of the state `name` of a layer, for a pool made from a layout. Raises `StaleHandle`."""
+        self._use()
+        return self.pool.view(layer, name)[self.index]
+
+    def fork(self) -> StateHandle:
+        """A copy of the state in a slot of its own, for the same request. Raises `PoolExhausted`, `StaleHandle`."""
+        copy: StateHandle = self.pool.lend(self.slot.request_id)
+        try:
+            copy.copy_from(self)
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def copy_from(self, other: StateHandle) -> None:
+        """Takes over state and position of another handle's slot, of the same pool. Raises `StaleHandle`.
+
+        `ValueError` when that is of another pool; then nothing has changed.
+        """
+        if not isinstance(other, StateHandle):
+            raise wrong("other", "a StateHandle", other)
+        if other.pool is not self.pool:
+            raise ValueError(f"slot {self.index} cannot become a copy of slot {other.index} of another pool")
+        self._use()
+        other._use()
+        self.pool.copy(self.index, other.index)
+
+    def reset(self) -> None:
+        """Returns the state to its beginning; the request keeps the slot. Raises `StaleHandle`."""
+        slot = self.slot
+        request = slot.request_id
+        slot.reset()
+        slot.request_id = request
+
+    def release(self) -> None:
+        """Gives the slot back, zeroed. Raises `StaleHandle` when it was given back already."""
+        self._use()
+        self.pool.release(self.index)
+
+    def close(self) -> None:
+        """Gives the slot back, unless that was done already."""
+        if not self.is_stale:
+            self.release()
+
+    def begin(self) -> None:
+        """Begins a transaction. Raises `PoolExhausted` when no slot is free for the copy; then nothing has changed."""
+        copy = self.fork()
+        copy._saved, self._saved = self._saved, copy
+
+    def commit(self) -> None:
+        """Ends the innermost transaction; what was done stays. `ValueError` when none is open."""
+        self._last_saved().release()
+
+    def abort(self) -> None:
+        """Ends the innermost transaction; the state is what it was. `ValueError` when none is open.
+
+        A slot that was released meanwhile stays released: it may be another's.
+        """
+        saved = self._last_saved()
+        try:
+            if not self.is_stale:
+                self.copy_from(saved)
+        finally:
+            saved.release()
+
+    def _last_saved(self) -> StateHandle:
+        saved = self._saved
+        if saved is None:
+            raise ValueError(f"slot {self.index} is in no transaction")
+        self._saved = saved._saved
+        return saved
+
+    def _use(self) -> None:
+        if self.is_stale:
+            now = self.pool.generation(self.index)
+            raise StaleHandle(
+                f"the handle to slot {self.index} is of generation {self.generation}, the slot is in generation {now}"
+            )
