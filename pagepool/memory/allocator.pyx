@@ -94,13 +94,13 @@ cdef Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, 
 cdef class BlockAllocator:
     """Hands out block ids 0 to num_blocks - 1 and counts the references to each.
 
-    With `max_blocks` the capacity begins at `num_blocks` and grows up to there, by itself when a block is asked for and
-    none is free, or by `grow`; `shrink` lowers it again.
+    With `max_blocks` the capacity starts at `num_blocks` and may grow to `max_blocks`: by itself when no block is free,
+    or by `grow`; `shrink` lowers it again.
 
-    A fresh allocator hands out 0, 1, 2, ...; later the block freed last comes first. Any number of threads may use one
-    allocator, without the GIL too (the `c_` methods of the .pxd); it costs eight bytes a block, committed as blocks are
-    first used, and making one takes constant time. Raises `ValueError` when `num_blocks` is below 0 or has more than
-    31 bits or is above `max_blocks`, `MemoryError` when the system has no room.
+    A fresh allocator hands out 0, 1, 2, ...; later the most recently freed block comes first. Any number of threads may
+    use one allocator, with the GIL or without (the `c_` methods of the .pxd). It takes eight bytes per block, committed
+    when a block is first used, and is made in constant time. Raises `ValueError` when `num_blocks` is below 0, has more
+    than 31 bits or is above `max_blocks`, `MemoryError` when the system has no room.
 
     >>> allocator = BlockAllocator(4)
     >>> allocator.allocate(), allocator.allocate_n(2).tolist(), allocator.free_count
@@ -355,7 +355,7 @@ cdef class BlockAllocator:
 
     @property
     def capacity(self):
-        """How many blocks there are now, free and in use."""
+        """The number of blocks now, free or in use."""
         return self.c_capacity()
 
     @property
@@ -365,7 +365,7 @@ cdef class BlockAllocator:
 
     @property
     def available(self):
-        """Blocks that can be taken now: `free_count`, and what the capacity may still grow by."""
+        """Blocks that can be taken now: `free_count` plus what the capacity may still grow by."""
         return self.c_available()
 
     @property
@@ -383,9 +383,9 @@ cdef class BlockAllocator:
         return most
 
     def stats(self):
-        """Blocks as a dict: `used` + `evictable` + `free` = `capacity`; `available` as above, `peak` = `peak_in_use`.
+        """Returns a dict of blocks: `used` + `evictable` + `free` = `capacity`, `available`, `peak` = `peak_in_use`.
 
-        `evictable` are those that only a cache holds, `sequences` how many there are. O(sequences).
+        `evictable` blocks are those that only a cache holds; `sequences` counts sequences. O(sequences).
 
         >>> BlockAllocator(4).stats()["free"]
         4
@@ -409,16 +409,16 @@ cdef class BlockAllocator:
         }
 
     def grow(self, num_blocks):
-        """Raises the capacity to `num_blocks`. Raises `ValueError` when it is above that, or the maximum below."""
+        """Raises the capacity to `num_blocks`; `ValueError` if that is below the capacity or above the maximum."""
         number = integer("num_blocks", num_blocks)
         if not 0 <= number <= INT32_MAX or not self.c_grow(number):
             raise ValueError(f"num_blocks must be from {self.c_capacity()} to {self.max_capacity}, not {number}")
 
     def shrink(self, num_blocks=0):
-        """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns what it is then.
+        """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns the new capacity.
 
-        A block in use keeps its id, so that the highest one bounds the capacity. O(blocks ever used). Raises
-        `ValueError` when `num_blocks` is below 0 or above the capacity.
+        A block in use keeps its id, so the highest one bounds the capacity. O(blocks ever used). Raises `ValueError`
+        when `num_blocks` is below 0 or above the capacity.
 
         >>> allocator = BlockAllocator(2, max_blocks=8)
         >>> blocks = allocator.allocate_n(5)
@@ -472,9 +472,9 @@ cdef class BlockAllocator:
     def free(self, blocks):
         """Drops one reference of each block: an int, a sequence of ints or an integer array.
 
-        A block whose count falls to 0 is free, and the next to be handed out: after `free([1, 3])` come 3, then 1.
+        A block whose count falls to 0 is free and is the next to be handed out: after `free([1, 3])` come 3, then 1.
         Raises `InvalidBlock` when an id is out of range, free, or given more often than it has references, `TypeError`
-        for what is no integer; then nothing has changed.
+        for anything but integers; then nothing has changed.
 
         >>> allocator = BlockAllocator(2)
         >>> allocator.free(allocator.allocate())
@@ -497,10 +497,10 @@ cdef class BlockAllocator:
             release_ids(&array)
 
     def share(self, blocks):
-        """Adds one reference to each block: an int, a sequence of ints or an integer array; each wants its own `free`.
+        """Adds one reference to each block: an int, a sequence of ints or an integer array. `free` drops it again.
 
         Raises `InvalidBlock` when an id is out of range or free, `PoolError` when a count would pass 2,147,483,647,
-        `TypeError` for what is no integer; then nothing has changed.
+        `TypeError` for anything but integers; then nothing has changed.
 
         >>> allocator = BlockAllocator(2)
         >>> block = allocator.allocate()
@@ -533,11 +533,11 @@ cdef class BlockAllocator:
         return count
 
     def add_holder(self, holder):
-        """Makes something else that holds blocks known to `owners`, `leaks` and `check`, as long as it lives.
+        """Registers another object that holds blocks, for `owners`, `leaks` and `check`, as long as it lives.
 
-        It has `kind`, a str, `label`, a str, int or None, and `references()`, the ids of its blocks with one entry for
-        each reference; what is `evictable` of them, if it has that, counts apart in `stats`. Sequences are known from
-        the start, and so are prefix caches. Adding it again changes nothing.
+        It has `kind`, a str; `label`, a str, int or None; and `references()`, the ids of its blocks, one entry per
+        reference. If it has `evictable`, `stats` counts that many of its blocks as evictable. Sequences and prefix
+        caches register themselves. Adding an object again changes nothing.
         """
         holder.references()
         if not any(known() is holder for known in self.others):
@@ -571,13 +571,12 @@ cdef class BlockAllocator:
         return found
 
     def owners(self, block=None):
-        """Who holds a block: a list of `Owner(kind, label, references, holder)`, the references of which add up to its
-        `ref_count`; [] for a free one. Without an id: a dict of such lists, for every block that is in use.
+        """Returns who holds a block: a list of `Owner`, whose references add up to its `ref_count`; [] if it is free.
+        Without an id returns a dict of such lists, for every block in use.
 
-        kind is "sequence", "cache", that of a holder which was added, or "other" for references that were taken by
-        `allocate`, `allocate_n` or `share` and belong to no holder. Asks every holder: for the search of a fault, not
-        for every step. What other threads take and give back meanwhile may be in it or not. Raises `InvalidBlock`
-        when the id is out of range.
+        The kind is "sequence", "cache", the kind of an owner that was added, or "other" for references that `allocate`,
+        `allocate_n` or `share` took and no owner holds. This asks every owner: it is for debugging, not for every step.
+        Changes that other threads make meanwhile may be missing. Raises `InvalidBlock` when the id is out of range.
 
         >>> from pagepool import PagedSeqState
         >>> allocator = BlockAllocator(4)
@@ -605,11 +604,10 @@ cdef class BlockAllocator:
         return {number: owners for number, owners in found.items() if owners} if block is None else found[wanted[0]]
 
     def leaks(self):
-        """What is held still: a list of `Leak(kind, label, blocks, alone, holder)`, most blocks first.
+        """Returns the blocks that are still held: a list of `Leak`, most blocks first.
 
-        blocks are the ids that the holder has references to, alone those that nobody else holds: what comes free when
-        it lets go. References that belong to no holder come last, as kind "other". Empty when nothing is in use: ask
-        when an engine is idle, or at its end. Prefix caches are left out, since holding blocks is what they are for.
+        References that no owner holds come last, as kind "other". Prefix caches are left out, since holding blocks is
+        what they are for. Ask when an engine is idle, or at its end: then the list should be empty.
 
         >>> from pagepool import PagedSeqState
         >>> allocator = BlockAllocator(4)
@@ -637,19 +635,19 @@ cdef class BlockAllocator:
         return found
 
     def warn_of_leaks(self):
-        """A `ResourceWarning` for each of `leaks`, at most 20 of them and one for the rest: for an engine that is idle.
+        """Raises a `ResourceWarning` for each of `leaks`, at most 20 and one for the rest. Call it when idle.
 
-        It says whose they are by label, how many blocks, and where the holder was made if Python was started with
-        `-X tracemalloc`. Python shows such warnings under `-X dev` or `-W default`. Changes nothing.
+        A warning names the owner's label and the number of blocks, and where the owner was made if Python was started
+        with `-X tracemalloc`. Python shows such warnings under `-X dev` or `-W default`. Changes nothing.
         """
         warn_of(self.leaks(), "blocks are in use")
 
     def check(self, others=None):
-        """Audits every equation of free list, counts, sequences and caches; raises `PoolError` naming a broken one.
+        """Audits every equation of free list, counts, sequences and caches. Raises `PoolError` that names a broken one.
 
-        others: how many references belong to neither sequences nor caches nor other holders (see `owners`), when that
-        is known; without it, any number. O(blocks ever used and held); other threads wait for the first half. Changes
-        nothing.
+        others  how many references belong to no owner (see `owners`), if the caller knows; by default any number
+
+        O(blocks ever used and held); other threads wait for the first half. Changes nothing.
 
         >>> BlockAllocator(8).check(others=0)
         """

@@ -130,15 +130,15 @@ cdef list saved_references(const SavedTable *self):
 cdef class PagedSeqState:
     """The block table of one sequence.
 
-    allocator            the `BlockAllocator` that its blocks come from, for good
-    block_size           tokens per block, from 1 to 1,024; by default those of the pool that has these blocks, else 16
-    max_blocks_per_seq   the most blocks it may have; by default as many as the allocator may have
-    label                whose it is, for `BlockAllocator.owners` and `.leaks`: a request id, a name or None
+    allocator            the `BlockAllocator` of its blocks
+    block_size           tokens per block, from 1 to 1,024; by default that of the pool over the allocator, else 16
+    max_blocks_per_seq   the most blocks that it may have; by default the maximum of the allocator
+    label                a request id, a name or None, for `BlockAllocator.owners` and `.leaks`
 
-    A block that several sequences share is copied, with its page in every attached pool, when one of them appends into
-    it. One state belongs to one thread at a time; different ones, forks included, may run in parallel. A state that is
-    no longer referenced gives its blocks back. `generation` counts the releases: see `handle`. Raises `ValueError` for
-    sizes out of range, `TypeError` for another label.
+    When a sequence appends into a block that others share, it gets a new block, and the page is copied in every
+    attached pool. One thread at a time may use a state; different ones, forks included, may run in parallel. A state
+    that is no longer referenced gives its blocks back. `generation` counts the releases: see `handle`. Raises
+    `ValueError` for sizes out of range, `TypeError` for another label.
 
     >>> from pagepool import BlockAllocator
     >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -398,7 +398,7 @@ cdef class PagedSeqState:
 
     @property
     def open_transactions(self):
-        """How many transactions have begun and not ended."""
+        """The number of open transactions."""
         cdef const SavedTable *saved = self.saved
         cdef int count = 0
         while saved != NULL:
@@ -433,8 +433,8 @@ cdef class PagedSeqState:
     def ensure_capacity(self, target_len):
         """Reserves blocks for `target_len` tokens in all; `len` does not change.
 
-        Does nothing when they are there. Raises `ValueError` past the maximum of blocks or below 0, `PoolExhausted` if
-        the allocator has too few; then nothing has changed.
+        Does nothing if the sequence has them. Raises `ValueError` past the maximum of blocks or below 0,
+        `PoolExhausted` if the allocator has too few; then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -450,9 +450,9 @@ cdef class PagedSeqState:
     def append(self, n=1):
         """Makes room for n more tokens and counts them; returns their slots, an int64 array (n,).
 
-        Takes new blocks as needed, and one for each shared block that the tokens will be written to: its page is copied
-        in every attached pool. The K and V are then written by `KvCachePool.append`. Raises `ValueError` past the
-        maximum of blocks or below 0, `PoolExhausted` when the allocator has too few; then nothing has changed.
+        Takes new blocks as needed, and copies each shared block that the tokens will be written to, in every attached
+        pool. `KvCachePool.append` then writes K and V into the slots. Raises `ValueError` past the maximum of blocks or
+        below 0, `PoolExhausted` when the allocator has too few; then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> PagedSeqState(BlockAllocator(8), block_size=4).append(2)
@@ -498,9 +498,9 @@ cdef class PagedSeqState:
     def drop_before(self, position):
         """Gives back the blocks whose tokens all lie before `position`: what a sliding window has left behind.
 
-        `len` and the places of the other blocks stay; in the table, -1 takes the place of those given back, which
-        attention with `window_left` does not read. Raises `ValueError` when `position` is below 0, `InvalidBlock` when
-        a block was freed by someone else; then nothing has changed.
+        `len` and the other blocks stay as they are. The table has -1 in place of the blocks given back, which attention
+        with `window_left` does not read. Raises `ValueError` when `position` is below 0, `InvalidBlock` when a block
+        was freed by someone else; then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -515,12 +515,10 @@ cdef class PagedSeqState:
             raise self.failed(status, number, 0)
 
     def fork(self):
-        """A new state with the same tokens that shares the blocks which hold them; reserved blocks stay with this one.
+        """Returns a new state with the same tokens and label. Both share the blocks that hold tokens.
 
-        Its label is the same.
-
-        Raises `PoolError` when a block has as many references as a count can hold, `InvalidBlock` when one was freed by
-        someone else, `MemoryError`; then nothing has changed.
+        Blocks that this state only reserved stay its own. Raises `PoolError` when a block has as many references as a
+        count can hold, `InvalidBlock` when one was freed by someone else, `MemoryError`; then nothing has changed.
         """
         cdef PagedSeqState child
         cdef int32_t first = self.first_block, held = <int32_t>needed_blocks(self.length, self.block_size)
@@ -540,15 +538,15 @@ cdef class PagedSeqState:
         return child
 
     def adopt(self, blocks, num_tokens=None):
-        """Begins with tokens that are in blocks already, as those of `PrefixCache.match_prefix`: `len` is their number.
+        """Begins with tokens whose K and V are in blocks already, such as those of `PrefixCache.match_prefix`.
 
-        blocks      ids of the blocks that hold them, in order: a sequence of integers or an array
-        num_tokens  how many there are; by default all blocks are full. The last block may be filled in part
+        blocks      ids of the blocks, in order: a sequence of integers or an array
+        num_tokens  how many tokens they hold; by default all blocks are full. The last one may be filled in part
 
-        Adds one reference to each block, so that the caller's own are still the caller's to free. Nothing is copied:
-        an `append` into a last block that others hold, too, takes a new one and copies its page first. Raises
-        `ValueError` when the state is not empty, passes its maximum of blocks, or has another number of blocks than
-        the tokens need, `InvalidBlock` for one that is free or out of range; then nothing has changed.
+        Adds one reference to each block; the caller still frees its own. Copies nothing: the first `append` into a last
+        block that others share copies its page. Raises `ValueError` when the state is not empty, passes its maximum of
+        blocks, or `blocks` are not as many as the tokens need, `InvalidBlock` for a block that is free or out of range;
+        then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> allocator = BlockAllocator(8)
@@ -587,7 +585,7 @@ cdef class PagedSeqState:
             raise self.failed(status, 0, 0)
 
     def close(self):
-        """Releases the state for good: whoever uses it later gets `StaleHandle`. Closing twice does nothing.
+        """Releases the state for good: later calls raise `StaleHandle`, but for `close` itself, which does nothing.
 
         Raises as `release` does.
         """
@@ -598,9 +596,9 @@ cdef class PagedSeqState:
     def begin(self):
         """Begins a transaction: until its `commit` or `abort`, nothing that `abort` needs is freed or overwritten.
 
-        Whatever is done to the state meanwhile, by whichever function, counts as part of it. It costs a copy of the
-        ids; blocks that leave the table are freed by `commit`. Transactions nest, the inner one ends first. See
-        `Transaction`, which spans several objects. Raises `MemoryError`; then nothing has changed.
+        Every change of the state until then belongs to it. It costs a copy of the ids; `commit` frees the blocks that
+        left the table. Transactions nest, and the inner one ends first. `Transaction` spans several objects. Raises
+        `MemoryError`; then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -617,12 +615,12 @@ cdef class PagedSeqState:
             raise self.failed(status, 0, self.num_blocks)
 
     def commit(self):
-        """Ends the innermost transaction, all that was done stays. Cannot fail; `ValueError` when none is open."""
+        """Ends the innermost transaction and keeps its changes. Fails only with `ValueError`, when none is open."""
         if self.c_commit() != PP_OK:
             raise ValueError("the sequence is in no transaction")
 
     def abort(self):
-        """Ends the innermost transaction and puts everything back as it was; cannot fail. `ValueError` as `commit`."""
+        """Ends the innermost transaction and undoes its changes. Fails only with `ValueError`, when none is open."""
         if self.c_abort() != PP_OK:
             raise ValueError("the sequence is in no transaction")
 
@@ -637,7 +635,7 @@ cdef class PagedSeqState:
 
     @property
     def blocks(self):
-        """The ids of its blocks, reserved ones too, from `first_block` on, as a new list."""
+        """A new list of the ids of its blocks, reserved ones too, from `first_block` on."""
         return list_ids(self.c_blocks + self.first_block, self.num_blocks - self.first_block)
 
     @property
@@ -657,9 +655,9 @@ cdef class PagedSeqState:
 
     @property
     def block_table(self):
-        """The table itself, a live int32 memoryview of `max_blocks_per_seq` ids, read-only; zeros follow the blocks.
+        """The table itself: a live, read-only int32 memoryview of `max_blocks_per_seq` ids; zeros follow the blocks.
 
-        It stays valid when the state is gone, but shows zeros from then on.
+        It stays valid when the state is gone, and shows zeros from then on.
         """
         return memoryview(self.memory).toreadonly()
 
@@ -710,7 +708,7 @@ cdef class SequenceHandle:
 
     @property
     def state(self):
-        """The state. Raises `StaleHandle` once it was released, whoever uses it by now."""
+        """The state. Raises `StaleHandle` once it was released, even if another request uses it now."""
         if self.lent.generation != self.generation or self.lent.is_closed:
             now = "closed" if self.lent.is_closed else f"in generation {self.lent.generation}"
             who = "the sequence" if self.lent._label is None else f"the sequence {self.lent._label!r}"

@@ -21,8 +21,8 @@ __all__ = ["BlockTables", "append_batch", "release_batch"]
 cdef class BlockTables:
     """The arrays that describe a batch to kernels, allocated once for `max_seqs` rows of `max_blocks_per_seq` blocks.
 
-    They are copies, and writable, since torch warns of arrays that are not: what is written into them changes no
-    sequence. Raises `ValueError` when a size is below 0 or has more than 31 bits, `MemoryError`.
+    The arrays are copies: writing into them changes no sequence. They are writable because torch warns of read-only
+    ones. Raises `ValueError` when a size is below 0 or has more than 31 bits, `MemoryError`.
 
     >>> from pagepool import BlockAllocator, PagedSeqState
     >>> allocator = BlockAllocator(8)
@@ -49,9 +49,9 @@ cdef class BlockTables:
         """Describes a batch: a list of `PagedSeqState` in row order, or a `ScheduledBatch`; returns itself.
 
         `num_tokens[i]` is how many of state i's last tokens this step computes: by default 1 each (0 for an empty
-        state), and `batch.num_tokens` for a batch. The arrays are views that the next `fill` overwrites. Raises
-        `ValueError` when there are more states than rows, a state has more blocks than a row, or `num_tokens` does not
-        fit the states; then nothing has changed. Allocates only when a batch has more tokens than any before.
+        state), for a batch `batch.num_tokens`. The next `fill` overwrites the arrays. Raises `ValueError` when there
+        are more states than rows, a state has more blocks than a row, or `num_tokens` does not fit the states; then
+        nothing has changed. Allocates only when a batch has more tokens than every batch before.
         """
         cdef list rows
         cdef PagedSeqState state

@@ -29,11 +29,12 @@ MAX_BLOCKS = 2**31 - 1
 class KvGroup:
     """The layers of a model that share a block table.
 
-    allocator           where its blocks come from; groups may share one
-    block_size          tokens per block; by default those of the pool that has these blocks, else 16
-    window              None for full attention, else as `window_left`: how many tokens before its own a query sees
-    max_blocks_per_seq  length of the table; by default as many as the allocator may have, and 131,072 for a window,
-                        whose sequence may be longer than its allocator is large
+    allocator           the `BlockAllocator` of its blocks; groups may share one
+    block_size          tokens per block; by default that of the pool over the allocator, else 16
+    window              None for full attention, else as `window_left` of `decode`: how many tokens to its left a query
+                        sees
+    max_blocks_per_seq  length of the block table; by default the maximum of the allocator, for a window 131,072, since
+                        its sequence may be longer than the allocator is large
     """
 
     allocator: BlockAllocator
@@ -55,12 +56,12 @@ class KvGroup:
 
     @property
     def most_blocks(self) -> int | None:
-        """What `max_blocks_per_seq` comes to; None for as many as the allocator may have."""
+        """The length of the table; None for the maximum of the allocator."""
         return 131_072 if self.max_blocks_per_seq is None and self.window is not None else self.max_blocks_per_seq
 
 
 class Checkpoint:
-    """Where a sequence can be rolled back to: its `position`, and a copy of its recurrent state."""
+    """A place that a `HybridSequence` can be rolled back to: its `position`, and a copy of its recurrent state."""
 
     __slots__ = ("_lists", "_state", "position")
 
@@ -160,17 +161,17 @@ class Saved:
 
 
 class HybridSequence:
-    """All memory of one sequence, moved together: every call is done in all parts or in none.
+    """All memory of one sequence of a hybrid model, moved together: every call changes all parts or none.
 
     groups   a `KvGroup` for each set of layers with a block table of its own: full attention, windows
     states   the `SsmStatePool` of its recurrent state, or None; block size and state size are independent
-    label    whose it is: a request id or a name
-    keep     how many tokens back it can be rolled without a checkpoint: the windows keep their blocks that much longer
+    label    a request id or a name, for `BlockAllocator.owners`
+    keep     how many tokens it can be rolled back without a checkpoint: windows keep their blocks that much longer
 
-    `kv[i]` is the `PagedSeqState` of group i, `state` a `StateHandle` or None; the engine writes keys, values and
-    states through them, and moves the sequence with the methods here. What a window has left is given back by the next
-    `append`, unless a checkpoint needs it. It takes part in a `Transaction`. One thread at a time may use it. Raises
-    `PoolExhausted`, `ValueError`.
+    `kv[i]` is the `PagedSeqState` of group i, `state` a `StateHandle` or None. The engine writes keys, values and
+    states through them, and moves the sequence with the methods here. `append` gives back the blocks that a window has
+    left, unless a checkpoint needs them. The sequence can take part in a `Transaction`. One thread at a time may use
+    it. Raises `PoolExhausted` when no slot is free for the state, `ValueError` for wrong arguments.
 
     >>> from pagepool import BlockAllocator, KvGroup, StateLayout
     >>> states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
@@ -234,15 +235,15 @@ class HybridSequence:
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """Those that it can be rolled back to, the oldest first."""
+        """The checkpoints that it can be rolled back to, the oldest first."""
         return self._checkpoints.items
 
     def append(self, n: SupportsIndex = 1) -> list[NDArray[np.int64]]:
         """Makes room for n more tokens in every group; returns their slots, one int64 array (n,) for each group.
 
-        First it gives back the blocks that the windows have left: of their queries, the next is that of the first new
-        token. Those that were its alone hold the new tokens, so that a window moves in a full pool. Raises as
-        `PagedSeqState.append`; then nothing has changed.
+        First gives back the blocks that no query from the first new token on will see through its window. The new
+        tokens may take those blocks, so a window moves on in a full pool. Raises as `PagedSeqState.append`; then
+        nothing has changed.
         """
         self._use()
         number = integer("n", n)
@@ -252,14 +253,14 @@ class HybridSequence:
         return slots
 
     def adopt(self, blocks: Iterable[Any], num_tokens: SupportsIndex) -> None:
-        """Begins with tokens that are in blocks already, as those that a prefix cache has found; `len` is their number.
+        """Begins with tokens whose K and V are in blocks already, such as those that a prefix cache has found.
 
-        blocks  for each group those that hold the tokens, as `PagedSeqState.adopt` takes them; the caller's references
-                stay the caller's
+        blocks  for each group the blocks that hold the tokens, as `PagedSeqState.adopt` takes them; the caller keeps
+                its own references
 
-        The recurrent state is the caller's to bring there: `StateCheckpoints.resume`. Raises `ValueError` when there
-        are tokens already, or rows of blocks for another number of groups, and as `PagedSeqState.adopt`; then nothing
-        has changed.
+        The caller brings the recurrent state to the same position: `StateCheckpoints.resume`. Raises `ValueError` when
+        the sequence has tokens already or `blocks` has another number of rows than there are groups, and as
+        `PagedSeqState.adopt`; then nothing has changed.
         """
         self._use()
         length = integer("num_tokens", num_tokens, 0)
@@ -276,13 +277,13 @@ class HybridSequence:
         self._len = length
 
     def trim(self) -> None:
-        """Gives back now what the windows have left, instead of at the next `append`."""
+        """Gives back the blocks that windows have left now, instead of at the next `append`."""
         self._use()
         for state, start in zip(self.kv, self._starts(), strict=True):
             state.drop_before(start)
 
     def fork(self, label: int | str | None = None) -> HybridSequence:
-        """A sequence of its own with the same tokens and a copy of the state; without checkpoints.
+        """Returns a new sequence with the same tokens and a copy of the state, without checkpoints.
 
         Raises `PoolExhausted` when no slot is free for the state; then nothing has changed.
         """
@@ -302,10 +303,10 @@ class HybridSequence:
         return child
 
     def checkpoint(self) -> Checkpoint:
-        """A place to roll back to; kept until `discard`, or until the sequence is rolled back behind it.
+        """Returns a `Checkpoint` of this position, kept until `discard` or until a rollback to before it.
 
-        Costs a copy of the recurrent state; of the pages nothing, but windows keep their blocks from here on. Where
-        there is one already, that is returned. Raises `PoolExhausted` when no slot is free; then nothing has changed.
+        Copies the recurrent state; pages are not copied, but windows keep their blocks from here on. Returns the same
+        one when this position has one. Raises `PoolExhausted` when no slot is free; then nothing has changed.
         """
         self._use()
         known = self._checkpoints
@@ -324,7 +325,7 @@ class HybridSequence:
         return found
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Gives a checkpoint up, and its slot back. Raises `StaleHandle` when it is none of this sequence's."""
+        """Drops a checkpoint and frees its slot. Raises `StaleHandle` for one that is not of this sequence."""
         self._use()
         if not isinstance(checkpoint, Checkpoint):
             raise wrong("checkpoint", "a Checkpoint", checkpoint)
@@ -334,12 +335,12 @@ class HybridSequence:
         known.drop()
 
     def rollback(self, to: SupportsIndex | Checkpoint) -> int:
-        """Goes back to a `Checkpoint`, or by n tokens; returns the length that it has then.
+        """Goes back to a `Checkpoint`, or by n tokens; returns the new length.
 
-        With a recurrent state and n tokens, that is the newest checkpoint at or before them: the tokens from there on
-        are to be fed again, as many as the result is short of `len - n`. Checkpoints behind it are given up. Raises
-        `ValueError` when a window has given back what it would need there, or the oldest checkpoint comes later (with
-        both numbers), `StaleHandle` for a checkpoint that was given up; then nothing has changed.
+        A sequence with a recurrent state can only go back to a checkpoint: for n tokens it goes to the newest one at or
+        before `len - n`, and the caller feeds the tokens from the new length on again. Later checkpoints are dropped.
+        Raises `ValueError` when a window has given back blocks that are needed there or the oldest checkpoint comes
+        later (with both numbers), `StaleHandle` for a checkpoint that was dropped; then nothing has changed.
         """
         self._use()
         if isinstance(to, Checkpoint):
@@ -350,7 +351,7 @@ class HybridSequence:
         return self._return_to(self._known_at(self._len - number))
 
     def truncate(self, len: SupportsIndex) -> None:
-        """Keeps the first `len` tokens. Raises `ValueError` when the state there is not known, and as `rollback`."""
+        """Keeps the first `len` tokens. Raises `ValueError` when no checkpoint has the state there; as `rollback`."""
         self._use()
         length = integer("len", len)
         if not 0 <= length <= self._len:
@@ -361,7 +362,7 @@ class HybridSequence:
         self._return_to(length)
 
     def release(self) -> None:
-        """Gives everything back for good: whoever uses it later gets `StaleHandle`. Twice does nothing."""
+        """Gives everything back for good: other calls then raise `StaleHandle`, a second `release` does nothing."""
         if self._closed:
             return
         known = self._checkpoints
@@ -375,7 +376,7 @@ class HybridSequence:
 
     @property
     def open_transactions(self) -> int:
-        """How many transactions have begun and not ended."""
+        """The number of open transactions."""
         count, saved = 0, self._saved
         while saved is not None:
             count, saved = count + 1, saved.outer
@@ -411,11 +412,11 @@ class HybridSequence:
             made.drop()
 
     def check(self) -> None:
-        """Audits the parts against each other; raises `PoolError` naming what does not fit."""
+        """Audits the parts against each other. Raises `PoolError` that names a broken equation."""
         audit(self._len, self.groups, self.kv, [known.position for known in self._checkpoints.items])
 
     def stats(self) -> dict[str, int]:
-        """Blocks of all groups, slots of states and checkpoints, as a dict."""
+        """Returns a dict: blocks of all groups, slots of states, checkpoints."""
         checkpoints = self._checkpoints.items
         return {
             "len": self._len,

@@ -204,10 +204,10 @@ cdef class KvCachePool:
     initial_pages   the number of pages
     dtype           "float32", "float16" or "bfloat16"
 
-    The flat pool made here hands out plain pages (`alloc`, `free`, `page`); `from_layout` makes one that knows layers,
-    heads and tokens. `memoryview(pool)` and DLPack show all elements in one dimension (bfloat16 as uint16 in the
-    former); views keep the memory, not the pool. Any number of threads may append to disjoint slots. Raises
-    `ValueError` for sizes out of range or another dtype, `MemoryError` when the system has no room.
+    The constructor makes a flat pool of plain pages (`alloc`, `free`, `page`); `from_layout` makes one that knows
+    layers, heads and tokens. `memoryview(pool)` and DLPack export all elements in one dimension (`memoryview` shows
+    bfloat16 as uint16). A view keeps the memory alive, not the pool. Any number of threads may append to disjoint
+    slots. Raises `ValueError` for sizes out of range or another dtype, `MemoryError` when the system has no room.
 
     >>> pool = KvCachePool(page_size=8, initial_pages=2)
     >>> i = pool.alloc()
@@ -269,11 +269,11 @@ cdef class KvCachePool:
 
     @staticmethod
     def from_layout(layout not None, num_blocks, allocator=None, max_blocks=None):
-        """A pool of `num_blocks` pages, one for each block id, that hold what a `KvLayout` describes.
+        """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
         allocator   the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one
-        max_blocks  how far the pool may grow, by itself or by `grow`; by default it stays as it is. Room for all of it
-                    is reserved at once, as address space: nothing moves, and no more memory is ever taken
+        max_blocks  how far the pool may grow, by itself or by `grow`; by default it does not. The address space is
+                    reserved at once, so that pages never move; memory is committed as pages are touched
 
         Raises `ValueError` when the allocator may have more blocks than the pool pages, or `max_blocks` is below
         `num_blocks`.
@@ -326,15 +326,15 @@ cdef class KvCachePool:
     def append(self, layer, slot_mapping, k, v=None):
         """Writes the K and V of tokens of one layer into their slots.
 
-        layer          which layer, from 0
+        layer          the number of the layer, from 0
         slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token
         k, v           (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to
                        nearest even) or the pool's dtype; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack.
-                       Without v where the layout has V in K
+                       Leave v out if the layout has V in K
 
-        Slots are checked for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a shape,
-        stride or layer that does not fit or arguments that lie in the pool's own pages, `InvalidSlot` for a slot out of
-        range; then nothing was written. The GIL is released while it copies.
+        Checks slots for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a wrong shape,
+        stride or layer and for arguments that lie in the pool's own pages, `InvalidSlot` for a slot out of range; then
+        nothing was written. Releases the GIL while it copies.
 
         >>> import numpy as np
         >>> from pagepool import KvLayout
@@ -363,9 +363,9 @@ cdef class KvCachePool:
         """Reads `seq_len` tokens of a sequence back; returns (k, v), float32 (seq_len, num_kv_heads, head_dim), v with
         `v_head_dim`.
 
-        `blocks` are the sequence's block ids, an int sequence or array of at least ceil(seq_len / block_size). The
+        `blocks` are the sequence's block ids, a sequence of ints or an array, at least ceil(seq_len / block_size). The
         arrays are new and C-contiguous; 16-bit elements are widened exactly. Raises `InvalidBlock` for an id out of
-        range, `ValueError` when `blocks` are too few, the layer is none or `seq_len` is below 0.
+        range, `ValueError` for too few `blocks`, a layer out of range or a `seq_len` below 0.
         """
         cdef int32_t number = self.read_layer(layer)
         cdef int64_t length = read_number("seq_len", seq_len)
@@ -410,7 +410,7 @@ cdef class KvCachePool:
         self.allocator.free(i)
 
     def page(self, i):
-        """A writable view of page i, `page_size` elements (uint16 bits for bfloat16). It keeps the memory.
+        """Returns a writable view of page i: `page_size` elements (uint16 bits for bfloat16). It keeps the memory.
 
         Any page may be viewed, free or not. Raises `InvalidBlock` when i is out of range.
         """
@@ -424,9 +424,9 @@ cdef class KvCachePool:
         )
 
     def numpy(self):
-        """A writable view (max_blocks, page_size) of all pages that there is room for. It keeps the memory.
+        """Returns a writable view (max_blocks, page_size) of all pages. It keeps the memory.
 
-        bfloat16 comes as `ml_dtypes.bfloat16` where that package is installed, else as its uint16 bits.
+        bfloat16 comes as `ml_dtypes.bfloat16` if that package is installed, else as uint16 bits.
         """
         self.check_open()
         # np.asarray would take a MemoryError for "no buffer"; frombuffer does not take an empty one.
@@ -441,10 +441,10 @@ cdef class KvCachePool:
         return pages
 
     def grow(self, num_blocks):
-        """Raises the number of blocks to `num_blocks`; memory is committed when they are touched, and nothing moves.
+        """Raises the number of blocks to `num_blocks`. Nothing moves; memory is committed when pages are touched.
 
-        Raises `ValueError` when that is below the present number or above `max_blocks`. A pool grows by itself, too,
-        when a block is asked for and none is free.
+        Raises `ValueError` when that is below the present number or above `max_blocks`. A pool also grows by itself
+        when no block is free.
 
         >>> from pagepool import KvLayout
         >>> layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8)
@@ -457,11 +457,10 @@ cdef class KvCachePool:
         self.allocator.grow(num_blocks)
 
     def shrink(self, num_blocks=0):
-        """Lowers the number of blocks to `num_blocks`, or as far as blocks in use allow, then gives free memory back.
+        """Lowers the number of blocks to `num_blocks`, or as far as blocks in use allow; returns the new number.
 
-        Returns the number of blocks that there are then. A block in use keeps its page: the highest one bounds the
-        pool. Then does what `trim` does. Views stay valid. Raises `ValueError` when `num_blocks` is below 0 or above
-        the present number.
+        A block in use keeps its page, so the highest one bounds the pool. Gives free memory back as `trim` does. Views
+        stay valid. Raises `ValueError` when `num_blocks` is below 0 or above the present number.
         """
         self.check_open()
         left = self.allocator.shrink(num_blocks)
@@ -469,11 +468,11 @@ cdef class KvCachePool:
         return left
 
     def trim(self):
-        """Gives the memory of free pages back to the system; returns how many bytes. What was in those pages is lost.
+        """Gives the memory of free pages back to the system; returns how many bytes. Their contents are lost.
 
-        As far as runs of free pages hold whole pages of the system; a pool of 2 MiB and more gives back whole huge
-        pages only. They are committed again when they are touched, and are zero then. Other threads may go on; one that
-        takes or frees blocks waits for at most 64 MiB at a time.
+        Only whole pages of the system are given back, and only whole huge pages by a pool of 2 MiB or more. They are
+        zero when they are touched again. Other threads may go on; one that takes or frees blocks waits until at most
+        64 MiB have been given back.
         """
         cdef int64_t page = self.c_pool.layout.block_bytes, given = 0, done = 0, begin, end
         cdef int64_t granule = <int64_t>self.buffer.c_granule()
@@ -501,7 +500,7 @@ cdef class KvCachePool:
         return given
 
     def stats(self):
-        """`BlockAllocator.stats` of its blocks, and `bytes` of those in use and `capacity_bytes`, as a dict."""
+        """Returns `BlockAllocator.stats` with the `bytes` of blocks in use and `capacity_bytes` added."""
         figures = self.allocator.stats()
         size = self.c_pool.layout.block_bytes
         figures["bytes"] = (figures["capacity"] - figures["free"]) * size
@@ -509,11 +508,11 @@ cdef class KvCachePool:
         return figures
 
     def close(self):
-        """Gives the memory back now; pages and elements are gone then. Raises `BufferError` while views look into it.
+        """Gives the memory back now. Raises `BufferError` while views exist; then nothing has changed.
 
-        Sequences that have blocks when the last pool of their allocator is closed have lost them: a `ResourceWarning`
-        for each holder says so, as `BlockAllocator.warn_of_leaks` does; pages that were only taken go silently. Closing
-        twice does nothing. A pool that is dropped warns of nothing.
+        When the last pool of an allocator is closed, each sequence that still has blocks gets a `ResourceWarning`, as
+        from `BlockAllocator.warn_of_leaks`. Pages that `alloc` handed out go silently. A second call does nothing, and
+        a pool that is dropped without `close` warns of nothing.
         """
         cdef bint was_open = self.c_pool.base != NULL
         if not self.buffer.exports:
@@ -545,7 +544,7 @@ cdef class KvCachePool:
 
     @property
     def total_pages(self):
-        """Pages that can be named now: as many as there are blocks, if the pool may grow."""
+        """The number of pages now; a pool may grow to `max_blocks`."""
         return self.allocator.capacity if self.elastic and self.c_pool.num_blocks else self.c_pool.num_blocks
 
     @property
@@ -555,7 +554,7 @@ cdef class KvCachePool:
 
     @property
     def max_blocks(self):
-        """Pages that the pool has room for: the hard bound of its memory, in blocks."""
+        """The most pages that the pool may have."""
         return self.c_pool.num_blocks
 
     @property
@@ -570,12 +569,12 @@ cdef class KvCachePool:
 
     @property
     def nbytes(self):
-        """Bytes of all pages that there is room for, committed or not."""
+        """Bytes of `max_blocks` pages, committed or not."""
         return self.c_pool.num_blocks * self.c_pool.layout.block_bytes
 
     @property
     def num_layers(self):
-        """Layers of the layout; 0 for a flat pool, as are `num_kv_heads`, `head_dim` and `block_size`."""
+        """Layers of the layout. A flat pool has 0 here and in `num_kv_heads`, `head_dim` and `block_size`."""
         return self.c_pool.layout.num_layers
 
     @property
@@ -585,12 +584,12 @@ cdef class KvCachePool:
 
     @property
     def head_dim(self):
-        """Elements of a key's head, and of a query's."""
+        """Dims of a key and of a query."""
         return self.c_pool.layout.head_dim
 
     @property
     def v_head_dim(self):
-        """Elements of a value's head, and of a result's."""
+        """Dims of a value and of a result."""
         return self.c_pool.layout.v_head_dim
 
     @property

@@ -12,10 +12,10 @@ MOST = 20  # holders that have a warning of their own
 
 
 class Owner(NamedTuple):
-    """One holder of a block.
+    """One owner of references to a block.
 
-    kind        "sequence", "cache", what an added holder calls itself, or "other"
-    label       whose it is, as the holder says: a request id, a name or None
+    kind        "sequence", "cache", the `kind` of an added owner, or "other"
+    label       the owner's label: a request id, a name or None
     references  how many of the block's references it has
     holder      the object itself, or None for "other"
     """
@@ -27,11 +27,11 @@ class Owner(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """Everything that one holder has.
+    """All blocks that one owner holds.
 
     kind, label, holder  as in `Owner`
     blocks               ids, ascending
-    alone                those that nobody else holds: what comes free when it lets go
+    alone                the ids that no other owner holds, which are free once this one gives them up
     """
 
     kind: str

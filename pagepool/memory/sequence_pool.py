@@ -1,4 +1,4 @@
-"""SequencePool: one face over pages of keys and values, recurrent states, or both."""
+"""SequencePool: one interface to pages of keys and values, recurrent states, or both."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SequencePool:
         return {name: pool.stats() for name, pool in pools.items() if pool is not None}
 
     def close(self) -> None:
-        """Closes the pages and warns of blocks in use, see `KvCachePool.close`, and of states that are lent. Once."""
+        """Closes the pages as `KvCachePool.close` does, and warns of states in use. A second call does nothing."""
         was_closed, self._closed = self._closed, True
         try:
             if self._kv is not None:

@@ -191,7 +191,7 @@ cdef class SsmStatePool:
 
     @staticmethod
     def from_layout(layout, capacity):
-        """A pool whose states, described by a `StateLayout`, lie in one aligned buffer: see `view`.
+        """Makes a pool whose states lie in one aligned buffer, as a `StateLayout` describes them: see `view`.
 
         >>> from pagepool import StateLayout
         >>> layout = StateLayout(layers=[{"conv_states": ((16, 4), "float32")}, {}])
@@ -309,7 +309,7 @@ cdef class SsmStatePool:
         self.ids.c_free(slot)
 
     def copy(self, dst, src):
-        """Makes the state and the position of slot dst those of slot src; the requests stay.
+        """Copies the state and the position of slot src to slot dst; both keep their requests.
 
         States of a layout are copied in C, others by their `copy_from`. Raises `InvalidSlot` when a slot is out of
         range or free, `TypeError` for states that cannot be copied; then nothing has changed.
@@ -333,11 +333,11 @@ cdef class SsmStatePool:
         return StateHandle(self, self.read_lent(i))
 
     def generation(self, i):
-        """How often slot i was released: a handle holds what it was. Raises `InvalidSlot` out of range."""
+        """How often slot i was released; a handle compares it. Raises `InvalidSlot` out of range."""
         return self.generations[self.read_slot(i)]
 
     def is_generation(self, i, int64_t generation):
-        """Whether slot i was released that often: so a handle is not stale. Wants no memory. Raises as `generation`."""
+        """Whether slot i was released exactly `generation` times. Needs no memory. Raises as `generation`."""
         return self.generations[self.read_slot(i)] == generation
 
     def leaks(self):
@@ -358,9 +358,9 @@ cdef class SsmStatePool:
         warn_of(self.leaks(), "states are lent")
 
     def stats(self):
-        """Slots and bytes, as a dict; `peak` is the most slots that were lent at any one time.
+        """Returns a dict of slots and bytes; `peak` is the most slots that were in use at any one time.
 
-        `bytes` are those of the slots in use and 0 for states that are Python objects.
+        `bytes` counts the slots in use; it is 0 for states that are Python objects.
         """
         per_state = 0 if self.memory is None else self.memory.c_row_bytes()
         used = self.used_count
@@ -378,9 +378,9 @@ cdef class SsmStatePool:
         return self.slot_at(self.read_slot(i))
 
     def view(self, layer, name):
-        """A writable view (capacity, *shape) of the states `name` of a layer, one row per slot. It keeps the memory.
+        """Returns a writable view (capacity, *shape) of the states `name` of a layer, one row per slot.
 
-        Raises `ValueError` for a layer or name that the layout lacks, or when the pool has no layout.
+        It keeps the memory. Raises `ValueError` for a layer or name that the layout lacks, or without a layout.
         """
         if self.memory is None:
             raise ValueError("the pool has no layout: make it with SsmStatePool.from_layout")
@@ -393,7 +393,7 @@ cdef class SsmStatePool:
         return f"<{type(self).__name__}: {self.used_count} of {self.ids.capacity} slots used>"
 
     def check(self):
-        """Audits the free list; raises `PoolError` naming an equation that is broken."""
+        """Audits the free list. Raises `PoolError` that names a broken equation."""
         self.ids.check()
 
     @property

@@ -179,7 +179,7 @@ class StateHandle:
 
     @property
     def open_transactions(self) -> int:
-        """How many transactions have begun and not ended."""
+        """The number of open transactions."""
         count, saved = 0, self._saved
         while saved is not None:
             count, saved = count + 1, saved._saved
@@ -187,18 +187,21 @@ class StateHandle:
 
     @property
     def slot(self) -> SequenceSlot:
-        """The `SequenceSlot`. Raises `StaleHandle` once it was released, whoever has it by now."""
+        """The `SequenceSlot`. Raises `StaleHandle` once the slot was released, even if another request has it now."""
         self._use()
         found: SequenceSlot = self.pool.slot(self.index)
         return found
 
     def view(self, layer: int, name: str) -> Any:
-        """A view (*shape) of the state `name` of a layer, for a pool made from a layout. Raises `StaleHandle`."""
+        """Returns a view (*shape) of the state `name` of a layer, if the pool has a layout. Raises `StaleHandle`."""
         self._use()
         return self.pool.view(layer, name)[self.index]
 
     def fork(self) -> StateHandle:
-        """A copy of the state in a slot of its own, for the same request. Raises `PoolExhausted`, `StaleHandle`."""
+        """Copies the state into a new slot of the same request; returns its handle.
+
+        Raises `PoolExhausted`, `StaleHandle`; then nothing has changed.
+        """
         copy: StateHandle = self.pool.lend(self.slot.request_id)
         try:
             copy.copy_from(self)
@@ -208,9 +211,9 @@ class StateHandle:
         return copy
 
     def copy_from(self, other: StateHandle) -> None:
-        """Takes over state and position of another handle's slot, of the same pool. Raises `StaleHandle`.
+        """Copies the state and the position from another handle's slot of the same pool.
 
-        `ValueError` when that is of another pool; then nothing has changed.
+        Raises `StaleHandle`, `ValueError` for a handle of another pool; then nothing has changed.
         """
         if not isinstance(other, StateHandle):
             raise wrong("other", "a StateHandle", other)
@@ -228,12 +231,12 @@ class StateHandle:
         slot.request_id = request
 
     def release(self) -> None:
-        """Gives the slot back, zeroed. Raises `StaleHandle` when it was given back already."""
+        """Gives the slot back, zeroed. Raises `StaleHandle` the second time."""
         self._use()
         self.pool.release(self.index)
 
     def close(self) -> None:
-        """Gives the slot back, unless that was done already."""
+        """Gives the slot back. A second call does nothing."""
         if not self.is_stale:
             self.release()
 

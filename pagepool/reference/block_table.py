@@ -194,7 +194,7 @@ class PagedSeqState:
 
     @property
     def open_transactions(self) -> int:
-        """How many transactions have begun and not ended."""
+        """The number of open transactions."""
         return len(self._saved)
 
     def commit(self) -> None:

@@ -56,7 +56,7 @@ class HybridSequence:
 
     @property
     def open_transactions(self) -> int:
-        """How many transactions have begun and not ended."""
+        """The number of open transactions."""
         return len(self._saved)
 
     def append(self, n: int = 1) -> list[np.ndarray]:

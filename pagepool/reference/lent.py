@@ -77,7 +77,7 @@ class StateHandle:
 
     @property
     def open_transactions(self) -> int:
-        """How many transactions have begun and not ended."""
+        """The number of open transactions."""
         return len(self._saved)
 
     def view(self, layer: int, name: str) -> Any:
@@ -107,7 +107,7 @@ class StateHandle:
             self.pool.release(self.index)
 
     def close(self) -> None:
-        """Gives the slot back, unless that was done already."""
+        """Gives the slot back. A second call does nothing."""
         if not self.is_stale:
             self.release()
 
