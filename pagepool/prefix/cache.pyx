@@ -91,25 +91,25 @@ cdef class PrefixCache:
         return f"<{type(self).__name__} {self.policy}: {cached}>"
 
     def match_prefix(self, tokens, *, cache_salt=None, extra_keys=()):
-        """The cached blocks of the longest prefix of `tokens`, in order: int32 `(n,)`, for `n * block_size` tokens.
+        """Returns the cached blocks of the longest prefix of `tokens`: int32 `(n,)`, for `n * block_size` tokens.
 
         tokens      ids (n_tokens,): a sequence of integers or an array; an int32 array is read in place
-        cache_salt  str, bytes, int or None: only blocks cached with an equal one, of the same type, are found
-        extra_keys  what else the keys and values depend on, an adapter or the hash of an image; as the salt
+        cache_salt  str, bytes, int or None: finds only blocks cached with an equal salt of the same type
+        extra_keys  what else the keys and values depend on, such as an adapter or the hash of an image; as the salt
 
-        Each block has one reference more, the caller's to free: it is not evicted before. All of them count as used,
-        from the first to the last. Raises `TypeError` and `ValueError` for what are no tokens or keys, `PoolError` when
-        a block was freed behind the cache's back; then nothing has changed.
+        Adds one reference to each block, which the caller frees; until then the block is not evicted. Marks all of them
+        as used, from the first to the last. Raises `TypeError` and `ValueError` for wrong tokens or keys, `PoolError`
+        when someone else freed a cached block; then nothing has changed.
         """
         return self.match(tokens, cache_salt, extra_keys, False, None)[0]
 
     def match_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
-        """As `match_prefix`, and beyond: `(blocks, num_tokens)`, the last block perhaps the same in part only.
+        """Does as `match_prefix`, and also finds a last block that agrees only in part: `(blocks, num_tokens)`.
 
-        That last block is the one, among those cached behind the full ones, that goes on with the same tokens for
-        longest; of a crowd of more than 1,024 the youngest are looked at. Each block has one reference more, the
-        caller's to free. `PagedSeqState.adopt(blocks, num_tokens)` begins a sequence with them; its first `append` into
-        a block that others hold copies the page.
+        The last block is the one that shares the most tokens, among those cached behind the full ones; if there are
+        more than 1,024, only the most recent are compared. Each block has one reference more, which the caller frees.
+        `PagedSeqState.adopt(blocks, num_tokens)` begins a sequence with them; its first `append` into a shared block
+        copies the page.
 
         >>> from pagepool import BlockAllocator, PagedSeqState
         >>> allocator = BlockAllocator(8)
@@ -169,9 +169,9 @@ cdef class PrefixCache:
         return result
 
     def cached_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
-        """How many of the first of `tokens` are in cached blocks: those of `match_prefix`. Changes nothing.
+        """Returns how many of the first tokens `match_prefix` would find. Changes nothing.
 
-        Arguments and errors as there.
+        Arguments and errors are those of `match_prefix`.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size
@@ -185,24 +185,22 @@ cdef class PrefixCache:
         self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0,
         bint beside=False
     ):
-        """Keeps the full blocks of a sequence; returns how many of them it has taken now.
+        """Caches the full blocks of a sequence; returns how many of them are new to the cache.
 
-        tokens  those of the sequence from its first on, whose keys and values the blocks hold: as in `match_prefix`
-        blocks  ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
-
-        start     how many of the first blocks are cached already, found by `match_prefix` or kept by an earlier call:
-                  where the last of them still is the one that is cached, with its tokens and under this salt and
-                  these keys, those before it are not looked at, whatever their number
-        priority  of the blocks that are new, from 0, the first to be evicted, to 255; for the policy "priority" alone
-        ttl       how long from `now` on they have it, until `expire` is told that time, then it is 0; None: for good
+        tokens    all tokens of the sequence, from its first on, as in `match_prefix`
+        blocks    ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
+        start     how many of the first blocks are cached already, from `match_prefix` or an earlier call. If the last
+                  of them is still cached for these tokens, salt and keys, the blocks before it are not looked at
+        priority  of the new blocks, from 0, evicted first, to 255; only for the policy "priority"
+        ttl       how long from `now` on they keep the priority: `expire` at that time sets it to 0; None: for good
         group     whose the new blocks are, from 0, nobody's, to 254; see `floors`
         beside    whether all that is cached stays, so that `discard` of the new blocks takes everything back
 
-        The cache takes one reference to each block that it keeps. Where a block for the same tokens is cached already,
-        that one stays while others use it, and the sequence's own remains the sequence's alone; one that nobody uses
-        gives its place to the sequence's, and is free: what a sequence holds is not to be evicted. Raises
-        `InvalidBlock` for a block that is free, out of range, or cached for other tokens, `ValueError` for too few
-        blocks or a `start` behind the last full one, `TypeError`, `MemoryError`; then nothing has changed.
+        The cache takes one reference to each block that it keeps. If another block is cached for the same tokens and in
+        use, it stays, and the sequence's own is not cached. If it is idle, the sequence's block takes its place and it
+        is freed, since a block that a sequence holds is not evicted. Raises `InvalidBlock` for a block that is free,
+        out of range or cached for other tokens, `ValueError` for too few blocks or a `start` behind the last full one,
+        `TypeError`, `MemoryError`; then nothing has changed.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef EvictableBlocks cached = self.cached
@@ -227,10 +225,10 @@ cdef class PrefixCache:
             release_ids(&ids)
 
     def expire(self, double now):
-        """Tells the time: blocks whose priority ends by `now` get priority 0, as used just now; returns how many.
+        """Sets the priority of blocks whose `ttl` has ended by `now` to 0, as if used just now; returns how many.
 
-        As in `PrefixPins`, times are the caller's, here floats, and nothing ends unless it is told; one earlier than
-        the last changes nothing. O(1) amortised a block. Raises `ValueError` when `now` is no number.
+        The cache reads no clock: times are the caller's numbers, and a priority ends only in this call. A time earlier
+        than the last changes nothing. O(1) amortised per block. Raises `ValueError` when `now` is no number.
 
         >>> from pagepool import BlockAllocator
         >>> cache = PrefixCache(BlockAllocator(4), 1, "priority")
@@ -244,11 +242,11 @@ cdef class PrefixCache:
         return self.cached.order.c_expire(time_key(now))
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
-        """One prompt of a pure cache pass; returns how many of its leading full blocks were cached.
+        """Passes one prompt through the cache without a sequence; returns how many leading full blocks were cached.
 
-        From the first block to the last: a cached one counts as used, any other gets a block, free or else evicted from
-        the cache, which keeps it. No block is held for the prompt, so that one longer than the cache evicts its own
-        beginning. Arguments as for `match_prefix`. Stops where nothing can be evicted. Raises as `match_prefix` does.
+        This is for simulations. From the first block to the last, a cached block is marked as used, and any other is
+        cached in a free block or else in an evicted one. The prompt holds no block, so one longer than the cache evicts
+        its own beginning. Stops where nothing can be evicted. Arguments and errors are those of `match_prefix`.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, leading = 0
@@ -278,11 +276,11 @@ cdef class PrefixCache:
         return self.cached.c_evict(min(number, INT32_MAX), <uint8_t>self.cached.floors.mark_of(group))
 
     def discard(self, blocks):
-        """Forgets these blocks, in use or not; returns how many of them were cached. Other ids change nothing.
+        """Forgets these blocks, in use or not; returns how many of them were cached. Ignores other ids.
 
-        For blocks whose keys and values turn out to be wrong, or were never written. What sequences hold stays theirs;
-        what is cached behind a forgotten block is found no more until that is cached again. A sequence of a `Scheduler`
-        that holds one gives the cache nothing more.
+        Use it for blocks whose keys and values are wrong or were never written. Sequences keep their blocks. Blocks
+        cached behind a forgotten one are not found until that one is cached again. A `Scheduler` caches nothing more of
+        a sequence that holds a forgotten block.
 
         >>> from pagepool import BlockAllocator
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
@@ -301,9 +299,9 @@ cdef class PrefixCache:
         return count
 
     def drain_events(self):
-        """What was stored and removed since the last call, a list of `PrefixEvent`; `max_events` of them at most.
+        """Returns what was stored and removed since the last call: a list of at most `max_events` `PrefixEvent`.
 
-        When there were more the first ones are missing, as the `sequence` of the others shows: `snapshot` helps. A
+        If there were more, the first ones are missing, as the `sequence` of the others shows: begin with `snapshot`. A
         `PrefixMirror` in another process follows the cache by them. Raises `ValueError` without `max_events`.
 
         >>> from pagepool import BlockAllocator
@@ -316,7 +314,7 @@ cdef class PrefixCache:
         return self.log().drain()
 
     def snapshot(self):
-        """All that is cached, as a `PrefixSnapshot` to begin a mirror with. O(nodes). Raises as `drain_events`."""
+        """Returns a `PrefixSnapshot` of all that is cached, for a replica. O(nodes). Raises as `drain_events`."""
         return self.log().snapshot()
 
     cdef int64_t c_next_event(self, Event *event, int32_t *tokens) noexcept nogil:
@@ -330,20 +328,20 @@ cdef class PrefixCache:
         return self.cached.log
 
     def reset_prefix_cache(self):
-        """Forgets everything and drops every reference of the cache; blocks of sequences stay theirs, and those of a
-        `Scheduler` do not bring back what they had before.
+        """Forgets everything and drops every reference of the cache. Sequences keep their blocks.
 
-        The lowest id that is free then is the next to be handed out. O(n log n).
+        Sequences of a `Scheduler` do not cache again what they held before. The lowest free id is then the next to be
+        handed out. O(n log n).
         """
         self.cached.reset()
 
     @property
     def label(self):
-        """What `BlockAllocator.owners` calls it: its policy."""
+        """Its label in `BlockAllocator.owners`: the policy."""
         return self.policy
 
     def references(self):
-        """The ids of the blocks that it holds, as a list; one reference each."""
+        """Returns a list of the ids of its blocks; it holds one reference to each."""
         return self.cached.list_blocks()
 
     @property
@@ -353,13 +351,13 @@ cdef class PrefixCache:
 
     @property
     def inserted(self):
-        """How many blocks were ever cached. As long as it stays the same, no look-up finds more than it did before."""
+        """How many blocks were ever cached. While it stays the same, no look-up finds more than before."""
         return self.cached.inserted
 
     @property
     def forgotten(self):
-        """How many blocks `discard` and `reset_prefix_cache` took out: as long as it stays the same, every cached block
-        that somebody else holds stays cached."""
+        """How many blocks `discard` and `reset_prefix_cache` forgot. While it stays the same, every cached block that a
+        sequence holds stays cached."""
         return self.cached.forgotten
 
     @property
@@ -373,13 +371,13 @@ cdef class PrefixCache:
         return self.cached.floors
 
     def holds(self, block):
-        """Whether the block is cached. False for what is no block of the allocator."""
+        """Whether the block is cached; False for an id that the allocator does not have."""
         cdef int32_t number
         read_id(block, &number)
         return 0 <= number < self.allocator.max_capacity and self.cached.owners[number] > 0
 
     def count_cached(self, blocks):
-        """How many of these blocks are cached. O(blocks); not those that are no blocks of the allocator.
+        """Returns how many of these blocks are cached. Ignores ids that the allocator does not have. O(blocks).
 
         >>> from pagepool import BlockAllocator, PrefixCache
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
@@ -395,9 +393,9 @@ cdef class PrefixCache:
         return count
 
     def count_outside(self, list states not None):
-        """How many different blocks these `PagedSeqState` hold together that are not cached. O(blocks).
+        """Returns how many different blocks that are not cached these `PagedSeqState` hold together. O(blocks).
 
-        Raises `TypeError` for what is none, `ValueError` for one of another allocator.
+        Raises `TypeError` for anything else, `ValueError` for a sequence of another allocator.
 
         >>> from pagepool import BlockAllocator, PagedSeqState, PrefixCache
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
@@ -427,10 +425,10 @@ cdef class PrefixCache:
         return count + len(shared)
 
     def stats(self):
-        """What it holds and has done, as a dict; blocks in use by others, evictable and free are apart. O(1).
+        """Returns a dict of counters. O(1).
 
-        `looked_up` and `hits` are full blocks asked for and found, `inserted` = `cached` + `evicted` + `cleared`;
-        `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of unequal blocks.
+        `looked_up` and `hits` are full blocks asked for and found; `inserted` = `cached` + `evicted` + `cleared`;
+        `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of different blocks.
         """
         free = self.allocator.c_free_count()
         evictable = self.evictable
@@ -451,7 +449,7 @@ cdef class PrefixCache:
         }
 
     def check(self):
-        """Audits every equation between tree, policy, allocator and counters; raises `PoolError` naming a broken one.
+        """Audits tree, policy, allocator and counters. Raises `PoolError` that names a broken equation.
 
         O(nodes + tokens cached). Changes nothing.
         """

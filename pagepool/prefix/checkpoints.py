@@ -349,7 +349,7 @@ class CheckpointIndex:
 
 
 class StateCheckpoints:
-    """Keeps recurrent states where they are worth most, so that a hybrid model can go on from a cached prefix.
+    """Keeps recurrent states where they save most, so that a hybrid model can go on from a cached prefix.
 
     layout        of the states
     pool          the engine's `SsmStatePool.from_layout(layout, ...)`: states are copied out of its slots and into them
@@ -357,7 +357,7 @@ class StateCheckpoints:
                   committed as it is used
     grid, spacing, align    where states may be kept: as `CheckpointIndex` has them
 
-    A state is kept at the end of requests, where prompts part, and on a sparse grid; in what order they go, see
+    A state is kept at the end of requests, where prompts part, and on a sparse grid. For the order of dropping see
     the top of this file. The size of a state and that of a KV block have nothing to do with each other.
     A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps the arguments:
 
@@ -429,12 +429,12 @@ class StateCheckpoints:
     def resume(
         self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> int:
-        """Brings `slot` of the pool to the longest kept prefix of `tokens` within `kv_tokens`; returns its length.
+        """Copies the state of the longest kept prefix of `tokens` within `kv_tokens` into `slot`; returns its length.
 
-        0 when there is none: then the slot is as it was. The slot's position becomes the length. One token at least is
-        left to compute. Raises `InvalidSlot` for a slot that is out of range, or free, `TypeError` for a `kv_tokens`
-        that is no integer; then nothing has changed. What comes in the middle of the copy, a `MemoryError` or a signal,
-        leaves the slot at its beginning.
+        Returns 0, and leaves the slot as it was, when there is none. The slot's position becomes the length. At least
+        one token is left to compute. Raises `InvalidSlot` for a slot that is out of range or free, `TypeError` for a
+        `kv_tokens` that is no integer; then nothing has changed. A signal or `MemoryError` during the copy resets the
+        slot.
         """
         theirs = self._lent(slot)
         found = self.index.find(tokens, integer("kv_tokens", kv_tokens), cache_salt=cache_salt, extra_keys=extra_keys)
@@ -460,12 +460,12 @@ class StateCheckpoints:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
     ) -> list[Stop]:
-        """The positions beyond `begin` at which the state is worth a copy while this prompt is read, in order.
+        """Returns the positions beyond `begin` at which to `save` while this prompt is read, in order.
 
-        kv_tokens  leading tokens that the prefix cache had; 0 where there is none
-        begin      what `resume` has returned
+        kv_tokens  leading tokens that the prefix cache had; 0 without a cache
+        begin      what `resume` returned
 
-        Changes nothing. As many as the grid has, and at most two more.
+        Changes nothing. There are as many as the grid has, and at most two more.
         """
         return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt, extra_keys=extra_keys)
 
@@ -479,13 +479,13 @@ class StateCheckpoints:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
     ) -> bool:
-        """Copies the state in `slot`, which has passed over exactly `tokens[:position]`; False when it is not worth it.
+        """Copies the state in `slot`, which has passed over exactly `tokens[:position]`; False if it is not kept.
 
-        reason  why: that of the stop, or "end" when the request has ended
+        reason  the reason of the stop, or "end" when the request has ended
 
-        States of less value go when the budget asks for it. Raises `InvalidSlot`, `ValueError` for a position or a
-        reason that is none; then nothing has changed. What comes in the middle, a `MemoryError` or a signal, makes it
-        forget every state: better none than one that was copied in part.
+        Drops states of less value when the budget is full. Raises `InvalidSlot`, and `ValueError` for a wrong position
+        or reason; then nothing has changed. A signal or `MemoryError` during the copy makes it forget every state, so
+        that none is kept that was copied in part.
         """
         self._lent(slot)
         asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
@@ -505,7 +505,7 @@ class StateCheckpoints:
         self.index.reset()
 
     def stats(self) -> dict[str, Any]:
-        """What is kept and what was done, as a dict."""
+        """Returns a dict of what is kept and what was done."""
         return {"state_bytes": self.state_bytes, **self.index.stats()}
 
     def check(self) -> None:

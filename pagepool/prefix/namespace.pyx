@@ -25,7 +25,7 @@ __all__ = ["PrefixSpace"]
 cdef class PrefixSpace:
     """The prompts of a prefix cache under one salt and one set of keys, for its `c_` methods: see namespace.pxd.
 
-    It holds no block and keeps nothing cached; any number of them may be made, before or after prompts are cached.
+    It holds no block. Any number of them may be made, before or after prompts are cached.
 
     >>> from pagepool import BlockAllocator, PrefixCache
     >>> cache = PrefixCache(BlockAllocator(4))

@@ -20,11 +20,11 @@ class PrefixPins:
     """Keeps prefixes of a cache from being evicted: a pin holds one reference to each block of its prefix.
 
     cache   the `PrefixCache` whose prefixes are pinned
-    budget  the most blocks that may be pinned at a time, each counted once however many pins it has
+    budget  the most blocks that may be pinned at a time; a block counts once, however many pins it has
 
-    There is no clock in it: `ttl` and `now` are numbers of the caller's, of one unit, so that a replay is exact. Blocks
-    pinned count as in use. Pins outlast `reset_prefix_cache`. Their blocks are free when the object goes and nobody
-    else holds them. One thread at a time may use it. Raises `ValueError` when the budget is below 0.
+    It reads no clock: `ttl` and `now` are the caller's numbers, in any one unit. A pinned block counts as in use. Pins
+    outlast `reset_prefix_cache`; dropping the object drops its pins. One thread at a time may use it. Raises
+    `ValueError` when the budget is below 0.
 
     blocks with a pin <= budget        references held == sum over pins of their blocks
 
@@ -112,7 +112,7 @@ class PrefixPins:
         return number
 
     def unpin(self, pin: int) -> int:
-        """Lets a pin go; returns how many of its blocks have none any more. Raises `KeyError` for one that is gone."""
+        """Drops a pin; returns how many of its blocks no pin holds any more. Raises `KeyError` for a dropped pin."""
         held, blocks = self._pins[pin]
         times = self._times
         gone, each = len([block for block in blocks if times[block] == 1]), iter(blocks)
@@ -126,8 +126,9 @@ class PrefixPins:
         return gone
 
     def expire(self, now: float) -> int:
-        """Lets go every pin whose time has come; returns how many. O(log pins) each. Raises `ValueError` when `now` is
-        no number."""
+        """Drops every pin whose time has ended by `now`; returns how many. O(log pins) each.
+
+        Raises `ValueError` when `now` is no number."""
         now = real("now", now)
         done = 0
         while self._due and self._due[0][0] <= now:

@@ -37,9 +37,9 @@ class PrefixMirror:
         self.blocks: dict[bytes, tuple[int, bytes, bytes]] = {}
 
     def apply(self, events: Iterable[PrefixEvent]) -> None:
-        """Takes events in, in their order; those that it has already, from before a snapshot, are passed over.
+        """Applies events in order, and skips those that a snapshot already included.
 
-        Raises `PoolError` when one is missing: `restore` a snapshot then. What came before it is in.
+        Raises `PoolError` when one is missing, after applying those before it: `restore` a snapshot then.
         """
         for event in events:
             if event.sequence < self.next_sequence:
@@ -55,12 +55,12 @@ class PrefixMirror:
             self.next_sequence += 1
 
     def restore(self, snapshot: PrefixSnapshot) -> None:
-        """Forgets everything and begins with what the snapshot has."""
+        """Replaces everything by the snapshot."""
         self.blocks = {event.name: (event.block, event.parent, event.tokens) for event in snapshot.stored}
         self.next_sequence = snapshot.next_sequence
 
     def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> list[int]:
-        """The blocks of the longest cached prefix of `tokens`; every token is compared. Takes no references."""
+        """Returns the blocks of the longest cached prefix of `tokens`. Compares every token; takes no references."""
         row, size = np.ascontiguousarray(token_row(tokens)), self.block_size
         parent, found = root_name(root_key(cache_salt, extra_keys)), []
         for index, name in enumerate(prefix_names(row, size, parent)):

@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        """True when nothing is to be run."""
+        """True when there is nothing to run."""
         return not self.requests
 
     @property

@@ -1,4 +1,4 @@
-"""What one step runs, and how its tokens are shared out."""
+"""The batch of one step, and how its token budget is shared out."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class ScheduledBatch:
 
     seq_ids      list of int
     tokens       list of lists: the tokens to feed
-    num_tokens   list of int: how many those are, with the slots for drafts
-    lookahead    list of int: how many of them are slots for drafted tokens, which the caller feeds behind `tokens`
+    num_tokens   list of int: the length of each list of tokens, plus the slots for drafted tokens
+    lookahead    list of int: the slots for drafted tokens, which the caller feeds behind `tokens`
     is_prefill   list of bool
-    wants_token  list of bool: True where the step feeds the last token known, so that its result is the next token;
-                 False for a prompt chunk that is not the last
-    states       list of `PagedSeqState`, or empty without a pool; their `len` includes the step's tokens
-    num_decodes  how many entries are decodes
+    wants_token  list of bool: whether the step's result is the sequence's next token; False for a prompt chunk that is
+                 not the last
+    states       list of `PagedSeqState`, empty without a pool; their `len` includes the step's tokens
+    num_decodes  the number of decodes, which come first
 
-    The states are those of the sequences: they stay valid until the next `schedule()`, which may preempt, and for a
-    sequence until it finishes.
+    The states belong to the sequences. They are valid until the next `schedule()`, which may preempt, and until their
+    sequence finishes.
     """
 
     __slots__ = (
@@ -81,16 +81,16 @@ class ScheduledBatch:
 
     @classmethod
     def empty(cls) -> ScheduledBatch:
-        """A step without sequences."""
+        """Returns a batch without sequences."""
         return cls([], [], [], 0, [], [], [])
 
     @property
     def is_empty(self) -> bool:
-        """True when nothing is to be run."""
+        """True when there is nothing to run."""
         return not self.seq_ids
 
     def tokens_of(self, seq: Sequence) -> int:
-        """How many tokens `seq` feeds in this step."""
+        """Returns how many tokens `seq` feeds in this step."""
         return len(self.tokens[self.seq_ids.index(seq.id)]) if seq.id in self.seq_ids else 0
 
     def __len__(self) -> int:

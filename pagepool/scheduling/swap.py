@@ -1,4 +1,4 @@
-"""The swap file: pages of sequences that gave way, until they come back."""
+"""The swap file: holds the pages of preempted sequences until they run again."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Swapped(NamedTuple):
 
 
 class SwapFile:
-    """Pages in a file, so that a sequence that gives way need not be read again.
+    """Keeps pages in a file, so that a preempted sequence need not be computed again.
 
-    pools       the `KvCachePool`s whose pages belong to a block, all that are attached to its allocator; or one
-    directory   where the file is made; it has no name there, so that nothing stays behind. None: the system's
-    num_blocks  how many blocks it holds at most; the file grows up to there
+    pools       all `KvCachePool`s that are attached to the allocator, in a list; or the only one
+    directory   where to make the file; it has no name there, so nothing stays behind. None: the system's default
+    num_blocks  the most blocks that it holds; the file grows up to there
 
     Every page is checked against its checksum when it comes back: a file that was cut short or changed gives
     `SwapError`, never wrong keys and values. One thread at a time may use it.
@@ -84,7 +84,7 @@ class SwapFile:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that it has room for."""
+        """Blocks that still fit."""
         return self.num_blocks - self._fresh + len(self._free)
 
     def store(self, blocks: Iterable[int], owner: Any = None) -> Ticket:
@@ -118,8 +118,8 @@ class SwapFile:
     def load(self, ticket: Ticket, blocks: Iterable[int]) -> None:
         """Read what `ticket` holds into the pages of as many `blocks`, in order, and forget it.
 
-        Raises `SwapError` when the file is short, unreadable or changed: the ticket is forgotten then, too, and the
-        pages of `blocks` hold anything; and for a ticket that was forgotten before, when nothing has changed.
+        Raises `SwapError` when the file is short, unreadable or changed: the ticket is forgotten too, and the contents
+        of `blocks` are undefined. Raises `SwapError` for a forgotten ticket; then nothing has changed.
         """
         self._check_held(ticket)
         try:
@@ -131,7 +131,7 @@ class SwapFile:
             self.drop(ticket)
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget what `ticket` holds. Raises `SwapError` for one that was forgotten before."""
+        """Forget what `ticket` holds. Raises `SwapError` for a ticket that was forgotten before."""
         self._check_held(ticket)
         for place in ticket.places:
             del self._held[place]
@@ -144,7 +144,7 @@ class SwapFile:
         return None if places == held else f"tickets have {len(places)} places of the swap file, {len(held)} are held"
 
     def close(self) -> None:
-        """Give the file back. Tickets that are out are lost: loading them raises `SwapError`."""
+        """Give the file back. Loading a ticket afterwards raises `SwapError`."""
         self._closing()
 
     def _check_held(self, ticket: Ticket) -> None:

@@ -95,9 +95,9 @@ class Deferred:
 
 
 class Transaction:
-    """Everything that is done through it, and to what takes part in it, stays when it commits and is undone by `abort`.
+    """Changes to several objects that `commit` keeps and `abort` undoes, all of them.
 
-    A block that ends commits; one that raises aborts:
+    As a context manager it commits at the end of the block and aborts when the block raises:
 
     >>> from pagepool import BlockAllocator, PagedSeqState
     >>> allocator = BlockAllocator(8)
@@ -110,20 +110,22 @@ class Transaction:
     >>> state.len, state.blocks, branch.closed, allocator.in_use
     (5, [0, 1], True, 2)
 
-    What takes part (`enlist`) is used as ever meanwhile, by whichever functions: a `PagedSeqState`, a
-    `HybridSequence`, a `StateHandle`, or anything with `begin`, `commit`, `abort` and `open_transactions`. Of the rest:
+    Participants (the arguments, and `enlist`) are a `PagedSeqState`, a `HybridSequence`, a `StateHandle`, or anything
+    with `begin`, `commit`, `abort` and `open_transactions`. The caller goes on using their own methods. Everything else
+    goes through methods of the transaction:
 
-        taken at once, given back by abort     allocate_n, share, match_prefix, alloc_state, fork, close_on_abort
-        done by commit, not at all by abort    free, release_state, cache_blocks
+        done at once, undone by abort       allocate_n, share, match_prefix, alloc_state, fork, close_on_abort
+        done by commit, dropped by abort    free, release_state, cache_blocks
 
-    so that others never find a prefix whose request was aborted, and nothing that an abort needs is handed out again.
-    Each of these calls has its place in the journal before it takes anything: no exception comes between, a
-    `MemoryError` or `KeyboardInterrupt` either, and one that raises has taken nothing.
-    Beginning costs a copy of the ids of each sequence; nothing else that is in the pools is looked at. `commit` first
-    does what may fail; when that raises, it has changed nothing and the transaction is still open. `abort` cannot fail:
-    what a participant of a foreign type raises comes out when all the rest is done. One that is dropped while open
-    aborts. Transactions nest (`nested`): the inner one's changes stay for good when the outer one commits. One belongs
-    to one thread at a time; different ones may run in parallel, on different sequences.
+    So others never find a prefix whose request was aborted, and nobody else gets a block that an abort needs. Each of
+    these calls reserves its entry in the journal first: one that raises, `MemoryError` and `KeyboardInterrupt`
+    included, has taken nothing.
+
+    Beginning copies the ids of each sequence and looks at nothing else. `commit` first does what may fail; when that
+    raises, nothing has changed and the transaction is still open. `abort` cannot fail: it finishes, then raises what a
+    participant of a foreign type has raised. A transaction that is dropped while open aborts. Transactions nest
+    (`nested`): the changes of an inner one are final when the outermost commits. One thread at a time may use a
+    transaction; different ones may run in parallel, on different sequences.
     """
 
     __reduce__ = refuse_copy
@@ -142,14 +144,14 @@ class Transaction:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has neither committed nor aborted."""
+        """True until it commits or aborts."""
         return self._journal.is_open
 
     def enlist(self, *participants: Any) -> None:
-        """Begins a transaction on each participant that is not in this one yet.
+        """Adds participants and begins a transaction on each; skips those that take part already.
 
-        Raises `PoolError` when one takes part in another transaction, and what their `begin` raises, `MemoryError`,
-        `PoolExhausted` or `StaleHandle`; then those before it take part.
+        Raises `PoolError` when one takes part in another transaction, and what `begin` raises: `MemoryError`,
+        `PoolExhausted` or `StaleHandle`. Participants before it then take part.
         """
         self._use()
         for participant in participants:
@@ -166,7 +168,7 @@ class Transaction:
         self._perform(held.give_back, held.share, blocks)
 
     def free(self, allocator: Any, blocks: Any) -> None:
-        """Drops one reference of each block when it commits, until then they are held. The caller's are given up now.
+        """Drops one reference of each block at the commit. The caller gives the references up now.
 
         Raises `InvalidBlock` for a block that is free or out of range; then nothing has changed.
         """
@@ -183,10 +185,10 @@ class Transaction:
         return self._perform(held.give_back, partial(held.match_prefix, **keys), cache, tokens)
 
     def cache_blocks(self, cache: Any, tokens: Any, blocks: Any, **keys: Any) -> None:
-        """Caches the full blocks when it commits: see `PrefixCache.cache_blocks`. What is cached already stays.
+        """Caches the full blocks at the commit: see `PrefixCache.cache_blocks`. Blocks that are cached already stay.
 
-        The blocks are shared until then, so that what is cached is what they hold now, whatever becomes of the
-        sequence. Raises `ValueError` for too few blocks, `InvalidBlock` for a free one; then nothing has changed.
+        Until then the transaction shares the blocks, so that their present contents are cached whatever the sequence
+        does. Raises `ValueError` for too few blocks, `InvalidBlock` for a free one; then nothing has changed.
         """
         self._use()
         tokens = tokens.copy() if hasattr(tokens, "copy") else list(tokens)
@@ -216,27 +218,27 @@ class Transaction:
         self._deferred.releases.append(handle)
 
     def fork(self, sequence: Any) -> Any:
-        """A fork of a sequence, closed by an abort."""
+        """Returns a fork of a sequence. An abort closes it."""
         return self._make(sequence.fork)
 
     def close_on_abort(self, thing: Any) -> Any:
-        """Closes what was made within the transaction when it aborts; returns it. `thing` has a `close`."""
+        """Returns `thing`; an abort calls its `close`."""
         return self._make(_itself, thing)
 
     def on_commit(self, function: Callable[[], object]) -> None:
-        """Calls the function at the end of the commit, in order; it must not raise."""
+        """Registers a function that the commit calls at its end, in order. It must not raise."""
         self._use()
         self._deferred.done.append(function)
 
     def on_abort(self, function: Callable[[], object]) -> None:
-        """Calls the function by an abort, among the other steps in reverse order."""
+        """Registers a function that an abort calls, among its other steps in reverse order."""
         self._use()
         self._journal.add(next(_TIMES), function)
 
     def nested(self, *participants: Any) -> Transaction:
-        """A transaction within this one: it ends first, and what it commits is undone when this one aborts.
+        """Begins a transaction within this one. It ends first; when this one aborts, its changes are undone too.
 
-        Raises `PoolError` while another one within is open, and as `enlist`.
+        Raises `PoolError` while another inner one is open, and as `enlist`.
         """
         self._use()
         inner = Transaction()
@@ -250,10 +252,10 @@ class Transaction:
         return inner
 
     def commit(self) -> None:
-        """Keeps all changes. What may fail comes first: when it raises, nothing has changed and this is still open.
+        """Keeps all changes. When it raises, nothing has changed and the transaction is still open.
 
-        Raises `InvalidBlock` when a block to free was freed by someone else, `StaleHandle` for a state, and as
-        `PrefixCache.cache_blocks`; `PoolError` when it is not open or one within is.
+        Raises `InvalidBlock` when someone else freed a block that is to be freed, `StaleHandle` for a state, and as
+        `PrefixCache.cache_blocks`; `PoolError` when it is not open or an inner one is.
         """
         self._use()
         commits: list[Callable[[], object]] = [taking_part.commit for taking_part in self._participants.values()]
@@ -270,7 +272,7 @@ class Transaction:
         self._journal.join(parent._journal, steps, commits)
 
     def abort(self) -> None:
-        """Undoes all changes, the last one first. Does nothing when it is not open. Cannot fail."""
+        """Undoes all changes, the last one first. Cannot fail. Does nothing when the transaction is not open."""
         if not self._journal.is_open:
             return
         child = None if self._child is None else self._child()
