@@ -10,7 +10,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def _first(candidates: list[Path], name: str, what: str) -> str:
-    """The first of the folders that holds the file `name`, or FileNotFoundError naming all of them."""
+    """The first of the folders that holds the file `name`. Raises FileNotFoundError with all of them."""
     for folder in candidates:
         if (folder / name).is_file():
             return str(folder)

@@ -1,4 +1,4 @@
-"""What callers hand over, read once at the entry: no type of theirs is kept, so that none can wrap or round later."""
+"""Checks of arguments at the entry of a call. Numbers become Python's own, so that none can wrap or round later."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["integer", "real", "wrong"]
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """`value`, any integer, as an int from `low` to `high`.
+    """`value` as an int from `low` to `high`.
 
-    Raises `TypeError` for what is no integer and `ValueError` for one that is out of range, with name and value.
+    Raises `TypeError` for anything but an integer and `ValueError` for one out of range, with name, bounds and value.
 
     >>> integer("keep", 3, low=0)
     3
@@ -33,7 +33,7 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
 
 
 def real(name: str, value: Any, low: float = float("-inf")) -> float:
-    """`value`, any real number from `low` on, as it is. Raises `TypeError` and `ValueError` as `integer`.
+    """`value`, a real number of at least `low`, unchanged. Raises `TypeError` and `ValueError` as `integer` does.
 
     >>> real("ttl", 2.5, low=0)
     2.5
@@ -56,7 +56,7 @@ def real(name: str, value: Any, low: float = float("-inf")) -> float:
 
 
 def wrong(name: str, wanted: str, value: Any) -> TypeError:
-    """The error of an argument of another type.
+    """A `TypeError` for an argument of the wrong type.
 
     >>> wrong("states", "an SsmStatePool or None", 5)
     TypeError('states must be an SsmStatePool or None, not int: 5')

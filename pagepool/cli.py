@@ -25,20 +25,20 @@ INTERRUPTED = 130
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, and where to read more, in place of all the options."""
+    """Reports an error in one line that points to --help, in place of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"pagepool: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 for a replay that failed, 2 for bad input, 130 for ^C.
+    """Run the command line and return its exit code: 0, 1 for a failed replay, 2 for bad input, 130 for Ctrl-C.
 
-    Errors are one line on stderr. With options that argparse refuses, and for --help, SystemExit is raised as usual.
+    Errors are one line on stderr. For --help and for options that argparse refuses, SystemExit is raised as usual.
     """
     if sys.stderr is None or is_closed(sys.stderr):
-        sys.stderr = open(os.devnull, "w")  # closed by who started us; print would take stdout instead
-    if sys.stdout is not None:  # without any, what is to be read by people is left out
+        sys.stderr = open(os.devnull, "w")  # the parent process has closed it; print would use stdout instead
+    if sys.stdout is not None:  # None: the parent process has closed it; tables are left out
         try:
             check_writable(STDOUT)
         except options.UsageError as error:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = "Replay recorded LLM traffic through the pool and the scheduler, under a virtual clock."
     replay = commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False)
     options.add_arguments(replay)
-    summary = "Make a trace of prompts with their token ids, which are not written down."
+    summary = "Make a trace from prompts with token ids. The trace holds no token ids."
     record.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _every_name_printable() -> Iterator[None]:
-    """Names that the terminal has no letters for are shown by number, as on stderr."""
+    """Characters that the terminal's encoding lacks are printed as escapes, as on stderr."""
     stream = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else None
     before = None
     if stream is not None:
@@ -86,7 +86,7 @@ def _run(chosen: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        drop_output()  # its reader has gone
+        drop_output()  # its reader has left
         return FAILED
     except (TraceError, options.UsageError, OSError) as error:
         return _fail(BAD_INPUT, str(error))

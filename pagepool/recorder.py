@@ -1,12 +1,12 @@
-"""TraceRecorder: an engine writes down what it served, as a `ptrace-1` that `pagepool replay` reads.
+"""TraceRecorder: an engine records its requests as a `ptrace-1` trace that `pagepool replay` reads.
 
 The file is JSON lines: a header, then `[arrival, prompt tokens, output tokens, [start, length, ...]]` for each request.
-No token is in it. What prompts have in common is told by block ids: an id stands for `block` tokens and all that
-precede them, and is found by
+It holds no tokens. Block ids say what prompts have in common: an id stands for `block` tokens and all tokens before
+them, and is found by
 
     id of a block = ids[digest of (id of the block before it, or salt and keys; tokens of the block)]
 
-so that equal ids are equal prefixes, as far as 128 bits of BLAKE2b tell, under a key that is never written down.
+Equal ids are equal prefixes, up to collisions of 128 bits of BLAKE2b, whose key is random and never written.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ MAX_BLOCK = 1 << 20
 
 
 class TraceRecorder:
-    """Writes a request a call to the file at `path`, which must not exist.
+    """Writes a line for each request to the file at `path`, which must not exist.
 
-    block       tokens per block of prefix identity, best that of the engine's cache; 0: none is told
-    name        of the trace, licence  what others may do with it: up to 200 printable characters each
-    max_blocks  ids that are remembered, about 180 bytes each; when there are more, all are forgotten, and prompts from
-                then on have new ones
+    block       tokens per prefix block, best the engine's block size; 0: record no prefix blocks
+    name        of the trace; up to 200 printable characters, as is the licence
+    licence     what others may do with the trace
+    max_blocks  ids to remember, about 180 bytes each. When there are more, all are forgotten: later prompts get new ids
 
-    Any number of threads of one process may record. A line is written whole, by one call of the system, and what fails
-    leaves the file as it was: whenever the process ends, the trace can be read up to the last whole line. `close`, or
-    the end of a `with`, writes the number of requests into the header.
+    Any number of threads of one process may record. Each line is written whole, and a failed write leaves the file as
+    it was: whenever the process ends, the trace can be read up to the last whole line. `close`, or the end of a `with`,
+    writes the number of requests into the header.
 
     >>> import tempfile
     >>> with TraceRecorder(tempfile.mkdtemp() + "/engine.ptrace", block=4) as recorder:
@@ -80,7 +80,7 @@ class TraceRecorder:
         self._start = monotonic_ns()
         about = {"fmt": "ptrace-1", "name": name, "block": self.block, "unit": "us", "licence": licence}
         header = json.dumps(about, separators=(",", ":"))[:-1] + ',"n":'
-        # Room for as many digits as there can be requests: the number is written over it at the end.
+        # "null   " leaves room for the number of requests, which `close` writes over it.
         self._count_at = len(header.encode())
         self._end = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -100,15 +100,15 @@ class TraceRecorder:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
     ) -> None:
-        """Writes one request down, when it has ended.
+        """Record a request that has ended.
 
         prompt         its token ids (n,), at least one: a sequence of integers or an array
-        output_tokens  how many tokens it got
-        arrival        seconds since the recorder was made, or any other time 0 that all requests share; None: now
-        cache_salt, extra_keys   as `PrefixCache.match_prefix` takes them: prompts under others have nothing in common
+        output_tokens  the number of tokens generated for it
+        arrival        seconds since the recorder was made, or since any other start that all requests share; None: now
+        cache_salt, extra_keys   as in `PrefixCache.match_prefix`: prompts with different ones share no blocks
 
-        Raises `ValueError` for what a trace cannot hold, and once it has been closed, `TypeError` for what are no
-        tokens, `OSError` when the line cannot be written; then the file is as it was.
+        Raises `ValueError` for numbers that a trace cannot hold and after `close`, `TypeError` for a prompt that is not
+        tokens, `OSError` when the line cannot be written; the file is as it was then.
         """
         row = token_row(prompt)
         output = operator.index(output_tokens)
@@ -137,7 +137,7 @@ class TraceRecorder:
             self.num_requests += 1
 
     def close(self) -> None:
-        """Writes the number of requests into the header, and everything to the disk. May be called again."""
+        """Write the number of requests into the header and flush the file to disk. A second call does nothing."""
         with self._lock:
             if self._file < 0:
                 return
@@ -156,7 +156,7 @@ class TraceRecorder:
         self.close()
 
     def _numbers(self, data: bytes, root: bytes) -> Iterator[int]:
-        """The ids of the blocks of a prompt, the last, partial one included."""
+        """The ids of the blocks of a prompt, with the last, partial one."""
         if not self.block:
             return
         if len(self._ids) + len(data) // (4 * self.block) >= self._max_blocks:
@@ -164,7 +164,7 @@ class TraceRecorder:
         size, ids, key = 4 * self.block, self._ids, self._key
         before = root
         for at in range(0, len(data), size):
-            # The salt tells where the tokens end and what is before them begins.
+            # The salt is the length of `before`: without it, tokens and `before` could be split in two ways.
             name = blake2b(data[at : at + size] + before, digest_size=16, key=key, salt=b"%d" % len(before)).digest()
             number = ids.get(name)
             if number is None:
@@ -174,7 +174,7 @@ class TraceRecorder:
             before = number.to_bytes(8, "little")
 
     def _write(self, line: str) -> None:
-        """Appends a line, or leaves the file as it was and raises."""
+        """Append a line, or raise and leave the file as it was."""
         data = line.encode()
         if len(data) > MAX_LINE:
             raise ValueError(f"a line of {len(data)} bytes is above the limit of {MAX_LINE}")

@@ -1,4 +1,4 @@
-"""Figures of schedulers, pools and caches for Prometheus, read when it asks; nothing is counted on the way.
+"""Metrics of schedulers, pools and caches for Prometheus. They are read at each scrape and cost nothing in between.
 
 Needs the extra `metrics` (prometheus_client).
 """
@@ -13,18 +13,17 @@ __all__ = ["PagepoolCollector"]
 
 
 class PagepoolCollector:
-    """A collector to register: it reads the `stats()` of what it is given at each scrape.
+    """A collector to register with a registry. At each scrape it reads the counters and `stats()` of its objects.
 
     scheduler  a `Scheduler`, or None
     pools      name -> `KvCachePool`, `BlockAllocator` or `SsmStatePool`
     caches     name -> `PrefixCache`
 
-    Gauges `pagepool:num_requests_running`, `pagepool:num_requests_waiting`, `pagepool:kv_cache_usage_perc` (from 0 to
-    1, of blocks in use that cannot be evicted), `pagepool:kv_blocks` (by state: used, evictable, free),
-    `pagepool:kv_bytes`, `pagepool:states`, `pagepool:peak`; counters `pagepool:num_preemptions`,
-    `pagepool:prefix_cache_queries` and `pagepool:prefix_cache_hits`, in blocks, `pagepool:prefix_cache_evictions`. The
-    label `pool` or `cache` is the name.
-    Raises `ImportError` when prometheus_client is not installed.
+    Gauges: `pagepool:num_requests_running`, `pagepool:num_requests_waiting`, `pagepool:kv_cache_usage_perc` (the share
+    of blocks that are in use and not evictable, from 0 to 1), `pagepool:kv_blocks` (by state: used, evictable, free),
+    `pagepool:kv_bytes`, `pagepool:states`, `pagepool:peak`. Counters: `pagepool:num_preemptions`; in blocks
+    `pagepool:prefix_cache_queries`, `pagepool:prefix_cache_hits`, `pagepool:prefix_cache_evictions`. The label `pool`
+    or `cache` is the name. Raises `ImportError` when prometheus_client is not installed.
 
     >>> from prometheus_client import CollectorRegistry, generate_latest
     >>> from pagepool import BlockAllocator
@@ -47,7 +46,7 @@ class PagepoolCollector:
         self._caches = dict(caches or {})
 
     def collect(self) -> Iterator[Any]:
-        """The families of samples, as prometheus_client asks for them."""
+        """The metric families; prometheus_client calls this at each scrape."""
         yield from self._of_scheduler()
         yield from self._of_pools()
         yield from self._of_caches()
@@ -57,10 +56,14 @@ class PagepoolCollector:
             return
         gauge, counter = self._families.GaugeMetricFamily, self._families.CounterMetricFamily
         running, waiting = self._scheduler.active_count, self._scheduler.waiting_count
-        yield gauge("pagepool:num_requests_running", "Requests that are active.", value=running)
-        yield gauge("pagepool:num_requests_waiting", "Requests that wait.", value=waiting)
+        yield gauge("pagepool:num_requests_running", "Running requests.", value=running)
+        yield gauge("pagepool:num_requests_waiting", "Waiting requests.", value=waiting)
         preemptions = self._scheduler.num_preemptions
-        yield counter("pagepool:num_preemptions", "How often a request's blocks were taken away.", value=preemptions)
+        yield counter(
+            "pagepool:num_preemptions",
+            "Running requests that had to give up blocks.",
+            value=preemptions,
+        )
 
     def _of_pools(self) -> Iterator[Any]:
         gauge = self._families.GaugeMetricFamily
@@ -85,9 +88,9 @@ class PagepoolCollector:
     def _of_caches(self) -> Iterator[Any]:
         counter = self._families.CounterMetricFamily
         meanings = {
-            "prefix_cache_queries": ("looked_up", "Full blocks that were looked up."),
-            "prefix_cache_hits": ("hits", "Full blocks that were found."),
-            "prefix_cache_evictions": ("evicted", "Blocks that were evicted."),
+            "prefix_cache_queries": ("looked_up", "Full blocks looked up."),
+            "prefix_cache_hits": ("hits", "Full blocks found."),
+            "prefix_cache_evictions": ("evicted", "Blocks evicted."),
         }
         figures = {name: cache.stats() for name, cache in self._caches.items()}
         for metric, (key, meaning) in meanings.items():

@@ -12,19 +12,22 @@ __all__ = ["PlainAccount", "PlainScheduler"]
 
 
 class PlainScheduler(reference.Scheduler):
-    """The plain scheduler, which counts blocks taken and given back and the wall time of it, as `MeteredAccount` does:
-    of whole batches of appends and of states that end or are cut, without what the cache evicts meanwhile."""
+    """The reference scheduler; it counts blocks taken and given back and times the calls that do it.
+
+    As in `MeteredAccount`, a call is a whole batch of appends, or a state that ends or is cut. Evictions do not
+    count.
+    """
 
     block_allocs = block_frees = nanoseconds = 0
 
     @property
     def active_count(self) -> int:
-        """Those that run."""
+        """Running requests."""
         return len(self.ring)
 
     @property
     def waiting_count(self) -> int:
-        """Those that wait."""
+        """Waiting requests."""
         return len(self.waiting)
 
     def append(self, requests: list[Any], counts: list[int]) -> bool:
@@ -38,7 +41,7 @@ class PlainScheduler(reference.Scheduler):
             self.block_allocs += self.allocator.in_use + self.evicted - before
 
     def give_back(self, call: Callable[..., None], *given: Any) -> None:
-        """A call of a state that gives blocks back."""
+        """Call a method of a state that gives blocks back."""
         before, start = self.allocator.in_use, perf_counter_ns()
         call(*given)
         self.nanoseconds += perf_counter_ns() - start
@@ -52,7 +55,7 @@ class PlainScheduler(reference.Scheduler):
 
 
 class _State(reference.PagedSeqState):
-    """A sequence whose scheduler meters what it gives back."""
+    """A sequence whose scheduler counts the blocks that it gives back."""
 
     def __init__(self, scheduler: PlainScheduler, max_blocks: int) -> None:
         super().__init__(scheduler.allocator, scheduler.block_size, max_blocks)
@@ -69,7 +72,7 @@ class _State(reference.PagedSeqState):
 
 
 class PlainAccount:
-    """What the replay asks of a `MeteredAccount`, of a plain scheduler."""
+    """The attributes of `MeteredAccount` that a replay reads, for a `PlainScheduler`."""
 
     def __init__(self, scheduler: PlainScheduler) -> None:
         self.allocator = scheduler.allocator
@@ -83,17 +86,17 @@ class PlainAccount:
 
     @property
     def block_allocs(self) -> int:
-        """Blocks taken."""
+        """Blocks taken so far."""
         return self._scheduler.block_allocs
 
     @property
     def block_frees(self) -> int:
-        """Blocks given back, but for those of the cache."""
+        """Blocks given back so far, without those of the cache."""
         return self._scheduler.block_frees
 
     @property
     def nanoseconds(self) -> int:
-        """The wall time of it."""
+        """Wall time of the calls that took and gave them back."""
         return self._scheduler.nanoseconds
 
     def refusal(self, max_tokens: int) -> str | None:

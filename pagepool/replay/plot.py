@@ -17,7 +17,7 @@ INK, MUTED, GRID, SURFACE = "#0b0b0b", "#52514e", "#e4e3df", "#fcfcfb"
 
 
 def style(axis: Any, title: str) -> None:
-    """A title, lines across and no frame."""
+    """Title, horizontal grid, no frame."""
     axis.set_facecolor(SURFACE)
     axis.set_title(title, loc="left", color=INK, fontsize=10)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
@@ -30,12 +30,12 @@ def style(axis: Any, title: str) -> None:
 
 
 def legend(axis: Any) -> None:
-    """The names of the lines, above on the right."""
+    """The names of the lines, at the upper right, above the axis."""
     axis.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=4, frameon=False, fontsize=8, labelcolor=MUTED)
 
 
 def percent(value: float, _position: int | None = None) -> str:
-    """A share with the digits that it has: ticks of low rates are parts of a percent.
+    """A share in percent, with as many digits as a tick of low rates needs.
 
     >>> percent(0.2), percent(0.015)
     ('20%', '1.5%')
@@ -44,7 +44,7 @@ def percent(value: float, _position: int | None = None) -> str:
 
 
 def load() -> Any:
-    """matplotlib's figure class and colour map, for `draw`. Raises ImportError where it is missing."""
+    """The classes of matplotlib that `draw` needs. Raises ImportError where it is not installed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def load() -> Any:
 
 
 def draw(picture: dict[str, Any], target: str | Path | BinaryIO) -> None:
-    """Writes the picture to a file, by its path or open, as a PNG. Raises ImportError, OSError."""
+    """Write the picture as a PNG to a path or an open file. Raises ImportError, OSError."""
     Figure, Canvas, ColourMap = load()
     timeline, hybrid = picture["timeline"], picture["hybrid"]
     figure = Figure(figsize=(11, 9.5 if timeline or hybrid else 5.5), dpi=130, facecolor=SURFACE)
@@ -115,7 +115,7 @@ def _latency(axis: Any, timeline: dict[str, Any]) -> None:
 
 
 def _bridged(values: list[float | None]) -> list[float]:
-    """A window without a first token has the value of the one before."""
+    """The values, with the one before in place of None (a window without a first token)."""
     found, last = [], float("nan")
     for value in values:
         last = last if value is None else value
@@ -150,7 +150,7 @@ def _curve(axis: Any, curve: dict[str, Any]) -> None:
 
 
 def draw_hybrid(figure: Any, hybrid: dict[str, Any]) -> None:
-    """Three axes one above the other: over the bytes of states, and twice over the trace."""
+    """Three axes: usable blocks over the bytes of states, usable blocks and states over the trace."""
     over_bytes, over_trace, states = figure.subplots(3, 1, height_ratios=(1.5, 1, 1))
     _budgets(over_bytes, hybrid["lines"])
     style(over_trace, "over the trace: share of full blocks usable; dashed: with a state at the end of every block")

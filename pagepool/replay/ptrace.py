@@ -4,11 +4,12 @@
     [arrival, prompt tokens, output tokens, [start, length, start, length, ...]]
     ...
 
-`unit` is "s", "ms", "us" or null (no arrivals: everything is there at time 0). `n` is null while a recorder writes: as
-many records count as there are whole lines. The runs name the prefix blocks of the prompt; they are kept when they are
-asked for. A file of sessions has one session a line,
-`{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`; its requests arrive at their recorded times,
-whether or not the one before has ended. `think` is the pause before a request, `api` how long it took, in seconds.
+`unit` is "s", "ms", "us" or null (no arrivals: all requests arrive at time 0). `n` is the number of records; a recorder
+leaves null while it writes, and every whole line counts. The runs name the prefix blocks of the prompt.
+
+A file of sessions has one session a line, `{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`.
+Its requests arrive at their recorded times, whether or not the one before has ended. `think` is the pause before a
+request, `api` how long it took, in seconds.
 
 Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory whatever the file
 holds: a line, the whole text after decompression, the digits of a number, requests, tokens, times.
@@ -42,20 +43,20 @@ MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1, None: 0}
 
 
 class TraceError(ValueError):
-    """A file cannot be read; the message is one line with the file and, where there is one, the line."""
+    """A file cannot be read; the message is one sentence with the file and, if known, the line."""
 
 
 class Fault(Exception):
-    """What is wrong with the line at hand; `JsonLines` adds where."""
+    """What is wrong with the current line; `JsonLines` adds file and number."""
 
 
 class JsonLines:
-    """The lines of a file, as bytes, each of bounded length, and no more than MAX_TEXT in all.
+    """The lines of a file, plain or xz, as bytes: each of at most MAX_LINE bytes, at most MAX_TEXT in all.
 
-    As a context manager it turns whatever goes wrong inside, `Fault`s included, into `TraceError`.
+    A context manager that turns `Fault`s and errors of reading inside it into `TraceError`.
 
-    number    of the line read last, or asked for last, from 1 on
-    is_whole  whether that one ends with a line break: the last of a file may be cut off
+    number    of the line read last, from 1 on; at the end of the file, one more
+    is_whole  whether that line ends with a line break: the last of a file may be cut off
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -146,7 +147,7 @@ def parse(line: bytes) -> Any:
 
 
 def short(value: Any) -> str:
-    """A value from the file for a message: what it is, and a little of it."""
+    """A value from the file for a message, shortened."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     text = ascii(value)
@@ -163,12 +164,10 @@ class Trace:
     arrival_us: array[int] = field(default_factory=lambda: array("q"))
     prompt: array[int] = field(default_factory=lambda: array("i"))
     output: array[int] = field(default_factory=lambda: array("i"))
-    session: array[int] = field(
-        default_factory=lambda: array("i")
-    )  # whose block ids are those of request i; 0: of none
-    think_us: array[int] = field(default_factory=lambda: array("q"))  # from the end of the session's request before
-    api_us: array[int] = field(default_factory=lambda: array("q"))  # that request i took where it was recorded
-    runs: list[list[int]] | None = None  # of the block ids of each prompt, [start, length, ...], if asked for
+    session: array[int] = field(default_factory=lambda: array("i"))  # the session of request i; 0: none
+    think_us: array[int] = field(default_factory=lambda: array("q"))  # since the session's request before ended
+    api_us: array[int] = field(default_factory=lambda: array("q"))  # how long request i took when it was recorded
+    runs: list[list[int]] | None = None  # block ids of each prompt as [start, length, ...], if they were asked for
 
     def __len__(self) -> int:
         return len(self.arrival_us)
@@ -179,9 +178,9 @@ class Trace:
 
 
 def read_trace(path: str | Path, limit: int | None = None, *, prefixes: bool = False) -> Trace:
-    """Read the trace at `path`, or only its first `limit` requests, with the runs of their blocks for `prefixes`.
+    """Read the trace at `path`, or its first `limit` requests; with `prefixes` also the runs of their blocks.
 
-    Raises `TraceError` for whatever is wrong.
+    Raises `TraceError`.
     """
     with JsonLines(path) as lines:
         trace, count, scale = _header(next(lines, b""))
@@ -197,7 +196,7 @@ def read_trace(path: str | Path, limit: int | None = None, *, prefixes: bool = F
                     break
                 raise Fault(f"the file ends after {record} of the {count} records that the header promises")
             if count is None and not lines.is_whole:
-                break  # a recorder was stopped while it wrote this one
+                break  # a recorder was stopped while it wrote this line
             _record(trace, parse(line), record, scale, limit)
             record += 1
         else:
@@ -207,7 +206,7 @@ def read_trace(path: str | Path, limit: int | None = None, *, prefixes: bool = F
 
 
 def _header(line: bytes) -> tuple[Trace, int | None, int]:
-    """An empty trace, the number of records, None for as many as there are, and the microseconds of the unit."""
+    """An empty trace, the number of records (None: every whole line), and the microseconds of the unit."""
     if not line:
         raise Fault("the file is empty")
     head = parse(line)
@@ -226,7 +225,7 @@ def _header(line: bytes) -> tuple[Trace, int | None, int]:
 
 
 def _whole(what: str, value: Any, low: int, high: int) -> int:
-    """`value` if it is an int (a bool is none) from `low` to `high`."""
+    """`value` if it is an int, not a bool, from `low` to `high`."""
     if type(value) is not int:
         raise Fault(f"{what} must be a whole number, not {short(value)}")
     if not low <= value <= high:
@@ -235,7 +234,7 @@ def _whole(what: str, value: Any, low: int, high: int) -> int:
 
 
 def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | None) -> None:
-    """Add a request, or the requests of a session, the file's `number`-th, up to `limit` in all."""
+    """Add record `number` of the file, a request or a session of them, up to `limit` requests in all."""
     if isinstance(record, dict):
         requests = record.get("r")
         if not isinstance(requests, list):
@@ -256,7 +255,7 @@ def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | Non
 
 
 def _request(trace: Trace, record: list[Any], session: int, scale: int) -> None:
-    """Add one request to `trace`. A request that is plainly right takes no more than a few comparisons."""
+    """Add one request to `trace`."""
     arrival, prompt, output, runs = record
     if not isinstance(runs, list) or len(runs) % 2:
         raise Fault("the runs must be a list of pairs [start, length, ...]")
@@ -290,7 +289,7 @@ def _microseconds(time: Any, scale: int, what: str = "the arrival") -> int:
 
 
 def _by_arrival(trace: Trace) -> Trace:
-    """The same requests in the order of arrival, those of one moment in the order of the file."""
+    """Sort by arrival; requests of one moment stay in the order of the file."""
     times = trace.arrival_us
     order = sorted(range(len(times)), key=times.__getitem__)
     if trace.runs is not None:

@@ -1,4 +1,4 @@
-"""`pagepool record`: a trace from prompts with their token ids, JSON lines as benchmarks and engines write them."""
+"""`pagepool record`: makes a trace from prompts with token ids, JSON lines as benchmarks and engines write them."""
 
 from __future__ import annotations
 
@@ -30,24 +30,32 @@ SALTS = ("cache_salt", "tenant")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `pagepool record`."""
+    """Add the arguments of `pagepool record`."""
     add = parser.add_argument
     add("input", metavar="JSONL", help="an object a line with the token ids of a prompt, plain or .xz")
     add("output", metavar="TRACE", help="the ptrace-1 file to write, packed when it ends with .xz; must not exist")
-    add("--block", type=int, default=16, metavar="N", help="tokens per block of prefix identity; 0: none; default: 16")
-    add("--name", default=None, help="of the trace; default: that of the input")
-    add("--licence", default="unknown", help="what others may do with the trace")
+    add(
+        "--block",
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens per prefix block; 0: record no prefix blocks; default: 16",
+    )
+    add("--name", default=None, help="name of the trace; default: the name of the input")
+    add("--licence", default="unknown", help="licence of the trace; default: unknown")
     parser.epilog = (
-        f"The prompt is the first of {', '.join(PROMPTS)}; the output, ids or their number, the first of "
-        f"{', '.join(OUTPUTS)}, else 0; the arrival the first of {', '.join(ARRIVALS)}, else 0, where "
-        "timestamp is in milliseconds and the last two are in seconds; prompts of different "
-        f"{' or '.join(SALTS)} have nothing in common. Token ids are not written down."
+        f"The prompt is the first of {', '.join(PROMPTS)} that the object has; the output, token ids or their number, "
+        f"the first of {', '.join(OUTPUTS)}, else 0; the arrival the first of {', '.join(ARRIVALS)}, else 0 (timestamp "
+        f"is in milliseconds, the last two are in seconds). Prompts with different {' or '.join(SALTS)} share no "
+        "blocks. The trace holds no token ids."
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Converts the file; returns the number of requests. Raises `TraceError`, `UsageError`, `OSError`; then there is no
-    output."""
+    """Convert the file and return the number of requests.
+
+    Raises `TraceError`, `UsageError`, `OSError`; no output is left then.
+    """
     target = Path(options.output)
     if not 0 <= options.block <= MAX_BLOCK:
         raise UsageError(f"--block must be from 0 to {MAX_BLOCK}, not {options.block}")
@@ -69,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             with lzma.open(packed, "wb") as stream:
                 stream.write(plain.read_bytes())
             plain = packed
-        # A link fails where the name has been taken meanwhile; a rename would replace the file.
+        # A link fails where another process has made the file meanwhile; a rename would replace it.
         os.link(plain, target)
     return recorder.num_requests
 
