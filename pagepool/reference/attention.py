@@ -28,21 +28,21 @@ State = tuple[float, float, list[float]]  # maximum, sum of weights, weighted su
 
 
 class Variant(NamedTuple):
-    """What bends scores; slopes and sinks, if any, have a number per query head."""
+    """Soft cap, ALiBi slopes and sinks; the last two are None or have a number per query head."""
 
     cap: float
     slopes: list[float] | None
     sinks: list[float] | None
 
     def bend(self, score: float, h: int, distance: int) -> float:
-        """`distance` is from the query to the token: 0 or below, but where a mask shows later tokens."""
+        """The score after soft cap and slope. `distance` is t - position: above 0 only where a mask allows it."""
         if self.cap:
             score = self.cap * tanh(score / self.cap)
         return score + self.slopes[h] * distance if self.slopes is not None else score
 
 
 class Result(NamedTuple):
-    """What one query token gives: per head its output, lse and scores of blocks."""
+    """The result of one query token: per head its output, lse and block scores."""
 
     out: Vectors
     lse: list[float]
@@ -142,7 +142,7 @@ def _attend(
                 scored[h][begin + i] = variant.bend(product, h, begin + i - view.position)
             scores = [scored[h][begin + i] for i in tokens]
             running[h] = _absorb(running[h], scores, [v_page[i][h // group] for i in tokens])
-    if variant.sinks is not None:  # a score with a value of nothing
+    if variant.sinks is not None:  # a score without a value
         sinks = zip(running, variant.sinks, strict=True)
         running = [_absorb(state, [sink], [[0.0] * dims]) for state, sink in sinks]
     finished = [_finish(state) for state in running]
@@ -151,7 +151,7 @@ def _attend(
 
 
 def _block_scores(state: State, scored: dict[int, float], view: View, size: int) -> list[float]:
-    """The sums of the weights, block by block; what lies outside of the view's borders stays 0."""
+    """The sum of the weights of each block; blocks outside of the window stay 0."""
     m, total, _ = state
     sums = [0.0] * -(-view.end // size)
     for t, score in scored.items():
@@ -161,7 +161,7 @@ def _block_scores(state: State, scored: dict[int, float], view: View, size: int)
 
 
 def _absorb(state: State, scores: list[float], values: Vectors) -> State:
-    """Some tokens more."""
+    """The state after more tokens."""
     if not scores:
         return state
     m, total, o = state

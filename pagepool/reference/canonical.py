@@ -51,32 +51,59 @@ not seen is, like one past the end, not in its tile.
 A NaN among the scores does not count for the maximum; its weight is NaN and makes l and o NaN. Since m is never
 -inf, a score of -inf weighs 0. A query that sees no token gives zeros and -inf, sink or not.
 
-2^, tanh and in_base_2 are those of `pagepool.reference.canonical_math`. With all of that the kernels' `out` has exactly
-these bits: on every instruction set that has fma, and on the one that has none with `fused=False`, where each fma is a
-product and a sum. Only log is the system's own.
+2^, tanh and in_base_2 are the functions below. With all of that the kernels' `out` has exactly these bits: on every
+instruction set that has fma, and on the one that has none with `fused=False`, where each fma is a product and a sum.
+Only log is the system's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from math import inf, log, nan
+from math import copysign, inf, isfinite, log, nan
 from typing import NamedTuple
 
-from pagepool.reference.canonical_math import LARGEST, Fma, dot, exp2, flushed, in_base_2, rounding_once_or_twice, tanh
-from pagepool.reference.rounding import f32, rounded_to_bf16
+from pagepool.reference.rounding import f32, fma, rounded_to_bf16
 
-__all__ = ["CHUNK", "TILE", "attend", "attend_with_scores"]
+__all__ = [
+    "CHUNK",
+    "LARGEST",
+    "TANH_BORDER",
+    "TILE",
+    "attend",
+    "attend_with_scores",
+    "dot",
+    "exp2",
+    "in_base_2",
+    "rounding_once_or_twice",
+    "tanh",
+]
 
 CHUNK = 512
 TILE = 32
 LANES = 16
 SLACK = 8.0
 
+SMALLEST = 2.0**-126  # of the normal float32
+LARGEST = 2.0**128 - 2.0**104
+LOG2_E = 1.4426950408889634
+EXP2_COEFFICIENTS = [5.549622327e-2, 2.402576357e-1, 6.931472421e-1]
+EIGHTHS = 1.5 * 2**20  # adding it leaves no room for less than an eighth
+TANH_BORDER = 0.625
+TANH_COEFFICIENTS = [
+    -5.70498872745e-3,
+    2.06390887954e-2,
+    -5.37397155531e-2,
+    1.33314422036e-1,
+    -3.33332819422e-1,
+]
+
 Vectors = list[list[float]]
+Fma = Callable[[float, float, float], float]
 
 
 class Head(NamedTuple):
-    """What one query head is given; of q and `scale` one has the factor of base 2."""
+    """The input of one query head. Either q or `scale` is already in base 2."""
 
     q: list[float]
     k: Vectors
@@ -92,7 +119,7 @@ class Head(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What a chunk leaves: the shift, the sum of weights, the weighted sum of V, and the sum of weights by block."""
+    """The result of a chunk: the shift, the sum of weights, the weighted sum of V, and the sum of weights by block."""
 
     m: float
     l: float  # noqa: E741 - the name that the literature uses
@@ -194,7 +221,7 @@ def attend_with_scores(
 
 
 def _split(tokens: list[int], size: int) -> list[list[int]]:
-    """Those that lie between the same two multiples of `size`, together."""
+    """Group tokens that lie between the same two multiples of `size`."""
     return [list(group) for _, group in groupby(tokens, lambda t: t // size)]
 
 
@@ -288,3 +315,99 @@ def _maximum(*numbers: float) -> float:
 
 def _weight(score: float, maximum: float, fma: Fma) -> float:
     return exp2(f32(score - maximum), fma)
+
+
+# --------------------------------------------------------------------------- functions, in float32 operations
+
+# An fma is one operation, or without such an instruction two.
+
+
+def rounding_once_or_twice(fused: bool) -> Fma:
+    """a * b + c with one rounding, or with two, as on a CPU without fma."""
+    return fma if fused else _twice
+
+
+def _twice(a: float, b: float, c: float) -> float:
+    return f32(f32(a * b) + c)
+
+
+def dot(total: float, a: Sequence[float], b: Sequence[float]) -> float:
+    """total + a[1] * b[1] + a[0] * b[0], rounded after each step, as AVX512_BF16's vdpbf16ps does.
+
+    Subnormal operands and results become a zero of their sign. A result is subnormal if rounding it with an unbounded
+    exponent gives less than the smallest normal number.
+
+    >>> dot(1.0, [2.0**-24, 2.0**-24], [1.0, 1.0]), dot(0.0, [2.0**-100, 0.0], [2.0**-30, 1.0])
+    (1.0, 0.0)
+    """
+    total, a0, a1, b0, b1 = map(flushed, (total, *a, *b))
+    return _fma_flushed(a0, b0, _fma_flushed(a1, b1, total))
+
+
+def _fma_flushed(a: float, b: float, c: float) -> float:
+    if abs(a * b + c) < SMALLEST - 2.0**-151:  # half a step below; the sum is exact there
+        return copysign(0.0, a * b + c)
+    return fma(a, b, c)
+
+
+def flushed(x: float) -> float:
+    """x, or a zero of its sign if it is subnormal."""
+    return copysign(0.0, x) if abs(x) < SMALLEST else x
+
+
+def in_base_2(x: float) -> float:
+    """A logit, or a factor of logits, in base 2. A finite value that would overflow becomes the largest float32.
+
+    >>> in_base_2(1.0), in_base_2(-3e38) == -LARGEST
+    (1.4426950216293335, True)
+    """
+    scaled = x * LOG2_E
+    return copysign(LARGEST, x) if isfinite(x) and abs(scaled) > LARGEST else f32(scaled)
+
+
+def exp2(x: float, fma: Fma) -> float:
+    """2^x for x <= 127: x = n + r with n a multiple of 1/8, 2^n, and a polynomial in r; 0 from -127 down.
+
+    >>> exp2(-1.0, fma), exp2(0.3, fma), exp2(-127.0, fma)
+    (0.5, 1.2311444282531738, 0.0)
+    """
+    x = max(x, -127.0) if x == x else x
+    n = f32(f32(x + EIGHTHS) - EIGHTHS)
+    return _exp2_of_parts(n, f32(x - n), fma)
+
+
+def _exp2_of_parts(n: float, r: float, fma: Fma) -> float:
+    power = _power_of_2(n)
+    return fma(f32(power * r), _horner(EXP2_COEFFICIENTS, r, fma), power)
+
+
+def _power_of_2(n: float) -> float:
+    """2^n for a multiple of 1/8; where n is below -126, as an exponent of 0 says: without the implied 1."""
+    if n != n:
+        return n
+    whole, eighths = divmod(n, 1.0)
+    fraction = f32(2.0**eighths)
+    return fraction * 2.0**whole if whole > -127.0 else (fraction - 1.0) * SMALLEST
+
+
+def tanh(x: float, fma: Fma) -> float:
+    """tanh(x): a polynomial in x * x (Cephes) below TANH_BORDER, then (1 - e) / (1 + e), e = 2^(-2 |x| / ln 2).
+
+    >>> tanh(-0.5, fma), tanh(20.0, fma)
+    (-0.46211716532707214, 1.0)
+    """
+    size = abs(x)
+    if size < TANH_BORDER:
+        z = f32(size * size)
+        y = fma(f32(_horner(TANH_COEFFICIENTS, z, fma) * z), size, size)
+    else:
+        e = exp2(f32(size * f32(-2.0 * LOG2_E)), fma)
+        y = f32(f32(1.0 - e) / f32(1.0 + e))
+    return -y if x < 0.0 else y
+
+
+def _horner(coefficients: list[float], x: float, fma: Fma) -> float:
+    p, *others = map(f32, coefficients)
+    for coefficient in others:
+        p = fma(p, x, coefficient)
+    return p

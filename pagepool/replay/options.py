@@ -191,6 +191,7 @@ def _add_order(group: Any) -> None:
     add(
         "--order",
         choices=(*CLOCK_ORDERS, *ORDERS),
+        metavar="NAME",
         help="under the virtual clock, the order in which waiting requests start: fcfs (default) or lpm, longest "
         "cached prefix first; with --clock none, the order of prompts: arrival (default), session, turns (default with "
         f"--users), think, random, prefix; --users goes with {', '.join(USER_ORDERS)}",

@@ -9,7 +9,7 @@ import pytest
 from paged_cases import DTYPES, assert_same_bits, garbage, make_case, random_kv, slots_of
 
 from pagepool import KvLayout, cpu_info
-from pagepool.reference.canonical_math import TANH_BORDER, in_base_2, rounding_once_or_twice, tanh
+from pagepool.reference.canonical import TANH_BORDER, in_base_2, rounding_once_or_twice, tanh
 
 LENGTHS = [1, 16, 512, 0, 513, 33, 2600, 1024]
 VARIANTS = [

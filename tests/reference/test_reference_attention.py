@@ -7,8 +7,7 @@ import pytest
 
 from pagepool import KvLayout
 from pagepool.reference import KvCachePool, decode
-from pagepool.reference.canonical import CHUNK, TILE, attend
-from pagepool.reference.canonical_math import exp, exp2, in_base_2, rounding_once_or_twice, tanh
+from pagepool.reference.canonical import CHUNK, TILE, attend, exp2, in_base_2, rounding_once_or_twice, tanh
 
 VARIANTS = [
     *({"window_left": window} for window in (0, 3, 15, 16, 39, 100)),
@@ -55,16 +54,6 @@ def filled(layout, lengths, seed=0):
             shape = (length, layout.num_kv_heads, layout.head_dim)
             pool.append(layer, slots, rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32))
     return pool, tables
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_exp_is_exact_at_0_within_2_units_of_the_last_place_and_0_at_the_end(fused):
-    fma = rounding_once_or_twice(fused)
-    for x in map(float, -np.geomspace(1e-6, 87.3, 2000, dtype=np.float32)):
-        unit = float(np.spacing(np.float32(math.exp(x))))
-        assert abs(exp(x, fma) - math.exp(x)) <= (2 if fused or x > -1 else 50) * unit
-    assert [exp(x, fma) for x in (0.0, -88.03, -1e30, -math.inf)] == [1.0, 0.0, 0.0, 0.0]
-    assert math.isnan(exp(math.nan, fma))
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -1,4 +1,7 @@
-"""The reference pools: rounding, layout, append and gather; recurrent states."""
+"""The reference memory where it is used alone: rounding, pages, the flat pool, states made one by one, and check().
+
+Everything else of it is compared with the compiled classes, in the state machine, the model run and the tests of pages.
+"""
 
 import struct
 from fractions import Fraction
@@ -8,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pagepool import InvalidBlock, InvalidSlot, KvLayout, PoolExhausted, StateLayout
-from pagepool.reference import KvCachePool, Mamba2SequenceState, SsmStatePool
+from pagepool import InvalidBlock, InvalidSlot, KvLayout, PoolError, PoolExhausted
+from pagepool.reference import BlockAllocator, KvCachePool, Mamba2SequenceState, PagedSeqState, SsmStatePool
 from pagepool.reference.kv_pool import place
 from pagepool.reference.rounding import bf16_bits, f16_bits, f32, float_of, fma
 
@@ -148,14 +151,36 @@ def test_states_are_zeroed_on_release_and_slots_come_back_last_first():
     pool.check()
 
 
-def test_states_of_a_layout_are_views_of_one_array_each():
-    layout = StateLayout(layers=[{"conv": ((3, 2), "float32"), "ssm": ((4,), "float64")}, {}])
-    pool = SsmStatePool.from_layout(layout, 2)
-    i = pool.alloc(9)
-    pool.view(0, "conv")[i] = 1
-    pool.release(i)
-    assert pool.view(0, "conv").shape == (2, 3, 2)
-    assert not pool.view(0, "conv").any()
-    for layer, name in ((1, "conv"), (0, "nothing"), (2, "conv")):
-        with pytest.raises(ValueError, match=name):
-            pool.view(layer, name)
+def test_append_copies_a_shared_block_in_every_attached_pool_before_it_writes():
+    allocator = BlockAllocator(4)
+    layout = KvLayout(2, 1, 8, block_size=3, dtype="float32")
+    pools = [KvCachePool.from_layout(layout, 4, allocator) for _ in range(2)]
+    parent = PagedSeqState(allocator, block_size=3)
+    parent.append(2)
+    for number, pool in enumerate(pools):
+        pool.page(0)[:] = np.arange(layout.page_size) + number
+    child = parent.fork()
+    assert child.append().tolist() == [1 * 3 + 2]
+    for number, pool in enumerate(pools):
+        np.testing.assert_array_equal(pool.page(1), np.arange(layout.page_size) + number)
+    assert [allocator.ref_count(block) for block in (0, 1)] == [1, 1]
+    assert parent.append().tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda a: a._freed.append(a._freed[0]),
+        lambda a: a._refs.__setitem__(0, 0),
+        lambda a: a._refs.__setitem__(a._freed[0], 1),
+        lambda a: setattr(a, "_fresh", 9),
+    ],
+)
+def test_check_finds_a_broken_invariant(damage):
+    allocator = BlockAllocator(4)
+    allocator.allocate_n(3)
+    allocator.free(1)
+    allocator.check()
+    damage(allocator)
+    with pytest.raises(PoolError):
+        allocator.check()
