@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
-from pagepool.scheduling.block_manager import BlockManager, NoBlocks
+from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.preemption import Preemption
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence
@@ -17,8 +17,7 @@ from pagepool.scheduling.waiting import WaitingQueue
 __all__ = ["Admission"]
 
 
-@dataclass(slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """The request that was next and did not fit, how many had gone by then, and the room; how much of it was cached
     when the cache had taken in `inserted` blocks: no more since, while it takes in none."""
 
@@ -29,6 +28,7 @@ class Refusal:
     inserted: int
 
 
+@dataclass(eq=False)
 class Admission:
     """Moves sequences from the waiting queue to the active ones, with the blocks that the prefix cache has for them.
 
@@ -37,57 +37,45 @@ class Admission:
     a sequence has gone, which counts for quotas, hysteresis and admission of whole requests.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        waiting: WaitingQueue,
-        active: ActiveSequences,
-        blocks: BlockManager | NoBlocks,
-        prefix: PrefixAdapter,
-        tenants: Tenants,
-        reservations: Reservations,
-        preemption: Preemption,
-    ) -> None:
-        self._config = config
-        self._waiting = waiting
-        self._active = active
-        self._blocks = blocks
-        self._prefix = prefix
-        self._tenants = tenants
-        self._reservations = reservations
-        self._preemption = preemption
-        self._refusal: Refusal | None = None  # of the last try, unless it was admitted
-        self._reserve = int(blocks.capacity * config.watermark)
+    config: SchedulerConfig
+    waiting: WaitingQueue
+    active: ActiveSequences
+    blocks: BlockManager
+    prefix: PrefixAdapter
+    tenants: Tenants
+    reservations: Reservations
+    preemption: Preemption
+    refusal: Refusal | None = None  # of the last try, unless it was admitted
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of `seq` that the prefix cache has, for the policy."""
-        return self._prefix.cached(seq)
+        return self.prefix.cached(seq)
 
     def served(self, tenant: Any) -> float:
         """What a tenant was served, for the policy."""
-        return self._tenants.served(tenant)
+        return self.tenants.served(tenant)
 
     def admit(self, now: int) -> None:
         """Admit until the next one has to wait."""
-        config, active, waiting = self._config, self._active, self._waiting
+        config, active, waiting = self.config, self.active, self.waiting
         backlog = config.max_prefill_backlog
         while len(waiting) and len(active) < config.max_sequences and (backlog is None or active.unread < backlog):
-            seq = waiting.peek(self, now, self._tenants.may_start)
+            seq = waiting.peek(self, now, self.tenants.may_start)
             if seq is None:
                 return
-            room = self._blocks.available() - active.promised
+            room = self.blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
             if not self._start(seq, now):
-                inserted = self._prefix.inserted  # before it is looked up: others may use the cache, too
-                self._refusal = Refusal(seq, active.num_gone, room, self._prefix.cached(seq), inserted)
+                inserted = self.prefix.inserted  # before it is looked up: others may use the cache, too
+                self.refusal = Refusal(seq, active.num_gone, room, self.prefix.cached(seq), inserted)
                 return
-            self._refusal = None
+            self.refusal = None
             waiting.remove(seq)
             if waiting.is_aged(seq, now):
                 seq._rank = (0, 0, seq.id)  # none that came later is preferred to it any more
-            self._tenants.start(seq)
-            self._reservations.enter(seq)
+            self.tenants.start(seq)
+            self.reservations.enter(seq)
             seq.num_cached = seq.fed
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING
@@ -95,38 +83,38 @@ class Admission:
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""
-        last = self._refusal
-        if last is None or not len(self._active):
+        last = self.refusal
+        if last is None or not len(self.active):
             return False
-        if seq is not last.seq or self._active.num_gone != last.num_gone or room > last.room:
+        if seq is not last.seq or self.active.num_gone != last.num_gone or room > last.room:
             return False
-        inserted = self._prefix.inserted
+        inserted = self.prefix.inserted
         if inserted != last.inserted:
-            if self._prefix.cached(seq) > last.cached:
+            if self.prefix.cached(seq) > last.cached:
                 return False
-            last.inserted = inserted
+            self.refusal = last._replace(inserted=inserted)
         return True
 
     def _start(self, seq: Sequence, now: int) -> bool:
         """Give `seq` its blocks: cached, left and swapped ones. False, and as before, when it does not fit."""
         fed, had_none = seq.fed, seq.kv is None
         if had_none:
-            self._blocks.open(seq)
-            self._prefix.begin(seq)
-        found = self._prefix.adopt(seq)
+            self.blocks.open(seq)
+            self.prefix.begin(seq)
+        found = self.prefix.adopt(seq)
         if self._fits(seq, now):
-            self._preemption.restore(seq, now)
+            self.preemption.restore(seq, now)
             return True
         if had_none:
-            self._blocks.close([seq])
+            self.blocks.close([seq])
         elif found:
-            self._blocks.truncate(seq, fed)
+            self.blocks.truncate(seq, fed)
         seq.fed = fed
-        seq._published = self._blocks.blocks_for(fed)
+        seq._published = self.blocks.blocks_for(fed)
         return False
 
     def _fits(self, seq: Sequence, now: int) -> bool:
-        blocks, active, config = self._blocks, self._active, self._config
+        blocks, active, config = self.blocks, self.active, self.config
         held = blocks.blocks_for(seq.fed)
         if not len(active):
             # Enough for its first chunk when nothing else runs: a request as large as the pool must start.
@@ -135,7 +123,7 @@ class Admission:
                 end = max(end, seq._swapped.end)
             wanted = blocks.blocks_for(end) - held
             enough = blocks.available({seq.tenant: wanted}) >= wanted
-            return enough or self._preemption.make_room_for(seq, wanted, now)
+            return enough or self.preemption.make_room_for(seq, wanted, now)
         if config.admission == "whole" and active.reserved + blocks.blocks_for(seq.max_tokens) > blocks.capacity:
             return False
         # All of its prompt, beside what prompts already admitted have yet to take: asking for the first chunk alone
@@ -143,4 +131,6 @@ class Admission:
         wanted = blocks.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
             wanted += config.hysteresis * len(active)
-        return blocks.available({seq.tenant: wanted}) - active.promised - wanted >= self._reserve
+        return blocks.available({seq.tenant: wanted}) - active.promised - wanted >= int(
+            blocks.capacity * config.watermark
+        )

@@ -114,7 +114,9 @@ def build_batch(decodes: list[Sequence], prefills: list[Sequence], config: Sched
         prefills = prefills[: len(counts)]
     else:
         counts = share_tokens(most, unread, config)
-    grow = list(map(min, counts, most))
+    grow = counts[:size]
+    if grow != most:  # else no decode lacks a token, and none is over the budget: the common case, and a cheap test
+        grow = list(map(min, grow, most))
     fed = list(map(min, grow, new)) if lookahead else grow
     wants = list(map(ge, fed, new))
     # One new token is the common case, and worth its own branch: a call less for each running sequence.

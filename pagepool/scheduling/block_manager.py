@@ -14,49 +14,7 @@ from pagepool.memory.block_refs import hold
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["BlockManager", "NoBlocks", "open_blocks"]
-
-
-class NoBlocks:
-    """For a scheduler without a pool: everything fits, and sequences have no blocks."""
-
-    num_tokens = 0
-    evicted = 0
-    capacity = 0
-    reservations: Any = None
-
-    def refusal(self, max_tokens: int) -> str | None:
-        return None
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return 0
-
-    def room(self) -> int:
-        return 0
-
-    def available(self, needs: Mapping[Any, int] | None = None) -> int:
-        return 0
-
-    def needs(self, sequences: Iterable[Sequence], counts: Iterable[int]) -> Counter[Any]:
-        return Counter()
-
-    def open(self, seq: Sequence) -> None:
-        return None
-
-    def append(self, sequences: list[Sequence], states: list[Any], counts: list[int]) -> bool:
-        return True
-
-    def truncate(self, seq: Sequence, num_tokens: int) -> None:
-        return None
-
-    def close(self, sequences: Iterable[Sequence]) -> None:
-        return None
-
-    def recount(self, sequences: Iterable[Sequence]) -> None:
-        return None
-
-    def audit(self, states: list[Any]) -> str | None:
-        return None
+__all__ = ["BlockManager", "open_blocks"]
 
 
 class BlockManager:
@@ -65,7 +23,7 @@ class BlockManager:
     `num_tokens` is the sum of `kv.len` over all sequences that have a state; `evicted` counts the cached blocks that
     were evicted for `append`. Blocks that only the prefix cache holds count as free: they are evicted when they are
     needed, but for those that `reservations` keep for other tenants. `held` has the references that are taken and given
-    back within a call.
+    back within a call. Without an allocator everything fits, and sequences have no states.
     """
 
     cache: Any = None  # a `PrefixAdapter`, if there is one
@@ -74,9 +32,11 @@ class BlockManager:
     def __init__(self, allocator: Any, block_size: int) -> None:
         self.allocator = allocator
         self.block_size = block_size
-        self.capacity = allocator.max_capacity
+        self.capacity = 0 if allocator is None else allocator.max_capacity
         self.num_tokens = 0
         self.evicted = 0
+        if allocator is None:
+            return
         self.held = hold(allocator)
         self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
         self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
@@ -84,7 +44,7 @@ class BlockManager:
     def refusal(self, max_tokens: int) -> str | None:
         """Why a sequence of `max_tokens` can never run, or None."""
         needed, capacity = self.blocks_for(max_tokens), self.capacity
-        if needed <= capacity:
+        if needed <= capacity or self.allocator is None:
             return None
         return (
             f"{max_tokens} tokens need {needed} blocks of {self.block_size}, "
@@ -93,10 +53,12 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        return 0 if self.allocator is None else -(-num_tokens // self.block_size)
 
     def room(self) -> int:
         """Blocks that nobody uses: free ones, those that the pool may still grow by, and evictable ones."""
+        if self.allocator is None:
+            return 0
         available: int = self.allocator.available
         return available if self.cache is None else available + self.cache.evictable
 
@@ -108,13 +70,15 @@ class BlockManager:
     def needs(self, sequences: Iterable[Sequence], counts: Iterable[int]) -> Counter[Any]:
         """The new blocks that `append` would take for each tenant, without copies of shared ones."""
         found: Counter[Any] = Counter()
-        for seq, count in zip(sequences, counts, strict=True):
+        for seq, count in zip(sequences, counts, strict=True) if self.allocator is not None else ():
             length = seq.kv.len
             found[seq.tenant] += self.blocks_for(length + count) - self.blocks_for(length)
         return found
 
     def open(self, seq: Sequence) -> None:
         """Give `seq` a state, empty and for at most its `max_tokens`."""
+        if self.allocator is None:
+            return
         state = self._make_state(self.allocator, self.block_size, self.blocks_for(seq.max_tokens))
         state.label = seq.id
         seq.kv = state
@@ -124,7 +88,7 @@ class BlockManager:
 
         All of them, or none and False when the pool is out.
         """
-        while True:
+        while self.allocator is not None:
             try:
                 self._append_batch(states, counts)
             except PoolExhausted:
@@ -137,7 +101,8 @@ class BlockManager:
                     return False
             else:
                 self.num_tokens += sum(counts)
-                return True
+                break
+        return True
 
     def adopt(self, seq: Sequence, blocks: Any) -> None:
         """Let `seq` begin with full blocks that others hold, too, instead of those that it has."""
@@ -164,31 +129,30 @@ class BlockManager:
 
     def recount(self, sequences: Iterable[Sequence]) -> None:
         """Drop what an interrupted call held; `sequences` are all that have states."""
-        self.held.give_back()
+        if self.allocator is not None:
+            self.held.give_back()
         self.num_tokens = sum([seq.kv.len for seq in sequences])
 
     def audit(self, states: list[Any]) -> str | None:
         """The first equation that does not hold, `states` being those of all sequences, or None."""
-        if len(self.held):
+        if self.allocator is not None and len(self.held):
             return f"{len(self.held)} references are held outside of a call"
         if self.num_tokens != sum([state.len for state in states]):
             return f"sequences have {sum([state.len for state in states])} tokens in blocks, not {self.num_tokens}"
         return None
 
 
-def open_blocks(pool: Any, block_size: int) -> BlockManager | NoBlocks:
+def open_blocks(pool: Any, block_size: int) -> BlockManager:
     """The blocks of `pool`: a `KvCachePool`, a `SequencePool` that has one, a `BlockAllocator`, a manager, or None.
 
     A pool with a layout decides the block size; `block_size` serves allocators and flat pools.
     """
-    if pool is None:
-        return NoBlocks()
     if isinstance(pool, BlockManager):
         return pool
     if hasattr(pool, "is_kv_based"):
-        if not pool.is_kv_based:
-            return NoBlocks()
-        pool = pool.kv
+        pool = pool.kv if pool.is_kv_based else None
+    if pool is None:
+        return BlockManager(None, block_size)
     allocator = getattr(pool, "allocator", pool)
     if not hasattr(allocator, "free_count"):
         raise TypeError(f"pool must be a KvCachePool, SequencePool or BlockAllocator, not {type(pool).__name__}")

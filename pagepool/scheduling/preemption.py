@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from pagepool.config import PressureCosts, SchedulerConfig
 from pagepool.errors import SwapError
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.block_manager import BlockManager, NoBlocks
+from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import Rank, SeqState, Sequence
 from pagepool.scheduling.swap import SwapFile, Swapped
@@ -66,6 +67,7 @@ class PressureLog:
         self.blocks[record.rung] += record.blocks
 
 
+@dataclass(eq=False)
 class Preemption:
     """What gives way, in order: cached prefixes that nobody uses; what preempted sequences were left with; then active
     sequences, the greatest rank first. Tenants are left what is reserved for them. Each gives its last blocks, no more
@@ -77,34 +79,25 @@ class Preemption:
     Invariant: for a preempted sequence `fed == kv.len`, 0 without a state, and a ticket holds the tokens that follow.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        waiting: WaitingQueue,
-        active: ActiveSequences,
-        blocks: BlockManager | NoBlocks,
-        prefix: PrefixAdapter,
-        reservations: Reservations,
-        swap: SwapFile | None,
-        log: PressureLog,
-    ) -> None:
-        self._costs = config.costs
+    config: SchedulerConfig
+    waiting: WaitingQueue
+    active: ActiveSequences
+    blocks: BlockManager
+    prefix: PrefixAdapter
+    reservations: Reservations
+    swap: Any  # a `SwapFile`, or None
+    log: PressureLog
+
+    def __post_init__(self) -> None:
         # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
-        self._partial = "partial" in config.ladder or prefix.cache is not None
-        self._waiting = waiting
-        self._active = active
-        self._blocks = blocks
-        self._prefix = prefix
-        self._reservations = reservations
-        self._swap: Any = swap
-        self._log = log
+        self._partial = "partial" in self.config.ladder or self.prefix.cache is not None
         self._now = 0
         self._wanted = 0
-        self._evicted = blocks.evicted  # of which there are records
+        self._evicted = self.blocks.evicted  # of which there are records
 
     def take(self, batch: ScheduledBatch, now: int) -> bool:
         """Take the blocks of `batch`, cached prefixes evicted as needed; False when the pool is out."""
-        sequences, blocks = batch._sequences, self._blocks
+        sequences, blocks = batch._sequences, self.blocks
         taken = blocks.append(sequences, batch.states, batch._grow)
         if blocks.evicted != self._evicted:
             grown = batch._grow if taken else [0] * len(sequences)
@@ -122,14 +115,14 @@ class Preemption:
     def make_room(self, batch: ScheduledBatch, now: int) -> bool:
         """Let others give way until `batch` without them would fit. False when nobody is left who can."""
         pairs = zip(batch._sequences, batch._grow, strict=True)
-        needs = {seq.id: self._blocks.needs([seq], [count]).total() for seq, count in pairs}
-        by_tenant = self._blocks.needs(batch._sequences, batch._grow)
+        needs = {seq.id: self.blocks.needs([seq], [count]).total() for seq, count in pairs}
+        by_tenant = self.blocks.needs(batch._sequences, batch._grow)
         self._now, self._wanted, gave = now, by_tenant.total(), False
         for seq, most in self._victims():
             need = needs.pop(seq.id, 0)
             self._wanted -= need
             by_tenant[seq.tenant] -= need
-            missing = self._wanted - self._blocks.available(by_tenant)
+            missing = self._wanted - self.blocks.available(by_tenant)
             if gave and missing <= 0:
                 break
             self._give_way(seq, min(max(missing, 1), most))
@@ -141,12 +134,12 @@ class Preemption:
         self._now, self._wanted = now, wanted
         needs = {seq.tenant: wanted}
         for other, most in self._victims():
-            missing = wanted - self._blocks.available(needs)
+            missing = wanted - self.blocks.available(needs)
             if missing <= 0:
                 break
             if other is not seq:
                 self._give_way(other, min(missing, most))
-        return self._blocks.available(needs) >= wanted
+        return self.blocks.available(needs) >= wanted
 
     def restore(self, seq: Sequence, now: int) -> None:
         """Bring back what `seq`, whose blocks fit, has in the swap file; what cannot be read will be recomputed."""
@@ -155,14 +148,14 @@ class Preemption:
             return
         first, ticket, end = swapped
         self._now, self._wanted = now, len(ticket.places)
-        if first != seq.fed or not self._blocks.append([seq], [seq.kv], [end - first]):
+        if first != seq.fed or not self.blocks.append([seq], [seq.kv], [end - first]):
             self.forget(seq)  # more of it was found in the prefix cache
             return
         seq._swapped = None
         try:
-            self._swap.load(ticket, seq.kv.blocks[self._blocks.blocks_for(first) :])
+            self.swap.load(ticket, seq.kv.blocks[self.blocks.blocks_for(first) :])
         except SwapError as error:
-            self._blocks.truncate(seq, first)
+            self.blocks.truncate(seq, first)
             self._record("lost", seq.id, len(ticket.places), 0, f"{error}; its tokens are computed again")
         else:
             seq.fed = end
@@ -172,18 +165,18 @@ class Preemption:
         """Drop what `seq` has in the swap file."""
         swapped, seq._swapped = seq._swapped, None
         if swapped is not None:
-            self._swap.drop(swapped.ticket)
+            self.swap.drop(swapped.ticket)
 
     def _victims(self) -> Iterator[tuple[Sequence, int]]:
         """Who gives way, in order, and how many blocks at most. Preempted ones first: they stand still anyhow. Tenants
         are left what is reserved for them; only when nobody else is left, and blocks that the scheduler has not given
         away make the pool too small for what it promised, are they asked for all."""
-        parked = sorted(self._waiting.preempted.values(), key=_rank, reverse=True)
+        parked = sorted(self.waiting.preempted.values(), key=_rank, reverse=True)
         spared = []
-        for seq in [*parked, *self._active.by_rank()[:-1]]:
+        for seq in [*parked, *self.active.by_rank()[:-1]]:
             if seq.kv is None:
                 continue
-            held, above = self._blocks.blocks_for(seq.fed), self._reservations.above(seq.tenant)
+            held, above = self.blocks.blocks_for(seq.fed), self.reservations.above(seq.tenant)
             if above is None or above >= held:
                 yield seq, held
                 continue
@@ -192,33 +185,33 @@ class Preemption:
             spared.append(seq)
         for seq in spared:
             if seq.kv is not None:
-                yield seq, self._blocks.blocks_for(seq.fed)
+                yield seq, self.blocks.blocks_for(seq.fed)
 
     def _give_way(self, seq: Sequence, blocks: int) -> None:
         """Take `blocks` blocks, or all that it has, from the end of `seq`; it waits then, if it was active."""
         size = seq.kv.block_size
-        held = self._blocks.blocks_for(seq.fed)
+        held = self.blocks.blocks_for(seq.fed)
         given = min(blocks, held) if self._partial else held
         keep = (held - given) * size
         # The last token known is always fed again, since its result was not used.
         end = min(seq.fed, seq.total_tokens - 1)
-        free = self._blocks.available()
-        self._prefix.publish(seq, seq.fed)
+        free = self.blocks.available()
+        self.prefix.publish(seq, seq.fed)
         was_active = seq._is_active
         if was_active:
-            self._active.remove(seq)
+            self.active.remove(seq)
         rung, reason = self._choose(seq, keep, end, given)
         if keep:
-            self._blocks.truncate(seq, keep)
+            self.blocks.truncate(seq, keep)
         else:
-            self._blocks.close([seq])
+            self.blocks.close([seq])
         seq.fed = keep
-        seq._published = self._blocks.blocks_for(keep)
+        seq._published = self.blocks.blocks_for(keep)
         if was_active:
             seq.state = SeqState.PREEMPTED
             seq.num_preemptions += 1
-            self._log.num_preemptions += 1
-            self._waiting.push(seq)
+            self.log.num_preemptions += 1
+            self.waiting.push(seq)
         self._record(rung, seq.id, given, free, reason)
 
     def _choose(self, seq: Sequence, keep: int, end: int, blocks: int) -> tuple[str, str]:
@@ -229,12 +222,12 @@ class Preemption:
         way, why = ("partial", "its last blocks are enough") if keep else ("recompute", "all of its blocks are needed")
         if not self._partial:
             why = "the ladder has no partial preemption"
-        if self._swap is not None and end > keep:
-            if not cheaper_to_swap(self._costs, blocks, lost):
+        if self.swap is not None and end > keep:
+            if not cheaper_to_swap(self.config.costs, blocks, lost):
                 why += f"; computing {lost} tokens again costs no more than swapping {blocks} blocks"
             else:
                 try:
-                    ticket = self._swap.store(seq.kv.blocks[keep // size : -(-end // size)], self._blocks)
+                    ticket = self.swap.store(seq.kv.blocks[keep // size : -(-end // size)], self.blocks)
                 except SwapError as error:
                     why += f"; {error}"
                 else:
@@ -246,7 +239,7 @@ class Preemption:
         return way, why
 
     def _record(self, rung: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
-        self._log.add(PressureRecord(self._now, rung, seq_id, blocks, self._wanted, free, reason))
+        self.log.add(PressureRecord(self._now, rung, seq_id, blocks, self._wanted, free, reason))
 
 
 def _rank(seq: Sequence) -> Rank:

@@ -12,7 +12,7 @@ from pagepool.memory.allocator import BlockAllocator
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.block_manager import BlockManager, NoBlocks
+from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["PrefixAdapter", "check_has"]
@@ -40,7 +40,7 @@ class PrefixAdapter:
     ones: such a sequence publishes nothing more until it begins anew.
     """
 
-    def __init__(self, cache: Any, blocks: BlockManager | NoBlocks, outputs: str) -> None:
+    def __init__(self, cache: Any, blocks: BlockManager, outputs: str) -> None:
         self.cache = cache
         self._blocks: Any = blocks
         self._prompts_only = outputs == "end"
@@ -50,7 +50,7 @@ class PrefixAdapter:
             return
         ours = isinstance(getattr(cache, "allocator", None), BlockAllocator)
         check_has(cache, (*NEEDED, "match_held" if ours else "match_prefix"))
-        if not isinstance(blocks, BlockManager):
+        if blocks.allocator is None:
             raise ValueError("a prefix cache needs a pool with blocks")
         if cache.allocator is not blocks.allocator:
             raise ValueError("the prefix cache and the pool must have one allocator")

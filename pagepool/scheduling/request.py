@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Rank", "SeqState", "Sequence"]
@@ -28,6 +29,7 @@ class SeqState(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One sequence. The scheduler makes and changes it; callers read it.
 
@@ -51,80 +53,42 @@ class Sequence:
     Invariant while active: `fed <= total_tokens`; the tokens from `fed` to the end are still to be fed.
     """
 
-    __slots__ = (
-        "_arrived",
-        "_cache_epoch",
-        "_counted",
-        "_group",
-        "_max_output",
-        "_prefill_end",
-        "_published",
-        "_rank",
-        "_row",
-        "_row_end",
-        "_swapped",
-        "cache_priority",
-        "cache_salt",
-        "cache_ttl",
-        "extra_keys",
-        "fed",
-        "id",
-        "kv",
-        "max_tokens",
-        "num_cached",
-        "num_preemptions",
-        "output_tokens",
-        "priority",
-        "prompt_tokens",
-        "state",
-        "stopped",
-        "tenant",
-    )
+    id: int
+    prompt_tokens: list[int]
+    max_tokens: int
+    priority: int = 0
+    tenant: Any = None
+    cache_salt: Any = None
+    extra_keys: tuple[Any, ...] = ()
+    cache_priority: int = 0
+    cache_ttl: float | None = None
+    state: SeqState = field(default=SeqState.WAITING, init=False)
+    output_tokens: list[int] = field(default_factory=list, init=False)
+    stopped: bool = field(default=False, init=False)
+    kv: Any = field(default=None, init=False)
+    fed: int = field(default=0, init=False)
+    num_cached: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    # Its place in every order, and the step in which it came; set by the scheduler.
+    _rank: Rank = field(default=(1, 0, 0), init=False)
+    _arrived: int = field(default=0, init=False)
+    # The most outputs that it may get; what counts as its prompt since it was admitted, recomputed outputs too.
+    _max_output: int = field(init=False)
+    _prefill_end: int = field(init=False)
+    # Whether its tenant's quota counts it, the tenant's number in the prefix cache, its pages in the swap file.
+    _counted: bool = field(default=False, init=False)
+    _group: int = field(default=0, init=False)
+    _swapped: Any = field(default=None, init=False)
+    # For the prefix cache (see prefix_adapter.py): its first `_row_end` tokens as an array, how many of its leading
+    # blocks came from or went to the cache, and how many blocks the cache had been told to forget when it began.
+    _row: Any = field(default=None, init=False)
+    _row_end: int = field(init=False)
+    _published: int = field(default=0, init=False)
+    _cache_epoch: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_tokens: list[int],
-        max_tokens: int,
-        priority: int = 0,
-        tenant: Any = None,
-        cache_salt: Any = None,
-        extra_keys: tuple[Any, ...] = (),
-        cache_priority: int = 0,
-        cache_ttl: float | None = None,
-    ) -> None:
-        self.id = seq_id
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens: list[int] = []
-        self.max_tokens = max_tokens
-        self.priority = priority
-        self.tenant = tenant
-        self.cache_salt = cache_salt
-        self.extra_keys = extra_keys
-        self.cache_priority = cache_priority
-        self.cache_ttl = cache_ttl
-        self.state = SeqState.WAITING
-        self.stopped = False
-        self.kv: Any = None
-        self.num_cached = 0
-        self.num_preemptions = 0
-        self.fed = 0
-        self._max_output = max_tokens - len(prompt_tokens)
-        # What counts as its prompt since it was admitted: outputs too, when they are recomputed.
-        self._prefill_end = len(prompt_tokens)
-        # Its place in every order, and the step in which it came; set by the scheduler.
-        self._rank: Rank = (1, 0, seq_id)
-        self._arrived = 0
-        # Whether its tenant's quota counts it, the tenant's number in the prefix cache, its pages in the swap file.
-        self._counted = False
-        self._group = 0
-        self._swapped: Any = None
-        # For the prefix cache (see prefix_adapter.py): its first `_row_end` tokens as an array, how many of its leading
-        # blocks came from or went to the cache, and how many blocks the cache had been told to forget when it began.
-        self._row: Any = None
-        self._row_end = len(prompt_tokens)
-        self._published = 0
-        self._cache_epoch = 0
+    def __post_init__(self) -> None:
+        self._max_output = self.max_tokens - len(self.prompt_tokens)
+        self._prefill_end = self._row_end = len(self.prompt_tokens)
 
     @property
     def prompt_pos(self) -> int:

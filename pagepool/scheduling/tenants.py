@@ -8,7 +8,7 @@ from typing import Any
 
 from pagepool.config import SchedulerConfig, Tenant
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.block_manager import BlockManager, NoBlocks
+from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.prefix_adapter import PrefixAdapter, check_has
 from pagepool.scheduling.request import SeqState, Sequence
 
@@ -30,7 +30,7 @@ class Tenants:
     keeps its part of the quota, so that it can always come back.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager | NoBlocks) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self._limits = config.tenants
         self._blocks_for = blocks.blocks_for
         self._live: Counter[Any] = Counter()
@@ -137,13 +137,12 @@ class Reservations:
     part goes below.
     """
 
-    def __init__(self, tenants: Mapping[Any, Tenant], blocks: BlockManager | NoBlocks, prefix: PrefixAdapter) -> None:
+    def __init__(self, tenants: Mapping[Any, Tenant], blocks: BlockManager, prefix: PrefixAdapter) -> None:
         self._blocks = blocks
         self._prefix = prefix
-        has_blocks = isinstance(blocks, BlockManager)
-        self._reserved = {
-            tenant: limit.min_blocks for tenant, limit in tenants.items() if limit.min_blocks and has_blocks
-        }
+        self._reserved = {tenant: limit.min_blocks for tenant, limit in tenants.items() if limit.min_blocks}
+        if blocks.allocator is None:
+            self._reserved = {}
         self._total = sum(self._reserved.values())
         if self._total > blocks.capacity:
             raise ValueError(
