@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagepool.config import SchedulerConfig
-from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.batch import Decodes, ScheduledBatch
 from pagepool.scheduling.request import Rank, SeqState, Sequence
 
 __all__ = ["ActiveSequences"]
@@ -37,6 +37,7 @@ class ActiveSequences:
         self._blocks_for = blocks_for
         self._taken: list[Sequence] | None = None  # those that a step by turns has taken out of the ring
         self._prefill_turn = True
+        self._decodes: Decodes | None = None  # those in the ring, until one joins or leaves
         self.ring: deque[Sequence] = deque()
         self.prefills: dict[int, Sequence] = {}
         self.num_gone = 0
@@ -68,6 +69,7 @@ class ActiveSequences:
         self.ring.remove(seq)
         self.reserved -= self._blocks_for(seq.max_tokens)
         self.num_gone += 1
+        self._decodes = None
         if seq.state is PREFILLING:
             del self.prefills[seq.id]
             self._owe(seq, -1)
@@ -76,14 +78,16 @@ class ActiveSequences:
         """All, the greatest rank first: the first is the first to be preempted."""
         return sorted(self.ring, key=_rank, reverse=True)
 
-    def take_turns(self) -> tuple[list[Sequence], list[Sequence]]:
+    def take_turns(self) -> tuple[Decodes, list[Sequence]]:
         """The decodes and the prefills of the next step. When not all have a place, those that have one are out of the
         ring until `put_back`."""
         ring, places, prefills = self.ring, self._places, list(self.prefills.values())
         if self._prefill_first and prefills:
-            return [], prefills
+            return Decodes([]), prefills
         if len(ring) <= places:
-            return [seq for seq in ring if seq.state is DECODING], prefills
+            if self._decodes is None:
+                self._decodes = Decodes([seq for seq in ring if seq.state is DECODING])
+            return self._decodes, prefills
         oldest = prefills[0] if prefills and (places > 1 or self._prefill_turn) else None
         self._taken = taken = [ring.popleft() for _ in range(places)]
         chosen = taken
@@ -92,7 +96,9 @@ class ActiveSequences:
                 # The last one stands back; the oldest prefill keeps its place in the ring as well.
                 ring.appendleft(taken.pop())
             chosen = [oldest, *[seq for seq in taken if seq is not oldest]]
-        return [seq for seq in chosen if seq.state is DECODING], [seq for seq in chosen if seq.state is PREFILLING]
+        self._decodes = None
+        decodes = Decodes([seq for seq in chosen if seq.state is DECODING])
+        return decodes, [seq for seq in chosen if seq.state is PREFILLING]
 
     def put_back(self, scheduled: bool) -> None:
         """Those that `take_turns` took out: to the tail when the step is scheduled, to the head when it is not."""
@@ -115,6 +121,7 @@ class ActiveSequences:
             if seq.fed == seq._prefill_end:
                 seq.state = DECODING
                 del self.prefills[seq.id]
+                self._decodes = None
 
     def summary(self) -> dict[str, Any]:
         """What `Scheduler.check` compares with a ring made anew from the sequences."""

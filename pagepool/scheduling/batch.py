@@ -9,7 +9,7 @@ from typing import Any
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["ScheduledBatch", "build_batch", "share_tokens", "whole_prompts"]
+__all__ = ["Decodes", "ScheduledBatch", "build_batch", "share_tokens", "whole_prompts"]
 
 
 class ScheduledBatch:
@@ -50,6 +50,8 @@ class ScheduledBatch:
     def __init__(
         self,
         sequences: list[Sequence],
+        seq_ids: list[int],
+        states: list[Any],
         tokens: list[list[int]],
         num_tokens: list[int],
         num_decodes: int,
@@ -63,14 +65,14 @@ class ScheduledBatch:
         slot that the token has already.
         """
         size = len(sequences)
-        self.seq_ids = [seq.id for seq in sequences]
+        self.seq_ids = seq_ids
         self.tokens = tokens
         self.num_tokens = num_tokens
         self.lookahead = [0] * size if fed is grow else [a - b for a, b in zip(grow, fed, strict=True)]
         self.num_decodes = num_decodes
         self.is_prefill = [False] * num_decodes + [True] * (size - num_decodes)
         self.wants_token = wants_token
-        self.states = [seq.kv for seq in sequences if seq.kv is not None]
+        self.states = states
         self.total_tokens = sum(num_tokens)
         self._sequences = sequences
         self._grow = grow
@@ -82,7 +84,7 @@ class ScheduledBatch:
     @classmethod
     def empty(cls) -> ScheduledBatch:
         """Returns a batch without sequences."""
-        return cls([], [], [], 0, [], [], [])
+        return cls([], [], [], [], [], 0, [], [], [])
 
     @property
     def is_empty(self) -> bool:
@@ -101,13 +103,25 @@ class ScheduledBatch:
         return f"ScheduledBatch({self.num_decodes} decodes, {prefills} prefills, {self.total_tokens} tokens)"
 
 
-def build_batch(decodes: list[Sequence], prefills: list[Sequence], config: SchedulerConfig) -> ScheduledBatch:
+class Decodes:
+    """Decoding sequences as columns, which are used again in every step until a sequence joins or leaves."""
+
+    __slots__ = ("outputs", "seq_ids", "sequences", "states")
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.seq_ids = [seq.id for seq in sequences]
+        self.states = [seq.kv for seq in sequences if seq.kv is not None]
+        self.outputs = [seq.output_tokens for seq in sequences]
+
+
+def build_batch(decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig) -> ScheduledBatch:
     """The step of these sequences; nothing is changed by it."""
-    size, lookahead = len(decodes), config.lookahead
-    new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes]
-    most = (
-        [count + _slots(seq, count, lookahead) for seq, count in zip(decodes, new, strict=True)] if lookahead else new
-    )
+    size, lookahead = len(decodes.sequences), config.lookahead
+    new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
+    most = new
+    if lookahead:
+        most = [count + _slots(seq, count, lookahead) for seq, count in zip(decodes.sequences, new, strict=True)]
     unread = [seq._prefill_end - seq.fed for seq in prefills]
     if prefills and config.schedule == "prefill-first":
         counts = whole_prompts(unread, config)
@@ -119,18 +133,23 @@ def build_batch(decodes: list[Sequence], prefills: list[Sequence], config: Sched
         grow = list(map(min, grow, most))
     fed = list(map(min, grow, new)) if lookahead else grow
     wants = list(map(ge, fed, new))
-    # One new token is the common case, and worth its own branch: a call less for each running sequence.
-    tokens = [
-        [seq.output_tokens[-1]] if count == 1 else seq._next_tokens(min(count, given))
-        for seq, count, given in zip(decodes, new, fed, strict=True)
-    ]
+    if new.count(1) == size:
+        tokens = [[output[-1]] for output in decodes.outputs]
+    else:
+        rows = zip(decodes.sequences, new, fed, strict=True)
+        tokens = [seq._next_tokens(min(count, given)) for seq, count, given in rows]
+    sequences, seq_ids, states = decodes.sequences.copy(), decodes.seq_ids.copy(), decodes.states.copy()
     for seq, count in zip(prefills, counts[size:], strict=True):
+        sequences.append(seq)
+        seq_ids.append(seq.id)
+        if seq.kv is not None:
+            states.append(seq.kv)
         tokens.append(seq._next_tokens(count))
         wants.append(seq.fed + count == seq.total_tokens)
-    grow += counts[size:]
-    if fed is not grow:
-        fed += counts[size:]
-    return ScheduledBatch(decodes + prefills, tokens, counts, size, wants, grow, fed)
+        grow.append(count)
+        if fed is not grow:
+            fed.append(count)
+    return ScheduledBatch(sequences, seq_ids, states, tokens, counts, size, wants, grow, fed)
 
 
 def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfig) -> list[int]:
@@ -142,13 +161,16 @@ def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfi
     >>> share_tokens([1, 1, 3], [500, 40], SchedulerConfig(max_batch_tokens=100, max_prefill_tokens=64))
     [1, 1, 3, 64, 31]
     """
-    counts, left = [1] * (len(decodes) + len(prefills)), config.max_batch_tokens - len(decodes) - len(prefills)
-    most = [*decodes, *[min(unread, config.max_prefill_tokens) for unread in prefills]]
-    if most.count(1) != len(most):
-        for row, wanted in enumerate(most):
+    counts, left = [1] * len(decodes), config.max_batch_tokens - len(decodes) - len(prefills)
+    if decodes.count(1) != len(decodes):
+        for row, wanted in enumerate(decodes):
             extra = max(0, min(wanted - 1, left))
             counts[row] += extra
             left -= extra
+    for unread in prefills:
+        extra = min(unread - 1, config.max_prefill_tokens - 1, left)
+        counts.append(1 + extra)
+        left -= extra
     return counts
 
 

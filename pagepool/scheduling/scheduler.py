@@ -63,18 +63,14 @@ class Guard:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is None:
-            self.open()
+            self.undo = self.thread = None
+            self.is_cut = False
+            self._token[:] = (True,)
         else:
             self.is_cut = True
 
-    def open(self) -> None:
-        """Let the next call in."""
-        self.undo = self.thread = None
-        self.is_cut = False
-        self._token[:] = [True]
-
     def take_over(self) -> None:
-        """For `recover`: go on with a call that was cut short. RuntimeError when one is under way on another thread."""
+        """Go on with a call that was cut short, until `__exit__`. RuntimeError when another thread is inside one."""
         thread = get_ident()
         if not self._token and not self.is_cut and self.thread not in (None, thread):
             raise RuntimeError(self._reason(thread))
@@ -308,22 +304,25 @@ class Scheduler:
         if batch is not self._out and not all(self._knows(seq) for seq in sequences):
             raise ValueError("the batch is of another scheduler")
         check_results(batch, results, for_cache=self._prefix.cache is not None)
+        drafts = self.config.lookahead > 0
         with self._guard:
-            before = [(len(seq.output_tokens), seq.fed) for seq in sequences]
-            self._guard.undo = partial(self._take_back_tokens, batch, before)
+            num_outputs = [len(seq.output_tokens) for seq in sequences]
+            fed = [seq.fed for seq in sequences] if drafts else []
+            self._guard.undo = partial(self._take_back_tokens, batch, num_outputs, fed)
             ended: list[Sequence] = []
             for seq, result, wants in zip(sequences, results, batch.wants_token, strict=True):
                 if result is None or not wants or seq.state is FINISHED:
                     continue
-                if type(result) is list:
-                    seq.output_tokens += result
+                output = seq.output_tokens
+                if drafts and type(result) is list:
+                    output += result
                     if batch is self._out:
                         seq.fed += len(result) - 1  # the drafts are in the slots that they had
                 elif result >= 0:
-                    seq.output_tokens.append(result)
+                    output.append(result)
                 else:
                     continue
-                if len(seq.output_tokens) >= seq._max_output:
+                if len(output) >= seq._max_output:
                     ended.append(seq)
             batch._committed = True
             self._guard.undo = None
@@ -448,7 +447,7 @@ class Scheduler:
         self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
         guard.undo = None
         self._finish([seq for seq in alive if seq.stopped or seq.at_limit])
-        guard.open()
+        guard.__exit__(None, None, None)
 
     def _close(self, batch: ScheduledBatch) -> None:
         """`batch` was run: slots that were for drafts are taken back, and what it filled can be published."""
@@ -501,11 +500,12 @@ class Scheduler:
         self._tenants.refund(batch)
         self._out = None
 
-    def _take_back_tokens(self, batch: ScheduledBatch, before: list[tuple[int, int]]) -> None:
-        """Not all results of `batch` were taken; `before`: how many outputs each sequence had, and what it was fed."""
-        for seq, (num_outputs, fed) in zip(batch._sequences, before, strict=True):
-            del seq.output_tokens[num_outputs:]
-            seq.fed = fed
+    def _take_back_tokens(self, batch: ScheduledBatch, num_outputs: list[int], fed: list[int]) -> None:
+        """Not all results of `batch` were taken: these are the counts of its sequences from before."""
+        for seq, count in zip(batch._sequences, num_outputs, strict=True):
+            del seq.output_tokens[count:]
+        for seq, count in zip(batch._sequences, fed, strict=False):
+            seq.fed = count
         batch._committed = False
 
     def _mend(self, seq: Sequence, slots: int) -> None:
