@@ -18,7 +18,7 @@ FREE := build/free-threaded
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
-.PHONY: help demo test model-test pressure-test build debug clang bench figures lint docs format san san-c san-python \
+.PHONY: help demo test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
 	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
@@ -108,8 +108,8 @@ format: $(VENV)/.tools  ## write Python as ruff wants it
 	$(VENV)/bin/ruff format .
 
 STEPS ?= 1000000
-pressure-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS steps; SEED=N repeats a run
-	PYTHONPATH=. $(PY) tests/scheduling/pressure_run.py --steps $(STEPS) $(if $(SEED),--seed $(SEED))
+preemption-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS steps; SEED=N repeats a run
+	PYTHONPATH=. $(PY) tests/scheduling/preemption_run.py --steps $(STEPS) $(if $(SEED),--seed $(SEED))
 
 san: san-c san-python san-threads  ## the C stress program, the memory and kernel tests and those of threads, sanitized
 

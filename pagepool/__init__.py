@@ -5,7 +5,7 @@ from pagepool._version import __version__
 from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode
 from pagepool.attention.merge import merge_state, merge_states
-from pagepool.config import KvLayout, PressureCosts, SchedulerConfig, StateLayout, Tenant
+from pagepool.config import KvLayout, PreemptionCosts, SchedulerConfig, StateLayout, Tenant
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_table import PagedSeqState, SequenceHandle
@@ -33,8 +33,8 @@ from pagepool.prefix import (
 )
 from pagepool.recorder import TraceRecorder
 from pagepool.scheduling import (
-    PressureLog,
-    PressureRecord,
+    PreemptionLog,
+    PreemptionRecord,
     ScheduledBatch,
     Scheduler,
     SeqState,
@@ -61,15 +61,15 @@ __all__ = [
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
+    "PreemptionCosts",
+    "PreemptionLog",
+    "PreemptionRecord",
     "PrefixCache",
     "PrefixEvent",
     "PrefixMirror",
     "PrefixPins",
     "PrefixSnapshot",
     "PrefixSpace",
-    "PressureCosts",
-    "PressureLog",
-    "PressureRecord",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",

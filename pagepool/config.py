@@ -11,7 +11,7 @@ import numpy as np
 
 from pagepool.arguments import integer, real
 
-__all__ = ["KV_DTYPES", "KvLayout", "PressureCosts", "SchedulerConfig", "StateLayout", "Tenant"]
+__all__ = ["KV_DTYPES", "KvLayout", "PreemptionCosts", "SchedulerConfig", "StateLayout", "Tenant"]
 
 # Bytes of an element of each dtype that pages may have.
 KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -24,7 +24,7 @@ CHOICES = {
     "admission": ("prompt", "whole"),
     "cache_outputs": ("full", "end"),
 }
-RUNGS = ("partial", "swap")
+PREEMPTION_ACTIONS = ("partial", "swap")
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
 
@@ -165,8 +165,9 @@ class Tenant:
     weight       its share under the policy "fair": twice the weight is served twice the tokens
     max_blocks   its quota: the blocks that all its running requests may ever need together; None: no bound. Cached
                  blocks that nobody uses do not count: they go when others need room
-    min_blocks   its floor: while it holds no more than these, running and cached together, none of its cached blocks is
-                 evicted and none of its sequences gives way for others. A cached block is whose request stored it first
+    min_blocks   the blocks reserved for it: while it holds no more than these, running and cached together, none of its
+                 cached blocks is evicted and none of its sequences is preempted for others. A cached block belongs to
+                 the tenant whose request stored it first
     """
 
     weight: float = 1.0
@@ -180,12 +181,12 @@ class Tenant:
             object.__setattr__(self, "max_blocks", integer("max_blocks", self.max_blocks, 0))
         object.__setattr__(self, "min_blocks", integer("min_blocks", self.min_blocks, 0))
         if self.max_blocks is not None and self.min_blocks > self.max_blocks:
-            raise ValueError(f"a floor of {self.min_blocks} blocks is above the quota of {self.max_blocks}")
+            raise ValueError(f"a reservation of {self.min_blocks} blocks is above the quota of {self.max_blocks}")
 
 
 @dataclass(frozen=True)
-class PressureCosts:
-    """What giving way costs, in microseconds: the table by which the next rung is chosen. `calibrate` measures one.
+class PreemptionCosts:
+    """What preemption costs, in microseconds: the table by which the action is chosen. `calibrate` measures one.
 
     recompute_us_per_token   reading a token again
     swap_us_per_block        writing a block to the swap file and reading it back; None: not known, never swapped
@@ -226,14 +227,14 @@ class SchedulerConfig:
                           soon as they are; "end": when it has ended or given way. Those of prompts always at once
     lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
     tenants               what each tenant may have; one that is not named has no bounds and weight 1
-    ladder                how a sequence may give way, besides being recomputed whole: "partial": it gives only the
+    preemption_actions    how a sequence may give way, besides being recomputed whole: "partial": it gives only the
                           blocks that are needed, from its end, and keeps the others while it waits; with a prefix
                           cache always, whether it is named or not: the cache has what is given, and evicts only what is
                           needed; "swap": what it gives is written to the swap file, if the scheduler has one and
                           `costs` knows that it costs less. Cached prefixes always go first
-    costs                 the table by which the rung is chosen: see `calibrate`
+    costs                 the table by which the action is chosen: see `calibrate`
     hysteresis            blocks per active sequence that must be left over when a preempted sequence comes back
-    max_records           steps down the ladder that `Scheduler.pressure` remembers
+    max_records           records that `Scheduler.preemptions` keeps
     """
 
     max_sequences: int = 32
@@ -250,8 +251,8 @@ class SchedulerConfig:
     cache_outputs: str = "full"
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
-    ladder: tuple[str, ...] = ()
-    costs: PressureCosts = PressureCosts()
+    preemption_actions: tuple[str, ...] = ()
+    costs: PreemptionCosts = PreemptionCosts()
     hysteresis: int = 1
     max_records: int = 1024
 
@@ -271,14 +272,15 @@ class SchedulerConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
-        if isinstance(self.ladder, str) or not isinstance(self.ladder, Iterable):
-            raise TypeError(f"ladder must be a tuple of rungs, not {self.ladder!r}")
-        object.__setattr__(self, "ladder", tuple(self.ladder))
-        for rung in self.ladder:
-            if rung not in RUNGS:
-                raise ValueError(f"a rung of the ladder is {' or '.join(map(repr, RUNGS))}, not {rung!r}")
-        if not isinstance(self.costs, PressureCosts):
-            raise TypeError(f"costs must be a PressureCosts, not {type(self.costs).__name__}")
+        if isinstance(self.preemption_actions, str) or not isinstance(self.preemption_actions, Iterable):
+            raise TypeError(f"preemption_actions must be a tuple of actions, not {self.preemption_actions!r}")
+        object.__setattr__(self, "preemption_actions", tuple(self.preemption_actions))
+        for action in self.preemption_actions:
+            if action not in PREEMPTION_ACTIONS:
+                known = " or ".join(map(repr, PREEMPTION_ACTIONS))
+                raise ValueError(f"each of preemption_actions must be {known}, not {action!r}")
+        if not isinstance(self.costs, PreemptionCosts):
+            raise TypeError(f"costs must be a PreemptionCosts, not {type(self.costs).__name__}")
         if not isinstance(self.tenants, Mapping):
             raise TypeError(f"tenants must map names to Tenants, not be a {type(self.tenants).__name__}")
         object.__setattr__(self, "tenants", dict(self.tenants))

@@ -6,14 +6,14 @@ from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.reference.block_table import PagedSeqState
-from pagepool.reference.ladder import Ladder
+from pagepool.reference.preemption import Preemption
 from pagepool.reference.request import WINDOW, Request, pick
 from pagepool.reference.tenants import Tenants
 
 __all__ = ["Admission"]
 
 
-class Admission(Ladder):
+class Admission(Preemption):
     """From the line to the active ones: `ring`, who has waited longest for a step first, and `admitted`, the same in
     the order of admission. `short`: whose turn it was when one did not fit, how many had gone by then, the room, and
     how much of it was cached."""
@@ -108,7 +108,7 @@ class Admission(Ladder):
             request.kv = None
         elif found:
             request.kv.truncate(fed)
-        request.fed, request.kept = fed, self.blocks_for(fed)
+        request.fed, request.published = fed, self.blocks_for(fed)
         return False
 
     def _open(self, request: Request) -> PagedSeqState:
@@ -129,7 +129,7 @@ class Admission(Ladder):
             request.kv.close()
             request.kv = self._open(request)
             request.kv.adopt(blocks)
-            request.fed, request.kept = request.kv.len, len(blocks)
+            request.fed, request.published = request.kv.len, len(blocks)
             request.epoch = self.cache.forgotten
         self.allocator.free(blocks)
         return found

@@ -22,14 +22,14 @@ class Request:
     priority: int = 0
     tenant: Any = None
     keys: dict[str, Any] = field(default_factory=dict)  # of the prefix cache: salt and extra keys
-    worth: dict[str, Any] = field(default_factory=dict)  # priority, ttl and group of its blocks there
+    cache_value: dict[str, Any] = field(default_factory=dict)  # priority, ttl and group of its blocks there
     arrived: int = 0
     output_tokens: list[int] = field(default_factory=list)
     state: str = "waiting"
     stopped: bool = False
     kv: Any = None
     fed: int = 0
-    kept: int = 0
+    published: int = 0
     epoch: int = 0  # how many blocks the cache had been told to forget when it began
     prefill_end: int = 0
     swapped: tuple[int, list[Any], int] | None = None

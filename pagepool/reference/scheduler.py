@@ -13,7 +13,6 @@ from typing import Any
 from pagepool.config import SchedulerConfig
 from pagepool.reference.admission import Admission
 from pagepool.reference.request import Batch, Request, rank
-from pagepool.reference.shares import decode_rows, share_tokens, whole_prompts
 from pagepool.reference.tenants import Tenants
 
 __all__ = ["Scheduler"]
@@ -60,7 +59,11 @@ class Scheduler(Admission):
         """Queue a request that is known to be right; returns its id."""
         request = Request(self.next_id, list(prompt_tokens), max_tokens, priority or 0, tenant)
         request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
-        request.worth = {"priority": cache_priority, "ttl": cache_ttl, "group": self.tenants.groups.get(tenant, 0)}
+        request.cache_value = {
+            "priority": cache_priority,
+            "ttl": cache_ttl,
+            "group": self.tenants.groups.get(tenant, 0),
+        }
         request.rank = rank(self.config.policy, request)
         request.arrived = self.num_steps
         self.next_id += 1
@@ -161,7 +164,7 @@ class Scheduler(Admission):
                 if batch.is_prefill[row]:
                     count = min(request.fed, len(request.prompt_tokens))
                     self.publish(request, count, self.time)
-            elif request.fed // self.block_size > request.kept and not request.at_limit:
+            elif request.fed // self.block_size > request.published and not request.at_limit:
                 self.publish(request, request.fed, self.time)
 
     def _finish(self, requests: list[Request]) -> None:
@@ -235,3 +238,38 @@ class Scheduler(Admission):
         for request, count in zip(prefills, counts[len(decodes) :], strict=False):
             batch.add(request, count, count, 0, request.fed + count == request.total_tokens)
         return batch
+
+
+def decode_rows(decodes: list[Request], lookahead: int) -> list[tuple[int, int]]:
+    """For each how many tokens it has to feed, and how many slots for drafts it can use: with one token only, and one
+    token comes without a draft."""
+    rows = []
+    for request in decodes:
+        new = request.total_tokens - request.fed
+        most = min(lookahead, request.max_tokens - request.total_tokens - 1)
+        rows.append((new, most if new == 1 else 0))
+    return rows
+
+
+def share_tokens(decodes: list[int], prefills: list[int], config: SchedulerConfig) -> list[int]:
+    """Everyone one token; what is left to decodes that have more to feed, then to prompts, each up to its chunk."""
+    counts, left = [], config.max_batch_tokens - len(decodes) - len(prefills)
+    for most in [*decodes, *(min(unread, config.max_prefill_tokens) for unread in prefills)]:
+        extra = max(0, min(most - 1, left))
+        counts.append(1 + extra)
+        left -= extra
+    return counts
+
+
+def whole_prompts(prefills: list[int], config: SchedulerConfig) -> list[int]:
+    """Whole prompts, in order, while they fit; only the first may be cut."""
+    counts: list[int] = []
+    for unread in prefills[: config.max_batch_sequences]:
+        count = min(unread, config.max_prefill_tokens)
+        left = config.max_batch_tokens - sum(counts)
+        if count > left and counts:
+            break
+        counts.append(min(count, left))
+        if count > left:
+            break
+    return counts

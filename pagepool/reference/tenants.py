@@ -1,4 +1,4 @@
-"""What tenants were served, and what they may hold, in plain Python."""
+"""What tenants were served, how many blocks they may use, and how many are reserved for them, in plain Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Tenants"]
 
 
 class Tenants:
-    """Counters of tokens, quotas and floors; `requests` gives all requests that have not ended."""
+    """Counters of tokens, quotas and reservations; `requests` gives all requests that have not ended."""
 
     def __init__(
         self, config: SchedulerConfig, blocks_for: Callable[[int], int], requests: Callable[[], Iterable[Request]]
@@ -23,8 +23,8 @@ class Tenants:
         self.requests = requests
         self._counters: dict[Any, float] = {}
         self._idle_at = 0.0
-        self.floors = {tenant: limit.min_blocks for tenant, limit in config.tenants.items() if limit.min_blocks}
-        self.groups = {tenant: number for number, tenant in enumerate(self.floors, 1)}
+        self.reserved = {tenant: limit.min_blocks for tenant, limit in config.tenants.items() if limit.min_blocks}
+        self.groups = {tenant: number for number, tenant in enumerate(self.reserved, 1)}
 
     def limit(self, tenant: Any) -> Tenant:
         """What the config says of a tenant."""
@@ -67,8 +67,8 @@ class Tenants:
         return sum(len(kv.blocks) for kv in held) if cache is None else int(cache.count_outside(held))
 
     def above(self, tenant: Any, cache: Any) -> int | None:
-        """By how many blocks it is above its floor; None without one."""
-        if tenant not in self.floors:
+        """By how many blocks it is above its reservation; None without one."""
+        if tenant not in self.reserved:
             return None
         cached = 0 if cache is None else cache.floors.cached(self.groups[tenant])
-        return int(cached) + self.outside(tenant, cache) - self.floors[tenant]
+        return int(cached) + self.outside(tenant, cache) - self.reserved[tenant]

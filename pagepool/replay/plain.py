@@ -31,7 +31,7 @@ class PlainScheduler(reference.Scheduler):
         return len(self.waiting)
 
     def append(self, requests: list[Any], counts: list[int]) -> bool:
-        """See `Ladder`."""
+        """See `Preemption`."""
         before, spent = self.allocator.in_use + self.evicted, self._cache_time()
         start = perf_counter_ns()
         try:

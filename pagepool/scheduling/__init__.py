@@ -1,15 +1,15 @@
 """Continuous batching in plain Python."""
 
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.preemption import PressureLog, PressureRecord, calibrate
+from pagepool.scheduling.preemption import PreemptionLog, PreemptionRecord, calibrate
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.scheduler import Scheduler
 from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.transaction import Transaction
 
 __all__ = [
-    "PressureLog",
-    "PressureRecord",
+    "PreemptionLog",
+    "PreemptionRecord",
     "ScheduledBatch",
     "Scheduler",
     "SeqState",

@@ -10,7 +10,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from pagepool.arguments import integer
-from pagepool.config import PressureCosts, SchedulerConfig
+from pagepool.config import PreemptionCosts, SchedulerConfig
 from pagepool.errors import SwapError
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.batch import ScheduledBatch
@@ -21,23 +21,23 @@ from pagepool.scheduling.swap import SwapFile, Swapped
 from pagepool.scheduling.tenants import Reservations
 from pagepool.scheduling.waiting import WaitingQueue
 
-__all__ = ["Preemption", "PressureLog", "PressureRecord", "calibrate", "cheaper_to_swap"]
+__all__ = ["Preemption", "PreemptionLog", "PreemptionRecord", "calibrate", "cheaper_to_swap"]
 
 
-class PressureRecord(NamedTuple):
+class PreemptionRecord(NamedTuple):
     """One time that something gave way.
 
     step     the number of the `schedule()` call, from 1
-    rung     "evict", "partial", "swap", "recompute"; "restore" and "lost" when a swapped sequence comes back
+    action   "evict", "partial", "swap", "recompute"; "restore" and "lost" when a swapped sequence comes back
     seq_id   who gave way; 0 for cached prefixes
     blocks   how many blocks that one gave; for "restore" and "lost": how many were in the file
     wanted   how many new blocks the step needed; for "restore" and "lost": as `blocks`
     free     how many could be taken before
-    reason   why in this way
+    reason   why this action
     """
 
     step: int
-    rung: str
+    action: str
     seq_id: int
     blocks: int
     wanted: int
@@ -45,26 +45,26 @@ class PressureRecord(NamedTuple):
     reason: str
 
 
-class PressureLog:
+class PreemptionLog:
     """The last records, and totals of all of them.
 
-    records   a deque of `PressureRecord`, the newest last
-    counts    how often each rung was taken
-    blocks    how many blocks each rung gave
+    records   a deque of `PreemptionRecord`, the newest last
+    counts    how often each action was taken
+    blocks    how many blocks each action gave
     num_preemptions  how often an active sequence gave way
     """
 
     def __init__(self, max_records: int) -> None:
-        self.records: deque[PressureRecord] = deque(maxlen=max_records)
+        self.records: deque[PreemptionRecord] = deque(maxlen=max_records)
         self.counts: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()
         self.num_preemptions = 0
 
-    def add(self, record: PressureRecord) -> None:
+    def add(self, record: PreemptionRecord) -> None:
         """Note one record."""
         self.records.append(record)
-        self.counts[record.rung] += 1
-        self.blocks[record.rung] += record.blocks
+        self.counts[record.action] += 1
+        self.blocks[record.action] += record.blocks
 
 
 @dataclass(eq=False)
@@ -86,11 +86,11 @@ class Preemption:
     prefix: PrefixAdapter
     reservations: Reservations
     swap: Any  # a `SwapFile`, or None
-    log: PressureLog
+    log: PreemptionLog
 
     def __post_init__(self) -> None:
         # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
-        self._partial = "partial" in self.config.ladder or self.prefix.cache is not None
+        self._partial = "partial" in self.config.preemption_actions or self.prefix.cache is not None
         self._now = 0
         self._wanted = 0
         self._evicted = self.blocks.evicted  # of which there are records
@@ -200,7 +200,7 @@ class Preemption:
         was_active = seq._is_active
         if was_active:
             self.active.remove(seq)
-        rung, reason = self._choose(seq, keep, end, given)
+        action, reason = self._choose(seq, keep, end, given)
         if keep:
             self.blocks.truncate(seq, keep)
         else:
@@ -212,16 +212,16 @@ class Preemption:
             seq.num_preemptions += 1
             self.log.num_preemptions += 1
             self.waiting.push(seq)
-        self._record(rung, seq.id, given, free, reason)
+        self._record(action, seq.id, given, free, reason)
 
     def _choose(self, seq: Sequence, keep: int, end: int, blocks: int) -> tuple[str, str]:
-        """The rung for the tokens from `keep` to `end`, in `blocks` blocks, with its reason; writes them to the swap
+        """The action for the tokens from `keep` to `end`, in `blocks` blocks, with its reason; writes them to the swap
         file when that is it. What was swapped before stays useful only while no token before it is lost."""
         swapped, size = seq._swapped, seq.kv.block_size
         lost = max(end, 0 if swapped is None else swapped.end) - keep
         way, why = ("partial", "its last blocks are enough") if keep else ("recompute", "all of its blocks are needed")
         if not self._partial:
-            why = "the ladder has no partial preemption"
+            why = "the config has no partial preemption"
         if self.swap is not None and end > keep:
             if not cheaper_to_swap(self.config.costs, blocks, lost):
                 why += f"; computing {lost} tokens again costs no more than swapping {blocks} blocks"
@@ -238,18 +238,18 @@ class Preemption:
         self.forget(seq)
         return way, why
 
-    def _record(self, rung: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
-        self.log.add(PressureRecord(self._now, rung, seq_id, blocks, self._wanted, free, reason))
+    def _record(self, action: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
+        self.log.add(PreemptionRecord(self._now, action, seq_id, blocks, self._wanted, free, reason))
 
 
 def _rank(seq: Sequence) -> Rank:
     return seq._rank
 
 
-def cheaper_to_swap(costs: PressureCosts, blocks: int, lost_tokens: int) -> bool:
+def cheaper_to_swap(costs: PreemptionCosts, blocks: int, lost_tokens: int) -> bool:
     """Whether writing `blocks` to the swap file and back costs less than reading `lost_tokens` again.
 
-    >>> cheaper_to_swap(PressureCosts(recompute_us_per_token=60, swap_us_per_block=500), 2, 32)
+    >>> cheaper_to_swap(PreemptionCosts(recompute_us_per_token=60, swap_us_per_block=500), 2, 32)
     True
     """
     return costs.swap_us_per_block is not None and (
@@ -259,7 +259,7 @@ def cheaper_to_swap(costs: PressureCosts, blocks: int, lost_tokens: int) -> bool
 
 def calibrate(
     swap: SwapFile | None = None, prefill: Callable[[int], Any] | None = None, *, tokens: int = 256, rounds: int = 5
-) -> PressureCosts:
+) -> PreemptionCosts:
     """Measure a cost table on this machine, once, before serving; put it into `SchedulerConfig(costs=...)`.
 
     swap     the swap file of the scheduler: free blocks of its pool are written and read back; None: never swapped
@@ -283,7 +283,7 @@ def calibrate(
             costs["swap_us_per_block"] = _median_us(lambda: swap.load(swap.store(blocks), blocks), rounds) / len(blocks)
         finally:
             allocator.free(blocks)
-    return PressureCosts(**costs)
+    return PreemptionCosts(**costs)
 
 
 def _median_us(run: Callable[[], Any], rounds: int) -> float:

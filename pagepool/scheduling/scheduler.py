@@ -15,7 +15,7 @@ from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch, build_batch
 from pagepool.scheduling.block_manager import open_blocks
 from pagepool.scheduling.policies import POLICIES
-from pagepool.scheduling.preemption import Preemption, PressureLog
+from pagepool.scheduling.preemption import Preemption, PreemptionLog
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.swap import SwapFile
@@ -92,13 +92,13 @@ class Scheduler:
     pool          a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
     prefix_cache  a `PrefixCache` over the same allocator: requests begin with the blocks that it has for their first
                   tokens, and leave their full blocks to it
-    swap          a `SwapFile` over the pool, for the rung "swap" of the config's ladder
+    swap          a `SwapFile` over the pool, for the preemption action "swap" of the config
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
     are freed when a sequence finishes, is removed or is preempted. When the pool runs out, cached prefixes that nobody
     uses go first; then the newest sequence of the lowest priority gives its blocks back, waits at the front and is
-    recomputed later; the oldest always keeps going, so every request ends. `pressure` tells who gave way, and why.
+    recomputed later; the oldest always keeps going, so every request ends. `preemptions` tells who gave way, and why.
 
     One thread at a time may use a scheduler, and a call must not be made from within another one, by a finalizer or a
     signal handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes.
@@ -140,8 +140,8 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         self._blocks = open_blocks(pool, config.block_size)
         self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs)
-        self._swap = swap if "swap" in config.ladder else None
-        self._log = PressureLog(config.max_records)
+        self._swap = swap if "swap" in config.preemption_actions else None
+        self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
         self._next_id = 1
         self._last_time = float("-inf")  # that `schedule` was told
@@ -171,13 +171,13 @@ class Scheduler:
         prompt_tokens  token ids, at least one; copied
         max_tokens     limit of prompt + output
         priority       lower goes first; None is 0; equals go in the order of arrival
-        tenant         who sends it: counters, quotas and floors of the config are per tenant
+        tenant         who sends it: counters, quotas and reservations of the config are per tenant
         cache_salt, extra_keys  as for `PrefixCache.match_prefix`; without a salt tenants share cached blocks
         cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for that policy: the priority
                        of its blocks, and for how long from the step that stored them, in the unit of `schedule(now)`
 
-        Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, when the pool, the
-        tenant's quota or what the floors of other tenants leave could never hold `max_tokens`, or for a cache_priority
+        Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, when `max_tokens`
+        never fit into the pool, the tenant's quota or what is not reserved for other tenants, or for a cache_priority
         or cache_ttl that no cache, or not this one, takes; TypeError for what is no integer. A prompt of exactly
         `max_tokens` leaves nothing to generate: it is finished at once.
         """
@@ -369,7 +369,7 @@ class Scheduler:
         return self._log.num_preemptions
 
     @property
-    def pressure(self) -> PressureLog:
+    def preemptions(self) -> PreemptionLog:
         """What gave way when blocks ran out, and why."""
         return self._log
 
@@ -380,7 +380,8 @@ class Scheduler:
         return self._blocks.num_tokens
 
     def stats(self) -> dict[str, Any]:
-        """Where everything stands, as a dict; `pressure` counts the steps down each rung, `given` their blocks."""
+        """Where everything stands, as a dict; `actions` counts how often each preemption action was taken, `given` the
+        blocks that it gave."""
         blocks = self._blocks
         return {
             "steps": self.num_steps,
@@ -392,7 +393,7 @@ class Scheduler:
             "available": blocks.available(),
             "promised": self._active.promised,
             "preemptions": self.num_preemptions,
-            "pressure": dict(self._log.counts),
+            "actions": dict(self._log.counts),
             "given": dict(self._log.blocks),
         }
 

@@ -145,11 +145,9 @@ class Reservations:
             self._reserved = {}
         self._total = sum(self._reserved.values())
         if self._total > blocks.capacity:
-            raise ValueError(
-                f"the floors of the tenants add up to {self._total} blocks, the pool has {blocks.capacity}"
-            )
+            raise ValueError(f"{self._total} blocks are reserved for tenants, the pool has {blocks.capacity}")
         if len(self._reserved) > MOST_TENANTS:
-            raise ValueError(f"{len(self._reserved)} tenants have floors, at most {MOST_TENANTS} can")
+            raise ValueError(f"{len(self._reserved)} tenants have reservations, at most {MOST_TENANTS} can")
         self._groups = {tenant: number for number, tenant in enumerate(self._reserved, 1)}
         self._sequences: dict[Any, dict[int, Sequence]] = {tenant: {} for tenant in self._reserved}
         if self._reserved and prefix.cache is not None:
@@ -165,7 +163,7 @@ class Reservations:
         needed = self._blocks.blocks_for(max_tokens)
         if not self._reserved or needed <= left:
             return None
-        return f"{max_tokens} tokens need {needed} blocks, the floors of other tenants leave {left}"
+        return f"{max_tokens} tokens need {needed} blocks, what is reserved for other tenants leaves {left}"
 
     def enter(self, seq: Sequence) -> None:
         """`seq` may have blocks from now on."""
@@ -188,7 +186,7 @@ class Reservations:
         """Evictable blocks that are not for a step which needs `needs[tenant]` blocks for each tenant."""
         if not self._reserved or self._prefix.cache is None:
             return 0
-        self._tell_cache()
+        self._reserve()
         spared = self._prefix.cache.floors.spared
         return sum(max(0, spared(group) - needs.get(tenant, 0)) for tenant, group in self._groups.items())
 
@@ -197,7 +195,7 @@ class Reservations:
         cache = self._prefix.cache
         if cache is None:
             return 0
-        self._tell_cache()
+        self._reserve()
         evicted: int = cache.evict(missing)
         for tenant, needed in needs.items():
             if tenant in self._groups and evicted < missing:
@@ -219,7 +217,7 @@ class Reservations:
                 )
         return None
 
-    def _tell_cache(self) -> None:
+    def _reserve(self) -> None:
         """The cache keeps what is reserved, less what is outside of it."""
         for tenant, group in self._groups.items():
             self._prefix.cache.floors.set(group, max(0, self._reserved[tenant] - self._outside(tenant)))

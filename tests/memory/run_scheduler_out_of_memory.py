@@ -18,7 +18,8 @@ class World:
     def __init__(self):
         self.allocator = BlockAllocator(60)
         self.cache = PrefixCache(self.allocator, 4)
-        config = SchedulerConfig(max_batch_tokens=64, max_batch_sequences=8, block_size=4, ladder=("partial",))
+        sizes = {"max_batch_tokens": 64, "max_batch_sequences": 8, "block_size": 4}
+        config = SchedulerConfig(**sizes, preemption_actions=("partial",))
         self.scheduler = Scheduler(config, self.allocator, self.cache)
         self.ids = [self.scheduler.add_request([*range(20), 100 + i], 60) for i in range(7)]
 

@@ -16,8 +16,8 @@ from marked_engine import Engine
 import pagepool.scheduling
 from pagepool import (
     BlockAllocator,
+    PreemptionCosts,
     PrefixCache,
-    PressureCosts,
     Scheduler,
     SchedulerConfig,
     SeqState,
@@ -110,8 +110,8 @@ class World:
         self.cache = PrefixCache(self.allocator, BLOCK, cache_policy) if cache_policy else None
         config = {
             "policy": rng.choice(["priority", "fcfs", "lpm", "fair"]),
-            "ladder": rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
-            "costs": rng.choice([PressureCosts(1, 100), PressureCosts(60, 1)]),
+            "preemption_actions": rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
+            "costs": rng.choice([PreemptionCosts(1, 100), PreemptionCosts(60, 1)]),
             "lookahead": rng.choice([0, 0, 3]),
             "max_batch_sequences": rng.choice([2, 5, 20]),
             "max_wait_steps": rng.choice([None, 12]),
@@ -119,7 +119,7 @@ class World:
             "tenants": rng.choice([{}, TENANTS]),
             **config,
         }
-        self.swap = SwapFile(self.pool, num_blocks=30) if "swap" in config["ladder"] else None
+        self.swap = SwapFile(self.pool, num_blocks=30) if "swap" in config["preemption_actions"] else None
         self.scheduler = Scheduler(
             SchedulerConfig(block_size=BLOCK, watermark=0, max_batch_tokens=24, max_prefill_tokens=12, **config),
             self.pool,
@@ -256,21 +256,33 @@ def test_whatever_is_cut_short_goes_on_after_recover(seed, twice):
 def test_a_preemption_is_cut_short_and_goes_on_after_recover(twice):
     preemptions = 0
     for seed in range(6):
-        ladder = ("partial", "swap") if seed % 2 else ("swap",)
-        config = {"ladder": ladder, "costs": PressureCosts(60, 1), "cache": None, "tenants": {}, "lookahead": 0}
+        actions = ("partial", "swap") if seed % 2 else ("swap",)
+        config = {
+            "preemption_actions": actions,
+            "costs": PreemptionCosts(60, 1),
+            "cache": None,
+            "tenants": {},
+            "lookahead": 0,
+        }
         preemptions += run(seed, twice, max_batch_sequences=20, **config)[1]
     assert preemptions > 30
 
 
 def test_no_ticket_of_the_swap_file_is_lost():
     """Every third instruction of the preemption and the swap file is the one, in a step that swaps."""
-    config = {"ladder": ("swap",), "costs": PressureCosts(60, 1), "cache": None, "tenants": {}, "lookahead": 0}
+    config = {
+        "preemption_actions": ("swap",),
+        "costs": PreemptionCosts(60, 1),
+        "cache": None,
+        "tenants": {},
+        "lookahead": 0,
+    }
     before = None
     for n in range(0, 5000, 3):
         interrupter = Interrupter(("swap.py", "preemption.py"))
         world = World(1, interrupter, max_batch_sequences=20, **config)
         acts = 0
-        while acts != before and not world.scheduler.pressure.counts["swap"]:
+        while acts != before and not world.scheduler.preemptions.counts["swap"]:
             world.act()
             acts += 1
         if before is None:
@@ -279,7 +291,7 @@ def test_no_ticket_of_the_swap_file_is_lost():
         interrupter.left = n
         with suppress(Interrupted):
             world.act()
-            assert world.scheduler.pressure.counts["swap"] and n > 100
+            assert world.scheduler.preemptions.counts["swap"] and n > 100
             return
         world.check()
         world.run_to_end()
@@ -424,7 +436,7 @@ def test_control_c_at_any_time_costs_no_block_and_no_token():
 
     engine = Engine(40)
     cache = PrefixCache(engine.pool.allocator, BLOCK)
-    config = SchedulerConfig(block_size=BLOCK, max_batch_sequences=20, ladder=("partial",), watermark=0)
+    config = SchedulerConfig(block_size=BLOCK, max_batch_sequences=20, preemption_actions=("partial",), watermark=0)
     scheduler = Scheduler(config, engine.pool, cache)
     ids, cut, before = [], 0, signal.signal(signal.SIGALRM, interrupt)
     rng = random.Random(5)

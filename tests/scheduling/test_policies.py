@@ -1,4 +1,4 @@
-"""Policies: who goes next, quotas, floors, the bound on waiting, whole-request admission."""
+"""Policies: who goes next, quotas, reservations, the bound on waiting, whole-request admission."""
 
 from math import ceil
 
@@ -206,7 +206,7 @@ def test_whole_admission_never_preempts():
         ("admission", "all", ValueError),
         ("lookahead", -1, ValueError),
         ("lookahead", 1.5, TypeError),
-        ("ladder", ("jump",), ValueError),
+        ("preemption_actions", ("jump",), ValueError),
         ("tenants", {"a": 3}, TypeError),
         ("hysteresis", -1, ValueError),
     ],

@@ -1,4 +1,4 @@
-"""The scheduler beside the plain one of `reference/`: the same plan, step by step, and the same records of pressure."""
+"""The scheduler beside the plain one of `reference/`: in each step the same plan and the same records of preemption."""
 
 import dataclasses
 import random
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagepool
-from pagepool import KvLayout, PressureCosts, SchedulerConfig, SwapFile, Tenant, reference
+from pagepool import KvLayout, PreemptionCosts, SchedulerConfig, SwapFile, Tenant, reference
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import read_trace
@@ -30,7 +30,7 @@ class World:
         self.outside = []
 
     def records(self):
-        log = self.scheduler.pressure.records if hasattr(self.scheduler, "pressure") else self.scheduler.records
+        log = self.scheduler.preemptions.records if hasattr(self.scheduler, "preemptions") else self.scheduler.records
         return [tuple(record[:6]) for record in log]
 
     def picture(self, batch):
@@ -48,7 +48,7 @@ class World:
         return found, blocks, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
 
     def above(self, tenant):
-        """By how many blocks it is above its floor."""
+        """By how many blocks it is above its reservation."""
         if hasattr(self.scheduler, "tenants"):
             return self.scheduler.tenants.above(tenant, self.cache)
         return self.scheduler._reservations.above(tenant)
@@ -61,7 +61,10 @@ class World:
 
 
 def random_config(rng, num_blocks):
-    floors = {0: Tenant(min_blocks=rng.choice([0, 0, 2, 4])), 1: Tenant(max_blocks=max(2, num_blocks // 2), weight=2.0)}
+    tenants = {
+        0: Tenant(min_blocks=rng.choice([0, 0, 2, 4])),
+        1: Tenant(max_blocks=max(2, num_blocks // 2), weight=2.0),
+    }
     return SchedulerConfig(
         max_sequences=rng.choice([3, 5, 20]),
         max_batch_tokens=rng.choice([7, 16, 40]),
@@ -76,16 +79,16 @@ def random_config(rng, num_blocks):
         admission=rng.choice(["prompt", "prompt", "whole"]),
         cache_outputs=rng.choice(["full", "end"]),
         lookahead=rng.choice([0, 0, 3]),
-        tenants=floors,
-        ladder=rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
-        costs=rng.choice([PressureCosts(60, 1), PressureCosts(1, 100), PressureCosts(10, 45)]),
+        tenants=tenants,
+        preemption_actions=rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
+        costs=rng.choice([PreemptionCosts(60, 1), PreemptionCosts(1, 100), PreemptionCosts(10, 45)]),
         hysteresis=rng.randrange(3),
         max_records=100_000,
     )
 
 
 def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
-    """Both worlds through the same requests; returns how often each rung was taken. `forget`: how often the caches
+    """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
     forget a block, or all, in use or not; `others`: how often somebody else caches a prompt."""
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
@@ -134,7 +137,7 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
             world.cache.reset_prefix_cache()
         world.allocator.check()
         assert world.allocator.in_use == 0
-    return ours.scheduler.pressure.counts
+    return ours.scheduler.preemptions.counts
 
 
 def make_forget(rng, worlds):
@@ -166,7 +169,7 @@ def add(rng, worlds, cache_policy, tenants=(0, 1, None)):
     try:
         seq_id = worlds[0].scheduler.add_request(prompt, len(prompt) + rng.randint(0, 16), **about)
     except ValueError:
-        return  # too large for the pool, the quota or the floors of others
+        return  # too large for the pool, the quota or what is reserved for others
     limit = worlds[0].scheduler.get_sequence(seq_id).max_tokens
     assert worlds[1].scheduler.add_request(prompt, limit, **about) == seq_id
 
@@ -223,15 +226,17 @@ def test_what_comes_back_from_the_swap_file_is_cached_though_the_cache_was_made_
     run(1963, forget=0.1)  # blocks that it had cached before it was swapped counted as lost
 
 
-def test_the_random_runs_take_every_rung():
+def test_the_random_runs_take_every_action():
     taken = sum((run(seed) for seed in range(40)), start=run(40))
-    assert all(taken[rung] > 5 for rung in ("evict", "partial", "swap", "recompute", "restore")), taken
+    assert all(taken[action] > 5 for action in ("evict", "partial", "swap", "recompute", "restore")), taken
 
 
 def test_a_recorded_hour_is_served_alike():
     """The first requests of the bundled trace, as they came, in a pool that is too small for them."""
     trace = read_trace(bundled_trace(), 60)
-    config = SchedulerConfig(max_batch_tokens=256, max_prefill_tokens=128, max_records=10**6, ladder=("partial",))
+    config = SchedulerConfig(
+        max_batch_tokens=256, max_prefill_tokens=128, max_records=10**6, preemption_actions=("partial",)
+    )
     num_blocks = max(trace.prompt) // 16 + 20
     worlds = [api.Scheduler(config, api.BlockAllocator(num_blocks)) for api in (pagepool, reference)]
     assert len(trace) == 60
@@ -245,7 +250,7 @@ def test_a_recorded_hour_is_served_alike():
         for world, batch in zip(worlds, batches, strict=True):
             world.commit(batch, [2] * len(batch))
     assert not worlds[1].has_work and worlds[0].num_steps == worlds[1].num_steps
-    assert [tuple(record[:6]) for record in worlds[0].pressure.records] == worlds[1].records != []
+    assert [tuple(record[:6]) for record in worlds[0].preemptions.records] == worlds[1].records != []
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

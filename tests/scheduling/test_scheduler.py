@@ -379,9 +379,9 @@ def test_what_is_no_config_is_named():
     with pytest.raises(TypeError, match="config must be a SchedulerConfig, not int"):
         Scheduler(3)
     for name, value, sentence in (
-        ("ladder", "swap", "ladder must be a tuple of rungs, not 'swap'"),
-        ("ladder", None, "ladder must be a tuple of rungs, not None"),
-        ("costs", 3, "costs must be a PressureCosts, not int"),
+        ("preemption_actions", "swap", "preemption_actions must be a tuple of actions, not 'swap'"),
+        ("preemption_actions", None, "preemption_actions must be a tuple of actions, not None"),
+        ("costs", 3, "costs must be a PreemptionCosts, not int"),
         ("tenants", [1], "tenants must map names to Tenants, not be a list"),
     ):
         with pytest.raises(TypeError, match=sentence):

@@ -6,9 +6,9 @@ from pagepool import (
     BlockAllocator,
     KvCachePool,
     KvLayout,
+    PreemptionCosts,
     PrefixCache,
     PrefixPins,
-    PressureCosts,
     Scheduler,
     SchedulerConfig,
     SwapFile,
@@ -85,7 +85,7 @@ def test_others_do_too():
     pins = PrefixPins(cache, 2)
     pool = KvCachePool(8, 1)
     for call, words in (
-        (lambda: PressureCosts(None), "recompute_us_per_token must be a number, not None"),
+        (lambda: PreemptionCosts(None), "recompute_us_per_token must be a number, not None"),
         (lambda: Scheduler(None, cache.allocator, 5), "prefix_cache must be a PrefixCache or None, not int: 5"),
         (lambda: SwapFile(pool, num_blocks="2"), "num_blocks must be an integer, not str: '2'"),
         (lambda: calibrate(rounds=None), "rounds must be an integer, not None"),
@@ -130,7 +130,7 @@ def test_a_config_names_what_is_wrong():
         (lambda: SchedulerConfig(watermark=float("nan")), ValueError, "watermark must be a number, not nan"),
         (lambda: Tenant(weight=None), TypeError, "weight must be a number, not None"),
         (lambda: Tenant(min_blocks="2"), TypeError, "min_blocks must be an integer, not str: '2'"),
-        (lambda: PressureCosts(swap_us_per_block=b"1"), TypeError, "swap_us_per_block must be a number, not bytes"),
+        (lambda: PreemptionCosts(swap_us_per_block=b"1"), TypeError, "swap_us_per_block must be a number, not bytes"),
         (lambda: KvLayout(1, 1, 8, block_size=2000), ValueError, "block_size must be from 1 to 1024, not 2000"),
         (lambda: calibrate(tokens=0), ValueError, "tokens must be at least 1, not 0"),
         (lambda: PrefixPins(PrefixCache(BlockAllocator(1)), -1), ValueError, "budget must be at least 0, not -1"),

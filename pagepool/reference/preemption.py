@@ -12,13 +12,13 @@ from pagepool.reference.batch import append_batch
 from pagepool.reference.request import Request
 from pagepool.reference.tenants import Tenants
 
-__all__ = ["Ladder"]
+__all__ = ["Preemption"]
 
 
-class Ladder:
+class Preemption:
     """The blocks of a scheduler: how many there are for whom, and who gives some of them up.
 
-    `records`: step, rung, who, blocks given, blocks wanted, blocks that were there, for each step down.
+    `records`: step, action, who, blocks given, blocks wanted, blocks that were there.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Ladder:
         self.allocator = allocator
         self.block_size = block_size
         self.cache = cache
-        self.swap: Any = swap if "swap" in config.ladder else None
+        self.swap: Any = swap if "swap" in config.preemption_actions else None
         self.tenants = tenants
-        self.partial = "partial" in config.ladder or cache is not None
+        self.partial = "partial" in config.preemption_actions or cache is not None
         self.now = self.wanted = self.evicted = self.num_preemptions = 0
         self.records: list[tuple[int, str, int, int, int, int]] = []
 
@@ -44,12 +44,12 @@ class Ladder:
         return int(self.allocator.available) + evictable
 
     def available(self, needs: dict[Any, int]) -> int:
-        """Those that can be had by who needs `needs[tenant]` blocks: not what the floors of others keep."""
-        self._tell()
-        kept = 0
+        """Those that tenants which need `needs[tenant]` blocks can take: not what is reserved for others."""
+        self._reserve()
+        reserved = 0
         for tenant, group in self.tenants.groups.items() if self.cache is not None else ():
-            kept += max(0, self.cache.floors.spared(group) - needs.get(tenant, 0))
-        return self.room() - kept
+            reserved += max(0, self.cache.floors.spared(group) - needs.get(tenant, 0))
+        return self.room() - reserved
 
     def take(self, requests: list[Request], counts: list[int], now: int) -> bool:
         """Append to all of them, or to none and False; cached blocks are evicted for it."""
@@ -148,12 +148,13 @@ class Ladder:
         full = num_tokens // self.block_size
         if full and request.epoch == self.cache.forgotten:
             tokens, blocks = request.all_tokens[: full * self.block_size], request.kv.blocks[:full]
-            self.cache.cache_blocks(tokens, blocks, **request.keys, **request.worth, now=now)
-        request.kept = full
+            self.cache.cache_blocks(tokens, blocks, **request.keys, **request.cache_value, now=now)
+        request.published = full
 
     def _victims(self, active: list[Request]) -> Iterator[tuple[Request, int]]:
         """Who gives way, and how many blocks at most: preempted ones, then active ones, the greatest rank first, the
-        least never; tenants no lower than their floors, unless nobody else is left."""
+        least never; tenants are left what is
+        reserved for them, unless nobody else is left."""
         everyone = list(self.tenants.requests())
         parked = [request for request in everyone if request.state == "preempted" and request.kv is not None]
         parked.sort(key=lambda request: request.rank, reverse=True)
@@ -181,22 +182,22 @@ class Ladder:
         end = min(request.fed, request.total_tokens - 1)
         free = self.available({})
         self.publish(request, request.fed, self.time)
-        rung = self._choose(request, keep, end, given)
+        action = self._choose(request, keep, end, given)
         if keep:
             request.kv.truncate(keep)
         else:
             request.kv.close()
             request.kv = None
-        request.fed, request.kept = keep, self.blocks_for(keep)
+        request.fed, request.published = keep, self.blocks_for(keep)
         if request.state != "preempted":
             request.state = "preempted"
             request.num_preemptions += 1
             self.num_preemptions += 1
             self.gone(request)
-        self._record(rung, request.id, given, free)
+        self._record(action, request.id, given, free)
 
     def _choose(self, request: Request, keep: int, end: int, blocks: int) -> str:
-        """The rung, after writing to the swap file if that is it."""
+        """The action, after writing to the swap file if that is it."""
         swapped, costs = request.swapped, self.config.costs
         lost = max(end, 0 if swapped is None else swapped[2]) - keep
         is_cheaper = (
@@ -213,7 +214,7 @@ class Ladder:
         return "partial" if keep else "recompute"
 
     def _store(self, blocks: list[int]) -> Any:
-        """The ticket of these blocks; None when the file is full or cannot be written, and the next rung is taken."""
+        """The ticket of these blocks; None when the file is full or cannot be written, and the next action is taken."""
         try:
             return self.swap.store(blocks)
         except SwapError:
@@ -228,23 +229,23 @@ class Ladder:
     def _evict(self, missing: int, needs: Counter[Any]) -> int:
         if self.cache is None:
             return 0
-        self._tell()
+        self._reserve()
         evicted = int(self.cache.evict(missing))
         for tenant, needed in needs.items():
             if tenant in self.tenants.groups and evicted < missing:
                 evicted += int(self.cache.evict(min(needed, missing - evicted), group=self.tenants.groups[tenant]))
         return evicted
 
-    def _tell(self) -> None:
-        """The floors of the cache are those of the tenants, less what they hold outside of it."""
+    def _reserve(self) -> None:
+        """The cache keeps what is reserved for the tenants, less what they hold outside of it."""
         if self.cache is not None:
             for tenant, group in self.tenants.groups.items():
                 outside = self.tenants.outside(tenant, self.cache)
-                self.cache.floors.set(group, max(0, self.tenants.floors[tenant] - outside))
+                self.cache.floors.set(group, max(0, self.tenants.reserved[tenant] - outside))
 
     def _drop(self, tickets: list[Any]) -> None:
         for ticket in tickets:
             self.swap.drop(ticket)
 
-    def _record(self, rung: str, seq_id: int, blocks: int, free: int) -> None:
-        self.records.append((self.now, rung, seq_id, blocks, self.wanted, free))
+    def _record(self, action: str, seq_id: int, blocks: int, free: int) -> None:
+        self.records.append((self.now, action, seq_id, blocks, self.wanted, free))

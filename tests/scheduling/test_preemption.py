@@ -1,4 +1,4 @@
-"""The pressure ladder: only what is needed, the cheapest rung, every step with its reason, nothing lost on the way."""
+"""Preemption: only what is needed, the cheapest action, each one with its reason, nothing lost on the way."""
 
 import os
 import random
@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_engine import LAYOUT, Engine
-from pressure_run import MODES, run
+from preemption_run import MODES, run
 
 from pagepool import (
     InvalidBlock,
     KvCachePool,
     KvLayout,
     PoolExhausted,
+    PreemptionCosts,
     PrefixCache,
-    PressureCosts,
     Scheduler,
     SchedulerConfig,
     SeqState,
@@ -29,8 +29,8 @@ from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.preemption import cheaper_to_swap
 
 BLOCK = LAYOUT.block_size
-CHEAP_SWAP = PressureCosts(recompute_us_per_token=60, swap_us_per_block=1)
-CHEAP_READING = PressureCosts(recompute_us_per_token=1, swap_us_per_block=100)
+CHEAP_SWAP = PreemptionCosts(recompute_us_per_token=60, swap_us_per_block=1)
+CHEAP_READING = PreemptionCosts(recompute_us_per_token=1, swap_us_per_block=100)
 
 
 def make(num_blocks, swap_blocks=0, cache_policy=None, **config):
@@ -48,11 +48,11 @@ def step(scheduler, engine, token=7):
     return batch
 
 
-def until_pressure(scheduler, engine, limit=100):
+def until_preempted(scheduler, engine, limit=100):
     for _ in range(limit):
         step(scheduler, engine)
         if scheduler.num_preemptions:
-            return scheduler.pressure.records[-1]
+            return scheduler.preemptions.records[-1]
     raise AssertionError("nobody gave way")
 
 
@@ -65,12 +65,12 @@ def run_to_end(scheduler, engine, limit=5000):
 
 
 def test_partial_preemption_takes_the_last_blocks_and_only_those_are_read_again():
-    scheduler, engine, _ = make(6, ladder=("partial",))
+    scheduler, engine, _ = make(6, preemption_actions=("partial",))
     for prompt in (7, 10):
         scheduler.add_request(range(prompt), 20)
-    record = until_pressure(scheduler, engine)
+    record = until_preempted(scheduler, engine)
     victim = scheduler.get_sequence(2)
-    assert (record.rung, record.seq_id, record.blocks) == ("partial", 2, 1)
+    assert (record.action, record.seq_id, record.blocks) == ("partial", 2, 1)
     assert victim.state is SeqState.PREEMPTED and victim.fed == victim.kv.len == 8
     scheduler.finish_sequence(1)
     batch = step(scheduler, engine)
@@ -78,71 +78,71 @@ def test_partial_preemption_takes_the_last_blocks_and_only_those_are_read_again(
     assert len(run_to_end(scheduler, engine)) == 2 and engine.pool.allocator.in_use == 0
 
 
-@pytest.mark.parametrize("ladder", [(), ("partial",)])
-def test_with_a_prefix_cache_only_the_last_blocks_are_given_whatever_the_ladder(ladder):
-    scheduler, engine, _ = make(9, 0, "lru", ladder=ladder)
+@pytest.mark.parametrize("actions", [(), ("partial",)])
+def test_with_a_prefix_cache_only_the_last_blocks_are_given_whatever_the_actions(actions):
+    scheduler, engine, _ = make(9, 0, "lru", preemption_actions=actions)
     for head in (0, 100, 200):
         scheduler.add_request(range(head, head + 10), 30)
-    until_pressure(scheduler, engine)
-    [record] = [record for record in scheduler.pressure.records if record.rung != "evict"]
+    until_preempted(scheduler, engine)
+    [record] = [record for record in scheduler.preemptions.records if record.action != "evict"]
     victim = scheduler.get_sequence(record.seq_id)
-    assert (record.rung, record.reason) == ("partial", "its last blocks are enough")
+    assert (record.action, record.reason) == ("partial", "its last blocks are enough")
     assert victim.state is SeqState.PREEMPTED and victim.fed == victim.kv.len > 0
     assert len(run_to_end(scheduler, engine)) == 3
 
 
 def test_what_is_left_of_a_preempted_one_goes_before_another_is_preempted():
-    scheduler, engine, _ = make(9, ladder=("partial",), hysteresis=4)
+    scheduler, engine, _ = make(9, preemption_actions=("partial",), hysteresis=4)
     for _ in range(3):
         scheduler.add_request(range(10), 36)
-    until_pressure(scheduler, engine)
+    until_preempted(scheduler, engine)
     first = scheduler.get_sequence(3)
     assert first.kv is not None
     while scheduler.num_preemptions < 2:
         step(scheduler, engine)
     assert first.kv is None and first.fed == 0
-    gave = [record.seq_id for record in scheduler.pressure.records]
+    gave = [record.seq_id for record in scheduler.preemptions.records]
     assert gave == [3] * (len(gave) - 1) + [2] and len(gave) > 2
     assert len(run_to_end(scheduler, engine)) == 3
 
 
 def test_the_cost_table_chooses_between_the_file_and_reading_again():
     assert cheaper_to_swap(CHEAP_SWAP, 1, 4) and not cheaper_to_swap(CHEAP_READING, 1, 4)
-    assert not cheaper_to_swap(PressureCosts(), 1, 10**9)
-    for costs, ladder, rung in (
+    assert not cheaper_to_swap(PreemptionCosts(), 1, 10**9)
+    for costs, actions, action in (
         (CHEAP_SWAP, ("partial", "swap"), "swap"),
         (CHEAP_READING, ("partial", "swap"), "partial"),
         (CHEAP_READING, ("swap",), "recompute"),
         (CHEAP_SWAP, ("swap",), "swap"),
         (CHEAP_SWAP, (), "recompute"),
     ):
-        scheduler, engine, swap = make(6, 8, costs=costs, ladder=ladder)
+        scheduler, engine, swap = make(6, 8, costs=costs, preemption_actions=actions)
         for prompt in (7, 10):
             scheduler.add_request(range(prompt), 20)
-        record = until_pressure(scheduler, engine)
-        assert record.rung == rung and record.reason and record.step == scheduler.num_steps
+        record = until_preempted(scheduler, engine)
+        assert record.action == action and record.reason and record.step == scheduler.num_steps
         assert len(run_to_end(scheduler, engine)) == 2 and swap.free_blocks == 8
 
 
 def test_a_swapped_sequence_comes_back_without_reading_anything_again():
-    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, ladder=("swap",))
+    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, preemption_actions=("swap",))
     for prompt in (7, 10):
         scheduler.add_request(range(prompt), 20)
-    until_pressure(scheduler, engine)
+    until_preempted(scheduler, engine)
     victim = scheduler.get_sequence(2)
     assert victim.kv is None and swap.free_blocks == 5
     scheduler.finish_sequence(1)
     batch = step(scheduler, engine)  # the engine checks every key
     assert batch.tokens == [[7]] and victim.fed == victim.total_tokens - 1 and swap.free_blocks == 8
-    assert scheduler.pressure.records[-1].rung == "restore"
+    assert scheduler.preemptions.records[-1].action == "restore"
 
 
 @pytest.mark.parametrize("end", ["finish", "remove"])
 def test_one_that_ends_while_it_is_swapped_leaves_nothing_behind(end):
-    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, ladder=("partial", "swap"))
+    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, preemption_actions=("partial", "swap"))
     for prompt in (7, 10):
         scheduler.add_request(range(prompt), 20)
-    until_pressure(scheduler, engine)
+    until_preempted(scheduler, engine)
     assert swap.free_blocks == 7 and scheduler.get_sequence(2).kv is not None
     (scheduler.finish_sequence if end == "finish" else scheduler.remove_sequence)(2)
     scheduler.remove_sequence(1)
@@ -151,10 +151,10 @@ def test_one_that_ends_while_it_is_swapped_leaves_nothing_behind(end):
 
 @pytest.mark.parametrize("harm", ["short", "changed", "closed"])
 def test_a_file_that_does_not_hold_what_was_written_costs_time_and_no_tokens(harm):
-    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, ladder=("swap",))
+    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, preemption_actions=("swap",))
     for prompt in (7, 10):
         scheduler.add_request(range(prompt), 20)
-    until_pressure(scheduler, engine)
+    until_preempted(scheduler, engine)
     if harm == "short":
         os.ftruncate(swap._file, 10)
     elif harm == "changed":
@@ -163,24 +163,24 @@ def test_a_file_that_does_not_hold_what_was_written_costs_time_and_no_tokens(har
         swap.close()
     finished = run_to_end(scheduler, engine)
     assert [len(seq.all_tokens) for seq in finished] == [20, 20]
-    [lost] = [record for record in scheduler.pressure.records if record.rung == "lost"]
+    [lost] = [record for record in scheduler.preemptions.records if record.action == "lost"]
     words = {"short": "ends before", "changed": "was changed", "closed": "closed"}
     assert words[harm] in lost.reason and "computed again" in lost.reason
 
 
-def test_a_full_disk_and_a_full_file_lead_to_the_next_rung(monkeypatch):
-    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, ladder=("swap", "partial"))
+def test_a_full_disk_and_a_full_file_lead_to_the_next_action(monkeypatch):
+    scheduler, engine, swap = make(6, 8, costs=CHEAP_SWAP, preemption_actions=("swap", "partial"))
     monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     for prompt in (7, 10):
         scheduler.add_request(range(prompt), 20)
-    record = until_pressure(scheduler, engine)
-    assert record.rung == "partial" and "No space left on device" in record.reason and swap.free_blocks == 8
+    record = until_preempted(scheduler, engine)
+    assert record.action == "partial" and "No space left on device" in record.reason and swap.free_blocks == 8
     assert len(run_to_end(scheduler, engine)) == 2
-    scheduler, engine, swap = make(6, 1, costs=CHEAP_SWAP, ladder=("swap",))
+    scheduler, engine, swap = make(6, 1, costs=CHEAP_SWAP, preemption_actions=("swap",))
     for prompt in (7, 10):
         scheduler.add_request(range(prompt), 20)
-    record = until_pressure(scheduler, engine)
-    assert record.rung == "recompute" and "3 blocks do not fit into the swap file: 1 are free" in record.reason
+    record = until_preempted(scheduler, engine)
+    assert record.action == "recompute" and "3 blocks do not fit into the swap file: 1 are free" in record.reason
 
 
 def test_pages_go_to_the_file_and_back_to_the_bit():
@@ -233,7 +233,7 @@ def test_calibrate_measures_once_and_leaves_everything_as_it_was():
     costs = calibrate(swap, calls.append, tokens=8, rounds=3)
     assert costs.swap_us_per_block > 0 and costs.recompute_us_per_token > 0 and calls == [8] * 4
     assert engine.pool.allocator.in_use == 0 and swap.free_blocks == 4
-    assert calibrate() == PressureCosts()
+    assert calibrate() == PreemptionCosts()
     engine.pool.allocator.allocate_n(4)
     with pytest.raises(PoolExhausted):
         calibrate(swap)
@@ -244,9 +244,9 @@ def test_records_are_bounded_and_totals_are_not():
     for _ in range(12):
         scheduler.add_request(range(6), 24)
     run_to_end(scheduler, engine)
-    log = scheduler.pressure
+    log = scheduler.preemptions
     assert len(log.records) == 3 and log.counts["recompute"] == scheduler.num_preemptions > 3
-    assert scheduler.stats()["pressure"] == dict(log.counts) and scheduler.stats()["preemptions"] > 3
+    assert scheduler.stats()["actions"] == dict(log.counts) and scheduler.stats()["preemptions"] > 3
 
 
 @settings(max_examples=120, deadline=None)
@@ -263,15 +263,15 @@ def test_records_are_bounded_and_totals_are_not():
     st.randoms(use_true_random=False),
 )
 def test_whoever_gives_way_sees_its_own_keys_again(
-    num_blocks, requests, ladder, swap_blocks, cache_policy, policy, lookahead, admission, floor, rng
+    num_blocks, requests, actions, swap_blocks, cache_policy, policy, lookahead, admission, reserved, rng
 ):
-    """Any mix of rungs, policies, failing files, aborts and foreign holders: the engine checks every key in each step,
-    and the equations hold after it."""
+    """Any mix of actions, policies, failing files, aborts and foreign holders: the engine checks every key in each
+    step, and the equations hold after it."""
     scheduler, engine, swap = make(
         num_blocks,
         swap_blocks,
         cache_policy,
-        ladder=tuple(ladder),
+        preemption_actions=tuple(actions),
         costs=CHEAP_SWAP,
         policy=policy,
         lookahead=lookahead,
@@ -280,10 +280,10 @@ def test_whoever_gives_way_sees_its_own_keys_again(
         max_batch_tokens=12,
         hysteresis=rng.randrange(3),
         cache_outputs=rng.choice(["full", "end"]),
-        tenants={0: Tenant(min_blocks=floor), 1: Tenant(max_blocks=max(2, num_blocks // 2))},
+        tenants={0: Tenant(min_blocks=reserved), 1: Tenant(max_blocks=max(2, num_blocks // 2))},
     )
     allocator = engine.pool.allocator
-    most = {0: num_blocks, 1: min(max(2, num_blocks // 2), num_blocks - floor), 2: num_blocks - floor}
+    most = {0: num_blocks, 1: min(max(2, num_blocks // 2), num_blocks - reserved), 2: num_blocks - reserved}
     todo = [r for r in requests if -(-(r[0] + r[1]) // BLOCK) <= most[r[2]]]
     outside = []
     for number in range(3000):
@@ -336,7 +336,7 @@ def check(scheduler, allocator, swap, outside):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pool_that_is_always_full_keeps_nine_tenths_of_its_throughput(mode):
-    """10,000 steps; `make pressure-test` takes 1,000,000. The time is virtual, and so the same in every run."""
+    """10,000 steps; `make preemption-test` takes 1,000,000. The time is virtual, and so the same in every run."""
     eased, full = (run(5_000, 1, mode, share) for share in (0.8, 1.0))
     assert full.throughput >= 0.9 * eased.throughput
     assert full.preemptions > 100 and full.occupancy > 0.95

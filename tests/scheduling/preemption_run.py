@@ -1,4 +1,4 @@
-"""A pool that is always out of blocks, for as many steps as one likes: python tests/scheduling/pressure_run.py
+"""A pool that is always out of blocks, for as many steps as one likes: python tests/scheduling/preemption_run.py
 
     --steps N       of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
     --mode NAME     recompute, partial, cache, terms or tenants; default: all of them, one after the other
@@ -17,7 +17,7 @@ from pagepool.replay.clock import CostModel
 
 BLOCKS, BLOCK = 256, 16
 COST = CostModel()
-# The eviction policy of the prefix cache, if there is one, the ladder, and who the tenants are. With the policy
+# The eviction policy of the prefix cache, if there is one, the actions, and who the tenants are. With the policy
 # "priority" requests say what their blocks are worth for a while.
 TENANTS = {0: Tenant(min_blocks=64), 1: Tenant(min_blocks=40, max_blocks=180), 2: Tenant(max_blocks=160, weight=2.0)}
 MODES = {
@@ -27,7 +27,7 @@ MODES = {
     "terms": ("priority", (), {}),
     "tenants": ("lru", (), TENANTS),
 }
-RUNGS = ("partial", "swap", "recompute")
+ACTIONS = ("partial", "swap", "recompute")
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Outcome:
     preemptions: int
     occupancy: float
     longest_stay: int  # steps from arrival to the end
-    rungs: dict[str, int]
+    actions: dict[str, int]
 
     @property
     def throughput(self):
@@ -50,7 +50,7 @@ class Outcome:
 
 def run(steps, seed, mode, share):
     """`share`: of the pool, below which a request is added; 1.0 keeps requests waiting all the time."""
-    policy, ladder, tenants = MODES[mode]
+    policy, actions, tenants = MODES[mode]
     rng = random.Random(seed)
     allocator = BlockAllocator(BLOCKS)
     config = SchedulerConfig(
@@ -60,7 +60,7 @@ def run(steps, seed, mode, share):
         max_prefill_tokens=512,
         max_prefill_backlog=512,
         block_size=BLOCK,
-        ladder=ladder,
+        preemption_actions=actions,
         tenants=tenants,
         policy="fair" if tenants else "priority",
         max_records=10_000,
@@ -94,8 +94,8 @@ def run(steps, seed, mode, share):
             finished += 1
             tokens += seq.total_tokens
             longest = max(longest, step - came.pop(seq.id))
-    log = scheduler.pressure
-    assert sum(log.counts[rung] for rung in RUNGS) >= scheduler.num_preemptions
+    log = scheduler.preemptions
+    assert sum(log.counts[action] for action in ACTIONS) >= scheduler.num_preemptions
     assert all(record.reason for record in log.records)
     allocator.check()
     for seq_id in came:
@@ -124,11 +124,11 @@ def main():
                 f"{mode:<14} {share:>4.0%}: {outcome.throughput:7.1f} tokens/s of virtual time, "
                 f"{outcome.occupancy:.1%} of the pool in use, {outcome.finished:,} finished, "
                 f"{outcome.preemptions:,} preempted, longest stay {outcome.longest_stay:,} steps, "
-                f"{outcome.rungs} ({time.perf_counter() - start:.0f} s)",
+                f"{outcome.actions} ({time.perf_counter() - start:.0f} s)",
                 flush=True,
             )
         ratio = results[1.0].throughput / results[0.8].throughput
-        print(f"{mode:<14} throughput at full pressure over that at 80 %: {ratio:.3f}", flush=True)
+        print(f"{mode:<14} throughput of a full pool over that at 80 %: {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Floors of tenants: what running sequences and cached prefixes keep together, whoever else asks."""
+"""Reservations of tenants: what running sequences and cached prefixes keep together, whoever else asks."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def run_to_end(scheduler, limit=5000):
 
 
 @pytest.mark.parametrize("policy", sorted(CACHE_POLICIES))
-def test_a_flood_of_one_tenant_never_takes_the_cached_floor_of_another(policy):
+def test_a_flood_of_one_tenant_never_takes_what_is_reserved_for_another(policy):
     scheduler, cache = make(24, policy, tenants={"quiet": Tenant(min_blocks=8)})
     for head in (1, 2):
         scheduler.add_request([head] * 16, 17, tenant="quiet")
@@ -49,7 +49,7 @@ def test_a_flood_of_one_tenant_never_takes_the_cached_floor_of_another(policy):
     cache.check()
 
 
-def test_without_a_floor_the_flood_takes_all():
+def test_without_a_reservation_the_flood_takes_all():
     scheduler, cache = make(24)
     scheduler.add_request([1] * 16, 17, tenant="quiet")
     run_to_end(scheduler)
@@ -59,33 +59,33 @@ def test_without_a_floor_the_flood_takes_all():
     assert cache.cached_tokens([1] * 16) == 0
 
 
-def test_a_tenants_own_requests_take_its_floor():
+def test_a_tenants_own_requests_take_its_reservation():
     scheduler, cache = make(8, tenants={"a": Tenant(min_blocks=8)})
     for head in range(6):
         scheduler.add_request([head] * 24, 32, tenant="a")
         run_to_end(scheduler)
     assert scheduler.num_preemptions == 0 and cache.floors.cached(1) >= 6
-    with pytest.raises(ValueError, match="4 tokens need 1 blocks, the floors of other tenants leave 0"):
+    with pytest.raises(ValueError, match="4 tokens need 1 blocks, what is reserved for other tenants leaves 0"):
         scheduler.add_request([1], 4, tenant="b")
 
 
 def test_running_and_cached_blocks_count_together():
-    """With 6 cached blocks and a floor of 8, a running sequence of 4 leaves 2 to others, and no more."""
+    """With 6 cached blocks and a reservation of 8, a running sequence of 4 leaves 2 to others, and no more."""
     scheduler, cache = make(16, tenants={"a": Tenant(min_blocks=8)}, max_batch_tokens=64)
     scheduler.add_request([1] * 24, 25, tenant="a")
     run_to_end(scheduler)
     scheduler.add_request([2] * 14, 16, tenant="a")
     scheduler.add_request([3] * 20, 32, tenant="b")
     step(scheduler)
-    # 9 are cached, 3 of them in use, and 1 is not full; of 6 idle ones 4 are for the floor, and 1 is free.
+    # 9 are cached, 3 of them in use, and 1 is not full; of 6 idle ones 4 are reserved, and 1 is free.
     assert (cache.floors.cached(1), scheduler._reservations.above("a"), scheduler._blocks.available()) == (9, 2, 3)
     assert cache.floors.get(1) == 7 and cache.evict(9) == 2
     cache.check()
 
 
-def test_a_floor_spares_the_sequences_of_a_tenant():
-    def victims(ladder=(), **tenants):
-        scheduler, _ = make(12, None, tenants=tenants, ladder=ladder)
+def test_a_reservation_spares_the_sequences_of_a_tenant():
+    def victims(actions=(), **tenants):
+        scheduler, _ = make(12, None, tenants=tenants, preemption_actions=actions)
         for tenant in ("old", "big", "small"):
             scheduler.add_request([1] * 15, 32, tenant=tenant)
         while not scheduler.num_preemptions:
@@ -98,9 +98,9 @@ def test_a_floor_spares_the_sequences_of_a_tenant():
     assert victims(("partial",), small=Tenant(min_blocks=3)) == [0, 1, 1]  # it gives one, and one more was needed
 
 
-def test_a_copy_beside_anothers_cached_block_counts_for_the_floor():
+def test_a_copy_beside_anothers_cached_block_counts_for_the_reservation():
     """Both have read the same tokens at once, and only the first one's blocks are cached. The copies are the second's:
-    with them it is above its floor, and gives before one that is at its own."""
+    with them it is above its reservation, and gives before one that is at its own."""
     tenants = {"copy": Tenant(min_blocks=3), "quiet": Tenant(min_blocks=4)}
     scheduler, cache = make(20, tenants=tenants, max_batch_tokens=512, max_prefill_tokens=512)
     scheduler.add_request([1] * 48, 52)
@@ -117,8 +117,8 @@ def test_a_copy_beside_anothers_cached_block_counts_for_the_floor():
 
 def holding(scheduler, cache, tenant):
     """What the equation says, block by block."""
-    group, floors = scheduler._reservations.group(tenant), scheduler._reservations
-    own = {block for seq in floors._sequences[tenant].values() if seq.kv is not None for block in seq.kv.blocks}
+    group, reservations = scheduler._reservations.group(tenant), scheduler._reservations
+    own = {block for seq in reservations._sequences[tenant].values() if seq.kv is not None for block in seq.kv.blocks}
     return cache.floors.cached(group) + sum(not cache.holds(block) for block in own)
 
 
@@ -131,7 +131,7 @@ def test_what_the_cache_forgets_while_it_is_in_use_counts_on(forget):
     for _ in range(2):
         scheduler.add_request([1] * 15, 40, tenant="a")
         step(scheduler)
-    floors, first, second = scheduler._reservations, *[scheduler.get_sequence(seq_id) for seq_id in (1, 2)]
+    reservations, first, second = scheduler._reservations, *[scheduler.get_sequence(seq_id) for seq_id in (1, 2)]
     assert second.kv.blocks[:3] == first.kv.blocks[:3] and cache.floors.cached(1) == 4
     shared = second.kv.blocks[:3]
     if forget == "reset":
@@ -139,19 +139,19 @@ def test_what_the_cache_forgets_while_it_is_in_use_counts_on(forget):
     else:
         cache.discard(shared)
     held = len({*first.kv.blocks, *second.kv.blocks})
-    assert floors.above("a") + 8 == holding(scheduler, cache, "a") == held
+    assert reservations.above("a") + 8 == holding(scheduler, cache, "a") == held
     scheduler.add_request([1] * 15, 17, tenant="b")
     for _ in range(16):
         step(scheduler)
-        assert floors.above("a") + 8 == holding(scheduler, cache, "a")
+        assert reservations.above("a") + 8 == holding(scheduler, cache, "a")
     assert cache.cached_tokens([1] * 12) == 12
     run_to_end(scheduler)
-    assert floors.above("a") + 8 == cache.floors.cached(1)
+    assert reservations.above("a") + 8 == cache.floors.cached(1)
     cache.check()
 
 
-def test_a_cache_that_has_no_floors_is_refused_where_tenants_have_some():
-    class NoFloors:
+def test_a_cache_that_has_no_reservations_is_refused_where_tenants_have_some():
+    class Without:
         def __init__(self, cache):
             self._cache = cache
 
@@ -161,14 +161,14 @@ def test_a_cache_that_has_no_floors_is_refused_where_tenants_have_some():
             return getattr(self._cache, name)
 
     allocator = BlockAllocator(8)
-    cache = NoFloors(PrefixCache(allocator, BLOCK))
-    with pytest.raises(TypeError, match="prefix_cache must be as a PrefixCache: NoFloors has no floors, count_outside"):
+    cache = Without(PrefixCache(allocator, BLOCK))
+    with pytest.raises(TypeError, match="prefix_cache must be as a PrefixCache: Without has no floors, count_outside"):
         Scheduler(SchedulerConfig(block_size=BLOCK, tenants={"a": Tenant(min_blocks=1)}), allocator, cache)
     Scheduler(SchedulerConfig(block_size=BLOCK, tenants={"a": Tenant(max_blocks=4)}), allocator, cache)
 
 
-def test_a_tenant_gives_no_more_than_what_is_above_its_floor():
-    scheduler, _ = make(12, None, tenants={"c": Tenant(min_blocks=3)}, ladder=("partial",))
+def test_a_tenant_gives_no_more_than_what_is_above_its_reservation():
+    scheduler, _ = make(12, None, tenants={"c": Tenant(min_blocks=3)}, preemption_actions=("partial",))
     for tenant in ("a", "b", "c"):
         scheduler.add_request([1] * 15, 32, tenant=tenant)
     for _ in range(200):
@@ -181,16 +181,16 @@ def test_a_tenant_gives_no_more_than_what_is_above_its_floor():
 
 def test_what_can_never_be_kept_is_refused():
     tenants = {name: Tenant(min_blocks=8) for name in "abc"}
-    with pytest.raises(ValueError, match="the floors of the tenants add up to 24 blocks, the pool has 20"):
+    with pytest.raises(ValueError, match="24 blocks are reserved for tenants, the pool has 20"):
         make(20, tenants=tenants)
-    with pytest.raises(ValueError, match="a floor of 9 blocks is above the quota of 8"):
+    with pytest.raises(ValueError, match="a reservation of 9 blocks is above the quota of 8"):
         Tenant(max_blocks=8, min_blocks=9)
-    with pytest.raises(ValueError, match="255 tenants have floors, at most 254 can"):
+    with pytest.raises(ValueError, match="255 tenants have reservations, at most 254 can"):
         make(300, tenants={number: Tenant(min_blocks=1) for number in range(255)})
     scheduler, _ = make(26, tenants=tenants)
-    with pytest.raises(ValueError, match="44 tokens need 11 blocks, the floors of other tenants leave 10"):
+    with pytest.raises(ValueError, match="44 tokens need 11 blocks, what is reserved for other tenants leaves 10"):
         scheduler.add_request([1], 44, tenant="a")
-    with pytest.raises(ValueError, match="12 tokens need 3 blocks, the floors of other tenants leave 2"):
+    with pytest.raises(ValueError, match="12 tokens need 3 blocks, what is reserved for other tenants leaves 2"):
         scheduler.add_request([1], 12)
     assert scheduler.total_count == 0 and scheduler.add_request([1], 40, tenant="a") == 1
     assert Scheduler(SchedulerConfig(tenants=tenants)).add_request([1], 10**6) == 1  # without a pool there are none
