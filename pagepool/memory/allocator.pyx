@@ -4,6 +4,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
+from cpython.ref cimport _Py_REFCNT
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -561,7 +562,7 @@ cdef class BlockAllocator:
         cdef Link *link = self.head.next
         cdef list found = []
         while link != &self.head:
-            if (<PyObject *>link.sequence).ob_refcnt > 0:
+            if _Py_REFCNT(<PyObject *>link.sequence) > 0:
                 found.append(<object><PyObject *>link.sequence)
             link = link.next
         for known in self.others:
