@@ -33,19 +33,19 @@ cdef extern from *:
     int32_t pp_get_count(int32_t *count) nogil
 
 
-# Of a keeper of blocks, see pagepool.memory.kept; `next` is another keeper's.
-cdef struct KeptCounts:
+# What a prefix cache holds one reference to, see pagepool.memory.cached_refs; `next` is that of another cache.
+cdef struct CachedCounts:
     uint8_t *marks
     int64_t idle[256]
-    KeptCounts *next
+    CachedCounts *next
 
 
 # The count of a block fell to 1, or rose from it.
-cdef inline void count_idle(KeptCounts *kept, int32_t block, int change) noexcept nogil:
-    while kept != NULL:
-        if kept.marks[block]:
-            kept.idle[kept.marks[block]] += change
-        kept = kept.next
+cdef inline void count_idle(CachedCounts *cached, int32_t block, int change) noexcept nogil:
+    while cached != NULL:
+        if cached.marks[block]:
+            cached.idle[cached.marks[block]] += change
+        cached = cached.next
 
 
 # A list through the sequences themselves: entering and leaving cost four stores, and the GIL guards it.
@@ -82,7 +82,7 @@ cdef class BlockAllocator:
     cdef int32_t *c_freed  # == &freed[0]
     cdef int32_t *c_counts  # == &ref_counts[0]
     cdef pp_regions *regions
-    cdef KeptCounts *kept  # of all keepers, with the lock held
+    cdef CachedCounts *cached  # of all prefix caches, with the lock held
     cdef Link head  # of the list of sequences
     cdef Py_ssize_t num_sequences
     cdef list others  # weak references to holders of other types
@@ -150,8 +150,8 @@ cdef class BlockAllocator:
         if count == 0:
             self.c_freed[self.num_freed] = block
             self.num_freed += 1
-        elif count == 1 and self.kept != NULL:
-            count_idle(self.kept, block, 1)
+        elif count == 1 and self.cached != NULL:
+            count_idle(self.cached, block, 1)
         return PP_OK
 
     cdef void c_wait_for_lock(self) noexcept nogil

@@ -261,15 +261,15 @@ cdef class BlockAllocator:
             pp_set_count(&counts[block], count)
             freed[num_freed] = block
             num_freed += count == 0
-            if count == 1 and self.kept != NULL:
-                count_idle(self.kept, block, 1)
+            if count == 1 and self.cached != NULL:
+                count_idle(self.cached, block, 1)
         if done < n:
             for i in range(done - 1, -1, -1):
                 count = counts[blocks[i]]
                 num_freed -= count == 0
                 pp_set_count(&counts[blocks[i]], count + 1)
-                if count == 1 and self.kept != NULL:
-                    count_idle(self.kept, blocks[i], -1)
+                if count == 1 and self.cached != NULL:
+                    count_idle(self.cached, blocks[i], -1)
         self.num_freed = num_freed
         pp_lock_release(&self.lock)
         return PP_OK if done == n else PP_INVALID_BLOCK
@@ -290,16 +290,16 @@ cdef class BlockAllocator:
                 status = PP_OVER_MAXIMUM
                 break
             pp_set_count(&counts[block], count + 1)
-            if count == 1 and self.kept != NULL:
-                count_idle(self.kept, block, -1)
+            if count == 1 and self.cached != NULL:
+                count_idle(self.cached, block, -1)
             i += 1
         if status != PP_OK:
             while i > 0:
                 i -= 1
                 count = counts[blocks[i]] - 1
                 pp_set_count(&counts[blocks[i]], count)
-                if count == 1 and self.kept != NULL:
-                    count_idle(self.kept, blocks[i], 1)
+                if count == 1 and self.cached != NULL:
+                    count_idle(self.cached, blocks[i], 1)
         pp_lock_release(&self.lock)
         return status
 

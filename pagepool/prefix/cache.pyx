@@ -1,6 +1,7 @@
 """PrefixCache: blocks of finished and running prompts, found again by the tokens that they hold."""
 
 cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp
@@ -11,17 +12,16 @@ from pagepool.memory.block_refs cimport HeldBlocks
 from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
 from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.prefix.events cimport Event, EventLog
-from pagepool.prefix.eviction cimport AT_ONCE, CACHED, EvictableBlocks
+from pagepool.prefix.eviction cimport CACHED, CachedBlocks, mark_of
 from pagepool.prefix.expiry_heap cimport time_key
-from pagepool.prefix.radix_tree cimport Node
-from pagepool.prefix.uninterrupted cimport Uninterrupted
+from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
 
 import operator
 
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
-from pagepool.prefix.eviction import POLICIES
+from pagepool.prefix.eviction import POLICIES, CacheFloors
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 
@@ -71,8 +71,7 @@ cdef class PrefixCache:
         self.allocator = allocator
         self.policy = policy
         self.block_size = size
-        self.cached = EvictableBlocks(allocator, size, policy, hash_bits)
-        self.mark = CACHED
+        self.cached = CachedBlocks(allocator, size, policy, hash_bits)
         events = operator.index(max_events)
         if events < 0:
             raise ValueError(f"max_events must be 0 or more, not {events}")
@@ -135,38 +134,48 @@ cdef class PrefixCache:
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, HeldBlocks held):
         """Blocks and number of tokens. All that can fail is done before anything changes."""
         cdef const int32_t[::1] row = token_row(tokens)
-        cdef EvictableBlocks cached = self.cached
+        cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size, num_full = 0, num_found, i
-        cdef int32_t[::1] found
         cdef int32_t node, common = 0
+        cdef int32_t *found
+        cdef Py_buffer view
+        cdef int paused
         key = root_key(cache_salt, extra_keys)
-        cdef Uninterrupted _guard = Uninterrupted()
-        root = cached.table.roots.get(key)
-        if root is not None and row.shape[0]:
-            self.c_reserve_path(n + 1)
-            cached.order.c_reserve(n + 1)
-            num_full = self.c_walk(root, &row[0], n, True)
-            if in_part and num_full * self.block_size < row.shape[0]:
-                node = self.path[num_full - 1] if num_full else root
-                i = num_full * self.block_size
-                self.path[num_full] = cached.table.c_find_part(node, &row[i], row.shape[0] - i, &common)
-        num_found = num_full + (common > 0)
-        blocks = empty(num_found, INT32)
-        result = blocks, num_full * self.block_size + common
-        if num_found:
-            found = blocks
-            if held is not None:
-                held.c_reserve(num_found)
-            for i in range(num_found):
-                found[i] = cached.table.nodes[self.path[i]].block
-            if self.allocator.c_share_n(&found[0], num_found) != PP_OK:
-                raise PoolError("a cached block was freed by someone else, or has all the references a count can hold")
-            if held is not None:
-                held.c_hold(&found[0], num_found)
-            self.c_touch_path(num_found)
-        self.looked_up += n
-        self.hits += num_full
-        return result
+        with cython.critical_section(self):
+            paused = pause_collector()
+            try:
+                root = cached.table.roots.get(key)
+                if root is not None and row.shape[0]:
+                    self.c_reserve_path(n + 1)
+                    cached.order.c_reserve(n + 1)
+                    num_full = cached.table.c_walk(root, &row[0], n, True, self.path)
+                    if in_part and num_full * self.block_size < row.shape[0]:
+                        node = self.path[num_full - 1] if num_full else root
+                        i = num_full * self.block_size
+                        self.path[num_full] = cached.table.c_find_part(node, &row[i], row.shape[0] - i, &common)
+                num_found = num_full + (common > 0)
+                blocks = empty(num_found, INT32)
+                result = blocks, num_full * self.block_size + common
+                if num_found:
+                    if held is not None:
+                        held.c_reserve(num_found)
+                    PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+                    found = <int32_t *>view.buf
+                    PyBuffer_Release(&view)  # the array stays where it is
+                    for i in range(num_found):
+                        found[i] = cached.table.nodes[self.path[i]].block
+                    if self.allocator.c_share_n(found, num_found) != PP_OK:
+                        raise PoolError(
+                            "a cached block was freed by someone else, or has all the references a count can hold"
+                        )
+                    if held is not None:
+                        held.c_hold(found, num_found)
+                    self.c_touch_path(num_found)
+                self.looked_up += n
+                self.hits += num_full
+                return result
+            finally:
+                resume_collector(paused)
 
     def cached_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
         """Returns how many of the first tokens `match_prefix` would find. Changes nothing.
@@ -175,11 +184,13 @@ cdef class PrefixCache:
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size
-        root = self.cached.table.roots.get(root_key(cache_salt, extra_keys))
-        if root is None or n == 0:
-            return 0
-        self.c_reserve_path(n)
-        return self.c_walk(root, &row[0], n, True) * self.block_size
+        key = root_key(cache_salt, extra_keys)
+        with cython.critical_section(self):
+            root = self.cached.table.roots.get(key)
+            if root is None or n == 0:
+                return 0
+            self.c_reserve_path(n)
+            return self.cached.table.c_walk(root, &row[0], n, True, self.path) * self.block_size
 
     def cache_blocks(
         self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0,
@@ -203,24 +214,23 @@ cdef class PrefixCache:
         `TypeError`, `MemoryError`; then nothing has changed.
         """
         cdef const int32_t[::1] row = token_row(tokens)
-        cdef EvictableBlocks cached = self.cached
+        cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         cdef int64_t known = operator.index(start)
-        cdef int level = cached.order.level_of(priority, self.policy), mark = cached.floors.mark_of(group)
+        cdef int level = cached.order.level_of(priority, self.policy), mark = mark_of(group)
         cdef uint64_t end = cached.order.end_of(ttl, now, self.policy)
         if not 0 <= known <= n:
             raise ValueError(f"start must be from 0 to {n}, the number of full blocks, not {known}")
         key = self.cached.table.named_key(root_key(cache_salt, extra_keys))
         if n == 0:
             return 0
-        cdef Uninterrupted _guard
         read_ids(blocks, &ids)
         try:
-            _guard = Uninterrupted()
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
-            return self.keep(key, &row[0], ids.ids, n, known, mark, level, end, beside)
+            with cython.critical_section(self):
+                return self.keep(key, &row[0], ids.ids, n, known, mark, level, end, beside)
         finally:
             release_ids(&ids)
 
@@ -239,7 +249,8 @@ cdef class PrefixCache:
         """
         if now != now:
             raise ValueError("now must be a time, not nan")
-        return self.cached.order.c_expire(time_key(now))
+        with cython.critical_section(self):
+            return self.cached.order.c_expire(time_key(now))
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
         """Passes one prompt through the cache without a sequence; returns how many leading full blocks were cached.
@@ -251,14 +262,19 @@ cdef class PrefixCache:
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, leading = 0
         key = self.cached.table.named_key(root_key(cache_salt, extra_keys))
-        cdef Uninterrupted _guard = Uninterrupted()
-        if n:
-            self.cached.table.reserve(n + 1)
-            self.cached.order.c_reserve(n)
-            leading = self.c_pass(self.cached.table.root(key), &row[0], n)
-        self.looked_up += n
-        self.hits += leading
-        return leading
+        cdef int paused
+        with cython.critical_section(self):
+            paused = pause_collector()
+            try:
+                if n:
+                    self.cached.table.reserve(n + 1)
+                    self.cached.order.c_reserve(n)
+                    leading = self.c_pass(self.cached.table.root(key), &row[0], n)
+                self.looked_up += n
+                self.hits += leading
+                return leading
+            finally:
+                resume_collector(paused)
 
     def evict(self, n, *, group=0):
         """Gives up to n blocks that nobody else holds back to the allocator; returns how many, fewer when it has fewer.
@@ -273,7 +289,9 @@ cdef class PrefixCache:
         number = operator.index(n)
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
-        return self.cached.c_evict(min(number, INT32_MAX), <uint8_t>self.cached.floors.mark_of(group))
+        cdef int mark = mark_of(group)
+        with cython.critical_section(self):
+            return self.cached.c_evict(min(number, INT32_MAX), <uint8_t>mark)
 
     def discard(self, blocks):
         """Forgets these blocks, in use or not; returns how many of them were cached. Ignores other ids.
@@ -292,9 +310,10 @@ cdef class PrefixCache:
         cdef IdArray ids
         cdef int64_t count = 0, i
         read_ids(blocks, &ids)
-        for i in range(ids.count):
-            if 0 <= ids.ids[i] < self.allocator.max_capacity:
-                count += self.cached.c_discard(ids.ids[i])
+        with cython.critical_section(self):
+            for i in range(ids.count):
+                if 0 <= ids.ids[i] < self.allocator.max_capacity:
+                    count += self.cached.c_discard(ids.ids[i])
         release_ids(&ids)
         return count
 
@@ -311,11 +330,13 @@ cdef class PrefixCache:
         >>> [(event.sequence, event.kind, event.block) for event in cache.drain_events()]
         [(1, 'stored', 0), (2, 'removed', 0)]
         """
-        return self.log().drain()
+        with cython.critical_section(self):
+            return self.log().drain()
 
     def snapshot(self):
         """Returns a `PrefixSnapshot` of all that is cached, for a replica. O(nodes). Raises as `drain_events`."""
-        return self.log().snapshot()
+        with cython.critical_section(self):
+            return self.log().snapshot()
 
     cdef int64_t c_next_event(self, Event *event, int32_t *tokens) noexcept nogil:
         if self.cached.log is None:
@@ -333,7 +354,8 @@ cdef class PrefixCache:
         Sequences of a `Scheduler` do not cache again what they held before. The lowest free id is then the next to be
         handed out. O(n log n).
         """
-        self.cached.reset()
+        with cython.critical_section(self):
+            self.cached.reset()
 
     @property
     def label(self):
@@ -342,7 +364,8 @@ cdef class PrefixCache:
 
     def references(self):
         """Returns a list of the ids of its blocks; it holds one reference to each."""
-        return self.cached.list_blocks()
+        with cython.critical_section(self):
+            return self.cached.list_blocks()
 
     @property
     def num_cached(self):
@@ -363,12 +386,12 @@ cdef class PrefixCache:
     @property
     def evictable(self):
         """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
-        return self.cached.floors.c_idle()
+        return self.cached.refs.c_idle(1, self.cached.top)
 
     @property
     def floors(self):
-        """The `CacheFloors`: how many blocks of each group are kept when others need room."""
-        return self.cached.floors
+        """The `CacheFloors`: how many blocks of each group stay when others need room."""
+        return CacheFloors(self.cached, self)
 
     def holds(self, block):
         """Whether the block is cached; False for an id that the allocator does not have."""
@@ -453,7 +476,8 @@ cdef class PrefixCache:
 
         O(nodes + tokens cached). Changes nothing.
         """
-        broken = self.cached.audit()
+        with cython.critical_section(self):
+            broken = self.cached.audit()
         if broken is not None:
             raise PoolError(f"broken invariant: {broken}")
 
@@ -467,73 +491,42 @@ cdef class PrefixCache:
             self.path_room = n
         return 0
 
-    cdef int64_t c_walk(self, int32_t root, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil:
-        """Writes the nodes of the leading blocks to `path`, as far as there are any, or any with a block."""
-        cdef Node *nodes = self.cached.table.nodes
-        cdef int64_t size = self.cached.table.block_size, i = 0, end
-        cdef int32_t node = root
-        while i < n:
-            end = i + self.cached.table.c_follow(node, tokens + i * size, n - i, cached_only)
-            if end == i:
-                node = self.cached.table.c_find(node, tokens + i * size) - 1
-                if node < -1 or (cached_only and nodes[node + 1].block < 0):
-                    return i
-                end = i + 1
-            while i < end:
-                node += 1
-                self.path[i] = node
-                i += 1
-        return n
-
     cdef void c_touch_path(self, int64_t n) noexcept:
-        """All nodes in `path`, from the first to the last; those with ids in a row together."""
-        cdef Node *nodes = self.cached.table.nodes
-        cdef int64_t i = 0, end
-        while i < n:
-            end = i
-            while end < n and self.path[end] == self.path[i] + end - i and not nodes[self.path[end]].held:
-                end += 1
-            if end > i:
-                self.cached.order.c_touch_run(self.path[i], <int32_t>(end - i))
-                i = end
-            else:
-                self.c_touch(self.path[i])
-                i += 1
-
-    cdef void c_touch(self, int32_t node) noexcept:
-        if self.cached.table.nodes[node].held:
-            self.cached.c_relink(node)
-        self.cached.order.c_touch(node)
+        cdef int64_t i
+        for i in range(n):
+            self.cached.c_touch(self.path[i])
 
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
         """Finds or caches a block after the other; the pin on the last node keeps the path to it alive."""
-        cdef int64_t size = self.cached.table.block_size, i, leading = 0
+        cdef CachedBlocks cached = self.cached
+        cdef NodeTable table = cached.table
+        cdef int64_t i, leading = 0
         cdef int32_t node = root, child, block
-        self.cached.c_pin(node)
+        table.c_pin(node)
         for i in range(n):
-            child = self.cached.table.c_find(node, tokens + i * size)
+            child = table.c_find(node, tokens + i * self.block_size)
             if child < 0:
-                self.cached.table.c_add_run(node, tokens + i * size, 1, &child)
-            self.cached.c_pin(child)
-            self.cached.c_unpin(node)
+                child = table.c_add(node, tokens + i * self.block_size)
+            table.c_pin(child)
+            table.c_unpin(node)
             node = child
-            if self.cached.table.nodes[node].block >= 0:
-                self.c_touch(node)
+            if table.nodes[node].block >= 0:
+                cached.c_touch(node)
                 leading += leading == i
-            elif self.cached.kept.c_allocate(CACHED, &block) == PP_OK:
-                self.cached.c_put_run(node, 1, &block)
-            elif self.cached.order.c_refuses(node):
-                self.cached.inserted += 1
-                self.cached.evicted += 1
-            elif self.cached.c_evict(1, CACHED) == 1 and self.cached.kept.c_allocate(CACHED, &block) == PP_OK:
-                self.cached.c_put_run(node, 1, &block)
+            elif cached.refs.c_allocate(CACHED, &block) == PP_OK:
+                cached.c_put(node, block)
+            elif cached.order.c_refuses(node):
+                cached.inserted += 1
+                cached.evicted += 1
+            elif cached.c_evict(1, CACHED) == 1 and cached.refs.c_allocate(CACHED, &block) == PP_OK:
+                cached.c_put(node, block)
             else:
                 break
-        self.cached.c_unpin(node)
+        table.c_unpin(node)
         return leading
 
     cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept:
-        cdef size_t row = self.cached.table.block_size
+        cdef size_t row = self.block_size
         cdef int32_t node
         if n == 0 or <unsigned int>blocks[n - 1] >= <unsigned int>self.allocator.max_capacity:
             return -1
@@ -544,110 +537,81 @@ cdef class PrefixCache:
             return -1
         return node
 
-    cdef void c_add(self, int32_t node, const int32_t *tokens, int64_t n, const int32_t *blocks) noexcept:
-        cdef int64_t size = self.cached.table.block_size, i = 0
-        cdef int32_t first, count
-        while i < n:
-            count = self.cached.table.c_add_run(node, tokens + i * size, min(n - i, <int64_t>AT_ONCE), &first)
-            self.cached.c_put_run(first, count, blocks + i)
-            node = first + count - 1
-            i += count
-
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept:
-        """Whether the node has a block that nobody uses, and the other is somebody's and not cached. A caller that has
-        given back the first of its blocks may give anything for them."""
         cdef int32_t cached = self.cached.table.nodes[node].block
-        if cached < 0 or cached == block or self.stays or self.cached.c_in_use(node):
-            return False
-        if <unsigned int>block >= <unsigned int>self.allocator.max_capacity or self.cached.owners[block]:
+        if cached == block or self.cached.c_in_use(node) or self.cached.owners[block]:
             return False
         return self.allocator.c_ref_count(block) > 0
 
-    cdef inline bint c_takes(self, int64_t i, int64_t known) noexcept:
-        """Whether block i gets a place: behind the `known` nodes, at one without a block, or where one gives way."""
-        return i >= known or self.path[i] < 0 or self.cached.table.nodes[self.path[i]].block < 0
-
-    cdef int64_t c_publish(
-        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
-    ) except -1:
-        """The second half of `path` takes the new blocks. What is known goes on behind the first `start` blocks. In the
-        first half -1 - node is a node whose block gives way."""
-        cdef Node *nodes = self.cached.table.nodes
-        cdef int64_t size = self.cached.table.block_size, known, i, end, failed, fresh = 0
-        cdef int32_t *taken = self.path + n
-        cdef int32_t node = self.c_last_of(root, tokens, blocks, start)
-        cdef pp_status status
-        if node >= 0:
-            tokens += start * size
-            blocks += start
-            n -= start
-        else:
-            start = 0
-            node = root
-        known = self.c_walk(node, tokens, n, False)
-        if known:
-            node = self.path[known - 1]
-        for i in range(n):
-            if i < known and self.c_gives_way(self.path[i], blocks[i]):
-                self.path[i] = -1 - self.path[i]
-            if self.c_takes(i, known):
-                taken[fresh] = blocks[i]
-                fresh += 1
-        status = self.cached.kept.c_keep_n(taken, fresh, self.mark, &failed)
-        if status != PP_OK:
-            for i in range(n):
-                if self.c_takes(i, known):
-                    failed -= 1
-                    if failed < 0:
-                        raise self.refused(start + i, blocks[i], status)
-        fresh = i = 0
-        self.cached.c_pin(node)  # the policy may forget ghosts: whatever is on the path stays
-        while i < known:
-            if self.path[i] < 0:
-                self.cached.c_give_place(-1 - self.path[i], taken[fresh])
-                fresh += 1
-                i += 1
-                continue
-            end = i
-            while end < known and self.path[end] == self.path[i] + end - i and nodes[self.path[end]].block < 0:
-                end += 1
-            if end > i:
-                self.cached.c_put_run(self.path[i], <int32_t>(end - i), taken + fresh)
-                fresh += end - i
-                i = end
-            else:
-                i += 1
-        self.c_add(node, tokens + known * size, n - known, taken + fresh)
-        self.cached.c_unpin(node)
-        return fresh + n - known
-
     cdef int64_t keep(
-        self, tuple key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark, int level,
-        uint64_t end, bint stays
+        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark,
+        int level, uint64_t end, bint beside
     ) except -1:
+        cdef int paused = pause_collector()
         cdef int32_t root
         try:
             self.c_reserve_path(2 * n)
             self.cached.table.reserve(n + 1)
-            self.mark = <uint8_t>mark
-            self.stays = stays
             self.cached.order.priority = level
             self.cached.order.end = end
             self.cached.order.c_reserve(n)
-            root = self.cached.table.root(key)
-            self.cached.c_pin(root)
+            root = self.cached.table.root(named_key)
+            self.cached.table.c_pin(root)
             try:
-                return self.c_publish(root, tokens, blocks, n, start)
+                return self.publish(root, tokens, blocks, n, start, <uint8_t>mark, beside)
             finally:
-                self.cached.c_unpin(root)
+                self.cached.table.c_unpin(root)
         finally:
-            self.mark = CACHED
-            self.stays = False
             self.cached.order.priority = 0
             self.cached.order.end = 0
+            resume_collector(paused)
+
+    cdef int64_t publish(
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, uint8_t mark,
+        bint beside
+    ) except -1:
+        """All references are taken, or none, before anything changes."""
+        cdef CachedBlocks cached = self.cached
+        cdef NodeTable table = cached.table
+        cdef int32_t *taken = self.path + n  # what the cache takes of `blocks`, -1 for each other one
+        cdef int64_t known, i, failed = 0, fresh = 0
+        cdef int32_t node = self.c_last_of(root, tokens, blocks, start), last
+        cdef pp_status status
+        if node < 0:
+            start = 0
+            node = root
+        tokens += start * self.block_size
+        blocks += start
+        n -= start
+        known = table.c_walk(node, tokens, n, False, self.path)
+        for i in range(n):
+            taken[i] = blocks[i]
+            if i < known and table.nodes[self.path[i]].block >= 0:
+                if beside or not self.is_block(blocks[i]) or not self.c_gives_way(self.path[i], blocks[i]):
+                    taken[i] = -1
+            elif not self.is_block(blocks[i]):
+                raise self.refused(start + i, blocks[i], PP_INVALID_BLOCK)
+        status = cached.refs.c_add_n(taken, n, mark, &failed)
+        if status != PP_OK:
+            raise self.refused(start + failed, blocks[failed], status)
+        last = self.path[known - 1] if known else node
+        table.c_pin(last)  # the policy may forget ghosts: whatever is on the path stays
+        for i in range(n):
+            node = self.path[i] if i < known else table.c_add(node, tokens + i * self.block_size)
+            if taken[i] >= 0:
+                fresh += 1
+                if table.nodes[node].block >= 0:
+                    cached.c_give_place(node, taken[i])
+                else:
+                    cached.c_put(node, taken[i])
+        table.c_unpin(last)
+        return fresh
+
+    cdef bint is_block(self, int32_t block) noexcept:
+        return 0 <= block < self.allocator.max_capacity
 
     cdef object refused(self, int64_t i, int32_t block, pp_status status):
-        if block < 0 or block >= self.allocator.max_capacity:
+        if not self.is_block(block):
             return InvalidBlock(f"block {block} is out of range: there are {self.allocator.max_capacity} blocks")
         if status == PP_INVALID_BLOCK:
             return InvalidBlock(f"block {block} cannot be cached: it is free")

@@ -1,20 +1,36 @@
-"""Which node has which block, and who goes when room is needed; what each group keeps. All of it wants the GIL."""
+"""Which block is evicted when room is needed, and what each group of blocks keeps reserved.
+
+A cached block is in use, when somebody else has a reference to it, or evictable. The policy orders both: a block ceases
+to be used when its last user frees it, on any thread, of which the cache is not told. So a node whose block is found in
+use when its turn comes is set aside, and each eviction looks at two of those to see whether they are still used. One
+whose group has no more blocks than it has reserved is set aside as well, until the group has more.
+"""
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.memory.allocator cimport BlockAllocator, pp_get_count
-from pagepool.memory.kept cimport KeptBlocks
+from pagepool.memory.cached_refs cimport CachedRefs
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.events cimport CLEARED, REMOVED, STORED
-from pagepool.prefix.radix_tree cimport Node, NodeTable, list_clear, list_is_sound, list_push, list_remove
+from pagepool.prefix.radix_tree cimport (
+    IN_USE,
+    LISTED,
+    RESERVED,
+    Node,
+    NodeTable,
+    list_clear,
+    list_is_sound,
+    list_push,
+    list_remove,
+)
 
 import operator
 
 from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.policies import ArcPolicy, LfuPolicy, LruPolicy, PriorityPolicy, S3FifoPolicy
 
-__all__ = ["POLICIES", "CacheFloors", "EvictableBlocks"]
+__all__ = ["POLICIES", "CacheFloors", "CachedBlocks"]
 
 POLICIES = {
     "lru": LruPolicy,
@@ -25,199 +41,32 @@ POLICIES = {
     "priority": PriorityPolicy,
 }
 
-cdef int MOST_GROUPS = 255
+cdef enum:
+    MOST_GROUPS = 255
+    AT_ONCE = 64  # references that are dropped with the lock of the allocator taken once
 
 
-@cython.final
-@cython.auto_pickle(False)
-cdef class CacheFloors:
-    """What each group of blocks keeps when others need room: `PrefixCache.floors`.
-
-    A group is a number from 0 to 254, given to `cache_blocks`: a tenant's, or 0 for nobody's. While no more blocks of a
-    group are cached than its floor, `evict` spares them, unless it is for that group: those then go last. A block that
-    was spared goes first as soon as its group has more. All of it is O(1) a block, amortised.
-
-    >>> from pagepool import BlockAllocator, PrefixCache
-    >>> allocator = BlockAllocator(4)
-    >>> cache = PrefixCache(allocator, block_size=1)
-    >>> cache.floors.set(1, 2)
-    >>> for group, token in ((1, 7), (1, 8), (2, 9)):
-    ...     blocks = [allocator.allocate()]
-    ...     kept = cache.cache_blocks([token], blocks, group=group)
-    ...     allocator.free(blocks)
-    >>> cache.floors.evictable(), cache.evict(3), cache.floors.cached(1)
-    (1, 1, 2)
-    >>> cache.evict(3, group=1)
-    2
-    """
-
-    def __cinit__(self, NodeTable table not None, KeptBlocks kept not None):
-        self.table = table
-        self.kept = kept
-        self.top = 1
-        self.c_clear()
-
-    def set(self, group, blocks):
-        """The floor of `group` is `blocks` from now on; 0, as at first: none. Raises `ValueError` for a group that is
-        not from 0 to 254, or a floor below 0."""
-        cdef int mark = self.mark_of(group)
-        cdef Node *nodes = self.table.nodes
-        cdef int64_t over
-        cdef int32_t node
-        floor = operator.index(blocks)
-        if floor < 0:
-            raise ValueError(f"a floor must be 0 blocks or more, not {floor}")
-        self.least[mark] = min(floor, self.kept.allocator.max_capacity)
-        self.top = max(self.top, mark)
-        over = self.cached_blocks[mark] - self.least[mark]
-        while over > 0 and self.aside[mark].size:
-            node = self.aside[mark].head
-            list_remove(&self.aside[mark], nodes, node)
-            nodes[node].held = DUE
-            list_push(&self.due, nodes, node)
-            over -= 1
-
-    def get(self, group):
-        """The floor of `group`. Raises as `set`."""
-        return self.least[self.mark_of(group)]
-
-    def cached(self, group):
-        """How many blocks of `group` are cached, in use or not. Raises as `set`."""
-        return self.cached_blocks[self.mark_of(group)]
-
-    def evictable(self, group=0):
-        """What `evict` could free now, for `group`. O(groups). Raises as `set`."""
-        return self.c_idle() - self.c_protected(self.mark_of(group))
-
-    def spared(self, group):
-        """How many of them are of `group` and spared when others need room. Raises as `set`."""
-        cdef int mark = self.mark_of(group)
-        return self.c_spared(mark)
-
-    cdef int mark_of(self, group) except -1:
-        number = operator.index(group)
-        if not 0 <= number < MOST_GROUPS:
-            raise ValueError(f"a group must be from 0 to {MOST_GROUPS - 1}, not {number}")
-        return number + 1
-
-    cdef void c_added(self, uint8_t mark) noexcept:
-        cdef Node *nodes = self.table.nodes
-        cdef int32_t node
-        self.cached_blocks[mark] += 1
-        self.top = max(self.top, <int>mark)
-        if self.aside[mark].size and self.cached_blocks[mark] > self.least[mark]:
-            node = self.aside[mark].head
-            list_remove(&self.aside[mark], nodes, node)
-            nodes[node].held = DUE
-            list_push(&self.due, nodes, node)
-
-    cdef bint c_protects(self, int32_t node, uint8_t own) noexcept:
-        cdef uint8_t mark = self.kept.counts.marks[self.table.nodes[node].block]
-        return self.cached_blocks[mark] <= self.least[mark] and mark != own
-
-    cdef int32_t c_next_due(self) noexcept:
-        """Those whose group has fallen to its floor again are spared again: once for each time they became due."""
-        cdef int32_t node = self.due.head
-        while node >= 0 and self.c_protects(node, 0):
-            self.c_take_back(node)
-            self.c_spare(node)
-            node = self.due.head
-        return node
-
-    cdef int32_t c_last_resort(self, uint8_t own) noexcept:
-        cdef int mark
-        for mark in range(1, self.top + 1):
-            if self.aside[mark].size and self.cached_blocks[mark] > self.least[mark]:
-                return self.aside[mark].head
-        return self.aside[own].head
-
-    cdef void c_spare(self, int32_t node) noexcept:
-        cdef Node *nodes = self.table.nodes
-        nodes[node].held = SPARED
-        list_push(&self.aside[self.kept.counts.marks[nodes[node].block]], nodes, node)
-
-    cdef void c_take_back(self, int32_t node) noexcept:
-        cdef Node *nodes = self.table.nodes
-        if nodes[node].held == DUE:
-            list_remove(&self.due, nodes, node)
-        else:
-            list_remove(&self.aside[self.kept.counts.marks[nodes[node].block]], nodes, node)
-        nodes[node].held = LINKED
-
-    cdef int64_t c_idle(self) noexcept:
-        cdef int64_t idle = 0
-        cdef int mark
-        for mark in range(1, self.top + 1):
-            idle += self.kept.c_idle(mark)
-        return idle
-
-    cdef int64_t c_spared(self, uint8_t mark) noexcept:
-        """Blocks in use count, and nobody takes them anyhow: the floor less those is what the idle ones are for."""
-        cdef int64_t idle = self.kept.c_idle(mark)
-        return max(<int64_t>0, min(idle, self.least[mark] - (self.cached_blocks[mark] - idle)))
-
-    cdef int64_t c_protected(self, uint8_t own) noexcept:
-        cdef int64_t blocks = 0
-        cdef int mark
-        for mark in range(1, self.top + 1):
-            if self.least[mark] and mark != own:
-                blocks += self.c_spared(mark)
-        return blocks
-
-    cdef int64_t c_num_aside(self) noexcept:
-        cdef int64_t count = self.due.size
-        cdef int mark
-        for mark in range(1, self.top + 1):
-            count += self.aside[mark].size
-        return count
-
-    cdef void c_clear(self) noexcept:
-        cdef int mark
-        list_clear(&self.due)
-        for mark in range(256):
-            self.cached_blocks[mark] = 0
-            list_clear(&self.aside[mark])
-
-    cdef str audit(self):
-        """The first equation that does not hold, as a sentence, or None. O(nodes)."""
-        cdef Node *nodes = self.table.nodes
-        cdef int64_t cached[256]
-        cdef int64_t num_aside = 0
-        cdef int32_t node
-        cdef int mark
-        for mark in range(256):
-            cached[mark] = 0
-        for node in range(self.table.num_made):
-            if nodes[node].block >= 0:
-                cached[self.kept.counts.marks[nodes[node].block]] += 1
-                num_aside += nodes[node].held == SPARED or nodes[node].held == DUE
-        for mark in range(1, 256):
-            if cached[mark] != self.cached_blocks[mark]:
-                return f"{cached[mark]} blocks of group {mark - 1} are cached, not {self.cached_blocks[mark]}"
-            if not list_is_sound(&self.aside[mark], nodes):
-                return f"the list of spared blocks of group {mark - 1} is broken"
-            node = self.aside[mark].head
-            while node >= 0:
-                if nodes[node].held != SPARED or self.kept.counts.marks[nodes[node].block] != mark:
-                    return f"node {node} is not spared for group {mark - 1}"
-                node = nodes[node].next
-        if not list_is_sound(&self.due, nodes):
-            return "the list of blocks that are due is broken"
-        if num_aside != self.c_num_aside():
-            return f"{num_aside} nodes are spared or due, not {self.c_num_aside()}"
-        return None
+cdef int mark_of(group) except -1:
+    number = operator.index(group)
+    if not 0 <= number < MOST_GROUPS:
+        raise ValueError(f"a group must be from 0 to {MOST_GROUPS - 1}, not {number}")
+    return number + 1
 
 
 @cython.no_gc_clear  # __dealloc__ gives blocks back to the allocator
-cdef class EvictableBlocks:
-    """The blocks that a prefix cache holds a reference to. Internal: `PrefixCache` finds and keeps prompts."""
+@cython.final
+cdef class CachedBlocks:
+    """The blocks that a prefix cache holds a reference to. Internal: `PrefixCache` finds prompts and keeps blocks."""
 
     def __cinit__(self, BlockAllocator allocator not None, int32_t block_size, str policy not None, int hash_bits):
-        list_clear(&self.held)
+        cdef int mark
+        list_clear(&self.in_use)
+        for mark in range(256):
+            list_clear(&self.reserved[mark])
+        self.top = CACHED
         self.allocator = allocator
-        self.kept = KeptBlocks(allocator)
+        self.refs = CachedRefs(allocator)
         self.table = NodeTable(block_size, hash_bits)
-        self.floors = CacheFloors(self.table, self.kept)
         self.order = POLICIES[policy](self.table, allocator.max_capacity)
         self.owners_memory = PageBuffer(allocator.max_capacity, "i")
         self.owners = <int32_t *>self.owners_memory.base
@@ -227,23 +76,27 @@ cdef class EvictableBlocks:
         if self.owners != NULL:
             for node in range(self.table.num_made):
                 if self.table.nodes[node].block >= 0:
-                    self.kept.c_drop(self.table.nodes[node].block)
+                    self.refs.c_drop_n(&self.table.nodes[node].block, 1)
 
     cdef int reset(self) except -1:
         """Drops every reference, the highest id first: the lowest is the next to be handed out."""
         cdef int32_t block
+        cdef int mark
         blocks = self.list_blocks()
         blocks.sort(reverse=True)
         for block in blocks:
             self.owners[block] = 0
-            self.kept.c_drop(block)
+            self.refs.c_drop_n(&block, 1)
         if self.log is not None:
             self.log.c_add(CLEARED, -1, -1)
         self.cleared += self.num_cached
         self.forgotten += self.num_cached
         self.num_cached = 0
-        list_clear(&self.held)
-        self.floors.c_clear()
+        self.num_reserved = 0
+        list_clear(&self.in_use)
+        for mark in range(256):
+            self.cached[mark] = 0
+            list_clear(&self.reserved[mark])
         self.order.c_clear()
         self.table.c_clear()
         return 0
@@ -253,38 +106,33 @@ cdef class EvictableBlocks:
         cdef int32_t node
         return [nodes[node].block for node in range(self.table.num_made) if nodes[node].block >= 0]
 
-    cdef void c_pin(self, int32_t node) noexcept:
-        self.table.nodes[node].num_children += 1
+    cdef uint8_t c_mark_of(self, int32_t node) noexcept:
+        return self.refs.counts.marks[self.table.nodes[node].block]
 
-    cdef void c_unpin(self, int32_t node) noexcept:
-        self.table.nodes[node].num_children -= 1
-        self.table.c_collect(node)
+    cdef bint c_in_use(self, int32_t node) noexcept:
+        return pp_get_count(&self.allocator.c_counts[self.table.nodes[node].block]) > 1
 
-    cdef void c_relink(self, int32_t node) noexcept:
-        if self.table.nodes[node].held == HELD:
-            self.table.nodes[node].held = LINKED
-            list_remove(&self.held, self.table.nodes, node)
-        else:
-            self.floors.c_take_back(node)
-        self.order.c_link(node)
+    cdef void c_put(self, int32_t node, int32_t block) noexcept:
+        cdef uint8_t mark = self.refs.counts.marks[block]
+        self.table.nodes[node].block = block
+        self.owners[block] = node + 1
+        self.cached[mark] += 1
+        self.top = max(self.top, <int>mark)
+        self.num_cached += 1
+        self.inserted += 1
+        if self.log is not None:
+            self.log.c_add(STORED, node, block)
+        self.order.c_insert(node)
 
-    cdef void c_put_run(self, int32_t first, int32_t n, const int32_t *blocks) noexcept:
-        cdef Node *nodes = self.table.nodes + first
-        cdef int32_t i
-        for i in range(n):
-            nodes[i].block = blocks[i]
-            self.owners[blocks[i]] = first + i + 1
-            self.floors.c_added(self.kept.counts.marks[blocks[i]])
-            if self.log is not None:
-                self.log.c_add(STORED, first + i, blocks[i])
-        self.num_cached += n
-        self.inserted += n
-        self.order.c_insert_run(first, n)
+    cdef void c_touch(self, int32_t node) noexcept:
+        if self.table.nodes[node].place != LISTED:
+            self.c_bring_back(node)
+        self.order.c_touch(node)
 
     cdef void c_give_place(self, int32_t node, int32_t block) noexcept:
-        """It stays whose it was, where it is among those that go, and in its list: for the policy nothing happens."""
+        """Group and list are those of the node: to the policy nothing happens."""
         cdef int32_t old = self.table.nodes[node].block
-        self.kept.c_mark(block, self.kept.counts.marks[old])
+        self.refs.c_mark(block, self.c_mark_of(node))
         self.table.nodes[node].block = block
         self.owners[block] = node + 1
         self.owners[old] = 0
@@ -293,149 +141,220 @@ cdef class EvictableBlocks:
             self.log.c_add(STORED, node, block)
         self.inserted += 1
         self.cleared += 1
-        self.kept.c_drop(old)
+        self.refs.c_drop_n(&old, 1)
 
-    cdef int32_t c_drop_run(self, int32_t node, int64_t most, uint8_t own) noexcept:
-        """The policy may forget ghosts meanwhile, these among them: all are pinned until they have been dropped."""
-        cdef Node *nodes = self.table.nodes
-        cdef int64_t *cached = self.floors.cached_blocks
-        cdef const int64_t *least = self.floors.least
-        cdef const uint8_t *marks = self.kept.counts.marks
-        cdef int32_t blocks[AT_ONCE]
-        cdef int32_t step = 1, n = 1, done = 0, next = node, block = nodes[node].block, i
-        cdef uint8_t mark
-        if most > 1 and self.floors.due.size == 0:
-            n = self.order.c_victims(node, <int32_t>min(most, <int64_t>AT_ONCE), &step)
-        while True:
-            blocks[done] = block
-            nodes[next].block = -1
-            nodes[next].num_children += 1
-            self.owners[block] = 0
-            cached[marks[block]] -= 1
-            if self.log is not None:
-                self.log.c_add(REMOVED, next, block)
-            done += 1
-            next += step
-            if done == n:
-                break
-            block = nodes[next].block
-            mark = marks[block]
-            if pp_get_count(&self.allocator.c_counts[block]) > 1 or (cached[mark] <= least[mark] and mark != own):
-                break
-            if self.held.size and self.c_held_returns(2):
-                break
-        self.num_cached -= done
-        self.evicted += done
-        self.order.c_evicted_run(node, done, step)
-        for i in range(done):
-            next = node + i * step
-            nodes[next].num_children -= 1
-            if nodes[next].num_children == 0 and not nodes[next].ghost:
-                self.table.c_collect(next)
-        self.kept.c_drop_n(blocks, done)
-        return done
+    cdef int32_t c_drop(self, int32_t node) noexcept:
+        """The policy may forget ghosts meanwhile, and this node is one then: the pin keeps it."""
+        cdef int32_t block = self.table.nodes[node].block
+        self.cached[self.c_mark_of(node)] -= 1
+        self.table.nodes[node].block = -1
+        self.owners[block] = 0
+        self.num_cached -= 1
+        if self.log is not None:
+            self.log.c_add(REMOVED, node, block)
+        self.table.c_pin(node)
+        self.order.c_evicted(node)
+        self.table.c_unpin(node)
+        return block
 
     cdef bint c_discard(self, int32_t block) noexcept:
-        """For the policy it is an eviction like any other."""
+        """To the policy it is an eviction like any other."""
         cdef int32_t node = self.owners[block] - 1
         if node < 0:
             return False
-        if self.table.nodes[node].held:
-            self.c_relink(node)
-        self.c_drop_run(node, 1, 0)
-        self.evicted -= 1
+        if self.table.nodes[node].place != LISTED:
+            self.c_bring_back(node)
+        block = self.c_drop(node)
+        self.refs.c_drop_n(&block, 1)
         self.cleared += 1
         self.forgotten += 1
         return True
 
-    cdef bint c_in_use(self, int32_t node) noexcept:
-        return pp_get_count(&self.allocator.c_counts[self.table.nodes[node].block]) > 1
+    cdef void c_set_aside(self, int32_t node, uint8_t place) noexcept:
+        self.order.c_unlink(node)
+        self.table.nodes[node].place = place
+        if place == IN_USE:
+            list_push(&self.in_use, self.table.nodes, node)
+        else:
+            list_push(&self.reserved[self.c_mark_of(node)], self.table.nodes, node)
+            self.num_reserved += 1
 
-    cdef bint c_held_returns(self, int32_t most) noexcept:
-        cdef Node *nodes = self.table.nodes
-        cdef int32_t node = self.held.head
-        most = min(most, self.held.size)
-        for _ in range(most):
-            if not self.c_in_use(node):
-                return True
-            node = nodes[node].next
-        for _ in range(most):
-            node = self.held.head
-            list_remove(&self.held, nodes, node)
-            list_push(&self.held, nodes, node)
-        return False
+    cdef void c_bring_back(self, int32_t node) noexcept:
+        if self.table.nodes[node].place == IN_USE:
+            list_remove(&self.in_use, self.table.nodes, node)
+        else:
+            list_remove(&self.reserved[self.c_mark_of(node)], self.table.nodes, node)
+            self.num_reserved -= 1
+        self.table.nodes[node].place = LISTED
+        self.order.c_link(node)
 
-    cdef int32_t c_return_held(self, int32_t most) noexcept:
-        """Looks at up to `most` held nodes, the longest held first, and gives the policy those that are free again."""
-        cdef Node *nodes = self.table.nodes
-        cdef int32_t node, size = self.held.size
-        for _ in range(min(most, size)):
-            node = self.held.head
-            list_remove(&self.held, nodes, node)
+    cdef void c_return_unused(self, int32_t most) noexcept:
+        cdef int32_t node
+        for _ in range(min(most, self.in_use.size)):
+            node = self.in_use.head
             if self.c_in_use(node):
-                list_push(&self.held, nodes, node)
+                list_remove(&self.in_use, self.table.nodes, node)
+                list_push(&self.in_use, self.table.nodes, node)
             else:
-                nodes[node].held = LINKED
-                self.order.c_link(node)
-        return size - self.held.size
+                self.c_bring_back(node)
+
+    cdef int32_t c_surplus(self) noexcept:
+        cdef int mark
+        if self.num_reserved:
+            for mark in range(1, self.top + 1):
+                if self.reserved[mark].size and self.cached[mark] > self.least[mark]:
+                    return self.reserved[mark].head
+        return -1
 
     cdef int32_t c_victim(self, uint8_t own) noexcept:
-        """Who goes next, or -1; for the moment in a list of the policy, in use or not."""
-        cdef int32_t node = self.floors.c_next_due()
+        cdef int32_t node = self.c_surplus()
         if node < 0:
-            self.c_return_held(2)
+            self.c_return_unused(2)
             node = self.order.c_victim()
-            if node < 0:
-                self.c_return_held(self.held.size)
-                node = self.order.c_victim()
-            if node < 0:
-                node = self.floors.c_last_resort(own)
-        if node >= 0 and self.table.nodes[node].held:
-            self.c_relink(node)
-        return node
+        if node < 0 and self.in_use.size:
+            self.c_return_unused(self.in_use.size)
+            node = self.order.c_victim()
+        return self.reserved[own].head if node < 0 else node
 
     cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept:
-        """A node in use moves to `held`, at most once until it is free: with two looked at a turn, O(1) amortised. One
-        of a group at its floor is spared, at most once until the group has more."""
-        cdef int64_t done = 0
+        """O(groups) a block, amortised: a node is set aside at most once until it is free, or its group has more."""
+        cdef int32_t dropped[AT_ONCE]
+        cdef int64_t done = 0, num_dropped = 0
         cdef int32_t node
+        cdef uint8_t mark
         while done < n:
             node = self.c_victim(own)
             if node < 0:
                 break
+            if self.table.nodes[node].place != LISTED:
+                self.c_bring_back(node)
+            mark = self.c_mark_of(node)
             if self.c_in_use(node):
-                self.order.c_unlink(node)
-                self.table.nodes[node].held = HELD
-                list_push(&self.held, self.table.nodes, node)
-            elif self.floors.c_protects(node, own):
-                self.order.c_unlink(node)
-                self.floors.c_spare(node)
+                self.c_set_aside(node, IN_USE)
+            elif mark != own and self.cached[mark] <= self.least[mark]:
+                self.c_set_aside(node, RESERVED)
             else:
-                done += self.c_drop_run(node, n - done, own)
+                dropped[num_dropped] = self.c_drop(node)
+                num_dropped += 1
+                done += 1
+                if num_dropped == AT_ONCE:
+                    self.refs.c_drop_n(dropped, num_dropped)
+                    num_dropped = 0
+        self.refs.c_drop_n(dropped, num_dropped)
+        self.evicted += done
         return done
+
+    cdef int64_t c_protected(self, uint8_t mark) noexcept:
+        """Blocks in use are for the reservation, too, and nobody takes them anyhow."""
+        cdef int64_t idle = self.refs.c_idle(mark, mark)
+        return max(<int64_t>0, min(idle, self.least[mark] - (self.cached[mark] - idle)))
+
+    cdef int64_t c_protected_from(self, uint8_t own) noexcept:
+        cdef int64_t blocks = 0
+        cdef int mark
+        for mark in range(1, self.top + 1):
+            if self.least[mark] and mark != own:
+                blocks += self.c_protected(mark)
+        return blocks
 
     cdef str audit(self):
         """The first equation that does not hold, as a sentence, or None. O(nodes + tokens)."""
         cdef Node *nodes = self.table.nodes
-        cdef int32_t node, cached = 0, held = 0, linked
+        cdef int64_t of_group[256]
+        cdef int32_t node, cached = 0, aside = 0
+        cdef int64_t reserved = 0
+        cdef int mark
         broken = self.table.audit()
         if broken is not None:
             return broken
+        for mark in range(256):
+            of_group[mark] = 0
+            reserved += self.reserved[mark].size
+            if not list_is_sound(&self.reserved[mark], nodes):
+                return f"the list of reserved blocks of group {mark - 1} is broken"
+            node = self.reserved[mark].head
+            while node >= 0:
+                if nodes[node].place != RESERVED or self.c_mark_of(node) != mark:
+                    return f"node {node} is not reserved for group {mark - 1}"
+                node = nodes[node].next
         for node in range(self.table.num_made):
             if nodes[node].block >= 0:
                 cached += 1
-                held += nodes[node].held == HELD
+                aside += nodes[node].place != LISTED
+                of_group[self.c_mark_of(node)] += 1
                 if self.owners[nodes[node].block] != node + 1:
                     return f"node {node} has block {nodes[node].block}, whose owner is another"
-                if self.kept.counts.marks[nodes[node].block] == 0:
-                    return f"block {nodes[node].block} is cached, but not marked"
                 if self.allocator.c_ref_count(nodes[node].block) < 1:
                     return f"cached block {nodes[node].block} is free"
-        if self.kept.c_marked() != cached:
-            return f"{self.kept.c_marked()} blocks are marked, {cached} are cached"
-        if cached != self.num_cached or held != self.held.size or not list_is_sound(&self.held, nodes):
-            return f"{cached} blocks are cached and {held} held, not {self.num_cached} and {self.held.size}"
+        for mark in range(256):
+            if of_group[mark] != self.cached[mark]:
+                return f"{of_group[mark]} blocks of group {mark - 1} are cached, not {self.cached[mark]}"
+        if aside != self.in_use.size + reserved or reserved != self.num_reserved:
+            return f"{aside} nodes are aside, not {self.in_use.size} in use and {self.num_reserved} reserved"
+        if cached != self.num_cached or not list_is_sound(&self.in_use, nodes):
+            return f"{cached} blocks are cached, not {self.num_cached}, or the list of those in use is broken"
         if self.inserted - self.evicted - self.cleared != cached:
             return f"{self.inserted} inserted - {self.evicted} evicted - {self.cleared} cleared are not {cached}"
-        linked = cached - held - <int32_t>self.floors.c_num_aside()
-        return self.kept.audit() or self.floors.audit() or self.order.audit(linked)
+        return self.refs.audit(cached) or self.order.audit(cached - aside)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class CacheFloors:
+    """How many blocks each group keeps when others need room: `PrefixCache.floors`.
+
+    A group is a number from 0 to 254, given to `cache_blocks`: a tenant's, or 0 for nobody's. While a group has no more
+    cached blocks than it has reserved, `evict` spares them, unless it is for that group: those then go last. A block
+    that was spared goes first as soon as its group has more.
+
+    >>> from pagepool import BlockAllocator, PrefixCache
+    >>> allocator = BlockAllocator(4)
+    >>> cache = PrefixCache(allocator, block_size=1)
+    >>> cache.floors.set(1, 2)
+    >>> for group, token in ((1, 7), (1, 8), (2, 9)):
+    ...     blocks = [allocator.allocate()]
+    ...     taken = cache.cache_blocks([token], blocks, group=group)
+    ...     allocator.free(blocks)
+    >>> cache.floors.evictable(), cache.evict(3), cache.floors.cached(1)
+    (1, 1, 2)
+    >>> cache.evict(3, group=1)
+    2
+    """
+
+    cdef CachedBlocks blocks
+    cdef object cache  # the lock of all that is here is its own
+
+    def __cinit__(self, CachedBlocks blocks not None, cache not None):
+        self.blocks = blocks
+        self.cache = cache
+
+    def set(self, group, blocks):
+        """Reserves `blocks` for `group` from now on; 0, as at first: none. Raises `ValueError` for a group that is not
+        from 0 to 254, or a number below 0."""
+        cdef int mark = mark_of(group)
+        reservation = operator.index(blocks)
+        if reservation < 0:
+            raise ValueError(f"a floor must be 0 blocks or more, not {reservation}")
+        with cython.critical_section(self.cache):
+            self.blocks.least[mark] = min(reservation, self.blocks.allocator.max_capacity)
+            self.blocks.top = max(self.blocks.top, mark)
+
+    def get(self, group):
+        """The reservation of `group`. Raises as `set`."""
+        return self.blocks.least[mark_of(group)]
+
+    def cached(self, group):
+        """How many blocks of `group` are cached, in use or not. Raises as `set`."""
+        return self.blocks.cached[mark_of(group)]
+
+    def evictable(self, group=0):
+        """What `evict` could free now, for `group`. O(groups). Raises as `set`."""
+        cdef int mark = mark_of(group)
+        with cython.critical_section(self.cache):
+            return self.blocks.refs.c_idle(1, self.blocks.top) - self.blocks.c_protected_from(<uint8_t>mark)
+
+    def spared(self, group):
+        """How many of these are of `group` and spared when others need room. Raises as `set`."""
+        cdef int mark = mark_of(group)
+        with cython.critical_section(self.cache):
+            return self.blocks.c_protected(<uint8_t>mark)

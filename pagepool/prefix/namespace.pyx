@@ -13,7 +13,6 @@ from pagepool.csrc cimport (
 )
 from pagepool.prefix.cache cimport PrefixCache
 from pagepool.prefix.eviction cimport CACHED
-from pagepool.prefix.uninterrupted cimport Uninterrupted
 
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.prefix.keys import root_key
@@ -67,7 +66,7 @@ cdef class PrefixSpace:
             with gil:
                 if not self.c_reserve(n):
                     return -1
-        return self.cache.c_walk(self.root, tokens, n, True)
+        return self.cache.cached.table.c_walk(self.root, tokens, n, True, self.cache.path)
 
     cdef pp_status c_match_prefix(
         self, const int32_t *tokens, int64_t n, int32_t *blocks, int64_t *found
@@ -109,10 +108,9 @@ cdef class PrefixSpace:
     cdef pp_status c_keep(
         self, const int32_t *tokens, int64_t n, const int32_t *blocks, int64_t start, int priority, int64_t *fresh
     ) noexcept:
-        cdef Uninterrupted _guard
         try:
-            _guard = Uninterrupted()  # within, since it may be refused as well
-            fresh[0] = self.cache.keep(self.named_key, tokens, blocks, n, start, CACHED, priority, 0, False)
+            with cython.critical_section(self.cache):
+                fresh[0] = self.cache.keep(self.named_key, tokens, blocks, n, start, CACHED, priority, 0, False)
         except InvalidBlock:
             return PP_INVALID_BLOCK
         except PoolError:

@@ -5,7 +5,7 @@ from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 
 
 cdef class EvictionPolicy:
-    # Every cached node that is not held is in one list, as are the ghosts; node.list says in which.
+    # Every cached node that is not aside (see eviction.pxd) is in one list, as are the ghosts; node.list says which.
     cdef NodeTable table
     cdef int64_t capacity  # blocks that the cache could have at most
     cdef NodeList lists[256]
@@ -18,27 +18,18 @@ cdef class EvictionPolicy:
     # it will be. Pointers into the policy end here.
     cdef int c_reserve(self, int64_t n) except -1
 
-    # The interface: O(1) each, amortised, a run O(its nodes). Nodes are given from the head of a prefix to its tail.
+    # The interface: O(1) each, amortised. Nodes are given from the head of a prefix to its tail.
 
     # The node has a block from now on; it was none of the policy's, or a ghost.
     cdef void c_insert(self, int32_t node) noexcept
-    # The same for nodes first, first + 1, ..., each the parent of the next.
-    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept
     # The node was found by a look-up.
     cdef void c_touch(self, int32_t node) noexcept
-    # The same for nodes first, first + 1, ..., each the parent of the next.
-    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept
     # Room must be made for this node: whether it had better stay out, as if it came and went at once.
     cdef bint c_refuses(self, int32_t node) noexcept
     # Who goes next, or -1 when no list has a node with a block; it stays where it is.
     cdef int32_t c_victim(self) noexcept
-    # How many, of at most n, go one after the other if nothing but their eviction happens: `node`, which c_victim gave,
-    # node + step, node + 2 * step, ...; step is 1 or -1.
-    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept
-    # The same for n nodes that c_victims told, all of which have lost theirs.
-    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept
     # The time is `now`, a time_key: how many priorities ended. Those that ended first go back first.
     cdef int64_t c_expire(self, uint64_t now) noexcept
 
@@ -48,14 +39,7 @@ cdef class EvictionPolicy:
 
     # For policies.
     cdef void c_push(self, int list, int32_t node) noexcept
-    # Nodes with ids in a row that are in no list.
-    cdef void c_push_run(self, int list, int32_t first, int32_t n) noexcept
     cdef void c_move(self, int32_t node, int list) noexcept
-    # How many of n nodes with ids in a row are one after the other in one list, too; and then all of them, at once.
-    cdef int32_t c_linked(self, int32_t first, int32_t n) noexcept
-    cdef void c_move_linked(self, int32_t first, int32_t n, int list) noexcept
-    # Every one of n nodes with ids in a row.
-    cdef void c_move_run(self, int32_t first, int32_t n, int list) noexcept
     cdef void c_keep_ghost(self, int32_t node, int list) noexcept
     cdef void c_forget_oldest(self, int list) noexcept
 
@@ -71,8 +55,12 @@ cdef class LruPolicy(EvictionPolicy):
     pass
 
 
-cdef class LfuPolicy(EvictionPolicy):
+cdef class LevelPolicy(EvictionPolicy):
     cdef int lowest  # no list below it has a node
+
+
+cdef class LfuPolicy(LevelPolicy):
+    pass
 
 
 cdef class S3FifoPolicy(EvictionPolicy):
@@ -85,7 +73,6 @@ cdef class ArcPolicy(EvictionPolicy):
     cdef void trim(self) noexcept
 
 
-cdef class PriorityPolicy(EvictionPolicy):
+cdef class PriorityPolicy(LevelPolicy):
     # Nodes with a term have a block, and a priority above 0.
-    cdef int lowest  # no list below it has a node
     cdef TermQueue terms

@@ -4,16 +4,7 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagepool.prefix.expiry_heap cimport TermQueue, time_key
-from pagepool.prefix.radix_tree cimport (
-    Node,
-    NodeTable,
-    list_append,
-    list_clear,
-    list_cut,
-    list_is_sound,
-    list_push,
-    list_remove,
-)
+from pagepool.prefix.radix_tree cimport LISTED, Node, NodeTable, list_clear, list_is_sound, list_push, list_remove
 
 import numpy as np
 
@@ -59,18 +50,8 @@ cdef class EvictionPolicy:
     cdef void c_insert(self, int32_t node) noexcept:
         self.c_push(0, node)
 
-    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept:
-        cdef int32_t node
-        for node in range(first, first + n):
-            self.c_insert(node)
-
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, 0)
-
-    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
-        cdef int32_t node
-        for node in range(first, first + n):
-            self.c_touch(node)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
         return False
@@ -78,16 +59,8 @@ cdef class EvictionPolicy:
     cdef int32_t c_victim(self) noexcept:
         return self.lists[0].head
 
-    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
-        return 1
-
     cdef void c_evicted(self, int32_t node) noexcept:
         self.c_unlink(node)
-
-    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept:
-        cdef int32_t i
-        for i in range(n):
-            self.c_evicted(node + i * step)
 
     cdef int64_t c_expire(self, uint64_t now) noexcept:
         return 0
@@ -102,43 +75,11 @@ cdef class EvictionPolicy:
         self.table.nodes[node].list = list
         list_push(&self.lists[list], self.table.nodes, node)
 
-    cdef void c_push_run(self, int list, int32_t first, int32_t n) noexcept:
-        cdef Node *nodes = self.table.nodes
-        cdef int32_t node
-        for node in range(first, first + n):
-            nodes[node].list = list
-            nodes[node].previous = node - 1
-            nodes[node].next = node + 1
-        list_append(&self.lists[list], nodes, first, first + n - 1, n)
-
     cdef void c_move(self, int32_t node, int list) noexcept:
         cdef Node *nodes = self.table.nodes
         list_remove(&self.lists[nodes[node].list], nodes, node)
         nodes[node].list = list
         list_push(&self.lists[list], nodes, node)
-
-    cdef int32_t c_linked(self, int32_t first, int32_t n) noexcept:
-        cdef Node *nodes = self.table.nodes + first
-        cdef int32_t i = 1
-        while i < n and nodes[i - 1].next == first + i and nodes[i].list == nodes[0].list:
-            i += 1
-        return i
-
-    cdef void c_move_linked(self, int32_t first, int32_t n, int list) noexcept:
-        cdef Node *nodes = self.table.nodes
-        cdef int32_t last = first + n - 1, node
-        list_cut(&self.lists[nodes[first].list], nodes, first, last, n)
-        if nodes[first].list != list:
-            for node in range(first, first + n):
-                nodes[node].list = list
-        list_append(&self.lists[list], nodes, first, last, n)
-
-    cdef void c_move_run(self, int32_t first, int32_t n, int list) noexcept:
-        cdef int32_t end = first + n, linked
-        while first < end:
-            linked = self.c_linked(first, end - first)
-            self.c_move_linked(first, linked, list)
-            first += linked
 
     cdef void c_keep_ghost(self, int32_t node, int list) noexcept:
         self.c_move(node, list)
@@ -176,7 +117,7 @@ cdef class EvictionPolicy:
             list_clear(&self.lists[list])
 
     cdef str audit(self, int32_t num_linked):
-        """The first equation that does not hold, as a sentence, or None. `num_linked`: cached nodes not held."""
+        """The first equation that does not hold, as a sentence, or None. `num_linked`: cached nodes not aside."""
         cdef Node *nodes = self.table.nodes
         cdef int32_t node, linked = 0
         cdef int list
@@ -185,8 +126,10 @@ cdef class EvictionPolicy:
                 return f"list {list} of the policy is broken"
             node = self.lists[list].head
             while node >= 0:
-                if nodes[node].list != list or nodes[node].held or nodes[node].ghost != (nodes[node].block < 0):
+                if nodes[node].list != list or nodes[node].place != LISTED:
                     return f"node {node} does not belong into list {list} of the policy"
+                if nodes[node].ghost != (nodes[node].block < 0):
+                    return f"node {node} is a ghost with a block, or neither"
                 linked += not nodes[node].ghost
                 node = nodes[node].next
         return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"
@@ -197,37 +140,10 @@ cdef class EvictionPolicy:
 cdef class LruPolicy(EvictionPolicy):
     """Evicts the block that was looked up or cached the longest time ago: what every policy starts from."""
 
-    cdef void c_insert_run(self, int32_t first, int32_t n) noexcept:
-        self.c_push_run(0, first, n)
 
-    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
-        self.c_move_run(first, n, 0)
-
-    cdef int32_t c_victims(self, int32_t node, int32_t n, int32_t *step) noexcept:
-        return self.c_linked(node, n)
-
-    cdef void c_evicted_run(self, int32_t node, int32_t n, int32_t step) noexcept:
-        list_cut(&self.lists[0], self.table.nodes, node, node + n - 1, n)
-
-
-@cython.final
 @cython.auto_pickle(False)
-cdef class LfuPolicy(EvictionPolicy):
-    """Evicts the block with the fewest uses, of several the least recently used; what is evicted forgets its uses."""
-
-    cdef void c_insert(self, int32_t node) noexcept:
-        self.c_push(1, node)
-        self.lowest = 1
-
-    cdef void c_touch(self, int32_t node) noexcept:
-        self.c_move(node, min(MOST, self.table.nodes[node].list + 1))
-
-    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
-        cdef int32_t end = first + n, linked
-        while first < end:
-            linked = self.c_linked(first, end - first)
-            self.c_move_linked(first, linked, min(MOST, self.table.nodes[first].list + 1))
-            first += linked
+cdef class LevelPolicy(EvictionPolicy):
+    """A list for each of 256 levels: evicts from the lowest level, there the least recently used. Internal."""
 
     cdef void c_link(self, int32_t node) noexcept:
         EvictionPolicy.c_link(self, node)
@@ -237,6 +153,22 @@ cdef class LfuPolicy(EvictionPolicy):
         while self.lowest < MOST and self.lists[self.lowest].size == 0:
             self.lowest += 1
         return self.lists[self.lowest].head
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class LfuPolicy(LevelPolicy):
+    """Evicts the block with the fewest uses, of several the least recently used; what is evicted forgets its uses.
+
+    The level is the number of uses, of which 255 is the largest that is counted.
+    """
+
+    cdef void c_insert(self, int32_t node) noexcept:
+        self.c_push(1, node)
+        self.lowest = 1
+
+    cdef void c_touch(self, int32_t node) noexcept:
+        self.c_move(node, min(MOST, self.table.nodes[node].list + 1))
 
 
 @cython.final
@@ -258,11 +190,6 @@ cdef class S3FifoPolicy(EvictionPolicy):
 
     cdef void c_touch(self, int32_t node) noexcept:
         self.table.nodes[node].uses = min(MOST_USES, self.table.nodes[node].uses + 1)
-
-    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
-        cdef int32_t node
-        for node in range(first, first + n):
-            self.table.nodes[node].uses = min(MOST_USES, self.table.nodes[node].uses + 1)
 
     cdef int32_t c_victim(self) noexcept:
         """Each turn of the loop takes uses from a node or returns one: no more turns than uses were counted."""
@@ -320,9 +247,6 @@ cdef class ArcPolicy(EvictionPolicy):
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, FREQUENT)
 
-    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
-        self.c_move_run(first, n, FREQUENT)
-
     cdef int32_t c_victim(self) noexcept:
         if self.lists[RECENT].size and (self.lists[RECENT].size > self.target or self.lists[FREQUENT].size == 0):
             return self.lists[RECENT].head
@@ -351,7 +275,7 @@ cdef class ArcPolicy(EvictionPolicy):
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class PriorityPolicy(EvictionPolicy):
+cdef class PriorityPolicy(LevelPolicy):
     """Evicts the block with the lowest priority, of several the least recently used. A block keeps the priority that
     it was cached with, or has it for a term and then falls back to 0, as if used last among those.
     """
@@ -376,22 +300,6 @@ cdef class PriorityPolicy(EvictionPolicy):
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, self.table.nodes[node].list)
 
-    cdef void c_touch_run(self, int32_t first, int32_t n) noexcept:
-        cdef int32_t end = first + n, linked
-        while first < end:
-            linked = self.c_linked(first, end - first)
-            self.c_move_linked(first, linked, self.table.nodes[first].list)
-            first += linked
-
-    cdef void c_link(self, int32_t node) noexcept:
-        EvictionPolicy.c_link(self, node)
-        self.lowest = min(self.lowest, <int>self.table.nodes[node].list)
-
-    cdef int32_t c_victim(self) noexcept:
-        while self.lowest < MOST and self.lists[self.lowest].size == 0:
-            self.lowest += 1
-        return self.lists[self.lowest].head
-
     cdef void c_evicted(self, int32_t node) noexcept:
         self.terms.c_remove(node)
         self.c_unlink(node)
@@ -400,7 +308,7 @@ cdef class PriorityPolicy(EvictionPolicy):
         cdef int64_t count = 0
         cdef int32_t node = self.terms.c_expired(now)
         while node >= 0:
-            if self.table.nodes[node].held:
+            if self.table.nodes[node].place != LISTED:
                 self.table.nodes[node].list = 0
             else:
                 self.c_move(node, 0)

@@ -1,13 +1,37 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 
+cdef extern from *:
+    """
+    /* Before CPython 3.12 the collector may run wherever compiled code makes an object, and with it the Python code of
+     * any finalizer, in which another thread may begin: between these two no other thread runs. */
+    #if PY_VERSION_HEX < 0x030C0000
+    #define pp_pause_collector() PyGC_Disable()
+    #define pp_resume_collector(paused) ((paused) ? (void)PyGC_Enable() : (void)0)
+    #else
+    #define pp_pause_collector() 0
+    #define pp_resume_collector(paused) ((void)(paused))
+    #endif
+    """
+    int pause_collector "pp_pause_collector"()
+    void resume_collector "pp_resume_collector"(int paused)
+
+
 cdef enum:
     NOWHERE = -2  # next_in_bucket of a node that is in no bucket
 
 
+# Where a node with a block waits to be evicted: in a list of the policy, or aside, because its block was in use or
+# reserved when its turn came.
+cdef enum:
+    LISTED
+    IN_USE
+    RESERVED
+
+
 # 64 bytes.
 cdef struct Node:
-    uint64_t hash  # of its parent and its tokens, where it is in a bucket; the place of a root's key
+    uint64_t hash  # of its parent and its tokens, where it is in a bucket; of a root the address of its key
     int32_t parent  # -1 for a root
     int32_t root  # of its tree; its own for a root
     int32_t next_in_bucket
@@ -17,25 +41,14 @@ cdef struct Node:
     int32_t first_child
     int32_t previous_sibling
     int32_t next_sibling
-    int32_t previous
-    int32_t next
+    int32_t previous  # in a NodeList
+    int32_t next  # in a NodeList; of a node that is not alive the next one of those
     int32_t list  # of the policy's
     int32_t cached_children  # of the policy's
     uint8_t uses  # of the policy's
     uint8_t ghost  # without a block, yet remembered by the policy
-    uint8_t held  # out of the policy's lists: found in use when its turn to be evicted came, or as floors.pxd says
+    uint8_t place  # of a node with a block
     uint8_t alive
-
-
-cdef extern from *:
-    void ask_line "__builtin_prefetch"(const void *place) noexcept nogil
-
-
-# So many bytes are on their way to the first cache.
-cdef inline void ask(const void *place, size_t num_bytes) noexcept nogil:
-    cdef size_t at
-    for at in range(0, num_bytes, 64):
-        ask_line(<const char *>place + at)
 
 
 # Oldest first. size nodes are linked from head to tail by next, and back by previous; -1 ends both ways.
@@ -51,10 +64,9 @@ cdef inline void list_clear(NodeList *self) noexcept nogil:
     self.size = 0
 
 
-# The n nodes from `first` to `last` of it, which stay linked with each other.
-cdef inline void list_cut(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
-    cdef int32_t before = nodes[first].previous
-    cdef int32_t after = nodes[last].next
+cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
+    cdef int32_t before = nodes[node].previous
+    cdef int32_t after = nodes[node].next
     if before < 0:
         self.head = after
     else:
@@ -63,38 +75,18 @@ cdef inline void list_cut(NodeList *self, Node *nodes, int32_t first, int32_t la
         self.tail = before
     else:
         nodes[after].previous = before
-    self.size -= n
-
-
-cdef inline void list_remove(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
-    list_cut(self, nodes, node, node, 1)
-
-
-# Nodes first, first + 1, ... last of it, wherever they are; most often each comes before the one with the id below.
-cdef inline void list_remove_run(NodeList *self, Node *nodes, int32_t first, int32_t last) noexcept nogil:
-    cdef int32_t low
-    while last >= first:
-        low = last
-        while low > first and nodes[low].next == low - 1:
-            low -= 1
-        list_cut(self, nodes, last, low, last - low + 1)
-        last = low - 1
-
-
-# n nodes that are linked with each other, from `first` to `last`.
-cdef inline void list_append(NodeList *self, Node *nodes, int32_t first, int32_t last, int32_t n) noexcept nogil:
-    nodes[first].previous = self.tail
-    nodes[last].next = -1
-    if self.tail < 0:
-        self.head = first
-    else:
-        nodes[self.tail].next = first
-    self.tail = last
-    self.size += n
+    self.size -= 1
 
 
 cdef inline void list_push(NodeList *self, Node *nodes, int32_t node) noexcept nogil:
-    list_append(self, nodes, node, node, 1)
+    nodes[node].previous = self.tail
+    nodes[node].next = -1
+    if self.tail < 0:
+        self.head = node
+    else:
+        nodes[self.tail].next = node
+    self.tail = node
+    self.size += 1
 
 
 # Whether links and size agree; every node of it must be alive.
@@ -109,7 +101,9 @@ cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept
     return node < 0 and before == self.tail and size == self.size
 
 
-# Nodes that are not alive, in spans of ids in a row, so that a run of blocks gets nodes that lie in one piece.
+# Nodes that are not alive, in spans of ids in a row. The nodes of a prompt so come to lie one behind the other, as they
+# are walked, filled and evicted: with a list of single nodes a block costs 40 to 70 % more (LRU 88 ns, not 53).
+#
 # Spans are as long as can be: what lies before and behind one is alive, or was never made. The first node of a span
 # has its size in num_children, and in previous and next the spans before and behind it in a list; the last node has
 # the first one in parent. `head` is the first of that list, or -1.
@@ -188,23 +182,9 @@ cdef inline int32_t unused_count(const UnusedNodes *self, const Node *nodes, int
     return count
 
 
-cdef class RootKeys:
-    # roots = {keys[place]: node for each place < count}, where `hash` of the node is the place
-    cdef dict roots
-    cdef list keys
-    cdef int64_t count
-
-    # The place of a key that is new; all or nothing.
-    cdef int64_t add(self, bytes key, int32_t node) except -1
-    # Wants no memory.
-    cdef void c_remove(self, int64_t place, Node *nodes) noexcept
-    cdef bint c_is_of(self, int64_t place, int32_t node)
-    cdef void c_clear(self) noexcept
-
-
 cdef class NodeTable:
     # A node is a prefix: its parent and block_size tokens more. Nodes 0 to num_made - 1 were made at least once:
-    #   num_alive + num_unused = num_made <= room        num_buckets >= num_hashed, a power of two
+    #   num_alive + those in `unused` = num_made <= room        num_buckets >= num_hashed, a power of two
     #   num_children = the live nodes whose parent it is
     #   alive while it has a block, a child, a ghost or a pin; a pin counts as a child
     #   a node with siblings is in the bucket of its hash, once; one without may be: its parent leads to it
@@ -224,13 +204,12 @@ cdef class NodeTable:
     cdef uint64_t hash_mask
     cdef uint64_t seed  # of hashes
     cdef long long collisions
-    cdef RootKeys root_keys
-    cdef dict roots  # of `root_keys`
+    cdef dict roots
     cdef uint64_t stamp  # how often the roots have changed
 
     # Names from now on: before the first node is made.
     cdef void c_give_names(self) noexcept
-    # Room for n more nodes: c_add_run then cannot fail. Pointers into the table end here.
+    # Room for n more nodes: c_add then cannot fail. Pointers into the table end here.
     cdef int reserve(self, int64_t n) except -1
     # What `root` takes. Runs Python code: before `reserve`, since another thread may come between.
     cdef tuple named_key(self, bytes key)
@@ -238,22 +217,31 @@ cdef class NodeTable:
     cdef int32_t root(self, tuple named_key) except -1
     # The child with these tokens, every one compared, or -1.
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil
-    # How many of n blocks of tokens are those of nodes node + 1, node + 2, ..., each the child of the one before
-    # it, and cached if only those are asked for.
-    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil
+    # Writes the nodes of the leading blocks of n, one behind the other from `node` on, to `path`, as far as there are
+    # any, or any with a block; returns how many.
+    cdef int64_t c_walk(
+        self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only, int32_t *path
+    ) noexcept nogil
     # The child with a block whose first tokens, of at most n, are the same for longest, or -1, and for how long; of
     # several the one in the lowest block. The 1,024 youngest children are looked at.
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept
+    # A new child; `parent` has none with these tokens.
+    cdef int32_t c_add(self, int32_t parent, const int32_t *tokens) noexcept
+    # A pinned node stays alive, and all above it. Unpinned, it is unmade if nothing else keeps it.
+    cdef inline void c_pin(self, int32_t node) noexcept:
+        self.nodes[node].num_children += 1
+
+    cdef inline void c_unpin(self, int32_t node) noexcept:
+        self.nodes[node].num_children -= 1
+        if self.nodes[node].num_children == 0:
+            self.c_collect(node)
+
+    # Unmakes the node if nothing keeps it alive, then its parent, and so on.
+    cdef void c_collect(self, int32_t node) noexcept
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil
     cdef void c_into_bucket(self, int32_t node) noexcept
     cdef void c_out_of_bucket(self, int32_t node) noexcept
-    # Makes up to n nodes with ids in a row, for as many blocks of tokens, the first the child of `parent`, which has
-    # none with these tokens, each other one that of the one before it; returns how many, 1 or more, and the first.
-    cdef int32_t c_add_run(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *first) noexcept
-    # Unmakes the node if nothing keeps it alive, then its parent, and so on.
-    cdef void c_collect(self, int32_t node) noexcept
     cdef void c_out_of_siblings(self, int32_t node) noexcept
-    # Up to n nodes with ids in a row, from `first` on: what they are is up to the caller.
-    cdef int32_t c_make(self, int32_t n, int32_t *first) noexcept
+    cdef int32_t c_make(self, int32_t parent) noexcept
     cdef void c_clear(self) noexcept
     cdef str audit(self)

@@ -2,7 +2,7 @@
 
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
-from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint64_t, uintptr_t
 from libc.string cimport memcmp, memcpy
 
 import os
@@ -11,12 +11,10 @@ import numpy as np
 
 from pagepool.prefix.keys import root_name
 
-__all__ = ["NodeTable", "RootKeys", "token_row"]
+__all__ = ["NodeTable", "token_row"]
 
 cdef object INT32 = np.dtype(np.int32)
 cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the same in part
-
-
 cdef uint64_t ODD = 0x9e3779b97f4a7c15
 
 
@@ -24,52 +22,6 @@ cdef extern from "block_hash.h" nogil:
     uint64_t pp_hash_fold(uint64_t a, uint64_t b)
     uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int64_t n)
     void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
-
-
-cdef inline Node childless(int32_t parent, int32_t root) noexcept nogil:
-    return Node(0, parent, root, NOWHERE, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1)
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class RootKeys:
-    """The keys of a `NodeTable`. Internal.
-
-    >>> type(RootKeys()).__name__
-    'RootKeys'
-    """
-
-    def __cinit__(self):
-        self.roots = {}
-        self.keys = []
-
-    cdef int64_t add(self, bytes key, int32_t node) except -1:
-        if self.count == len(self.keys):
-            self.keys.append(None)
-        self.roots[key] = node
-        self.keys[self.count] = key
-        self.count += 1
-        return self.count - 1
-
-    cdef void c_remove(self, int64_t place, Node *nodes) noexcept:
-        """The last key takes its place."""
-        cdef bytes last = self.keys[self.count - 1]
-        cdef int32_t node
-        del self.roots[self.keys[place]]
-        self.count -= 1
-        self.keys[self.count] = None
-        if place < self.count:
-            self.keys[place] = last
-            node = self.roots[last]
-            nodes[node].hash = place
-
-    cdef bint c_is_of(self, int64_t place, int32_t node):
-        return 0 <= place < self.count and self.roots.get(self.keys[place]) == node
-
-    cdef void c_clear(self) noexcept:
-        self.roots.clear()
-        self.keys.clear()
-        self.count = 0
 
 
 @cython.final
@@ -85,8 +37,7 @@ cdef class NodeTable:
         self.block_size = block_size
         self.hash_mask = <uint64_t>-1 if hash_bits == 64 else (<uint64_t>1 << hash_bits) - 1
         self.seed = int.from_bytes(os.urandom(8), "little")
-        self.root_keys = RootKeys()
-        self.roots = self.root_keys.roots
+        self.roots = {}
         unused_clear(&self.unused)
 
     def __dealloc__(self):
@@ -150,51 +101,25 @@ cdef class NodeTable:
         cdef object known = self.roots.get(key)
         if known is not None:
             return known
-        cdef int64_t place = self.root_keys.add(key, self.unused.head if self.unused.head >= 0 else self.num_made)
-        self.c_make(1, &node)
-        self.nodes[node] = childless(-1, node)
-        self.nodes[node].hash = place
+        self.roots[key] = self.unused.head if self.unused.head >= 0 else self.num_made
+        node = self.c_make(-1)
+        self.nodes[node].hash = <uint64_t><uintptr_t><void *>key
         if name is not None:
             memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
         self.stamp += 1
         return node
 
-    cdef int32_t c_make(self, int32_t n, int32_t *first) noexcept:
-        cdef int32_t count = unused_take(&self.unused, self.nodes, n, first)
-        if count == 0:
-            count = min(n, <int32_t>min(self.room, <int64_t>INT32_MAX) - self.num_made)
-            first[0] = self.num_made
-            self.num_made += count
-        self.num_alive += count
-        return count
-
-    cdef int64_t c_follow(self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only) noexcept nogil:
-        """Tokens of a run lie in one piece: they are compared in steps of 4 KiB, and no hash is taken."""
-        cdef Node *nodes = self.nodes + node + 1
-        cdef size_t row = self.block_size
-        cdef const int32_t *known = self.tokens + (node + 1) * row
-        cdef int64_t most = min(n, <int64_t>self.num_made - node - 1), step = max(1, 1024 // self.block_size)
-        cdef int64_t done = 0, end
-        cdef int32_t child
-        while done < most:
-            end = done
-            while end < min(most, done + step) and nodes[end].parent == node + end and nodes[end].alive:
-                if cached_only and nodes[end].block < 0:
-                    break
-                end += 1
-            if done < end < done + step:
-                child = nodes[end - 1].last_child  # what most likely comes behind the run is on its way meanwhile
-                if child >= 0:
-                    ask(self.nodes + child, 4 * sizeof(Node))
-                    ask(self.tokens + child * row, min(1024, 4 * row))
-            if memcmp(known + done * row, tokens + done * row, (end - done) * row * sizeof(int32_t)) != 0:
-                while memcmp(known + done * row, tokens + done * row, row * sizeof(int32_t)) == 0:
-                    done += 1
-                return done
-            if end < done + step:
-                return end
-            done = end
-        return most
+    cdef int32_t c_make(self, int32_t parent) noexcept:
+        cdef int32_t node
+        if not unused_take(&self.unused, self.nodes, 1, &node):
+            node = self.num_made
+            self.num_made += 1
+        self.num_alive += 1
+        self.nodes[node] = Node(
+            0, parent, node if parent < 0 else self.nodes[parent].root, NOWHERE, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0,
+            0, 0, 0, 1
+        )
+        return node
 
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil:
         """Which prefix a parent stands for is exact while it is alive: its number is all of the hash that comes before
@@ -228,6 +153,17 @@ cdef class NodeTable:
             node = nodes[node].next_in_bucket
         return -1
 
+    cdef int64_t c_walk(
+        self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only, int32_t *path
+    ) noexcept nogil:
+        cdef int64_t i
+        for i in range(n):
+            node = self.c_find(node, tokens + i * self.block_size)
+            if node < 0 or (cached_only and self.nodes[node].block < 0):
+                return i
+            path[i] = node
+        return n
+
     cdef void c_into_bucket(self, int32_t node) noexcept:
         cdef size_t row = self.block_size
         cdef uint64_t hash = self.c_hash(self.nodes[node].parent, self.tokens + node * row)
@@ -244,35 +180,22 @@ cdef class NodeTable:
         link[0] = self.nodes[node].next_in_bucket
         self.num_hashed -= 1
 
-    cdef int32_t c_add_run(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *first) noexcept:
+    cdef int32_t c_add(self, int32_t parent, const int32_t *tokens) noexcept:
         cdef Node *nodes = self.nodes
         cdef size_t row = self.block_size
-        cdef int32_t count = self.c_make(<int32_t>n, first), node, sibling = nodes[parent].first_child
-        cdef int32_t end = first[0] + count
-        cdef uint64_t *names = self.names
-        cdef Node made = childless(parent, nodes[parent].root)
-        memcpy(self.tokens + first[0] * row, tokens, count * row * sizeof(int32_t))
-        made.num_children = 1
-        for node in range(first[0], end):
-            made.last_child = made.first_child = node + 1
-            nodes[node] = made
-            made.parent = node
-        nodes[end - 1].num_children = 0
-        nodes[end - 1].last_child = nodes[end - 1].first_child = -1
+        cdef int32_t node = self.c_make(parent), sibling = nodes[parent].first_child
+        memcpy(self.tokens + node * row, tokens, row * sizeof(int32_t))
         if self.named:
-            for node in range(first[0], end):
-                pp_name_block(
-                    names + 2 * nodes[node].parent, self.tokens + node * row, self.block_size, names + 2 * node
-                )
+            pp_name_block(self.names + 2 * parent, tokens, self.block_size, self.names + 2 * node)
         nodes[parent].num_children += 1
-        nodes[parent].last_child = nodes[parent].first_child = first[0]
+        nodes[parent].last_child = nodes[parent].first_child = node
         if sibling >= 0:
-            nodes[first[0]].next_sibling = sibling
-            nodes[sibling].previous_sibling = first[0]
-            self.c_into_bucket(first[0])
+            nodes[node].next_sibling = sibling
+            nodes[sibling].previous_sibling = node
+            self.c_into_bucket(node)
             if nodes[sibling].next_in_bucket == NOWHERE:
                 self.c_into_bucket(sibling)
-        return count
+        return node
 
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept:
         cdef Node *nodes = self.nodes
@@ -308,15 +231,9 @@ cdef class NodeTable:
     cdef void c_collect(self, int32_t node) noexcept:
         """What goes up a path in one piece is given back in one piece, from `low` on."""
         cdef Node *nodes = self.nodes
-        cdef int32_t parent, low = node, n = 0
+        cdef int32_t parent, low = -1, n = 0
         while node >= 0 and nodes[node].block < 0 and nodes[node].num_children == 0 and not nodes[node].ghost:
-            if n and node != low - 1:
-                unused_put(&self.unused, nodes, self.num_made, low, n)
-                n = 0
-            low = node
-            n += 1
             parent = nodes[node].parent
-            nodes[node].alive = 0
             if parent >= 0:
                 nodes[parent].num_children -= 1
                 self.c_out_of_siblings(node)
@@ -324,7 +241,13 @@ cdef class NodeTable:
                     self.c_out_of_bucket(node)
             else:
                 self.stamp += 1
-                self.root_keys.c_remove(nodes[node].hash, nodes)
+                del self.roots[<object><void *><uintptr_t>nodes[node].hash]  # wants no memory
+            if n and node != low - 1:
+                unused_put(&self.unused, nodes, self.num_made, low, n)
+                n = 0
+            low = node
+            n += 1
+            nodes[node].alive = 0
             self.num_alive -= 1
             node = parent
         if n:
@@ -344,7 +267,7 @@ cdef class NodeTable:
         self.num_made = self.num_alive = self.num_hashed = 0
         unused_clear(&self.unused)
         self.stamp += 1
-        self.root_keys.c_clear()
+        self.roots.clear()
 
     cdef str audit(self):
         """The first equation that does not hold, as a sentence, or None. O(nodes)."""
@@ -353,6 +276,7 @@ cdef class NodeTable:
         cdef int64_t alive = 0, hashed = 0, steps, bucket
         cdef size_t row = self.block_size
         children = {}
+        keys = {number: <uintptr_t><void *>key for key, number in self.roots.items()}
         for node in range(self.num_made):
             if not nodes[node].alive:
                 continue
@@ -360,7 +284,7 @@ cdef class NodeTable:
             if nodes[node].root != (node if nodes[node].parent < 0 else nodes[nodes[node].parent].root):
                 return f"the root of node {node} is not {nodes[node].root}"
             if nodes[node].parent < 0:
-                if not self.root_keys.c_is_of(nodes[node].hash, node):
+                if keys.pop(node, 0) != nodes[node].hash:
                     return f"node {node} has no parent and is the root of no key"
                 continue
             if not nodes[nodes[node].parent].alive:

@@ -1,8 +1,8 @@
 """What each group of cached blocks keeps when others need room, in plain Python.
 
-`spared[g]` and `due` are nodes beside the lists of the policy, in the order in which they came. A node is spared when
-it is the policy's victim while no more blocks of its group are cached than its floor; it is due, and goes before all
-others, when its group has more.
+`spared_nodes[g]` are nodes beside the lists of the policy, in the order in which they came. A node is spared when it is
+the policy's victim while no more blocks of its group are cached than its floor. When its group has more, the first of
+these goes before all others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class CacheFloors:
         if blocks < 0:
             raise ValueError(f"a floor must be 0 blocks or more, not {blocks}")
         self._floors[_checked(group)] = blocks
-        over = self.cached(group) - blocks
-        for node in list(self.spared_nodes.get(group, ()))[: max(0, over)]:
-            self.make_due(group, node)
 
     def get(self, group: int) -> int:
         """The floor of `group`."""
@@ -56,15 +53,11 @@ class CacheFloors:
         self.groups: dict[int, int] = {}
         self._counts: Counter[int] = Counter()
         self.spared_nodes: dict[int, dict[Any, None]] = {}
-        self.due: dict[Any, None] = {}
 
     def add(self, block: int, group: int) -> None:
         """A block is cached."""
         self.groups[block] = group
         self._counts[group] += 1
-        waiting = self.spared_nodes.get(group)
-        if waiting and self.cached(group) > self._floors[group]:
-            self.make_due(group, next(iter(waiting)))
 
     def remove(self, block: int) -> None:
         """A block is cached no more."""
@@ -74,30 +67,20 @@ class CacheFloors:
         """A cached block is another one from now on."""
         self.groups[block] = self.groups.pop(old)
 
-    def make_due(self, group: int, node: Any) -> None:
-        """`node`, which is spared, goes before all others."""
-        del self.spared_nodes[group][node]
-        self.due[node] = None
-
     def protects(self, node: Any, group: int) -> bool:
         """Whether the block of `node` is not for a request of `group`."""
         own = self.groups[node.block]
         return self.cached(own) <= self._floors[own] and own != group
 
-    def next_due(self) -> Any:
-        """The next node that is due, or None; those whose group has fallen to its floor again are spared again."""
-        for node in list(self.due):
-            if not self.protects(node, -1):
-                return node
-            del self.due[node]
-            self.spare(node)
+    def surplus(self) -> Any:
+        """The first node that was spared and need not be any more, or None."""
+        for group in sorted(self.spared_nodes):
+            if self.spared_nodes[group] and self.cached(group) > self._floors[group]:
+                return next(iter(self.spared_nodes[group]))
         return None
 
     def last_resort(self, group: int) -> Any:
-        """When the policy has none: the first node that was spared and need not be, or None."""
-        for other in sorted(self.spared_nodes):
-            if self.spared_nodes[other] and self.cached(other) > self._floors[other]:
-                return next(iter(self.spared_nodes[other]))
+        """When the policy has none: the first node that is spared, but not from its own group, or None."""
         return next(iter(self.spared_nodes.get(group, ())), None)
 
     def spare(self, node: Any) -> None:
@@ -106,15 +89,15 @@ class CacheFloors:
 
     def take_back(self, node: Any) -> bool:
         """Whether `node` was put aside; it is no longer."""
-        for nodes in (self.due, *self.spared_nodes.values()):
+        for nodes in self.spared_nodes.values():
             if node in nodes:
                 del nodes[node]
                 return True
         return False
 
     def aside(self) -> list[Any]:
-        """All nodes that are spared or due."""
-        return [*self.due, *(node for nodes in self.spared_nodes.values() for node in nodes)]
+        """All nodes that are spared."""
+        return [node for nodes in self.spared_nodes.values() for node in nodes]
 
 
 def _checked(group: int) -> int:

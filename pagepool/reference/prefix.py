@@ -312,7 +312,7 @@ class PrefixCache:
 
     def _victim(self, group: int) -> Any:
         """Who goes next, in use or not."""
-        node = self.floors.next_due()
+        node = self.floors.surplus()
         if node is None:
             self._return_held(2)
             node = self._order.victim()

@@ -24,7 +24,6 @@ from pagepool import (
 )
 from pagepool.memory.batch import append_each
 from pagepool.memory.block_tables import append_batch, release_batch
-from pagepool.prefix.uninterrupted import Uninterrupted
 
 sys.path.insert(0, sys.argv[1])
 import foreign_prefix
@@ -135,10 +134,6 @@ OPERATIONS = {
     ),
     "cache_blocks for a time": lambda world: world.terms.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
     "cache_blocks behind a start": lambda world: world.cache.cache_blocks(PROMPT, world.many, start=10),
-    "cache_blocks, none of its helpers at hand": lambda world: (
-        [Uninterrupted() for _ in range(5)],
-        world.cache.cache_blocks(PROMPT, world.many),
-    ),
     "space": lambda world: PrefixSpace(world.cache, cache_salt="t", extra_keys=(b"image",)),
     "match_prefix of a space": lambda world: succeed(foreign_prefix.status_of_match(world.space, ROW, world.found)),
     "cache_blocks of a space": lambda world: succeed(foreign_prefix.status_of_cache(world.space, ROW, world.ids, 0)),
@@ -147,10 +142,6 @@ OPERATIONS = {
     ),
     "cache_blocks of a new space": lambda world: succeed(
         foreign_prefix.status_of_cache(world.other_space, ROW[:80], world.ids[20:], 0)
-    ),
-    "cache_blocks of a space, none of its helpers at hand": lambda world: (
-        [Uninterrupted() for _ in range(5)],
-        succeed(foreign_prefix.status_of_cache(world.space, ROW, world.ids, 0)),
     ),
     "end of priorities": lambda world: world.terms.expire(5),
     "pass through the cache": lambda world: world.cache.touch(PROMPT[::-1]),

@@ -1,4 +1,4 @@
-"""KeptBlocks: blocks that somebody keeps for later, and how many of them nobody uses meanwhile."""
+"""CachedRefs: the references of a prefix cache to blocks, and how many of these nobody else uses."""
 
 cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t
@@ -12,22 +12,22 @@ from pagepool.csrc cimport (
     pp_lock_release,
     pp_status,
 )
-from pagepool.memory.allocator cimport BlockAllocator, KeptCounts, count_idle, pp_set_count
+from pagepool.memory.allocator cimport BlockAllocator, CachedCounts, count_idle, pp_set_count
 from pagepool.memory.page_buffer cimport PageBuffer
 
-__all__ = ["KeptBlocks"]
+__all__ = ["CachedRefs"]
 
 
 @cython.final
 @cython.no_gc
-cdef class KeptBlocks:
+cdef class CachedRefs:
     """The blocks that a prefix cache holds one reference to. Internal.
 
-    Which of them are idle, with no reference but that one, is not looked for: the allocator counts them when a count
-    falls to 1 or rises from it, whichever thread does that.
+    Nobody searches for the idle ones, which have no reference but that one: the allocator counts them whenever a count
+    falls to 1 or rises from it, on whatever thread.
 
     >>> from pagepool import BlockAllocator
-    >>> KeptBlocks(BlockAllocator(4)).allocator.capacity
+    >>> CachedRefs(BlockAllocator(4)).allocator.capacity
     4
     """
 
@@ -36,15 +36,15 @@ cdef class KeptBlocks:
         self.allocator = allocator
         self.counts.marks = self.memory.base
         pp_lock_acquire(&allocator.lock)
-        self.counts.next = allocator.kept
-        allocator.kept = &self.counts
+        self.counts.next = allocator.cached
+        allocator.cached = &self.counts
         pp_lock_release(&allocator.lock)
 
     def __dealloc__(self):
-        cdef KeptCounts **link
+        cdef CachedCounts **link
         if self.counts.marks != NULL:
             pp_lock_acquire(&self.allocator.lock)
-            link = &self.allocator.kept
+            link = &self.allocator.cached
             while link[0] != &self.counts:
                 link = &link[0].next
             link[0] = self.counts.next
@@ -60,7 +60,7 @@ cdef class KeptBlocks:
         pp_lock_release(&self.allocator.lock)
         return status
 
-    cdef pp_status c_keep_n(self, const int32_t *blocks, int64_t n, uint8_t mark, int64_t *failed) noexcept nogil:
+    cdef pp_status c_add_n(self, const int32_t *blocks, int64_t n, uint8_t mark, int64_t *failed) noexcept nogil:
         cdef uint8_t *marks = self.counts.marks
         cdef int32_t *counts = self.allocator.c_counts
         cdef pp_status status = PP_OK
@@ -69,38 +69,34 @@ cdef class KeptBlocks:
         pp_lock_acquire(&self.allocator.lock)
         while i < n and status == PP_OK:
             block = blocks[i]
-            if <unsigned int>block >= <unsigned int>self.allocator.taken or counts[block] == 0:
+            if block < 0:
+                i += 1
+                continue
+            count = counts[block] if block < self.allocator.taken else 0
+            if count == 0:
                 status = PP_INVALID_BLOCK
             elif marks[block]:
                 status = PP_INVALID_ARGUMENT
-            elif counts[block] == INT32_MAX:
+            elif count == INT32_MAX:
                 status = PP_OVER_MAXIMUM
             else:
-                count = counts[block]
                 pp_set_count(&counts[block], count + 1)
                 if count == 1:
-                    count_idle(self.allocator.kept, block, -1)
+                    count_idle(self.allocator.cached, block, -1)
                 marks[block] = mark
                 i += 1
         failed[0] = i
         while status != PP_OK and i > 0:
             i -= 1
             block = blocks[i]
-            count = counts[block] - 1
-            marks[block] = 0
-            pp_set_count(&counts[block], count)
-            if count == 1:
-                count_idle(self.allocator.kept, block, 1)
+            if block >= 0:
+                count = counts[block] - 1
+                marks[block] = 0
+                pp_set_count(&counts[block], count)
+                if count == 1:
+                    count_idle(self.allocator.cached, block, 1)
         pp_lock_release(&self.allocator.lock)
         return status
-
-    cdef void c_drop(self, int32_t block) noexcept nogil:
-        cdef uint8_t *mark = &self.counts.marks[block]
-        pp_lock_acquire(&self.allocator.lock)
-        self.counts.idle[mark[0]] -= self.allocator.c_counts[block] <= 1
-        mark[0] = 0
-        self.allocator.c_give_back(block)
-        pp_lock_release(&self.allocator.lock)
 
     cdef void c_drop_n(self, const int32_t *blocks, int64_t n) noexcept nogil:
         cdef uint8_t *marks = self.counts.marks
@@ -122,39 +118,30 @@ cdef class KeptBlocks:
         old[0] = mark
         pp_lock_release(&self.allocator.lock)
 
-    cdef int64_t c_idle(self, uint8_t mark) noexcept nogil:
+    cdef int64_t c_idle(self, int first, int last) noexcept nogil:
         cdef int64_t count = 0
-        cdef int group
+        cdef int mark
         pp_lock_acquire(&self.allocator.lock)
-        if mark:
-            count = self.counts.idle[mark]
-        else:
-            for group in range(1, 256):
-                count += self.counts.idle[group]
+        for mark in range(first, last + 1):
+            count += self.counts.idle[mark]
         pp_lock_release(&self.allocator.lock)
         return count
 
-    cdef int64_t c_marked(self) noexcept nogil:
-        cdef int64_t count = 0
-        cdef int32_t block
-        for block in range(self.allocator.taken):
-            count += self.counts.marks[block] != 0
-        return count
-
-    cdef str audit(self):
-        """The first equation that does not hold, as a sentence, or None. O(blocks ever used)."""
-        cdef BlockAllocator allocator = self.allocator
+    cdef str audit(self, int64_t cached):
         cdef int64_t idle[256]
         cdef int32_t block
         cdef int mark
         for mark in range(256):
-            idle[mark] = 0
-        pp_lock_acquire(&allocator.lock)
-        for block in range(allocator.taken):
-            idle[self.counts.marks[block]] += allocator.c_counts[block] <= 1
-        for mark in range(1, 256):
-            idle[mark] -= self.counts.idle[mark]
-        pp_lock_release(&allocator.lock)
+            idle[mark] = -self.counts.idle[mark]
+        pp_lock_acquire(&self.allocator.lock)
+        for mark in range(256):
+            idle[mark] = -self.counts.idle[mark]
+        for block in range(self.allocator.taken):
+            idle[self.counts.marks[block]] += self.allocator.c_counts[block] <= 1
+            cached -= self.counts.marks[block] != 0
+        pp_lock_release(&self.allocator.lock)
+        if cached:
+            return f"{cached} cached blocks have no mark"
         for mark in range(1, 256):
             if idle[mark]:
                 return f"{idle[mark]} more blocks of group {mark} are idle than are counted"
