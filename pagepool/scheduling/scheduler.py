@@ -43,7 +43,8 @@ class Guard:
             guard.undo = ...    how `recover` takes back what the call has done so far, where that is not to stay
             ...
 
-    Raises RuntimeError, with nothing changed, when a call is under way, on this thread or another, or was cut short.
+    While `is_checking` is set, the call has changed nothing yet: an exception does not cut it short. Raises
+    RuntimeError, with nothing changed, when a call is under way, on this thread or another, or was cut short.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class Guard:
         self._token = [True]
         self.thread: int | None = None  # of the call that is under way
         self.is_cut = False
+        self.is_checking = False
         self.undo: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
@@ -62,9 +64,9 @@ class Guard:
         self.thread = thread
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None:
+        if kind is None or self.is_checking:
             self.undo = self.thread = None
-            self.is_cut = False
+            self.is_cut = self.is_checking = False
             self._token[:] = (True,)
         else:
             self.is_cut = True
@@ -212,13 +214,15 @@ class Scheduler:
         Raises TypeError for what is no integer, ValueError for a token that the prefix cache, if there is one, cannot
         hold; then nothing has changed.
         """
-        seq = self._sequences.get(seq_id)
-        if seq is None or seq.state is FINISHED:
-            return
-        token = read_token(token)
-        if self._prefix.cache is not None:
-            check_token(token)
         with self._guard:
+            self._guard.is_checking = True
+            seq = self._sequences.get(seq_id)
+            if seq is None or seq.state is FINISHED:
+                return
+            token = read_token(token)
+            if self._prefix.cache is not None:
+                check_token(token)
+            self._guard.is_checking = False
             seq.output_tokens.append(token)
             if seq.at_limit:
                 self._finish([seq])
@@ -256,12 +260,13 @@ class Scheduler:
         the caller has to free blocks or wait. Raises TypeError for a `now` that is no number, ValueError for an earlier
         one than the last or inf; then nothing has changed.
         """
-        if now is not None:
-            now = read_time(now, self._last_time)
         with self._guard:
-            self.num_steps = step = self.num_steps + 1
             if now is not None:
+                self._guard.is_checking = True
+                now = read_time(now, self._last_time)
+                self._guard.is_checking = False
                 self._last_time = now
+            self.num_steps = step = self.num_steps + 1
             if self._out is not None:
                 self._close(self._out)
             self._prefix.set_time(step if now is None else now)
@@ -299,13 +304,15 @@ class Scheduler:
         sequences = batch._sequences
         if len(results) != len(sequences):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(sequences)} sequences")
-        if batch._committed:
-            raise ValueError("the batch was committed before")
-        if batch is not self._out and not all(self._knows(seq) for seq in sequences):
-            raise ValueError("the batch is of another scheduler")
         check_results(batch, results, for_cache=self._prefix.cache is not None)
         drafts = self.config.lookahead > 0
         with self._guard:
+            self._guard.is_checking = True
+            if batch._committed:
+                raise ValueError("the batch was committed before")
+            if batch is not self._out and not all(self._knows(seq) for seq in sequences):
+                raise ValueError("the batch is of another scheduler")
+            self._guard.is_checking = False
             num_outputs = [len(seq.output_tokens) for seq in sequences]
             fed = [seq.fed for seq in sequences] if drafts else []
             self._guard.undo = partial(self._take_back_tokens, batch, num_outputs, fed)

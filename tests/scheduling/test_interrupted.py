@@ -392,6 +392,37 @@ def test_a_call_of_another_thread_in_the_middle_of_a_call_is_refused():
     scheduler.commit(batches[0], [7])  # a batch may be handed over to another thread between calls
 
 
+def test_two_threads_never_commit_the_same_batch_twice():
+    """What is checked is checked inside of the call: the other thread may be anywhere in its own."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            scheduler = Scheduler(SchedulerConfig(max_sequences=32, max_batch_sequences=32))
+            for _ in range(32):
+                scheduler.add_request([1], 9)
+            batch, taken, ready = scheduler.schedule(), [], threading.Barrier(2)
+
+            def commit(scheduler=scheduler, batch=batch, taken=taken, ready=ready):
+                ready.wait()
+                try:
+                    scheduler.commit(batch, [7] * 32)
+                    taken.append(True)
+                except (RuntimeError, ValueError):
+                    taken.append(False)
+
+            threads = [threading.Thread(target=commit) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(taken) == [False, True]
+            assert {len(scheduler.get_sequence(number).output_tokens) for number in range(1, 33)} == {1}
+            scheduler.check()
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_front_end_on_a_thread_of_its_own_is_refused_and_corrupts_nothing():
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(512))
     added, refused, stop = [], [], threading.Event()
