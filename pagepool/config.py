@@ -1,4 +1,4 @@
-"""Frozen descriptions of layouts and schedulers: checked once, when they are made."""
+"""Frozen descriptions of layouts and schedulers. Each checks its fields once, when it is made."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class KvLayout:
 
     @property
     def token_size(self) -> int:
-        """Elements that one layer stores of a token."""
+        """Elements that one layer stores per token."""
         return self.num_kv_heads * (self.head_dim + (0 if self.v_in_k else self.v_head_dim))
 
     @property
@@ -160,12 +160,12 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class Tenant:
-    """What one tenant may have.
+    """The limits of one tenant.
 
-    weight       its share under the policy "fair": twice the weight is served twice the tokens
-    max_blocks   its quota: the blocks that all its running requests may ever need together; None: no bound. Cached
-                 blocks that nobody uses do not count: they go when others need room
-    min_blocks   the blocks reserved for it: while it holds no more than these, running and cached together, none of its
+    weight       its share under the policy "fair": a tenant with twice the weight is served twice the tokens
+    max_blocks   its quota: an upper bound of the blocks that all its running requests may ever need together; None: no
+                 bound. Cached blocks that nobody uses do not count, since they are evicted when others need room
+    min_blocks   its reservation: while it holds no more blocks than these, running and cached together, none of its
                  cached blocks is evicted and none of its sequences is preempted for others. A cached block belongs to
                  the tenant whose request stored it first
     """
@@ -186,10 +186,10 @@ class Tenant:
 
 @dataclass(frozen=True)
 class PreemptionCosts:
-    """What preemption costs, in microseconds: the table by which the action is chosen. `calibrate` measures one.
+    """What preemption costs, in microseconds. The scheduler chooses the action by it; `calibrate` measures it.
 
-    recompute_us_per_token   reading a token again
-    swap_us_per_block        writing a block to the swap file and reading it back; None: not known, never swapped
+    recompute_us_per_token   computing a prompt token again
+    swap_us_per_block        writing a block to the swap file and reading it back; None: unknown, so never swap
     """
 
     recompute_us_per_token: float = 60.0
@@ -206,35 +206,36 @@ class PreemptionCosts:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The budgets of a `Scheduler`.
+    """The budgets and policies of a `Scheduler`.
 
-    max_sequences         sequences that may be active (prefilling or decoding) at a time
-    max_batch_tokens      tokens of one step, prefill and decode together
-    max_batch_sequences   sequences of one step; each needs one of its tokens at least
-    max_prefill_tokens    tokens of one sequence's prompt in one step (its chunk)
-    max_prefill_backlog   no request is admitted while the active prompts have this many tokens to read; None: no bound
-    block_size            tokens per block, when the scheduler is not given a pool with a layout
-    watermark             share of the blocks kept free when a request is admitted while others run
-    schedule              "chunked": prefills and decodes share a step, by turns; "prefill-first": while an admitted
-                          prompt is unread, steps hold prompts only, whole ones while they fit, and decodes stand still
-    policy                who goes next: "priority" (lower number first, then first come), "fcfs" (first come), "lpm"
-                          (longest prefix in the cache), "fair" (the tenant that was served the fewest tokens)
-    max_wait_steps        no request that has waited so many steps is overtaken by one that came later, whatever the
-                          policy, and none is preempted for one; None: no such bound
+    max_sequences         the most sequences that are active (prefilling or decoding) at a time
+    max_batch_tokens      the most tokens of one step, prefill and decode together
+    max_batch_sequences   the most sequences of one step; each takes at least one of the step's tokens
+    max_prefill_tokens    the most prompt tokens of one sequence in one step (its chunk)
+    max_prefill_backlog   no request is admitted while active prompts have this many tokens to read; None: no bound
+    block_size            tokens per block, if the scheduler is not given a pool with a layout
+    watermark             share of the blocks that stays free when a request is admitted while others run
+    schedule              "chunked": prefills and decodes share a step and take turns; "prefill-first": while an
+                          admitted prompt is unread, steps hold only prompts, whole ones while they fit, and decodes
+                          stand still
+    policy                which request goes next: "priority" (lower number first, then first come), "fcfs" (first
+                          come), "lpm" (longest cached prefix), "fair" (the tenant that was served the fewest tokens)
+    max_wait_steps        a request that has waited this many steps is not overtaken by a later one, whatever the
+                          policy, nor preempted for one; None: no bound
     admission             "prompt": a request is admitted when its prompt fits; "whole": when all that it may ever need
-                          fits beside what the others may, so that nothing is preempted
-    cache_outputs         with a prefix cache, when others may find the blocks of what a request generates: "full": as
-                          soon as they are; "end": when it has ended or given way. Those of prompts always at once
+                          fits beside what the others may need, so that nothing is preempted
+    cache_outputs         when others may find the blocks of generated tokens, with a prefix cache: "full": as soon as a
+                          block is full; "end": when the request has ended or is preempted. Prompts: always at once
     lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
-    tenants               what each tenant may have; one that is not named has no bounds and weight 1
-    preemption_actions    how a sequence may give way, besides being recomputed whole: "partial": it gives only the
-                          blocks that are needed, from its end, and keeps the others while it waits; with a prefix
-                          cache always, whether it is named or not: the cache has what is given, and evicts only what is
-                          needed; "swap": what it gives is written to the swap file, if the scheduler has one and
-                          `costs` knows that it costs less. Cached prefixes always go first
-    costs                 the table by which the action is chosen: see `calibrate`
-    hysteresis            blocks per active sequence that must be left over when a preempted sequence comes back
-    max_records           records that `Scheduler.preemptions` keeps
+    tenants               a `Tenant` for each tenant's name; a tenant without one has no bounds and weight 1
+    preemption_actions    what a preempted sequence may do besides giving all its blocks to be recomputed. "partial":
+                          it gives only the blocks that are needed, from its end, and keeps the others while it waits;
+                          with a prefix cache this is always so, since the cache keeps the blocks and evicts only what
+                          is needed. "swap": its blocks are written to the swap file, if the scheduler has one and
+                          `costs` says that this is cheaper. Cached blocks that nobody uses are always evicted first
+    costs                 the `PreemptionCosts` by which the action is chosen; see `calibrate`
+    hysteresis            free blocks per active sequence that must remain when a preempted sequence comes back
+    max_records           the most records that `Scheduler.preemptions` keeps
     """
 
     max_sequences: int = 32

@@ -1,4 +1,4 @@
-"""Preemption: what gives way when the pool is out of blocks, in which of four ways, and how it comes back."""
+"""Preemption: what is evicted or preempted when the pool is out of blocks, by which action, and how it comes back."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["Preemption", "PreemptionLog", "PreemptionRecord", "calibrate", "chea
 
 
 class PreemptionRecord(NamedTuple):
-    """One time that something gave way.
+    """One action of the scheduler when blocks ran out.
 
     step     the number of the `schedule()` call, from 1
     action   "evict", "partial", "swap", "recompute"; "restore" and "lost" when a swapped sequence comes back
-    seq_id   who gave way; 0 for cached prefixes
-    blocks   how many blocks that one gave; for "restore" and "lost": how many were in the file
+    seq_id   the sequence that gave blocks; 0 for cached blocks
+    blocks   how many blocks it gave; for "restore" and "lost": how many were in the file
     wanted   how many new blocks the step needed; for "restore" and "lost": as `blocks`
-    free     how many could be taken before
+    free     how many blocks could be taken before
     reason   why this action
     """
 
@@ -46,12 +46,12 @@ class PreemptionRecord(NamedTuple):
 
 
 class PreemptionLog:
-    """The last records, and totals of all of them.
+    """The last records, and totals of all.
 
     records   a deque of `PreemptionRecord`, the newest last
     counts    how often each action was taken
     blocks    how many blocks each action gave
-    num_preemptions  how often an active sequence gave way
+    num_preemptions  how often an active sequence was preempted
     """
 
     def __init__(self, max_records: int) -> None:
@@ -260,15 +260,15 @@ def cheaper_to_swap(costs: PreemptionCosts, blocks: int, lost_tokens: int) -> bo
 def calibrate(
     swap: SwapFile | None = None, prefill: Callable[[int], Any] | None = None, *, tokens: int = 256, rounds: int = 5
 ) -> PreemptionCosts:
-    """Measure a cost table on this machine, once, before serving; put it into `SchedulerConfig(costs=...)`.
+    """Measure the costs of preemption on this machine, for `SchedulerConfig(costs=...)`. Call it once, before serving.
 
-    swap     the swap file of the scheduler: free blocks of its pool are written and read back; None: never swapped
-    prefill  called with a number of tokens, reads a prompt of as many; None: the table's default cost of a token
-    tokens   how many it is called with
-    rounds   how often each is measured; the median counts
+    swap     the swap file of the scheduler, whose pool's free blocks are written and read back; None: never swap
+    prefill  a function that computes a prompt of as many tokens as its argument says; None: the default cost of a token
+    tokens   the number of tokens to call it with
+    rounds   how often to measure each; the median counts
 
-    The pages of free blocks are overwritten. Raises `PoolExhausted` when the pool has no free block, `SwapError` when
-    the file cannot be used.
+    Overwrites the pages of free blocks. Raises `PoolExhausted` when the pool has no free block, `SwapError` when the
+    file cannot be used.
     """
     tokens, rounds = integer("tokens", tokens, low=1), integer("rounds", rounds, low=1)
     costs: dict[str, float] = {}

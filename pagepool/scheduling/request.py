@@ -12,7 +12,7 @@ Rank = tuple[int, int, int]  # the last number is the id: no two are equal
 
 
 class SeqState(enum.Enum):
-    """Where a sequence stands.
+    """The state of a sequence.
 
         WAITING ---> PREFILLING ---> DECODING ---> FINISHED
                       ^      |           |
@@ -43,12 +43,12 @@ class Sequence:
     tenant          who sent it: anything hashable, or None
     cache_salt, extra_keys  only prompts with equal ones share its cached blocks
     cache_priority, cache_ttl  the priority of its cached blocks, and for how long they have it
-    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; a sequence that was
-                    preempted in part keeps the blocks that it was left
-    num_cached      tokens that it did not have to compute when it was last admitted: cached, left or swapped
-    fed             tokens in the pages or on their way there: cached ones found at admission, those left or swapped at
-                    preemption, and all handed out in batches since; equals `kv.len` but for slots out for drafts
-    num_preemptions how often its blocks were taken away
+    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; after a partial
+                    preemption the state with the remaining blocks
+    num_cached      tokens that it did not have to compute when it was last admitted: cached, remaining or swapped
+    fed             tokens whose K and V are in the pages or will be after the current batch; equals `kv.len` minus the
+                    slots for drafts
+    num_preemptions how often it was preempted
 
     Invariant while active: `fed <= total_tokens`; the tokens from `fed` to the end are still to be fed.
     """

@@ -1,4 +1,4 @@
-"""The continuous-batching scheduler: which sequences run next, with which tokens, in whose blocks."""
+"""The continuous-batching scheduler: which sequences run next, with which tokens, in which blocks."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ class Scheduler:
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
-    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, cached prefixes that nobody
-    uses go first; then the newest sequence of the lowest priority gives its blocks back, waits at the front and is
-    recomputed later; the oldest always keeps going, so every request ends. `preemptions` tells who gave way, and why.
+    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, cached blocks that nobody
+    uses are evicted first. Then the newest sequence of the lowest priority gives its blocks back, waits at the front
+    and is recomputed later. The oldest always keeps going, so every request ends. `preemptions` is the log of this.
 
-    One thread at a time may use a scheduler, and a call must not be made from within another one, by a finalizer or a
-    signal handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes.
-    An exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then every call raises
+    One thread at a time may use a scheduler, and no call may be made within another one, from a finalizer or a signal
+    handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes. An
+    exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then every other call raises
     RuntimeError until `recover()` has made all structures agree again. `outstanding` is the batch that was handed out
-    last; `check()` audits everything.
+    and not committed; `check()` audits everything.
 
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
     >>> scheduler.add_request([11, 12, 13, 14, 15], max_tokens=7)
@@ -173,15 +173,15 @@ class Scheduler:
         prompt_tokens  token ids, at least one; copied
         max_tokens     limit of prompt + output
         priority       lower goes first; None is 0; equals go in the order of arrival
-        tenant         who sends it: counters, quotas and reservations of the config are per tenant
-        cache_salt, extra_keys  as for `PrefixCache.match_prefix`; without a salt tenants share cached blocks
-        cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for that policy: the priority
-                       of its blocks, and for how long from the step that stored them, in the unit of `schedule(now)`
+        tenant         who sends it, by name; see `Tenant`
+        cache_salt, extra_keys  as in `PrefixCache.match_prefix`; without a salt tenants share cached blocks
+        cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for a cache with the policy
+                       "priority"; the ttl counts from the step that stored a block, in the unit of `schedule(now)`
 
-        Raises ValueError, and changes nothing, when the prompt is empty or longer than `max_tokens`, when `max_tokens`
-        never fit into the pool, the tenant's quota or what is not reserved for other tenants, or for a cache_priority
-        or cache_ttl that no cache, or not this one, takes; TypeError for what is no integer. A prompt of exactly
-        `max_tokens` leaves nothing to generate: it is finished at once.
+        Raises ValueError when the prompt is empty or longer than `max_tokens`, when `max_tokens` can never fit into the
+        pool, the tenant's quota or what is not reserved for other tenants, and for a cache_priority or cache_ttl that
+        the cache does not take; TypeError for a token that is no integer. Then nothing has changed. A prompt of exactly
+        `max_tokens` is finished at once, since nothing is left to generate.
         """
         cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
         seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
@@ -211,8 +211,8 @@ class Scheduler:
     def append_token(self, seq_id: int, token: int) -> None:
         """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored.
 
-        Raises TypeError for what is no integer, ValueError for a token that the prefix cache, if there is one, cannot
-        hold; then nothing has changed.
+        Raises TypeError for a token that is no integer, ValueError for one that the prefix cache cannot hold; then
+        nothing has changed.
         """
         with self._guard:
             self._guard.is_checking = True
@@ -249,16 +249,16 @@ class Scheduler:
             return list(finished.values())
 
     def schedule(self, now: float | None = None) -> ScheduledBatch:
-        """The next step, its blocks taken. All budgets of the config hold.
+        """Return the next batch, within all budgets of the config and with its blocks taken.
 
-        now  the time, in any unit, never earlier than the last; None: the number of the step, from 1. It is for
-             `cache_ttl` alone; no clock is read
+        now  the time, in any unit, not earlier than the last; None: the number of the step, from 1. Only `cache_ttl`
+             uses it; the scheduler reads no clock
 
-        Admits waiting sequences, picks by turns, shares out the tokens, and lets others give way when the pool is out.
-        The batch before counts as run. The new one is empty when there is no work, or when blocks that others hold
-        (forks, another scheduler on the same pool) leave not even one sequence room: `has_work` stays True then, and
-        the caller has to free blocks or wait. Raises TypeError for a `now` that is no number, ValueError for an earlier
-        one than the last or inf; then nothing has changed.
+        Admits waiting sequences, picks by turns, shares out the tokens, and preempts when the pool is out of blocks.
+        Takes the batch before as run. The new one is empty when there is no work, or when blocks that others hold
+        (forks, another scheduler on the same pool) leave no room for even one sequence; then `has_work` stays True, and
+        the caller frees blocks or waits. Raises TypeError for a `now` that is no number, ValueError for inf and for a
+        time before the last; then nothing has changed.
         """
         with self._guard:
             if now is not None:
@@ -291,12 +291,12 @@ class Scheduler:
     def commit(self, batch: ScheduledBatch, tokens: Iterable[Any]) -> None:
         """Hand back the results of `batch`: one entry per sequence, in its order.
 
-        An entry that is None or negative adds nothing; neither does the entry of a prompt chunk that was not the last
+        An entry that is None or negative adds nothing, nor does the entry of a prompt chunk that is not the last
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
-        drafts that were accepted, then one token more; the slots of the others are taken back. Sequences that reach
-        their limit finish. Raises ValueError when the lengths differ, the batch was committed before or is of another
-        scheduler, or a token has more than the 32 bits that a prefix cache holds, TypeError when an entry is not an
-        integer; nothing has changed then.
+        drafts that were accepted, then one token more; the slots of the other drafts are taken back. Sequences that
+        reach their limit finish. Raises ValueError when the lengths differ, the batch was committed before or is of
+        another scheduler, or a token has more than the 32 bits that a prefix cache holds, TypeError when an entry is
+        not an integer; then nothing has changed.
         """
         if not isinstance(batch, ScheduledBatch):
             raise wrong("batch", "a ScheduledBatch", batch)
@@ -344,9 +344,9 @@ class Scheduler:
 
     @property
     def outstanding(self) -> ScheduledBatch | None:
-        """The batch that `schedule` has handed out and no `commit` has taken yet, or None.
+        """The batch that `schedule` handed out and `commit` has not taken yet, or None.
 
-        For a caller that was interrupted, perhaps before it had the batch: run again, it stores the same.
+        A caller that was interrupted may run it again: that stores the same keys and values.
         """
         return None if self._out is None or self._out._committed else self._out
 
@@ -362,7 +362,7 @@ class Scheduler:
 
     @property
     def total_count(self) -> int:
-        """Sequences that are known: waiting, active, and finished but not drained."""
+        """Sequences that wait, are active, or have finished and are not drained."""
         return len(self._sequences)
 
     @property
@@ -372,23 +372,22 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """How often an active sequence had to give way."""
+        """How often an active sequence was preempted."""
         return self._log.num_preemptions
 
     @property
     def preemptions(self) -> PreemptionLog:
-        """What gave way when blocks ran out, and why."""
+        """The `PreemptionLog`: what was evicted or preempted when blocks ran out, and why."""
         return self._log
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose places in the pool are taken, over all active sequences and those that kept blocks
-        when they were preempted; 0 without a pool."""
+        """Tokens in the blocks of all active sequences and of preempted ones that kept some; 0 without a pool."""
         return self._blocks.num_tokens
 
     def stats(self) -> dict[str, Any]:
-        """Where everything stands, as a dict; `actions` counts how often each preemption action was taken, `given` the
-        blocks that it gave."""
+        """Return a dict of counters; `actions` counts how often each preemption action was taken, `given` the blocks
+        that it gave."""
         blocks = self._blocks
         return {
             "steps": self.num_steps,
@@ -409,9 +408,10 @@ class Scheduler:
         return f"<{type(self).__name__}: {counts}>"
 
     def check(self) -> None:
-        """Raises `PoolError` when one of the equations does not hold: everything is counted anew from what the
-        sequences say of themselves, and compared. O(all of them). `check` of the allocator and of the prefix cache
-        audit theirs.
+        """Audit every equation; raises `PoolError` that names a broken one.
+
+        Counts everything anew from the sequences and compares. O(sequences). `check` of the allocator and of the prefix
+        cache audit theirs.
 
         >>> from pagepool import Scheduler
         >>> Scheduler().check()
@@ -422,22 +422,22 @@ class Scheduler:
             raise PoolError(f"broken invariant: {broken}")
 
     def recover(self) -> None:
-        """After an exception has cut a call short: make everything agree with what the sequences say of themselves.
+        """Rebuild all structures from the sequences, after an exception has cut a call short.
 
-        Of the call that was cut short there is left:
+        What is left of that call:
 
-        schedule         nothing: the tokens of the step will be fed again, and its blocks are given back. Sequences
-                         that it has admitted or preempted stay so
-        commit           nothing, while the batch is `outstanding`: it may be called again. Else all: each result was
-                         taken, and the sequences that reached their limit have ended
-        append_token     nothing or all: `output_tokens` says which
-        finish_sequence  nothing or all: `stopped` says which
+        schedule         nothing: its blocks are given back, and its tokens will be fed again. Sequences that it
+                         admitted or preempted stay so
+        commit           nothing while the batch is `outstanding`: call it again. Otherwise everything: each result was
+                         taken, and sequences at their limit have finished
+        append_token     nothing or everything: `output_tokens` says which
+        finish_sequence  nothing or everything: `stopped` says which
         remove_sequence  as `finish_sequence`, but the sequence may still be known, finished
         add_request, drain_finished  nothing
 
-        An active sequence that has lost blocks is a preempted one. When `recover` is cut short itself, it is called
-        again; it changes nothing when all is well. Raises RuntimeError while another thread is inside a call; it must
-        not be called in the middle of a call, by a finalizer or a signal handler.
+        An active sequence that has lost blocks becomes a preempted one. If `recover` is cut short itself, call it
+        again; it changes nothing when all is well. Raises RuntimeError while another thread is inside a call. Do not
+        call it within another call, from a finalizer or a signal handler.
         """
         guard = self._guard
         guard.take_over()
