@@ -1,7 +1,7 @@
 /* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
  *
  * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element), PP_COLUMN (bytes between
- * neighbours of a row, where pairs of rows may be interleaved) and the words of decode_arrange.h defined, and once more
+ * neighbours of a row, where pairs of rows may be interleaved) and the words of decode_repack.h defined, and once more
  * for bf16 pages with PP_DOT, which takes the work on a tile from decode_dot.h.  The walk, per tile of 32 tokens (two
  * groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
@@ -21,7 +21,7 @@
 #define PP_BY_HEADS 0
 #include "decode_dot.h"
 #else
-#define PP_BY_HEADS PP_FEW_REGISTERS /* the work on a head is decode_few.h's */
+#define PP_BY_HEADS PP_FEW_REGISTERS /* the work on a head is decode_avx2.h's */
 #define PP_PAGES PP_DTYPE
 #define PP_QUERY_PAIR 2 /* elements of packed queries that a pair of dims takes */
 #define LOAD2 PP_CAT(v_load2_, PP_DTYPE, )
@@ -35,7 +35,7 @@ enum { PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM, PP_NAME(RUN_BYTES) = PP_G
 #if PP_FEW_REGISTERS
 #define EVEN_ROW PP_CAT(v_even_, PP_DTYPE, )
 #define ODD_ROW PP_CAT(v_odd_, PP_DTYPE, )
-#include "decode_few.h"
+#include "decode_avx2.h"
 #else
 /* Of a pair of rows of K, which both chains of scores read, what a chain that goes alone asks for: in f32 its own row,
  * in 16 bit, where both are one line, each chain the lines of every second pair. */
@@ -251,7 +251,7 @@ PP_INLINE void PP_NAME(tile)(const int HEADS, const pp_tile *tile, const float *
 #endif
 
 #define PP_IN_STEPS PP_STEPS
-#include "decode_arrange.h"
+#include "decode_repack.h"
 #endif
 
 #if PP_IN_STEPS
@@ -387,7 +387,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                 unsigned char *group = scratch + i * tiled->head_bytes;
                 tile.v[i] = group + tiled->k_bytes;
                 if (layout->tiled)
-                    PP_OF_PAGES(turn)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
+                    PP_OF_PAGES(transpose_v)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
                 else
                     tile.k[i] = group;
             }

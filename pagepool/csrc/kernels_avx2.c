@@ -1,5 +1,4 @@
 /* kernels_avx2.c: the kernels in AVX2, FMA and F16C. */
-#include "decode_tile.h"
 #include "kernel_common.h"
 
 #if defined(__x86_64__)

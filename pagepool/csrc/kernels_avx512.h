@@ -2,7 +2,6 @@
  *
  * Included once with PP_WIDE 0, for cores whose vector units are 256 bits wide (Zen 4), and once with 1, for those of
  * 512 bits: simd_avx512.h says what differs.  No bit of a result does. */
-#include "decode_tile.h"
 #include "kernel_common.h"
 
 #if defined(__x86_64__)

@@ -1,5 +1,4 @@
 /* kernels_baseline.c: the kernels in whatever the compiler's target has. */
-#include "decode_tile.h"
 #include "kernel_common.h"
 
 #include "simd_baseline.h"

@@ -1,5 +1,4 @@
 /* kernels_neon.c: the kernels in AArch64 Advanced SIMD. */
-#include "decode_tile.h"
 #include "kernel_common.h"
 
 #if defined(__aarch64__)

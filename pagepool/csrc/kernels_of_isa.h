@@ -1,13 +1,13 @@
 /* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its
  * target region and after its vocabulary. */
 #include "decode_math.h"
-#include "narrow.h"
+#include "convert_rows.h"
 #include "prefetch_paced.h"
 #include "prefetch_sides.h"
 
 #define PP_WORD_BITS 16
 #define PP_SIDE 8
-#include "turn_block.h"
+#include "transpose_block.h"
 
 #define PP_WORD_BITS 32
 #if PP_LANES == 4
@@ -15,9 +15,7 @@
 #else
 #define PP_SIDE 8
 #endif
-#include "turn_block.h"
-
-#include "turn_squares.h"
+#include "transpose_block.h"
 
 #include "pack_queries.h"
 
@@ -41,7 +39,7 @@
 #define PP_SQUARE_BITS 64
 #include "decode_kernel.h"
 
-/* Once more for bf16 pages: after bf16, whose decode_arrange.h it shares.  PP_EMULATED is how this instruction set does
+/* Once more for bf16 pages: after bf16, whose decode_repack.h it shares.  PP_EMULATED is how this instruction set does
  * without one for dot products. */
 #define PP_DTYPE bf16_dot
 #define PP_PAGES bf16

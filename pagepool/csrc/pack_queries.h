@@ -1,35 +1,54 @@
 /* pack_queries.h: lays out queries in the order in which the kernels read them, as kernels.h says, in an instruction
  * set's vocabulary.  Included once per ISA.
  *
- * Pairs of dims come one after another, in a pair the rows of a part: a part is turned, its pairs as words. */
+ * Pairs of dims come one after another, in a pair the rows of a part: a part is transposed, its pairs as words. */
+
+/* The middle halves of 64 bits change places: each square is transposed, too. */
+#define PP_TRANSPOSE_SQUARE(word) \
+    (((word) & 0xffff00000000ffffu) | (((word) & 0xffff0000u) << 16) | (((word) >> 16) & 0xffff0000u))
+
+enum { PP_PAIRS = PP_LANES / 2 }; /* pairs of lanes in a vector, and rows that v_transpose_pairs transposes at once */
+
+/* Row r of `to` becomes column r of `from`; steps in bytes. */
+PP_INLINE void transpose_squares(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
+    typedef uint64_t squares __attribute__((vector_size(PP_PAIRS * sizeof(uint64_t))));
+    pp_v a[PP_PAIRS];
+    PP_UNROLL for (int i = 0; i < PP_PAIRS; i++) {
+        squares x;
+        memcpy(&x, from + i * from_step, sizeof x);
+        a[i] = (pp_v)PP_TRANSPOSE_SQUARE(x);
+    }
+    v_transpose_pairs(a);
+    PP_UNROLL for (int i = 0; i < PP_PAIRS; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
+}
 
 enum { PP_PAIR_FLOATS = 2 };
 _Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_PAIRS == 0, "8 rows are whole squares");
 
-/* Turns PP_LANES dims times `scale` of all rows at once, in squares of PP_PAIRS rows and as many pairs; there
+/* Transposes PP_LANES dims times `scale` of all rows at once, in squares of PP_PAIRS rows and as many pairs; there
  * are 8 pointers, those past `rows` as good as any.  Whole vectors are written for each pair: what is beyond its rows
  * is where pairs behind it come, but for the last ones. */
-static void turn_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
+static void transpose_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
     enum { SQUARES = (PP_MAX_HEADS + PP_PAIRS - 1) / PP_PAIRS };
     const float *end = to + (int64_t)rows * head_dim;
     const int squares = (rows + PP_PAIRS - 1) / PP_PAIRS;
     int32_t d = 0;
     for (; d + PP_LANES <= head_dim; d += PP_LANES) {
-        pp_v turned[SQUARES][PP_PAIRS];
+        pp_v transposed[SQUARES][PP_PAIRS];
         PP_UNROLL for (int s = 0; s < SQUARES; s++) {
             if (s >= squares) continue;
             PP_UNROLL for (int i = 0; i < PP_PAIRS; i++)
-                turned[s][i] = v_mul(v_load(row[s * PP_PAIRS + i] + d), v_set1(scale));
-            v_turn_pairs(turned[s]);
+                transposed[s][i] = v_mul(v_load(row[s * PP_PAIRS + i] + d), v_set1(scale));
+            v_transpose_pairs(transposed[s]);
         }
         PP_UNROLL for (int i = 0; i < PP_PAIRS; i++, to += PP_PAIR_FLOATS * rows)
             PP_UNROLL for (int s = 0; s < SQUARES; s++) {
                 float *at = to + s * PP_LANES;
                 if (s >= squares) continue;
                 if (end - at >= PP_LANES)
-                    v_store(at, turned[s][i]);
+                    v_store(at, transposed[s][i]);
                 else /* the last pairs: no more than what is left */
-                    memcpy(at, &turned[s][i], (size_t)(end - at) * sizeof *at);
+                    memcpy(at, &transposed[s][i], (size_t)(end - at) * sizeof *at);
             }
     }
     for (; d < head_dim; d += PP_PAIR_FLOATS)
@@ -38,7 +57,7 @@ static void turn_queries(float *to, const float *const *row, int32_t rows, int32
 }
 
 /* The same of pairs of numbers of bfloat16, to which they are rounded first. */
-static void turn_rounded(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
+static void transpose_rounded(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
     float rounded[PP_MAX_HEAD_DIM / 2];
     (void)scale; /* what are numbers of bf16 shall stay so */
     for (int32_t r = 0; r < rows; r++) {
@@ -47,10 +66,10 @@ static void turn_rounded(float *to, const float *const *row, int32_t rows, int32
     }
 }
 
-PP_INLINE void pack_parts(void (*turn)(float *, const float *const *, int32_t, int32_t, float), const int pair_floats,
-                          float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                          float scale) {
+PP_INLINE void pack_parts(void (*transpose)(float *, const float *const *, int32_t, int32_t, float),
+                          const int pair_floats, float *to, const float *q, int64_t q_stride_token,
+                          int64_t q_stride_head, int32_t num_kv_heads, int32_t group_size, int32_t num_queries,
+                          int32_t head_dim, float scale) {
     const int32_t head_rows = group_size * num_queries;
     for (int32_t kv = 0; kv < num_kv_heads; kv++) {
         int64_t query = 0, head = 0; /* row by row: the heads of a query, then those of the next one */
@@ -63,7 +82,7 @@ PP_INLINE void pack_parts(void (*turn)(float *, const float *const *, int32_t, i
                 head = 0;
                 query++;
             }
-            turn(to, row, rows, head_dim, scale);
+            transpose(to, row, rows, head_dim, scale);
             to += rows * (head_dim / 2) * pair_floats;
         }
     }
@@ -71,13 +90,13 @@ PP_INLINE void pack_parts(void (*turn)(float *, const float *const *, int32_t, i
 
 static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
                          int32_t group_size, int32_t num_queries, int32_t head_dim, float sm_scale) {
-    pack_parts(turn_queries, PP_PAIR_FLOATS, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size,
+    pack_parts(transpose_queries, PP_PAIR_FLOATS, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size,
                num_queries, head_dim, pp_in_base_2(sm_scale));
 }
 
 static void pack_rounded_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
                                  int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
                                  float sm_scale) {
-    pack_parts(turn_rounded, 1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries, head_dim,
-               sm_scale);
+    pack_parts(transpose_rounded, 1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries,
+               head_dim, sm_scale);
 }

@@ -21,7 +21,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base_2.h"
 #include "check_decode.h"
 #include "float_mode.h"
 #include "kernels.h"

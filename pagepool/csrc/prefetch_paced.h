@@ -1,5 +1,5 @@
 /* prefetch_paced.h: requests that wait for what is computed, one tile at a time: by wide units and, of few heads, in
- * AVX2 (decode_few.h), where lines are asked for twice, the first time past L2.  On Intel waiting took 0.99 to 1.06
+ * AVX2 (decode_avx2.h), where lines are asked for twice, the first time past L2.  On Intel waiting took 0.99 to 1.06
  * times as long.
  *
  * A processor runs ahead of loads that wait for memory, and asks for all that it meets there: requests come in bursts,

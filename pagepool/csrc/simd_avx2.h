@@ -3,7 +3,7 @@
 #define PP_MAX_HEADS 6 /* query heads that share a load */
 #define PP_STEPS 0
 #define PP_HALF_TAIL 0 /* 8 divides every head_dim */
-#define PP_FEW_REGISTERS 1 /* decode_few.h */
+#define PP_FEW_REGISTERS 1 /* decode_avx2.h */
 
 typedef __m256 pp_v;
 
@@ -65,8 +65,8 @@ static inline float v_highest(pp_v a) {
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 
-/* Turns a square of 4 rows of 4 pairs of lanes, in place. */
-static inline void v_turn_pairs(pp_v *a) {
+/* Transposes a square of 4 rows of 4 pairs of lanes, in place. */
+static inline void v_transpose_pairs(pp_v *a) {
     __m256d even[2], odd[2];
     for (int i = 0; i < 2; i++) {
         const __m256d upper = _mm256_castps_pd(a[2 * i]), lower = _mm256_castps_pd(a[2 * i + 1]);
@@ -106,7 +106,7 @@ static inline void v_store_f16(uint16_t *to, pp_v a) {
 }
 static inline pp_v v_load_f16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
 
-/* Accumulators that fit into 16 registers, of arithmetic of bf16 (exact is decode_few.h's): heads of a pass over the
+/* Accumulators that fit into 16 registers, of arithmetic of bf16 (exact is decode_avx2.h's): heads of a pass over the
  * scores and vectors of each (two chains each), value vectors, for a number of heads. */
 static inline int score_heads(int heads) { return heads <= 3 ? heads : (heads + 1) / 2; }
 static inline int score_vectors(int heads) { return heads == 1 ? 4 : 2; }

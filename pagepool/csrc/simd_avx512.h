@@ -67,8 +67,8 @@ static inline int v_any_above(pp_v a, float limit) {
 }
 static inline float v_highest(pp_v a) { return _mm512_reduce_max_ps(a); }
 
-/* Turns a square of 8 rows of 8 pairs of lanes, in place. */
-static inline void v_turn_pairs(pp_v *a) {
+/* Transposes a square of 8 rows of 8 pairs of lanes, in place. */
+static inline void v_transpose_pairs(pp_v *a) {
     __m512d two[8], four[8];
     PP_UNROLL for (int i = 0; i < 8; i += 2) { /* rows i and i + 1, pairs 0 2 4 6 and 1 3 5 7 */
         const __m512d upper = _mm512_castps_pd(a[i]), lower = _mm512_castps_pd(a[i + 1]);

@@ -49,8 +49,8 @@ static inline float v_highest(pp_v a) {
     return b > c ? b : c;
 }
 
-/* Turns a square of 2 rows of 2 pairs of lanes, in place. */
-static inline void v_turn_pairs(pp_v *a) {
+/* Transposes a square of 2 rows of 2 pairs of lanes, in place. */
+static inline void v_transpose_pairs(pp_v *a) {
     const pp_v upper = a[0], lower = a[1];
     a[0] = (pp_v){upper[0], upper[1], lower[0], lower[1]};
     a[1] = (pp_v){upper[2], upper[3], lower[2], lower[3]};

@@ -45,8 +45,8 @@ static inline int v_any_above(pp_v a, float limit) {
 }
 static inline float v_highest(pp_v a) { return vmaxvq_f32(a); }
 
-/* Turns a square of 2 rows of 2 pairs of lanes, in place. */
-static inline void v_turn_pairs(pp_v *a) {
+/* Transposes a square of 2 rows of 2 pairs of lanes, in place. */
+static inline void v_transpose_pairs(pp_v *a) {
     const float64x2_t upper = vreinterpretq_f64_f32(a[0]), lower = vreinterpretq_f64_f32(a[1]);
     a[0] = vreinterpretq_f32_f64(vzip1q_f64(upper, lower));
     a[1] = vreinterpretq_f32_f64(vzip2q_f64(upper, lower));

@@ -1,4 +1,5 @@
-/* narrow.h: rows of elements between f32 and the dtypes of pages, in an instruction set's vocabulary.  Once per ISA. */
+/* convert_rows.h: rows of elements between f32 and the dtypes of pages, in an instruction set's vocabulary.  Once per
+ * ISA. */
 
 static void copy_f32(void *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
 

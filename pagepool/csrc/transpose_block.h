@@ -1,10 +1,10 @@
-/* turn_block.h: 8 rows of 8 words become 8 columns.  Included once per word and instruction set, with PP_WORD_BITS (16
- * or 32) and PP_SIDE, the words of a vector (8 or 4), defined. */
+/* transpose_block.h: 8 rows of 8 words become 8 columns.  Included once per word and instruction set, with PP_WORD_BITS
+ * (16 or 32) and PP_SIDE, the words of a vector (8 or 4), defined. */
 #define PP_BLOCK PP_CAT(pp_block_, PP_WORD_BITS, )
 typedef PP_CAT(uint, PP_WORD_BITS, _t) PP_BLOCK __attribute__((vector_size(PP_WORD_BITS / 8 * PP_SIDE)));
 
 /* PP_SIDE rows and columns.  Rounds of interleaving rows i and i + PP_SIDE / 2, three of 8 and two of 4. */
-PP_INLINE void PP_CAT(turn_side_, PP_WORD_BITS, )(unsigned char *to, int64_t to_step, const unsigned char *from,
+PP_INLINE void PP_CAT(transpose_side_, PP_WORD_BITS, )(unsigned char *to, int64_t to_step, const unsigned char *from,
                                                  int64_t from_step) {
     enum { HALF = PP_SIDE / 2, ROUNDS = PP_SIDE == 8 ? 3 : 2 };
     PP_BLOCK a[PP_SIDE], b[PP_SIDE];
@@ -25,13 +25,13 @@ PP_INLINE void PP_CAT(turn_side_, PP_WORD_BITS, )(unsigned char *to, int64_t to_
 }
 
 /* Row r of `to` becomes column r of `from`; steps in bytes. */
-PP_INLINE void PP_CAT(turn_block_, PP_WORD_BITS, )(unsigned char *to, int64_t to_step, const unsigned char *from,
+PP_INLINE void PP_CAT(transpose_block_, PP_WORD_BITS, )(unsigned char *to, int64_t to_step, const unsigned char *from,
                                                   int64_t from_step) {
     enum { WORD = PP_WORD_BITS / 8 };
     PP_UNROLL for (int r = 0; r < 8; r += PP_SIDE)
         PP_UNROLL for (int c = 0; c < 8; c += PP_SIDE)
-            PP_CAT(turn_side_, PP_WORD_BITS, )(to + r * to_step + c * WORD, to_step, from + c * from_step + r * WORD,
-                                               from_step);
+            PP_CAT(transpose_side_, PP_WORD_BITS, )(to + r * to_step + c * WORD, to_step,
+                                                    from + c * from_step + r * WORD, from_step);
 }
 
 #undef PP_BLOCK

@@ -1,33 +1,33 @@
-/* decode_arrange.h: brings the tokens of a tile into the order in which the walk reads them, where they lie in another.
+/* decode_repack.h: brings the tokens of a tile into the order in which the walk reads them, where they lie in another.
  *
  * Included once per dtype from decode_kernel.h.  Two cases: plain pages, whose K and V are rows; and V within K, which
- * lies token-minor.  The latter is a transposition of words (turn_block.h, turn_squares.h); a word is an element or, in
+ * lies token-minor.  The latter is a transposition of words (transpose_block.h, pack_queries.h); a word is an element or, in
  * bf16, a square of two dims and two tokens, whose middle halves change places.  PP_SQUARE_BITS says how large it is.
  */
 
 #define PP_WORD PP_CAT(uint, PP_SQUARE_BITS, _t)
 enum { PP_NAME(WORD_DIMS) = PP_SQUARE_BITS == 64 ? 2 : 1 };
 #if PP_SQUARE_BITS == 64
-#define PP_TURN turn_squares
+#define PP_TRANSPOSE transpose_squares
 #else
-#define PP_TURN PP_CAT(turn_block_, PP_SQUARE_BITS, )
+#define PP_TRANSPOSE PP_CAT(transpose_block_, PP_SQUARE_BITS, )
 #endif
 
 /* V of a group of 16 tokens out of its K: once for all heads that share it. */
-static __attribute__((noinline)) void PP_NAME(turn)(int v_head_dim, const unsigned char *k, unsigned char *v) {
+static __attribute__((noinline)) void PP_NAME(transpose_v)(int v_head_dim, const unsigned char *k, unsigned char *v) {
     enum { W = sizeof(PP_WORD), COUNT = PP_GROUP / PP_NAME(WORD_DIMS) }; /* words in a row of K: rows of words in V */
     for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
-        enum { SIDE = PP_NAME(WORD_DIMS) == 2 ? (int)PP_PAIRS : 8 }; /* of what is turned at once */
+        enum { SIDE = PP_NAME(WORD_DIMS) == 2 ? (int)PP_PAIRS : 8 }; /* of what is transposed at once */
         const int left = v_head_dim - d, words = (left < PP_V_RUN ? left : PP_V_RUN) / PP_NAME(WORD_DIMS);
         int c = 0;
         for (; c + SIDE <= words; c += SIDE)
             for (int t = 0; t < COUNT; t += SIDE)
-                PP_TURN(v + (t * words + c) * W, words * W, k + (c * COUNT + t) * W, COUNT * W);
+                PP_TRANSPOSE(v + (t * words + c) * W, words * W, k + (c * COUNT + t) * W, COUNT * W);
         for (; c < words; c++)
             for (int t = 0; t < COUNT; t++) {
                 PP_WORD word;
                 memcpy(&word, k + (c * COUNT + t) * W, W);
-                if (PP_NAME(WORD_DIMS) == 2) word = (PP_WORD)PP_TURN_SQUARE((uint64_t)word);
+                if (PP_NAME(WORD_DIMS) == 2) word = (PP_WORD)PP_TRANSPOSE_SQUARE((uint64_t)word);
                 memcpy(v + (t * words + c) * W, &word, W);
             }
         k += words * COUNT * W;
@@ -55,5 +55,5 @@ static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const 
 }
 
 #undef PP_WORD
-#undef PP_TURN
+#undef PP_TRANSPOSE
 #undef PP_SQUARE_BITS

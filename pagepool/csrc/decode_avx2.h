@@ -1,4 +1,4 @@
-/* decode_few.h: a tile of a head where there are 16 registers only, and no operand that spreads over lanes.
+/* decode_avx2.h: a tile of a head where there are 16 registers only, and no operand that spreads over lanes.
  *
  * Included once per dtype from decode_kernel.h, instead of the work on a tile there.  What counts here:
  *
