@@ -119,19 +119,18 @@ $(ASAN)/clib/libpagepool.a $(TSAN)/clib/libpagepool.a: build/%$(OF_CC)/clib/libp
 	@touch $@
 
 comma := ,
-# plans.c says itself how each chunk prefetches.
-$(ASAN)/plans $(TSAN)/plans: LDFLAGS += -Wl,--wrap=pp_prefetch_mode
 $(ASAN)/%: tests/capi/%.c $(ASAN)/clib/libpagepool.a
-	$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined $^ $(LDFLAGS) -lm -o $@
+	$(CC) $(CAPI_FLAGS) -fsanitize=address,undefined $^ -lm -o $@
 $(TSAN)/%: tests/capi/%.c $(TSAN)/clib/libpagepool.a
-	$(CC) $(CAPI_FLAGS) -fsanitize=thread $^ $(LDFLAGS) -lm -o $@
+	$(CC) $(CAPI_FLAGS) -fsanitize=thread $^ -lm -o $@
 
 # TSan does not start where addresses are laid out at random in a wide range.
 NO_RANDOM = $$(setarch -R true 2>/dev/null && echo setarch -R)
 san-c: export UBSAN_OPTIONS = halt_on_error=1
 san-c: $(addprefix $(ASAN)/,program variants plans stress workspace) $(addprefix $(TSAN)/,stress plans threads)
-	for isa in $$($(ASAN)/program | cut -d" " -f3-); do for name in program variants "plans 60"; do \
-		PAGEPOOL_ISA=$$isa $(ASAN)/$$name || exit 1; done; done
+	for isa in $$($(ASAN)/program | cut -d" " -f3-); do for name in program variants; do \
+		PAGEPOOL_ISA=$$isa $(ASAN)/$$name || exit 1; done; for mode in none once twice; do \
+		PAGEPOOL_ISA=$$isa PAGEPOOL_PREFETCH=$$mode $(ASAN)/plans 20 || exit 1; done; done
 	$(ASAN)/stress 3
 	ASAN_OPTIONS=allocator_may_return_null=1 $(ASAN)/workspace
 	$(NO_RANDOM) $(TSAN)/stress 2

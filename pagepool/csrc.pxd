@@ -160,6 +160,8 @@ cdef extern from "pagepool/cpu.h" nogil:
     const char *pp_isa() noexcept
     int pp_isa_forced_unavailable() noexcept
     const char *pp_isa_available(int i) noexcept
+    const char *pp_prefetch() noexcept
+    int pp_prefetch_forced_unknown() noexcept
 
 
 cdef extern from "pagepool/threads.h" nogil:

@@ -17,6 +17,12 @@ extern "C" {
 PP_API const char *pp_isa(void);
 PP_API int pp_isa_forced_unavailable(void);
 
+/* How often the kernels prefetch each line of K and V before they read it: "none", "once" or "twice".  "twice", unless
+ * the environment's PAGEPOOL_PREFETCH names another one at the first call; a name that is none of the three is ignored,
+ * and pp_prefetch_forced_unknown() is 1 then.  No bit depends on it. */
+PP_API const char *pp_prefetch(void);
+PP_API int pp_prefetch_forced_unknown(void);
+
 /* The i-th instruction set, best first, that this build has and this machine can run; NULL past the last one. */
 PP_API const char *pp_isa_available(int i);
 

@@ -2,7 +2,8 @@
 
 from pagepool.csrc cimport PP_MAX_THREADS
 from pagepool.memory.kernels cimport (
-    c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable, c_num_threads_forced_unusable,
+    c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable, c_num_threads_forced_unusable, c_prefetch,
+    c_prefetch_forced_unknown,
 )
 
 import os
@@ -34,9 +35,11 @@ def cpu_info():
     """Says which instruction set the kernels use.
 
     Returns a dict: `isa`, the instruction set in use; `available`, those that this build has and this machine can run,
-    best first; `num_threads`, the default of `decode`; `machine`, the architecture. The environment variable
-    PAGEPOOL_ISA names one of `available` to use instead of the best; it is read once. PAGEPOOL_NUM_THREADS, from 1 to
-    256, is read at each call. A value that cannot be used raises a `RuntimeWarning` that says what is used instead.
+    best first; `num_threads`, the default of `decode`; `prefetch`, how often `decode` prefetches what it reads;
+    `machine`, the architecture. The environment variable PAGEPOOL_ISA names one of `available` to use instead of the
+    best, PAGEPOOL_PREFETCH is none, once or twice (the default); both are read once, and neither changes a bit but
+    "baseline". PAGEPOOL_NUM_THREADS, from 1 to 256, is read at each call. A value that cannot be used raises a
+    `RuntimeWarning` that says what is used instead.
 
     >>> info = cpu_info()
     >>> info["isa"] in info["available"] and info["available"][-1] == "baseline"
@@ -49,6 +52,7 @@ def cpu_info():
         "isa": c_isa().decode(),
         "available": available,
         "num_threads": c_num_threads(),
+        "prefetch": c_prefetch().decode(),
         "machine": platform.machine(),
     }
 
@@ -57,6 +61,13 @@ if c_isa_forced_unavailable():
     warnings.warn(
         f"PAGEPOOL_ISA={os.environ.get('PAGEPOOL_ISA')} is not one of {', '.join(cpu_info()['available'])}: "
         f"{c_isa().decode()} is used",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+if c_prefetch_forced_unknown():
+    warnings.warn(
+        f"PAGEPOOL_PREFETCH={os.environ.get('PAGEPOOL_PREFETCH')} is not one of none, once, twice: "
+        f"{c_prefetch().decode()} is used",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
 /* append_kernel.h: rows of K and V into tiled pages, in an instruction set's vocabulary.  Included once per ISA.
  *
  * In a group K lies token-minor, a row of 16 words for each dim (bf16: pair of dims), and V in rows of 64 dims, in bf16
- * two tokens woven together.  Eight tokens at a time are transposed, so that lines are written in halves; what is left goes
+ * two tokens woven together.  Eight tokens at a time are turned, so that lines are written in halves; what is left goes
  * word by word.  One token alone (a decode step) finds each word of its K in a cache line of its own: what is written
  * next is prefetched meanwhile, as it is for whole groups, and so is what is read next: into L2, whose queue is longer
  * than that of L1 (Zen 4: cold 1.2 to 1.6 times as fast as into L1 or without).  Nothing but the tokens' own bytes is

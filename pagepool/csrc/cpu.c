@@ -59,32 +59,38 @@ static unsigned family_of_amd(const char *maker, unsigned signature) {
     return strcmp(maker, "AuthenticAMD") ? 0 : (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
 }
 
-int pp_prefetch_mode_of(const char *maker, unsigned signature) {
-    if (!strcmp(maker, "GenuineIntel")) return PP_PREFETCH_REPEAT;
-    const unsigned family = family_of_amd(maker, signature);
-    return family >= 0x1a ? PP_PREFETCH_PAST : family == 0x19 ? PP_PREFETCH_REPEAT : PP_PREFETCH_L1;
-}
-
 int pp_has_wide_units(const char *maker, unsigned signature) {
     return !strcmp(maker, "GenuineIntel") || family_of_amd(maker, signature) >= 0x1a;
 }
 
-int pp_prefetch_mode(void) {
-#if defined(__x86_64__)
-    static _Atomic int mode;
-    int known = atomic_load_explicit(&mode, memory_order_relaxed);
-    if (known == PP_PREFETCH_NONE) {
-        char maker[13];
-        unsigned signature;
-        read_maker(maker, &signature);
-        known = pp_prefetch_mode_of(maker, signature);
-        atomic_store_explicit(&mode, known, memory_order_relaxed);
-    }
-    return known;
-#else
-    return pp_prefetch_mode_of("", 0);
-#endif
+static const char *const PREFETCH_MODES[] = {
+    [PP_PREFETCH_NONE] = "none", [PP_PREFETCH_ONCE] = "once", [PP_PREFETCH_TWICE] = "twice"};
+enum { UNKNOWN_MODE = PP_PREFETCH_TWICE + 1 };
+
+/* What PAGEPOOL_PREFETCH asks for: a mode, TWICE where it is not set, or UNKNOWN_MODE. */
+static int asked_mode(void) {
+    const char *name = getenv("PAGEPOOL_PREFETCH");
+    int mode = PP_PREFETCH_NONE;
+    if (!name || !*name) return PP_PREFETCH_TWICE;
+    while (mode < UNKNOWN_MODE && strcmp(name, PREFETCH_MODES[mode])) mode++;
+    return mode;
 }
+
+int pp_prefetch_mode(void) {
+    static _Atomic int chosen; /* 1 more, so that 0 is none yet */
+    int known = atomic_load_explicit(&chosen, memory_order_relaxed), none = 0;
+    if (!known) {
+        const int asked = asked_mode();
+        known = 1 + (asked == UNKNOWN_MODE ? PP_PREFETCH_TWICE : asked);
+        /* Threads that race here agree on the first one stored. */
+        if (!atomic_compare_exchange_strong(&chosen, &none, known)) known = none;
+    }
+    return known - 1;
+}
+
+const char *pp_prefetch(void) { return PREFETCH_MODES[pp_prefetch_mode()]; }
+
+int pp_prefetch_forced_unknown(void) { return asked_mode() == UNKNOWN_MODE; }
 
 static int always(void) { return 1; }
 

@@ -98,9 +98,9 @@ typedef struct weighing {
 
 /* The same for all heads, after raising shifts; whether some rose, and rescale was set. */
 PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
-    const int above = raise_if_above(HEADS, s, m, rows, row_stride, rescale);
+    const int raised = raise_if_above(HEADS, s, m, rows, row_stride, rescale);
     PP_UNROLL for (int g = 0; g < HEADS; g++) weigh(s + g * PP_TILE, m[g], rows + (g + 1) * row_stride - PP_GROUP);
-    return above;
+    return raised;
 }
 
 /* PP_FOR_HEADS defines PP_NAME(name), a function of `heads`, 1 to PP_MAX_HEADS, that does `call` with HEADS, a
@@ -108,10 +108,10 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
  * took half as long again for one that had all.  Where no loop is unrolled HEADS is a variable and one copy of the call
  * serves all numbers: under ASan gcc takes a fourth of the time for it. */
 #if PP_UNROLLS
-#define PP_HEADS_TO_2(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__)
-#define PP_HEADS_TO_4(DO, ...) PP_HEADS_TO_2(DO, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__)
+#define PP_HEADS_TO_4(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__)
 #define PP_HEADS_TO_6(DO, ...) PP_HEADS_TO_4(DO, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__)
 #define PP_HEADS_TO_8(DO, ...) PP_HEADS_TO_6(DO, __VA_ARGS__) DO(7, __VA_ARGS__) DO(8, __VA_ARGS__)
+#define PP_EACH_HEADS PP_CAT(PP_HEADS_TO_, PP_MAX_HEADS, )
 #define PP_DEFINE(n, name, parameters, arguments, call) \
     static __attribute__((noinline)) void PP_NAME(name##_##n) parameters { \
         enum { HEADS = n }; \
@@ -120,44 +120,17 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
     }
 #define PP_CASE(n, name, parameters, arguments, call) \
     case n: PP_NAME(name##_##n) arguments; break;
-#define PP_FOR_SOME_HEADS(TO, name, parameters, arguments, call) \
-    TO(PP_DEFINE, name, parameters, arguments, call) \
+#define PP_FOR_HEADS(name, parameters, arguments, call) \
+    PP_EACH_HEADS(PP_DEFINE, name, parameters, arguments, call) \
     static __attribute__((noinline)) void PP_NAME(name) parameters { \
-        switch (heads) { TO(PP_CASE, name, parameters, arguments, call) } \
+        switch (heads) { PP_EACH_HEADS(PP_CASE, name, parameters, arguments, call) } \
     }
 #else
-#define PP_FOR_SOME_HEADS(TO, name, parameters, arguments, call) \
+#define PP_FOR_HEADS(name, parameters, arguments, call) \
     static __attribute__((noinline)) void PP_NAME(name) parameters { \
         const int HEADS = heads; \
         call; \
     }
-#endif
-#if PP_MAX_HEADS == 8
-#define PP_FOR_HEADS(...) PP_FOR_SOME_HEADS(PP_HEADS_TO_8, __VA_ARGS__)
-#elif PP_MAX_HEADS == 6
-#define PP_FOR_HEADS(...) PP_FOR_SOME_HEADS(PP_HEADS_TO_6, __VA_ARGS__)
-#elif PP_MAX_HEADS == 4
-#define PP_FOR_HEADS(...) PP_FOR_SOME_HEADS(PP_HEADS_TO_4, __VA_ARGS__)
-#endif
-
-#if PP_FEW_REGISTERS
-/* make_weights for each number of heads: functions, called from where that number is mostly the same. */
-typedef int weights_maker(float *s, float *m, float *rows, int64_t row_stride, float *rescale);
-#define PP_WEIGHTS_MAKER(HEADS) \
-    static __attribute__((noinline)) int make_weights_##HEADS(float *s, float *m, float *rows, int64_t row_stride, \
-                                                              float *rescale) { \
-        return make_weights(HEADS, s, m, rows, row_stride, rescale); \
-    }
-PP_WEIGHTS_MAKER(1)
-PP_WEIGHTS_MAKER(2)
-PP_WEIGHTS_MAKER(3)
-PP_WEIGHTS_MAKER(4)
-PP_WEIGHTS_MAKER(5)
-PP_WEIGHTS_MAKER(6)
-_Static_assert(PP_MAX_HEADS == 6, "one for each number of heads");
-static weights_maker *const make_weights_of[PP_MAX_HEADS + 1] = {NULL,           make_weights_1, make_weights_2,
-                                                                 make_weights_3, make_weights_4, make_weights_5,
-                                                                 make_weights_6};
 #endif
 
 /* tanh(x) for x from -0.625 to 0.625, odd. */
@@ -302,25 +275,6 @@ PP_INLINE int32_t part_border(int32_t head_rows, int32_t part) {
 PP_INLINE int32_t row_of_part(int32_t head_rows, int32_t part) {
     if (num_parts(head_rows) == 1) return part * head_rows;
     return part / num_parts(head_rows) * head_rows + part_border(head_rows, part % num_parts(head_rows));
-}
-
-/* Opens pages, long before the walk's own prefetches come: asks for a line of each group's from group `from` of `count`
- * on.  Of a group `bytes` are read, `first` bytes from its beginning.  Returns the group that it stopped at.
- *
- * A prefetch whose address is not translated yet holds up what is behind it: on Zen 4 under a hypervisor about 100 ns
- * at each page, a quarter of the time over pages of 8 KB.  Asked for together, translations overlap: from eight on, how
- * many makes no difference.  By wide units of Intel (PP_PREFETCH_REPEAT) none are opened: 16 bit took 1 to 2 % more, on
- * huge pages and on small ones, and f32 as long.  OPEN_BYTES: what a line of a page table translates, eight times 4 KB,
- * of which a hypervisor may make up huge pages. */
-enum { OPEN_BYTES = 1 << 15, OPEN_LINES = 32 };
-static __attribute__((noinline)) int open_pages(const pp_chunk *work, const unsigned char *const *groups, int from,
-                                                int count, int64_t first, int64_t bytes) {
-    int group = from;
-    for (int64_t left = OPEN_LINES; left > 0 && group < count; group++)
-        for (int64_t i = 0; i < bytes; i += OPEN_BYTES, left--) prefetch_into_l2(groups[group] + first + i, 1);
-    if (group >= count && work->next[0])
-        for (int i = 0; i < 4; i++) prefetch_into_l2(work->next[i], 1);
-    return group;
 }
 
 /* A row's result while its chunks are merged; `m` and `total` (in all lanes) are those of all chunks so far. */

@@ -8,23 +8,12 @@
 #include "pagepool/attention.h"
 #include "view.h"
 
-/* Where to prefetch, as measured on shuffled pages.  Each line is asked for once, into L1 or L2, or, which Intel server
- * cores, Zen 4 and Zen 5 gain most with, again on the way: presumably L1 has too few buffers for the latency of memory.
- * How often and how near is for the kernels to say (kernel_common.h, prefetch_sides.h).  REPEAT: the first time into L2
- * (Intel, where past it takes twice as long; Zen 4, and Zen 3 of the same family is taken to be alike).  PAST: the
- * first time past L2 (Zen 5); AVX-512 for narrower units takes it for REPEAT.  L2 is no machine's: of two parts of
- * a head's rows in AVX2 each may ask so. */
-enum { PP_PREFETCH_NONE, PP_PREFETCH_L1, PP_PREFETCH_L2, PP_PREFETCH_REPEAT, PP_PREFETCH_PAST };
+/* How often K and V are prefetched before they are read: prefetch.h.  TWICE, or as PAGEPOOL_PREFETCH says. */
+enum { PP_PREFETCH_NONE, PP_PREFETCH_ONCE, PP_PREFETCH_TWICE };
 int pp_prefetch_mode(void);
 
-/* Whether lines are asked for more than once in a machine's mode. */
-static inline int pp_asks_again(int mode) { return mode == PP_PREFETCH_REPEAT || mode == PP_PREFETCH_PAST; }
-
-/* The mode for a CPU by what CPUID says of it: leaf 0's name of the maker, leaf 1's eax (Zen 1 and 2: family 0x17,
- * Zen 3 and 4: 0x19, Zen 5: 0x1a). */
-int pp_prefetch_mode_of(const char *maker, unsigned signature);
-
-/* Whether a CPU that has AVX-512 does two fma of 512 bits in a cycle, taken from the same. */
+/* Whether a CPU that has AVX-512 does two fma of 512 bits in a cycle, by what CPUID says of it: leaf 0's name of the
+ * maker, leaf 1's eax (Zen 1 and 2: family 0x17, Zen 3 and 4: 0x19, Zen 5: 0x1a). */
 int pp_has_wide_units(const char *maker, unsigned signature);
 
 /* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered kv head
@@ -56,7 +45,7 @@ typedef struct pp_chunk {
     float *block_sums;          /* NULL: not asked for */
     int64_t num_blocks;         /* sums of a row */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
-    int prefetch;                 /* one of PP_PREFETCH_... */
+    int prefetch;               /* one of PP_PREFETCH_... */
     const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
 } pp_chunk;
 
@@ -118,7 +107,8 @@ typedef struct pp_rows {
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
-    void (*chunk_dot)(const pp_chunk *);  /* bf16 pages in arithmetic of bf16 */
+    void (*chunk_dot)(const pp_chunk *);  /* bf16 pages in arithmetic of bf16, or NULL */
+    const struct pp_kernels *dot;         /* these, or those whose chunk_dot has the same bits */
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
     /* By pp_arithmetic.  Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each

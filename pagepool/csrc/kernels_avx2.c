@@ -14,10 +14,9 @@
 #endif
 
 #include "simd_avx2.h"
-#include "dot_by_fma.h"
 
 #define PP_ISA avx2
-#define PP_EMULATED by_fma
+#define PP_DOT_BY_FMA
 #include "kernels_of_isa.h"
 
 #if defined(__clang__)

@@ -18,14 +18,12 @@
 #endif
 
 #include "simd_avx512.h"
-#include "dot_by_fma.h"
 
 #if PP_WIDE
 #define PP_ISA avx512_wide
 #else
 #define PP_ISA avx512
 #endif
-#define PP_EMULATED by_fma
 #include "kernels_of_isa.h"
 
 #if defined(__clang__)
@@ -37,18 +35,19 @@
 #pragma GCC target("avx512bf16")
 #endif
 
-#include "dot_by_instruction.h"
-
+#define PP_DOT_BY_INSTRUCTION
+#include "dot.h"
 #define PP_DTYPE bf16_instruction
 #define PP_PAGES bf16
 #define PP_ITEM 2
-#define PP_QUERY_PAIR 1
-#define PP_DOT by_instruction
+#define PP_COLUMN 4
+#define PP_DOT 1
 #define PP_IN_STEPS PP_STEPS
 #include "decode_kernel.h"
 
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) = PP_KERNELS(PP_TEXT(PP_ISA_BF16), chunk_bf16_instruction);
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) = PP_KERNELS_(
+    PP_TEXT(PP_ISA_BF16), chunk_bf16_instruction, PP_CAT(pp_kernels_, PP_ISA_BF16, ));
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -2,8 +2,7 @@
 #include "kernel_common.h"
 
 #include "simd_baseline.h"
-#include "dot_by_double.h"
 
 #define PP_ISA baseline
-#define PP_EMULATED by_double
+#define PP_DOT_BY_DOUBLE
 #include "kernels_of_isa.h"

@@ -5,10 +5,9 @@
 #include <arm_neon.h>
 
 #include "simd_neon.h"
-#include "dot_by_double.h"
 
 #define PP_ISA neon
-#define PP_EMULATED by_double
+#define PP_DOT_BY_DOUBLE
 #include "kernels_of_isa.h"
 
 #else

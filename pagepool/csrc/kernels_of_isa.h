@@ -1,9 +1,8 @@
 /* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its
  * target region and after its vocabulary. */
 #include "decode_math.h"
+#include "prefetch.h"
 #include "convert_rows.h"
-#include "prefetch_paced.h"
-#include "prefetch_sides.h"
 
 #define PP_WORD_BITS 16
 #define PP_SIDE 8
@@ -25,40 +24,49 @@
 #define PP_ITEM 4
 #define PP_COLUMN 4
 #define PP_SQUARE_BITS 32
+#define PP_IN_STEPS PP_STEPS
 #include "decode_kernel.h"
 
 #define PP_DTYPE f16
 #define PP_ITEM 2
 #define PP_COLUMN 2
 #define PP_SQUARE_BITS 16
+#define PP_IN_STEPS PP_STEPS
 #include "decode_kernel.h"
 
 #define PP_DTYPE bf16
 #define PP_ITEM 2
 #define PP_COLUMN 4
 #define PP_SQUARE_BITS 64
+#define PP_IN_STEPS PP_STEPS
 #include "decode_kernel.h"
 
-/* Once more for bf16 pages: after bf16, whose decode_repack.h it shares.  PP_EMULATED is how this instruction set does
- * without one for dot products. */
+/* Once more for bf16 pages, whose decode_repack.h it shares: where there is no instruction for it, and no other
+ * instruction set whose kernels have the same bits. */
+#if defined(PP_DOT_BY_FMA) || defined(PP_DOT_BY_DOUBLE)
+#include "dot.h"
 #define PP_DTYPE bf16_dot
 #define PP_PAGES bf16
 #define PP_ITEM 2
 #define PP_COLUMN 4
-#define PP_QUERY_PAIR 1
-#define PP_DOT PP_EMULATED
+#define PP_DOT 1
 #define PP_IN_STEPS 0
 #include "decode_kernel.h"
+#define PP_OWN_DOT chunk_bf16_dot, PP_CAT(pp_kernels_, PP_ISA, )
+#else
+#define PP_OWN_DOT NULL, pp_kernels_avx2
+#endif
 
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-/* All of them, with a way to do dot products. */
-#define PP_KERNELS(isa, dot)                                    \
+/* All of them, with a kernel of dot products, or NULL, and whose that is. */
+#define PP_KERNELS(isa, own, others)                            \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
-        .chunk_dot = dot,                                       \
+        .chunk_dot = own,                                       \
+        .dot = &others,                                         \
         .merge = merge_chunks,                                  \
         .merge_rows = merge_rows,                               \
         .pack_queries = {pack_queries, pack_rounded_queries},   \
@@ -67,5 +75,6 @@
         .write_rows = write_rows,                               \
         .widen = {copy_to_f32, widen_f16, widen_bf16},          \
     }
+#define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS(PP_TEXT(PP_ISA), chunk_bf16_dot);
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_OWN_DOT);

@@ -107,8 +107,13 @@ static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int64
     return PP_OK;
 }
 
-static int32_t parts_of(int32_t head_rows) {
-    const int32_t most = pp_kernels_get()->max_rows;
+static const pp_kernels *kernels_of(const pp_decode_args *args) {
+    const pp_kernels *kernels = pp_kernels_get();
+    return args->arithmetic == PP_EXACT ? kernels : kernels->dot;
+}
+
+static int32_t parts_of(const pp_decode_args *args, int32_t head_rows) {
+    const int32_t most = kernels_of(args)->max_rows;
     return head_rows / most + (head_rows % most != 0);
 }
 
@@ -144,7 +149,7 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     const int64_t wanted = args->num_threads < 2 ? 0 : args->num_threads * units_per_thread(all, args->num_threads);
     int64_t slices = 1, most = layout->num_kv_heads;
     if (all->num_chunks && all->num_chunks < wanted) slices = ceil_div(wanted, all->num_chunks);
-    if (most < args->num_threads) most *= parts_of((int32_t)(group_size * all->most_queries));
+    if (most < args->num_threads) most *= parts_of(args, (int32_t)(group_size * all->most_queries));
     all->slices = (int32_t)(slices < most ? slices : most);
     if (all->slices < 1) all->slices = 1;
     const size_t num_seqs = (size_t)args->num_seqs;
@@ -236,7 +241,7 @@ static void pack(const pp_decode_plan *plan, const float *q, int32_t s, int32_t 
     const int32_t dims = args->pool->layout.head_dim, group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
     const int32_t num_queries = queries_of(plan, s), row_floats = args->arithmetic == PP_EXACT ? dims : dims / 2;
     const int64_t first = plan->query_begin[s], rows_before = (int64_t)head_begin * group_size * num_queries;
-    pp_kernels_get()->pack_queries[args->arithmetic](
+    kernels_of(args)->pack_queries[args->arithmetic](
         plan->q + first * args->num_qo_heads * dims + rows_before * row_floats,
         q + first * args->q_stride_seq + (int64_t)head_begin * group_size * args->q_stride_head, args->q_stride_seq,
         args->q_stride_head, head_end - head_begin, group_size, num_queries, dims, args->sm_scale);
@@ -325,7 +330,7 @@ static void fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int
     const pp_decode_args *args = &plan->args;
     const pp_kv_layout *layout = &args->pool->layout;
     const int32_t seq_len = plan->seq_lens[s], num_queries = queries_of(plan, s);
-    const int32_t group_size = args->num_qo_heads / layout->num_kv_heads, parts = parts_of(group_size * num_queries);
+    const int32_t group_size = args->num_qo_heads / layout->num_kv_heads, parts = parts_of(args, group_size * num_queries);
     const int64_t num_rows = (int64_t)num_queries * args->num_qo_heads;
     const pp_view view = view_of(args, s, seq_len, num_queries);
     const extent seen = extent_of(args, seq_len, num_queries);
@@ -372,7 +377,7 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
     const int64_t num_rows = (int64_t)num_queries * args->num_qo_heads;
     pp_chunk chunk;
     fill_chunk(plan, s, 0, slice, &chunk);
-    pp_kernels_get()->merge(&(pp_merge){
+    kernels_of(args)->merge(&(pp_merge){
         .chunk = &chunk,
         .record_stride = (num_rows * plan->row_elements + 15) / 16 * 16,
         .num_chunks = seen.end_chunk - seen.first_chunk,
@@ -387,8 +392,8 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
 }
 
 /* What a unit with rows reads first, of tiled pages: the K of its first head in four groups. */
-static void first_read(const pp_chunk *work, const unsigned char **k) {
-    const int32_t parts = parts_of(work->group_size * work->view.num_queries);
+static void first_read(const pp_decode_plan *plan, const pp_chunk *work, const unsigned char **k) {
+    const int32_t parts = parts_of(&plan->args, work->group_size * work->view.num_queries);
     const unsigned char *groups[PP_CHUNK_GROUPS];
     pp_list_groups(work, work->first / PP_TILE * PP_TILE + 2 * PP_TILE, groups);
     for (int i = 0; i < 4; i++) k[i] = groups[i] + work->part_begin / parts * work->pool->layout.head_bytes;
@@ -397,24 +402,24 @@ static void first_read(const pp_chunk *work, const unsigned char **k) {
 /* Prefetches that at once, by turns from each group: reading alone waits for it line after line, and a page that is not
  * translated yet holds up those behind it. */
 enum { MOST_AT_ONCE = 2048 }; /* bytes of a group */
-static void begin_reading(const pp_chunk *work) {
+static void begin_reading(const pp_decode_plan *plan, const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     const unsigned char *k[4];
-    if (!layout->tiled || work->part_begin == work->part_end) return;
-    first_read(work, k);
+    if (!layout->tiled || !work->prefetch || work->part_begin == work->part_end) return;
+    first_read(plan, work, k);
     for (int64_t at = 0; at < layout->k_bytes && at < MOST_AT_ONCE; at += 64)
         for (int i = 0; i < 4; i++) __builtin_prefetch(k[i] + at, 0, 2);
 }
 
 /* Lays out the queries that a unit of sequence s reads, if that is its to do. */
 static void pack_own(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
-    const int32_t parts = parts_of(work->group_size * work->view.num_queries);
+    const int32_t parts = parts_of(&plan->args, work->group_size * work->view.num_queries);
     if (is_packed_by_units(plan, (plan->unit_begin[s + 1] - plan->unit_begin[s]) / plan->slices))
         pack(plan, plan->args.q, s, work->part_begin / parts, work->part_end / parts);
 }
 
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
-    const pp_kernels *kernels = pp_kernels_get();
+    const pp_kernels *kernels = kernels_of(&plan->args);
     void (*kernel)(const pp_chunk *) = plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype]
                                                                          : kernels->chunk_dot;
     pp_chunk work, after;
@@ -422,7 +427,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     const uint64_t modes = pp_modes_enter();
     if (begin < end) {
         chunk_of(plan, begin, &after, &sequence_after, &slice_after);
-        begin_reading(&after);
+        begin_reading(plan, &after);
     }
     for (int64_t unit = begin; unit < end; unit++) {
         work = after;
@@ -430,7 +435,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
         slice = slice_after;
         if (unit + 1 < end) {
             chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
-            if (after.part_begin < after.part_end && after.pool->layout.tiled) first_read(&after, work.next);
+            if (after.part_begin < after.part_end && after.pool->layout.tiled) first_read(plan, &after, work.next);
         }
         pack_own(plan, sequence, &work);
         if (work.part_begin < work.part_end) kernel(&work);

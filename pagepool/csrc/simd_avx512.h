@@ -14,10 +14,6 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm512_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm512_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm512_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
-/* *c += a * *b by an fma that loads and spreads *b itself. */
-PP_INLINE void v_add_in_place(pp_v *c, pp_v a, const float *b) {
-    __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(*c) : "v"(a), "m"(*b));
-}
 /* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c.
  *
  * Wide units start two fma and two loads in a cycle.  An fma that loads and spreads *b itself takes a load's place each
@@ -36,7 +32,7 @@ PP_INLINE pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) { return _mm512_fmadd_p
 typedef const float *pp_spread;
 PP_INLINE pp_spread v_spread(const float *b) { return b; }
 PP_INLINE pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) {
-    v_add_in_place(&c, a, b);
+    __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(a), "m"(*b));
     return c;
 }
 #endif

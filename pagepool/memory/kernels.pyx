@@ -8,7 +8,7 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.csrc cimport (
     pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_isa, pp_isa_available, pp_isa_forced_unavailable,
     pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states,
-    pp_num_threads_forced_unusable, pp_status, pp_widen,
+    pp_num_threads_forced_unusable, pp_prefetch, pp_prefetch_forced_unknown, pp_status, pp_widen,
 )
 
 __all__ = []
@@ -54,3 +54,11 @@ cdef const char *c_isa_available(int i) noexcept nogil:
 
 cdef int c_isa_forced_unavailable() noexcept nogil:
     return pp_isa_forced_unavailable()
+
+
+cdef const char *c_prefetch() noexcept nogil:
+    return pp_prefetch()
+
+
+cdef int c_prefetch_forced_unknown() noexcept nogil:
+    return pp_prefetch_forced_unknown()

@@ -64,12 +64,17 @@ def test_merged_states_are_right_and_bad_ones_are_refused(c_program, tmp_path):
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok"]
 
 
-def test_plans_at_random_prefetched_at_random_give_the_bits_of_one_thread_and_refusals_change_nothing(
+def test_plans_at_random_give_the_bits_of_one_thread_however_prefetched_and_refusals_change_nothing(
     c_program, tmp_path
 ):
-    program = build(HERE / "plans.c", tmp_path / "plans", "-Wl,--wrap=pp_prefetch_mode")
+    program = build(HERE / "plans.c", tmp_path / "plans")
     for isa in run([str(c_program)]).split()[2:]:
-        assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", "200", "rounds", isa]
+        sums = set()
+        for mode in ("none", "once", "twice"):
+            *said, bits = run([str(program), "120"], PAGEPOOL_ISA=isa, PAGEPOOL_PREFETCH=mode).split()
+            assert said == ["ok", "120", "rounds", isa]
+            sums.add(bits)
+        assert len(sums) == 1, isa
 
 
 def test_no_bit_depends_on_how_threads_round_and_flush(c_program, tmp_path):
@@ -88,9 +93,16 @@ def test_threads_that_share_a_pool_get_the_bits_of_one_thread(tmp_path):
     assert run([str(program), "5"]).startswith("ok 5 rounds")
 
 
-def test_where_to_prefetch_follows_from_what_cpuid_says(tmp_path):
+@pytest.mark.parametrize("value", ["none", "once", "twice"])
+def test_the_environment_says_how_often_to_prefetch(value, tmp_path):
     program = build(HERE / "prefetch.c", tmp_path / "prefetch")
-    assert run([str(program)]).split() == ["ok"]
+    assert run([str(program), value]).split() == ["ok", value]
+
+
+@pytest.mark.parametrize("value", [[], [""], ["thrice"], ["TWICE"]])
+def test_twice_where_the_environment_says_nothing_or_nothing_known(value, tmp_path):
+    program = build(HERE / "prefetch.c", tmp_path / "prefetch")
+    assert run([str(program), *value]).split() == ["ok", "twice"]
 
 
 def test_every_unit_runs_once_whether_workers_spin_sleep_or_share_a_cpu(tmp_path):

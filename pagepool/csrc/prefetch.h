@@ -1,0 +1,104 @@
+/* prefetch.h: how K and V that are read later are prefetched.  Included once per ISA.
+ *
+ * Hardware prefetchers stop at the end of a page of 4 KB and know nothing of the block table, so the next head's bytes,
+ * or the next tile's, are found through it.  Reading K and V of one head in a group is a visit.  Each line is
+ * prefetched:
+ *
+ *   PP_PREFETCH_ONCE    a visit before it is read, into L2
+ *   PP_PREFETCH_TWICE   a visit before, into L2, and once more half a visit before: Zen 4 presumably drops a prefetch
+ *                       while its queue is full, and L1 has too few buffers for the latency of memory
+ *
+ * The second one goes into L1 on wide units.  On narrow units it goes into L2, and what computes FAST (f32, dot
+ * products) prefetches 2 KB and 512 bytes ahead as well: on Zen 4 S1 in f32 took 0.89 of the time of three prefetches,
+ * and in arithmetic of bf16 of two.  Wide units that read two tiles interleave the lines of their groups (below). */
+
+PP_INLINE void prefetch_into_l1(const unsigned char *at) { __builtin_prefetch(at, 0, 3); }
+PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+/* Each of `bytes` in TIMES ways, line by line: parts [BEGIN, END) of OF. */
+PP_INLINE void prefetch_lines(const int TIMES, const int BEGIN, const int END, const int OF, int bytes,
+                              const unsigned char *row, const unsigned char *visit, const unsigned char *half) {
+    enum { NEAR = 2048, NEARER = 512 };
+    const int all = (bytes + 63) / 64 * TIMES;
+    PP_UNROLL for (int i = BEGIN * all / OF; i < END * all / OF; i++) {
+        const int line = i / TIMES * 64;
+        switch (i % TIMES) {
+        case 0: prefetch_into_l2(visit + line, 1); break;
+        case 1: PP_WIDE ? prefetch_into_l1(half + line) : prefetch_into_l2(half + line, 1); break;
+        case 2: prefetch_into_l2(row + line + NEAR, 1); break;
+        case 3: prefetch_into_l1(row + line + NEARER); break;
+        }
+    }
+}
+
+/* Prefetches what is read a visit and half a visit after `bytes` at `row`, or of that parts [BEGIN, END) of OF. */
+PP_INLINE void prefetch(const int mode, const int FAST, const int BEGIN, const int END, const int OF, int bytes,
+                        const unsigned char *row, const unsigned char *visit, const unsigned char *half) {
+    if (mode == PP_PREFETCH_ONCE) prefetch_lines(1, BEGIN, END, OF, bytes, row, visit, half);
+    if (mode == PP_PREFETCH_TWICE) prefetch_lines(FAST && !PP_WIDE ? 4 : 2, BEGIN, END, OF, bytes, row, visit, half);
+}
+
+/* Lines of the four groups of two tiles, interleaved: each group's one behind the other.
+ *
+ * Presumably memory is read best by the hardware prefetchers of the second cache, which follow what is prefetched
+ * within a page of 4 KB, if it comes slowly enough to be overtaken.  On Intel all shapes took 0.80 to 0.98 of the time
+ * of prefetching once, S2 in 16 bit 0.87 instead of 0.96; on Zen 5, one core read shuffled pages of 16 KB at 26 GB/s
+ * one after the other, at 33 two, three or four interleaved, and at 31 eight.
+ *
+ * A line is prefetched when FAR, and again when NEAR lines fewer of its group have been read. */
+typedef struct pp_interleaved {
+    const unsigned char *at; /* from there to what is prefetched of each group */
+    int64_t far[4], near[4];
+} pp_interleaved;
+
+/* From `from` to a line of each group, counted from the beginning of this visit, of `visit` lines, on into the next. */
+PP_INLINE void find_line(const pp_tile *tile, int64_t visit, int64_t line, const unsigned char *from, int64_t *bytes) {
+    const unsigned char *const *groups = line < visit ? tile->k : tile->next_k;
+    const int64_t at = (line < visit ? line : line - visit) * 64;
+    PP_UNROLL for (int i = 0; i < 4; i++) bytes[i] = apart(groups[i] + at, from);
+}
+
+/* What is prefetched when line `line` of each group is read. */
+PP_INLINE pp_interleaved interleaved_at(const int ITEM, const pp_tile *tile, int64_t line) {
+    enum { FAR = 64, NEAR = 48 };
+    const int64_t visit = (tile->head_dim + tile->v_head_dim) * ITEM / 4; /* a line: 16 tokens of 64 / 16 / ITEM dims */
+    pp_interleaved ahead = {.at = tile->k[0]};
+    find_line(tile, visit, line + FAR, ahead.at, ahead.far);
+    find_line(tile, visit, line + NEAR, ahead.at, ahead.near);
+    return ahead;
+}
+
+/* LINES lines both times, parts [BEGIN, BEGIN + 1) of OF: each of another group, from `first` on, and of 8 the next one
+ * of each group, too. */
+PP_INLINE void prefetch_interleaved(const int BEGIN, const int OF, const int first, const int LINES,
+                                    const pp_interleaved *ahead) {
+    PP_UNROLL for (int i = BEGIN * 2 * LINES / OF; i < (BEGIN + 1) * 2 * LINES / OF; i++) {
+        const int group = first + i / 2 % 4;
+        const unsigned char *at = ahead->at + i / 8 * 64;
+        if (i % 2 == 0)
+            prefetch_into_l2(distant(at, ahead->far[group]), 1);
+        else
+            prefetch_into_l1(distant(at, ahead->near[group]));
+    }
+}
+
+/* Opens pages, long before the walk's own prefetches come: prefetches a line of each group's from group `from` of
+ * `count` on.  Of a group `bytes` are read, `first` bytes from its beginning.  Returns the group that it stopped at.
+ *
+ * A prefetch whose address is not translated yet holds up what is behind it: under a hypervisor about 100 ns at each
+ * page, a quarter of the time over pages of 8 KB on Zen 4 (S2 in bf16 3.15 ms, with it 2.78).  Prefetched together,
+ * translations overlap: from eight on, how many makes no difference.  Not on wide units, whose interleaved prefetches
+ * open four pages at a time: S2 in 16 bit took 1.03 times as long on Intel.  OPEN_BYTES: what a line of a page table
+ * translates, eight times 4 KB, of which a hypervisor may make up huge pages. */
+enum { OPEN_BYTES = 1 << 15, OPEN_LINES = 32 };
+static __attribute__((noinline)) int open_pages(const pp_chunk *work, const unsigned char *const *groups, int from,
+                                                int count, int64_t first, int64_t bytes) {
+    int group = from;
+    for (int64_t left = OPEN_LINES; left > 0 && group < count; group++)
+        for (int64_t i = 0; i < bytes; i += OPEN_BYTES, left--) prefetch_into_l2(groups[group] + first + i, 1);
+    if (group >= count && work->next[0])
+        for (int i = 0; i < 4; i++) prefetch_into_l2(work->next[i], 1);
+    return group;
+}
