@@ -139,7 +139,8 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
         unsigned char *to = group_of(pool, layer, slot, &first), *ahead = to;
         if (layout->tiled) {
             const int64_t left = num_tokens - t - n;
-            if (left && slot_mapping[t + n] >= 0) ahead = group_of(pool, layer, slot_mapping[t + n], &unused);
+            const int64_t next = left ? __atomic_load_n(&slot_mapping[t + n], __ATOMIC_RELAXED) : -1;
+            if (next >= 0 && next < num_slots) ahead = group_of(pool, layer, next, &unused);
             write_tiled(layout, to, ahead, first, n, left < n ? left : n, sources, t);
         } else {
             write_plain(layout, to, first, n, sources, t);

@@ -202,8 +202,9 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
         int32_t *to = plan->ids + plan->ids_begin[s];
         int bad = 0;
         for (int64_t b = 0; b < seen.end_block - seen.first_block; b++) {
-            to[b] = args->block_tables[first + b];
-            bad |= to[b] < 0 || to[b] >= pool->num_blocks;
+            const int32_t id = __atomic_load_n(&args->block_tables[first + b], __ATOMIC_RELAXED);
+            bad |= id < 0 || id >= pool->num_blocks;
+            to[b] = id;
         }
         if (bad) return PP_INVALID_BLOCK;
     }

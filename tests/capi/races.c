@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "pagepool/layout.h"
+#include "pagepool/attention.h"
 
 enum { TOKENS = 64, DIMS = 64, CALLS = 20000 };
 
@@ -30,7 +30,8 @@ static void *change(void *unused) {
 
 int main(void) {
     static const int32_t sizes[] = {16, 15};
-    static float k[TOKENS * DIMS], v[TOKENS * DIMS];
+    static float k[TOKENS * DIMS], v[TOKENS * DIMS], q[DIMS], out[DIMS];
+    static const int32_t lens[1] = {TOKENS - 4};
     long done = 0;
     for (int i = 0; i < 2; i++) {
         pp_kv_pool pool = {.num_blocks = 5};
@@ -47,6 +48,20 @@ int main(void) {
             CHECK(status == PP_OK || status == PP_INVALID_SLOT);
             done += status == PP_OK;
             status = pp_kv_gather(&pool, 0, blocks, 4, 4 * sizes[i], k, v);
+            CHECK(status == PP_OK || status == PP_INVALID_BLOCK);
+            status = pp_decode(&(pp_decode_args){.pool = &pool,
+                                                 .num_seqs = 1,
+                                                 .num_qo_heads = 1,
+                                                 .q = q,
+                                                 .q_stride_seq = DIMS,
+                                                 .q_stride_head = DIMS,
+                                                 .block_tables = blocks,
+                                                 .block_tables_stride = 4,
+                                                 .block_tables_width = 4,
+                                                 .seq_lens = lens,
+                                                 .sm_scale = 1.0f,
+                                                 .out = out},
+                               1);
             CHECK(status == PP_OK || status == PP_INVALID_BLOCK);
         }
         atomic_store(&stop, 1);
