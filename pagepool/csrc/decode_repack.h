@@ -40,17 +40,31 @@ static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const 
                                                     int32_t head, unsigned char *groups) {
     const pp_kv_layout *plain = &work->pool->layout;
     const int64_t end = work->end - begin;
-    for (int t = begin < work->first ? (int)(work->first - begin) : 0; t < PP_TILE && t < end; t++) {
+    for (int t = begin < work->first ? (int)(work->first - begin) : 0, count; t < PP_TILE && t < end; t += count) {
         const int64_t position = begin + t, offset = position % plain->block_size;
         const int64_t block = work->blocks[position / plain->block_size - work->first_block];
         const unsigned char *at = work->layer + block * plain->block_bytes + head * plain->head_bytes;
-        const unsigned char *k = at + offset * plain->head_dim * PP_ITEM;
-        const unsigned char *v = plain->v_in_k ? k : at + plain->k_bytes + offset * plain->v_head_dim * PP_ITEM;
+        const int64_t k_step = plain->head_dim * PP_ITEM, v_step = plain->v_head_dim * PP_ITEM;
+        const unsigned char *k = at + offset * k_step, *v = plain->v_in_k ? k : at + plain->k_bytes + offset * v_step;
         unsigned char *group = groups + t / PP_GROUP * tiled->head_bytes;
-        for (int32_t d = 0; d < plain->head_dim; d++)
-            memcpy(group + pp_k_index(tiled, t % PP_GROUP, d) * PP_ITEM, k + d * PP_ITEM, PP_ITEM);
-        for (int32_t d = 0; d < plain->v_head_dim; d++)
-            memcpy(group + tiled->k_bytes + pp_v_index(tiled, t % PP_GROUP, d) * PP_ITEM, v + d * PP_ITEM, PP_ITEM);
+        /* As many as lie behind each other in the block, up to the end of the group. */
+        const int64_t left = plain->block_size - offset < end - t ? plain->block_size - offset : end - t;
+        count = left < PP_GROUP - t % PP_GROUP ? (int)left : PP_GROUP - t % PP_GROUP;
+        pp_rows rows = {.to = group,
+                        .ahead = group,
+                        .dtype = plain->dtype,
+                        .dims = plain->head_dim,
+                        .token = t % PP_GROUP,
+                        .count = count,
+                        .from = k,
+                        .step = k_step};
+        write_rows(&rows);
+        rows.to = rows.ahead = group + tiled->k_bytes;
+        rows.is_v = 1;
+        rows.dims = plain->v_head_dim;
+        rows.from = v;
+        rows.step = plain->v_in_k ? k_step : v_step;
+        write_rows(&rows);
     }
 }
 
