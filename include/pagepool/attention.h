@@ -134,8 +134,7 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
  * strides; PP_INVALID_BLOCK: an id out of range, of a block that is not before all windows of its sequence) and plans;
  * nothing is written on failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is
  * done; so must the pool, the mask with its two arrays, sinks and the results.  q, block_tables, seq_lens,
- * query_start_loc and slopes are copied.  Running a unit takes up to 20 KB of stack, and 32 (head_dim + v_head_dim)
- * elements more over plain pages, 32 v_head_dim over a V within K. */
+ * query_start_loc and slopes are copied.  Running a unit takes up to 20 KB of stack. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
 /* Runs units [begin, end).  Each unit exactly once in all. */

@@ -67,10 +67,10 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
     }
 }
 
-/* The walk over a chunk.  `scratch` is for the groups of one tile of one head, as `tiled` lays them out; both are NULL
- * where the pages can be read as they are. */
-static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const pp_kv_layout *tiled,
-                                                    unsigned char *scratch) {
+/* The walk over a chunk.  Where pages cannot be read as they are, `tiled` lays out the groups of one tile of one head
+ * in the scratch. */
+static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const pp_kv_layout *tiled) {
+    unsigned char *const scratch = work->scratch;
     const pp_kv_layout *layout = &work->pool->layout;
     const int32_t head_rows = work->group_size * work->view.num_queries, parts = num_parts(head_rows);
     pp_tile tile = {.head_dim = layout->head_dim,
@@ -93,7 +93,8 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                (size_t)((last - first) * work->num_blocks) * sizeof(float));
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
     const int mode = layout->tiled ? work->prefetch : PP_PREFETCH_NONE;
-    const int opens = mode && !PP_WIDE, steps = PP_IN_STEPS && mode == PP_PREFETCH_TWICE && !scratch && layout->v_head_dim % PP_V_RUN == 0;
+    const int opens = mode && !PP_WIDE;
+    const int steps = PP_IN_STEPS && mode == PP_PREFETCH_TWICE && !scratch && layout->v_head_dim % PP_V_RUN == 0;
     const int64_t first_tile = work->first / PP_TILE * PP_TILE, head_bytes = layout->head_bytes;
     const int64_t first_head = head_begin * head_bytes;
     const int num_groups = (int)((work->end - first_tile + PP_GROUP - 1) / PP_GROUP);
@@ -156,26 +157,19 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     }
 }
 
-/* The same with a scratch for two groups: K and V of plain pages, and V that lies within K. */
-static __attribute__((noinline)) void PP_NAME(walk_arranged)(const pp_chunk *work) {
-    const pp_kv_layout *layout = &work->pool->layout;
-    pp_kv_layout tiled;
-    pp_kv_layout_init_v(&tiled, 1, 1, layout->head_dim, layout->v_head_dim, 0, PP_GROUP, (pp_dtype)layout->dtype);
-    if (layout->tiled) { /* K is read where it is */
-        tiled.k_bytes = 0;
-        tiled.head_bytes = tiled.v_bytes;
-    }
-    const size_t bytes = 2 * (size_t)tiled.head_bytes;
-    unsigned char scratch[bytes + 64], *aligned = scratch + (64 - (uintptr_t)scratch % 64);
-    memset(aligned, 0, bytes); /* lanes past the length are loaded, though never used */
-    PP_NAME(walk)(work, &tiled, aligned);
-}
-
 static void PP_NAME(chunk)(const pp_chunk *work) {
-    if (work->pool->layout.tiled && !work->pool->layout.v_in_k)
-        PP_NAME(walk)(work, NULL, NULL);
-    else
-        PP_NAME(walk_arranged)(work);
+    const pp_kv_layout *layout = &work->pool->layout;
+    pp_kv_layout tiled = *layout;
+    if (work->scratch) {
+        pp_kv_layout_init_v(&tiled, 1, 1, layout->head_dim, layout->v_head_dim, 0, PP_GROUP, (pp_dtype)layout->dtype);
+        if (layout->tiled) { /* K is read where it is */
+            tiled.k_bytes = 0;
+            tiled.head_bytes = tiled.v_bytes;
+        }
+        /* Lanes past the length are loaded, though never used. */
+        memset(work->scratch, 0, 2 * (size_t)tiled.head_bytes);
+    }
+    PP_NAME(walk)(work, &tiled);
 }
 
 #undef PP_NAME

@@ -1,9 +1,9 @@
 /* decode_repack.h: brings the tokens of a tile into the order in which the walk reads them, where they lie in another.
  *
  * Included once per dtype from decode_kernel.h.  Two cases: plain pages, whose K and V are rows; and V within K, which
- * lies token-minor.  The latter is a transposition of words (transpose_block.h, pack_queries.h); a word is an element or, in
- * bf16, a square of two dims and two tokens, whose middle halves change places.  PP_SQUARE_BITS says how large it is.
- */
+ * lies token-minor.  The latter is a transposition of words (transpose_block.h, pack_queries.h); a word is an element
+ * or, in bf16, a square of two dims and two tokens, whose middle halves change places.  PP_SQUARE_BITS says how large
+ * it is. / */
 
 #define PP_WORD PP_CAT(uint, PP_SQUARE_BITS, _t)
 enum { PP_NAME(WORD_DIMS) = PP_SQUARE_BITS == 64 ? 2 : 1 };
@@ -59,7 +59,7 @@ static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const 
                         .from = k,
                         .step = k_step};
         write_rows(&rows);
-        rows.to = rows.ahead = group + tiled->k_bytes;
+        rows.ahead = rows.to = group + tiled->k_bytes;
         rows.is_v = 1;
         rows.dims = plain->v_head_dim;
         rows.from = v;

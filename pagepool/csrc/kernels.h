@@ -45,6 +45,7 @@ typedef struct pp_chunk {
     float *block_sums;          /* NULL: not asked for */
     int64_t num_blocks;         /* sums of a row */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
+    unsigned char *scratch;     /* for two groups of one head, where pages cannot be read as they are; or NULL */
     int prefetch;               /* one of PP_PREFETCH_... */
     const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
 } pp_chunk;

@@ -15,7 +15,10 @@
  * Each chunk of each sequence has a record in the workspace, those of sequence s from record_begin[s] on: for its R =
  * num_qo_heads * (query tokens) rows, rows (R, row_stride), m (R,), seen (R,) unless there is one query token and no
  * mask, and block_sums (R, blocks of a chunk) if scores are asked for.  A chunk's record depends on its tokens alone
- * and records are merged in order, so no bit depends on who ran what. */
+ * and records are merged in order, so no bit depends on who ran what.
+ *
+ * Before the records lies scratch for each unit, if the layout needs any.  Ranges that run are disjoint, so each uses
+ * that of its first unit for all of its units. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdlib.h>
@@ -45,12 +48,20 @@ typedef struct measures {
     int64_t blocks_per_chunk;                    /* 0 unless scores are asked for */
     int32_t most_queries;                        /* of a sequence */
     int32_t slices;
-    /* Sizes: remaining; unit_begin, ids_begin and record_begin each; query_begin; seq_lens; ids; slopes; queries;
-     * all. */
-    size_t counters, begins, starts, lengths, ids, slopes, queries, bytes;
+    /* Sizes: remaining; unit_begin, ids_begin and record_begin each; query_begin; seq_lens; ids; slopes; queries; all
+     * scratch; all. */
+    size_t counters, begins, starts, lengths, ids, slopes, queries, scratch, bytes;
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
+
+/* Scratch for two groups of one head, where the kernel has to bring them into order first: K and V of plain pages, and
+ * V that lies within K. */
+static size_t scratch_of(const pp_kv_layout *layout) {
+    const int64_t k_dims = layout->tiled ? 0 : layout->head_dim;
+    const int64_t dims = k_dims + (layout->tiled && !layout->v_in_k ? 0 : layout->v_head_dim);
+    return (size_t)(2 * PP_GROUP * dims * layout->item_bytes);
+}
 
 static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -165,7 +176,9 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     if (__builtin_mul_overflow((size_t)all->num_queries, query_bytes, &queries)) return PP_INVALID_ARGUMENT;
     all->queries = aligned(queries);
     const size_t tables = all->counters + 3 * all->begins + all->starts + all->lengths + all->ids + all->slopes;
-    if (__builtin_add_overflow(tables, all->queries, &all->bytes) ||
+    if (__builtin_mul_overflow((size_t)all->num_chunks * (size_t)all->slices, scratch_of(layout), &all->scratch) ||
+        __builtin_add_overflow(tables, all->queries, &all->bytes) ||
+        __builtin_add_overflow(all->scratch, all->bytes, &all->bytes) ||
         __builtin_mul_overflow((size_t)all->num_records, sizeof(float), &records) ||
         __builtin_add_overflow(records, all->bytes, &all->bytes))
         return PP_INVALID_ARGUMENT;
@@ -268,7 +281,8 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
     plan->ids = (int32_t *)(at += all->lengths);
     float *slopes = (float *)(at += all->ids);
     plan->q = (float *)(at += all->slopes);
-    plan->partial = (float *)(at += all->queries);
+    at += all->queries;
+    plan->partial = (float *)(at += all->scratch);
     status = copy_tables(plan, args, all);
     if (status != PP_OK) return status;
     if (!units_read_q) plan->args.q = NULL;
@@ -331,7 +345,8 @@ static void fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int
     const pp_decode_args *args = &plan->args;
     const pp_kv_layout *layout = &args->pool->layout;
     const int32_t seq_len = plan->seq_lens[s], num_queries = queries_of(plan, s);
-    const int32_t group_size = args->num_qo_heads / layout->num_kv_heads, parts = parts_of(args, group_size * num_queries);
+    const int32_t group_size = args->num_qo_heads / layout->num_kv_heads;
+    const int32_t parts = parts_of(args, group_size * num_queries);
     const int64_t num_rows = (int64_t)num_queries * args->num_qo_heads;
     const pp_view view = view_of(args, s, seq_len, num_queries);
     const extent seen = extent_of(args, seq_len, num_queries);
@@ -426,12 +441,16 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     pp_chunk work, after;
     int32_t sequence, slice, sequence_after, slice_after;
     const uint64_t modes = pp_modes_enter();
+    const size_t scratch_bytes = scratch_of(&plan->args.pool->layout);
+    unsigned char *scratch =
+        scratch_bytes ? (unsigned char *)plan->partial - (size_t)(begin + 1) * scratch_bytes : NULL;
     if (begin < end) {
         chunk_of(plan, begin, &after, &sequence_after, &slice_after);
         begin_reading(plan, &after);
     }
     for (int64_t unit = begin; unit < end; unit++) {
         work = after;
+        work.scratch = scratch;
         sequence = sequence_after;
         slice = slice_after;
         if (unit + 1 < end) {

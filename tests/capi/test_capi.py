@@ -120,6 +120,12 @@ def test_slots_and_ids_that_change_while_they_are_used_lead_nothing_out_of_the_p
     assert run([str(program)]).split() == ["ok"]
 
 
+def test_units_run_on_a_small_stack_whatever_the_layout(c_program, tmp_path):
+    program = build(HERE / "stack.c", tmp_path / "stack")
+    for isa in run([str(c_program)]).split()[2:]:
+        assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
+
+
 def test_a_thread_keeps_the_scratch_of_its_last_decode(tmp_path):
     program = build(HERE / "workspace.c", tmp_path / "workspace")
     assert run([str(program)]).split() == ["ok"]
