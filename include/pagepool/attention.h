@@ -37,9 +37,9 @@
  * Numbers are what IEEE 754 makes of them: a NaN in q or K makes a head NaN, one in V its own dim.  A score of +inf
  * makes a head NaN, as may a q that is not finite once it is multiplied by sm_scale log2(e), for scores are in base 2;
  * and a token whose score is -inf weighs nothing (where all are, the head is NaN and its lse -inf; with a sink zeros,
- * and the sink).  A sink of -inf is none, one of +inf makes a head NaN.  Values are added up in f32 before they are
- * divided by the sum of the weights: |V| times the number of tokens that weigh about the same has to stay below 3.4e38.
- */
+ * and the sink).  A sink of -inf is none, one of +inf makes a head NaN.  Values are added up in f32, with weights of up
+ * to 2^8, before they are divided by the sum of the weights: |V| times the number of tokens that weigh about the same
+ * has to stay below 2^120 (1.3e36), or the result may be infinite. */
 #ifndef PAGEPOOL_ATTENTION_H
 #define PAGEPOOL_ATTENTION_H
 

@@ -110,9 +110,9 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
 
     NaN and inf follow IEEE 754. A NaN in q or K, a score of inf or a sink of inf makes a head NaN; a NaN in V makes its
     dim NaN. A token whose score is -inf has no weight; if all are, the head is NaN and its lse -inf (with a sink: zeros
-    and the sink). Values are summed in float32 before the sum is divided by the sum of weights, so abs(V) times the
-    number of tokens of about equal weight must stay below 3.4e38. Tokens that a query token does not see have no
-    influence on it, even if they are NaN.
+    and the sink). Values are summed in float32, with weights of up to 2^8, before the sum is divided by the sum of
+    weights, so abs(V) times the number of tokens of about equal weight must stay below 2^120 (1.3e36). Tokens that a
+    query token does not see have no influence on it, even if they are NaN.
 
     Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`
     for an id out of range; then nothing is written. Releases the GIL. Checks block ids for range, not for liveness.

@@ -110,6 +110,16 @@ def test_a_weight_of_zero_times_infinity_is_nan(place):
     assert_is(run(layout, k, v), only(5, NAN), np.log(LENGTH - 1))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", [40, 600])
+def test_v_may_be_as_large_as_is_promised(place, dtype):
+    """Just below what raises the shift, a token's weight is nearly 2^8."""
+    layout, k, v = plain(dtype)
+    k[place], v[place] = 5.5 / 8, 2.0**120 * 125 / 128  # which bfloat16 holds
+    weight = np.exp(5.5)
+    assert_is(run(layout, k, v, 640), np.full(8, weight * v[place, 0, 0] / (639 + weight)), np.log(639 + weight))
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_special_q_poisons_only_its_head(value):
     layout, k, v = plain()
