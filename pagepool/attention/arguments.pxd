@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t
 
-from pagepool.attention.custom_mask cimport MaskBits
+from pagepool.attention.masks cimport MaskBits
 from pagepool.csrc cimport pp_decode_args, pp_status
 from pagepool.memory.arrays cimport Buffer, IntArray, Tensor
 from pagepool.memory.kv_pool cimport KvCachePool

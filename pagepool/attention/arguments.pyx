@@ -7,7 +7,7 @@ from libc.math cimport sqrt
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
-from pagepool.attention.custom_mask cimport MaskBits
+from pagepool.attention.masks cimport MaskBits
 from pagepool.csrc cimport PP_BF16, PP_EXACT, PP_F32, PP_NO_MEMORY, PP_ROUNDED_BF16, pp_dtype, pp_status
 from pagepool.memory.arrays cimport (
     TENSOR_BITS16,
