@@ -1,30 +1,361 @@
 """Decode attention over pages: the last query tokens of each sequence.
 
-Checks arguments, releases the GIL and hands the work to pagepool/csrc; the arithmetic and its order are written down in
-`pagepool.reference.canonical`.
+Checks arguments before anything is written, releases the GIL and hands the work to pagepool/csrc; the arithmetic and its
+order are written down in `pagepool.reference.canonical`.
 """
 
-from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memset
+cimport cython
+from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.math cimport sqrt
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.string cimport memcpy, memset
 
-from pagepool.attention.arguments cimport Arguments
 from pagepool.attention.cpu cimport c_num_threads
+from pagepool.attention.masks cimport MaskBits
 from pagepool.csrc cimport (
+    PP_BF16,
+    PP_EXACT,
+    PP_F32,
     PP_MAX_THREADS,
+    PP_NO_MEMORY,
     PP_OK,
+    PP_ROUNDED_BF16,
     pp_decode_args,
+    pp_dtype,
     pp_status,
 )
-from pagepool.memory.arrays cimport read_number
-from pagepool.memory.kernels cimport c_decode_args
+from pagepool.memory.arrays cimport (
+    TENSOR_BITS16,
+    Buffer,
+    IntArray,
+    Tensor,
+    get_buffer,
+    has_format,
+    read_ints,
+    read_number,
+    read_tensor,
+    release_buffer,
+    release_ints,
+    release_tensor,
+)
+from pagepool.memory.kernels cimport c_decode_args, c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
 
 import numpy as np
+
+from pagepool.errors import InvalidBlock
 
 __all__ = ["decode"]
 
 cdef object FLOAT32 = np.dtype(np.float32)
 cdef object empty = np.empty
+cdef int64_t MOST_ROWS = <int64_t>1 << 40  # their bytes fit in 64 bits
+
+
+cdef pp_dtype kind_of(const Tensor *tensor) noexcept:
+    return PP_BF16 if tensor.kind == TENSOR_BITS16 else <pp_dtype>tensor.kind
+
+
+cdef bint is_float32(const Py_buffer *view) noexcept:
+    return view.format != NULL and view.itemsize == sizeof(float) and has_format(view.format, b"f")
+
+
+cdef double read_float(str name, object number) except? -1.0:
+    try:
+        return number
+    except TypeError:
+        raise TypeError(f"{name} must be a number, not {type(number).__name__}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float holds, up to 1.8e308") from None
+
+
+@cython.final
+@cython.no_gc
+@cython.freelist(4)
+cdef class Arguments:
+    """Internal: the arguments of a call, read and checked; what they point to is held until the object goes."""
+
+    cdef pp_decode_args args
+    cdef KvCachePool pool
+    cdef Tensor q
+    cdef object q_owner
+    cdef IntArray tables
+    cdef IntArray lengths
+    cdef IntArray starts
+    cdef MaskBits mask
+    cdef Buffer out
+    cdef bint has_out
+    cdef int32_t *own_starts
+    cdef float *widened
+    cdef float *slopes
+    cdef float *sinks
+
+    def __dealloc__(self):
+        release_tensor(&self.q)
+        release_ints(&self.tables)
+        release_ints(&self.lengths)
+        release_ints(&self.starts)
+        if self.has_out:
+            release_buffer(&self.out)
+        PyMem_Free(self.own_starts)
+        PyMem_Free(self.widened)
+        PyMem_Free(self.slopes)
+        PyMem_Free(self.sinks)
+
+    cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens,
+                  object query_start_loc, object custom_mask) except -1:
+        cdef int32_t kv_heads
+        pool.check_open()
+        if pool.layout is None:
+            raise ValueError("decode needs a pool with a layout: KvCachePool.from_layout makes one")
+        self.pool = pool
+        self.args.pool = &pool.c_pool
+        self.args.layer = pool.read_layer(layer)
+        self.q_owner = read_tensor("q", q, &self.q)
+        read_ints("block_tables", block_tables, 2, &self.tables)
+        read_ints("seq_lens", seq_lens, 1, &self.lengths)
+        if self.q.ndim != 3:
+            raise ValueError(f"q must be (n_tokens, num_qo_heads, head_dim), not of {self.q.ndim} dimensions")
+        if self.q.shape[2] != pool.c_pool.layout.head_dim:
+            raise ValueError(f"q has head_dim {self.q.shape[2]}, the pool {pool.c_pool.layout.head_dim}")
+        kv_heads = pool.c_pool.layout.num_kv_heads
+        if self.q.shape[1] < 1 or self.q.shape[1] % kv_heads:
+            raise ValueError(f"q has {self.q.shape[1]} heads, which is no multiple of the pool's {kv_heads}")
+        if self.tables.rows != self.lengths.rows or (query_start_loc is None and self.q.shape[0] != self.tables.rows):
+            raise ValueError(
+                f"q has {self.q.shape[0]} query tokens, block_tables {self.tables.rows} sequences, "
+                f"seq_lens {self.lengths.rows}"
+            )
+        if self.q.shape[0] > INT32_MAX or self.q.shape[1] > INT32_MAX:
+            raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the most is {INT32_MAX}")
+        if self.tables.rows > INT32_MAX:
+            raise ValueError(f"block_tables has {self.tables.rows} sequences, the most is {INT32_MAX}")
+        if self.q.shape[0] * self.q.shape[1] > MOST_ROWS:  # a tensor that repeats itself may be of any size
+            raise ValueError(f"q has {self.q.shape[0]} query tokens of {self.q.shape[1]} heads, the most is "
+                             f"{MOST_ROWS} in all")
+        self.args.num_seqs = <int32_t>self.tables.rows
+        self.args.num_qo_heads = <int32_t>self.q.shape[1]
+        self.args.block_tables = self.tables.data
+        self.args.block_tables_stride = self.tables.stride
+        self.args.block_tables_width = self.tables.columns
+        self.args.seq_lens = self.lengths.data
+        if query_start_loc is not None:
+            self.read_starts(query_start_loc)
+        if custom_mask is not None:
+            self.read_mask(custom_mask)
+        return self.read_queries()
+
+    cdef int read_starts(self, object query_start_loc) except -1:
+        """Where each sequence's query tokens begin in q, and where the last one's end.
+
+        A copy: q and the results are as large as it says, so the library must read what was checked.
+        """
+        cdef Py_ssize_t s, num_seqs = self.tables.rows
+        cdef int32_t *starts
+        read_ints("query_start_loc", query_start_loc, 1, &self.starts)
+        if self.starts.rows != num_seqs + 1:
+            raise ValueError(f"query_start_loc must have {num_seqs + 1} entries for {num_seqs} sequences, "
+                             f"not {self.starts.rows}")
+        self.own_starts = starts = <int32_t *>PyMem_Malloc(<size_t>(num_seqs + 1) * sizeof(int32_t))
+        if starts == NULL:
+            raise MemoryError(f"no memory for the query_start_loc of {num_seqs} sequences")
+        memcpy(starts, self.starts.data, <size_t>(num_seqs + 1) * sizeof(int32_t))
+        if starts[0] != 0 or starts[num_seqs] != self.q.shape[0]:
+            raise ValueError(f"query_start_loc must go from 0 to the {self.q.shape[0]} query tokens of q, "
+                             f"not from {starts[0]} to {starts[num_seqs]}")
+        for s in range(num_seqs):
+            if starts[s + 1] < starts[s]:
+                raise ValueError(f"query_start_loc falls from {starts[s]} to {starts[s + 1]} at entry {s + 1}")
+        self.args.query_start_loc = starts
+        return 0
+
+    cdef int read_mask(self, object custom_mask) except -1:
+        cdef MaskBits mask = MaskBits.__new__(MaskBits)
+        mask.read(custom_mask, self.args.query_start_loc, self.args.seq_lens, self.tables.rows)
+        self.mask = mask
+        self.args.custom_mask = mask.bits
+        self.args.mask_indptr = mask.indptr
+        self.args.mask_widths = mask.widths
+        self.args.seq_lens = mask.seq_lens
+        self.args.query_start_loc = mask.query_starts
+        return 0
+
+    cdef int read_queries(self) except -1:
+        """Takes q in place when it is f32 with whole strides, and a copy widened to f32 when it is not."""
+        cdef Py_ssize_t item = self.q.item_bytes, seq, head, dim = self.q.shape[2]
+        cdef pp_dtype dtype = kind_of(&self.q)
+        cdef float *to
+        if dim > 1 and self.q.strides[2] != item:
+            raise ValueError(f"the last axis of q must be contiguous: {item} bytes a step, not {self.q.strides[2]}")
+        if (dtype == PP_F32 and self.q.strides[0] % item == 0 and self.q.strides[1] % item == 0
+                and <size_t>self.q.data % sizeof(float) == 0):
+            self.args.q = <const float *>self.q.data
+            self.args.q_stride_seq = self.q.strides[0] // item
+            self.args.q_stride_head = self.q.strides[1] // item
+            return 0
+        self.widened = to = <float *>PyMem_Malloc(
+            <size_t>(self.q.shape[0] * self.q.shape[1] * dim + 1) * sizeof(float))
+        if to == NULL:
+            raise MemoryError(f"no memory to widen q of {self.q.shape[0]} query tokens")
+        for seq in range(self.q.shape[0]):
+            for head in range(self.q.shape[1]):
+                c_widen(to, self.q.data + seq * self.q.strides[0] + head * self.q.strides[1], dim, dtype)
+                to += dim
+        self.args.q = self.widened
+        self.args.q_stride_seq = self.q.shape[1] * dim
+        self.args.q_stride_head = dim
+        return 0
+
+    cdef int read_scale(self, object sm_scale) except -1:
+        cdef double scale = 1.0 / sqrt(self.q.shape[2]) if sm_scale is None else read_float("sm_scale", sm_scale)
+        if not -2e38 <= scale <= 2e38:  # times log2(e) it is a float32
+            raise ValueError(f"sm_scale must be from -2e38 to 2e38, not {sm_scale}")
+        self.args.sm_scale = <float>scale
+        return 0
+
+    cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,
+                          object sinks) except -1:
+        cdef int64_t window = read_number("window_left", window_left)
+        cdef double cap = read_float("logits_soft_cap", logits_soft_cap)
+        if window < -1:
+            raise ValueError(f"window_left must be -1 (no window) or more, not {window_left}")
+        if cap != 0.0 and not 1e-30 <= cap <= 1e30:  # its inverse is taken in float32
+            raise ValueError(f"logits_soft_cap must be 0 (no cap) or from 1e-30 to 1e30, not {logits_soft_cap}")
+        if alibi_slopes is not None:
+            self.slopes = self.read_heads("alibi_slopes", alibi_slopes)
+        if sinks is not None:
+            self.sinks = self.read_heads("sinks", sinks)
+        self.args.window = min(window, INT32_MAX) + 1  # no sequence is longer
+        self.args.logits_soft_cap = <float>cap
+        self.args.alibi_slopes = self.slopes
+        self.args.sinks = self.sinks
+        return 0
+
+    cdef int read_arithmetic(self, object arithmetic) except -1:
+        if isinstance(arithmetic, str) and arithmetic == "exact":
+            self.args.arithmetic = PP_EXACT
+            return 0
+        if not isinstance(arithmetic, str) or arithmetic != "bf16":
+            raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
+        if self.pool.c_pool.layout.dtype != PP_BF16:
+            raise ValueError(f"arithmetic 'bf16' is for pages of bfloat16, and the pool has {self.pool.layout.dtype}")
+        self.args.arithmetic = PP_ROUNDED_BF16
+        return 0
+
+    cdef float *read_heads(self, str name, object source) except NULL:
+        """A copy, to be freed with PyMem_Free, of one number for each query head."""
+        cdef Tensor tensor
+        cdef Py_ssize_t i, heads = self.q.shape[1]
+        cdef float *numbers = NULL
+        held = read_tensor(name, source, &tensor)
+        try:
+            if tensor.ndim != 1 or tensor.shape[0] != heads:
+                shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
+                raise ValueError(f"{name} must hold a number for each of the {heads} query heads, not {shape}")
+            numbers = <float *>PyMem_Malloc(<size_t>heads * sizeof(float))
+            if numbers == NULL:
+                raise MemoryError(f"no memory for {heads} {name}")
+            for i in range(heads):
+                c_widen(numbers + i, tensor.data + i * tensor.strides[0], 1, kind_of(&tensor))
+        finally:
+            release_tensor(&tensor)
+            del held
+        return numbers
+
+    cdef int read_out(self, object out) except -1:
+        """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
+        cdef Py_ssize_t axis, step = sizeof(float), one = 1
+        cdef const Py_buffer *view = &self.out.view
+        if not PyObject_CheckBuffer(out):
+            raise TypeError(f"out must be a float32 array, not {type(out).__name__}")
+        get_buffer(out, &self.out)
+        self.has_out = True
+        if view.readonly:
+            raise ValueError("out is read-only: it is where the result is written")
+        if not is_float32(view):
+            raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
+        if (view.ndim != 3 or view.shape[0] != self.q.shape[0] or view.shape[1] != self.q.shape[1]
+                or view.shape[2] != self.pool.c_pool.layout.v_head_dim):
+            shape = self.q.shape[0], self.q.shape[1], self.pool.c_pool.layout.v_head_dim
+            got = tuple([view.shape[axis] for axis in range(view.ndim)])
+            raise ValueError(f"out must have the shape {shape}, not {got}")
+        for axis in range(2, -1, -1):
+            if view.shape[axis] > 1 and view.strides[axis] != step:
+                raise ValueError(
+                    f"out must be C-contiguous: axis {axis} steps {view.strides[axis]} bytes, not {step}"
+                )
+            step *= view.shape[axis]
+        if <size_t>view.buf % sizeof(float):
+            raise ValueError(f"out must be aligned to {sizeof(float)} bytes")
+        self.check_apart("q", self.q.data, self.q.shape, self.q.strides, 3, self.q.item_bytes)
+        self.check_apart("block_tables", <const char *>self.tables.data, self.tables.buffer.view.shape,
+                         self.tables.buffer.view.strides, 2, sizeof(int32_t))
+        self.check_apart("seq_lens", <const char *>self.lengths.data, self.lengths.buffer.view.shape,
+                         self.lengths.buffer.view.strides, 1, sizeof(int32_t))
+        if self.starts.has_buffer:
+            self.check_apart("query_start_loc", <const char *>self.starts.data, self.starts.buffer.view.shape,
+                             self.starts.buffer.view.strides, 1, sizeof(int32_t))
+        if self.mask is not None:
+            self.check_apart("custom_mask", <const char *>self.mask.bits, &self.mask.num_bytes, &one, 1, 1)
+        cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes
+        self.check_apart("the pool's pages", <const char *>self.pool.c_pool.base, &pool_bytes, &one, 1, 1)
+        self.args.out = <float *>view.buf
+        return 0
+
+    cdef int check_apart(self, str name, const char *data, const Py_ssize_t *shape, const Py_ssize_t *strides,
+                         int ndim, Py_ssize_t item) except -1:
+        cdef const char *low = data
+        cdef const char *high = data + item
+        cdef const char *begin = <const char *>self.out.view.buf
+        cdef int axis
+        for axis in range(ndim):
+            if shape[axis] == 0:
+                return 0
+            if strides[axis] < 0:
+                low += (shape[axis] - 1) * strides[axis]
+            else:
+                high += (shape[axis] - 1) * strides[axis]
+        if self.out.view.len and begin < high and low < begin + self.out.view.len:
+            raise ValueError(f"out overlaps {name}: it is written while that is read")
+        return 0
+
+    cdef long long first_block(self, Py_ssize_t seq) noexcept:
+        """The first block that one of the sequence's query tokens sees."""
+        cdef const int32_t *starts = self.args.query_start_loc
+        cdef int64_t queries = 1 if starts == NULL else starts[seq + 1] - starts[seq], window = self.args.window
+        cdef int64_t first = self.args.seq_lens[seq] - queries + 1 - window
+        return first // self.pool.c_pool.layout.block_size if window and first > 0 else 0
+
+    cdef object failure(self, pp_status status):
+        """The exception for a status, with the place and both numbers."""
+        cdef Py_ssize_t seq, index
+        cdef int64_t length, blocks, size = self.pool.c_pool.layout.block_size
+        cdef int32_t block
+        if status == PP_NO_MEMORY:
+            return MemoryError(f"no memory for the partial results of {self.args.num_seqs} sequences")
+        for seq in range(self.lengths.rows):
+            length = self.args.seq_lens[seq]
+            blocks = (length + size - 1) // size
+            if length < 0:
+                return ValueError(f"seq_lens[{seq}] is {length}, below 0")
+            if blocks > self.args.block_tables_width:
+                return ValueError(
+                    f"seq_lens[{seq}] is {length}: that is {blocks} blocks of {size} tokens, and block_tables has "
+                    f"{self.args.block_tables_width} columns"
+                )
+        for seq in range(self.lengths.rows):
+            blocks = (self.args.seq_lens[seq] + size - 1) // size  # which another thread may have changed by now
+            for index in range(self.first_block(seq), min(blocks, self.args.block_tables_width)):
+                block = self.args.block_tables[seq * self.args.block_tables_stride + index]
+                if not 0 <= block < self.pool.c_pool.num_blocks:
+                    hint = ": this query sees tokens of a block that was given back" if block == -1 else ""
+                    return InvalidBlock(
+                        f"block_tables[{seq}, {index}] is {block}, "
+                        f"and the pool has {self.pool.c_pool.num_blocks} blocks{hint}"
+                    )
+        return ValueError(f"{self.args.num_seqs} sequences of these lengths need more memory than can be addressed")
+
 
 
 cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t num_seqs, int32_t num_qo_heads,

@@ -1,6 +1,0 @@
-from typing import final
-
-__all__: list[str]
-
-@final
-class Arguments: ...
