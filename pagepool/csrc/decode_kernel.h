@@ -2,7 +2,7 @@
  *
  * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element), PP_COLUMN (bytes between
  * neighbours of a row, where pairs of rows may be interleaved) and the words of decode_repack.h defined, and once more
- * for bf16 pages with PP_DOT, after dot.h.  The walk, per tile of 32 tokens (two groups of 16, in two pages or one) and
+ * for bf16 pages with PP_DOT.  The walk, per tile of 32 tokens (two groups of 16, in two pages or one) and
  * per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads

@@ -230,7 +230,7 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
 }
 
 #if PP_FLUSHES
-/* Both stages while subnormals are flushed: functions that are not inlined, as dot.h says.  The scale flushes none. */
+/* Both stages while subnormals are flushed: functions that are not inlined, as decode_dot.h says.  The scale flushes none. */
 PP_FOR_HEADS(flushed_scores, (int heads, const pp_tile *tile, const float *q, int q_step, float *s, int mode),
              (heads, tile, q, q_step, s, mode),
              PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, mode))

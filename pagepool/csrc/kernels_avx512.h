@@ -36,7 +36,6 @@
 #endif
 
 #define PP_DOT_BY_INSTRUCTION
-#include "dot.h"
 #define PP_DTYPE bf16_instruction
 #define PP_PAGES bf16
 #define PP_ITEM 2

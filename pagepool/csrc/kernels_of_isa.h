@@ -44,7 +44,6 @@
 /* Once more for bf16 pages, whose decode_repack.h it shares: where there is no instruction for it, and no other
  * instruction set whose kernels have the same bits. */
 #if defined(PP_DOT_BY_FMA) || defined(PP_DOT_BY_DOUBLE)
-#include "dot.h"
 #define PP_DTYPE bf16_dot
 #define PP_PAGES bf16
 #define PP_ITEM 2
