@@ -9,8 +9,7 @@
  *
  * Lengths, query counts and block ids are copied into the workspace as they are checked: what another thread does to
  * the caller's arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the
- * kernel reads them: with the rest, or, where pp_decode waits for the units and each has queries of its own, by those.
- * Slopes of ALiBi are copied, too, in base 2.
+ * kernel reads them, and slopes of ALiBi in base 2.
  *
  * Each chunk of each sequence has a record in the workspace, those of sequence s from record_begin[s] on: for its R =
  * num_qo_heads * (query tokens) rows, rows (R, row_stride), m (R,), seen (R,) unless there is one query token and no
@@ -244,26 +243,19 @@ static void write_nothing(const pp_decode_plan *plan, int32_t s) {
                (size_t)(rows * args->block_tables_width) * sizeof(float));
 }
 
-/* Whether units lay out the queries of a sequence of so many chunks, each those that it alone reads: its heads'. */
-static int is_packed_by_units(const pp_decode_plan *plan, int64_t chunks) {
-    return plan->args.q && chunks == 1 && plan->slices <= plan->args.pool->layout.num_kv_heads;
-}
-
-/* Lays out the queries of a sequence for kv heads [head_begin, head_end). */
-static void pack(const pp_decode_plan *plan, const float *q, int32_t s, int32_t head_begin, int32_t head_end) {
+/* Lays out the queries of a sequence. */
+static void pack(const pp_decode_plan *plan, const float *q, int32_t s) {
     const pp_decode_args *args = &plan->args;
-    const int32_t dims = args->pool->layout.head_dim, group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
-    const int32_t num_queries = queries_of(plan, s), row_floats = args->arithmetic == PP_EXACT ? dims : dims / 2;
-    const int64_t first = plan->query_begin[s], rows_before = (int64_t)head_begin * group_size * num_queries;
+    const int32_t dims = args->pool->layout.head_dim, num_kv_heads = args->pool->layout.num_kv_heads;
+    const int64_t first = plan->query_begin[s];
     kernels_of(args)->pack_queries[args->arithmetic](
-        plan->q + first * args->num_qo_heads * dims + rows_before * row_floats,
-        q + first * args->q_stride_seq + (int64_t)head_begin * group_size * args->q_stride_head, args->q_stride_seq,
-        args->q_stride_head, head_end - head_begin, group_size, num_queries, dims, args->sm_scale);
+        plan->q + first * args->num_qo_heads * dims, q + first * args->q_stride_seq, args->q_stride_seq,
+        args->q_stride_head, num_kv_heads, args->num_qo_heads / num_kv_heads, queries_of(plan, s), dims,
+        args->sm_scale);
 }
 
-/* Plans what was measured and cut, in a workspace of all->bytes.  While plan->args.q stands, units may read it. */
-static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, const measures *all, void *workspace,
-                            int units_read_q) {
+/* Plans what was measured and cut, in a workspace of all->bytes. */
+static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, const measures *all, void *workspace) {
     pp_status status = pp_check_apart(args, all->num_queries, workspace, all->bytes);
     if (status != PP_OK) return status;
     char *at = workspace;
@@ -285,7 +277,7 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
     plan->partial = (float *)(at += all->scratch);
     status = copy_tables(plan, args, all);
     if (status != PP_OK) return status;
-    if (!units_read_q) plan->args.q = NULL;
+    plan->args.q = NULL;
     const uint64_t modes = pp_modes_enter();
     if (args->alibi_slopes) {
         for (int32_t h = 0; h < args->num_qo_heads; h++) slopes[h] = pp_in_base_2(args->alibi_slopes[h]);
@@ -301,8 +293,8 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
             plan->remaining[(int64_t)s * all->slices + slice] = (int32_t)chunks;
         if (!chunks)
             write_nothing(plan, s);
-        else if (!is_packed_by_units(plan, chunks))
-            pack(plan, args->q, s, 0, args->pool->layout.num_kv_heads);
+        else
+            pack(plan, args->q, s);
     }
     pp_modes_leave(modes);
     plan->unit_begin[args->num_seqs] = plan->num_units;
@@ -315,7 +307,7 @@ pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, 
     pp_status status = measure(args, &all);
     if (status == PP_OK) status = cut(args, &all);
     if (status == PP_OK && (bytes < all.bytes || (uintptr_t)workspace % ALIGN)) status = PP_INVALID_ARGUMENT;
-    if (status == PP_OK) status = plan_units(&made, args, &all, workspace, 0);
+    if (status == PP_OK) status = plan_units(&made, args, &all, workspace);
     if (status == PP_OK) *plan = made;
     return status;
 }
@@ -415,25 +407,6 @@ static void first_read(const pp_decode_plan *plan, const pp_chunk *work, const u
     for (int i = 0; i < 4; i++) k[i] = groups[i] + work->part_begin / parts * work->pool->layout.head_bytes;
 }
 
-/* Prefetches that at once, by turns from each group: reading alone waits for it line after line, and a page that is not
- * translated yet holds up those behind it. */
-enum { MOST_AT_ONCE = 2048 }; /* bytes of a group */
-static void begin_reading(const pp_decode_plan *plan, const pp_chunk *work) {
-    const pp_kv_layout *layout = &work->pool->layout;
-    const unsigned char *k[4];
-    if (!layout->tiled || !work->prefetch || work->part_begin == work->part_end) return;
-    first_read(plan, work, k);
-    for (int64_t at = 0; at < layout->k_bytes && at < MOST_AT_ONCE; at += 64)
-        for (int i = 0; i < 4; i++) __builtin_prefetch(k[i] + at, 0, 2);
-}
-
-/* Lays out the queries that a unit of sequence s reads, if that is its to do. */
-static void pack_own(const pp_decode_plan *plan, int32_t s, const pp_chunk *work) {
-    const int32_t parts = parts_of(&plan->args, work->group_size * work->view.num_queries);
-    if (is_packed_by_units(plan, (plan->unit_begin[s + 1] - plan->unit_begin[s]) / plan->slices))
-        pack(plan, plan->args.q, s, work->part_begin / parts, work->part_end / parts);
-}
-
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     const pp_kernels *kernels = kernels_of(&plan->args);
     void (*kernel)(const pp_chunk *) = plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype]
@@ -444,10 +417,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     const size_t scratch_bytes = scratch_of(&plan->args.pool->layout);
     unsigned char *scratch =
         scratch_bytes ? (unsigned char *)plan->partial - (size_t)(begin + 1) * scratch_bytes : NULL;
-    if (begin < end) {
-        chunk_of(plan, begin, &after, &sequence_after, &slice_after);
-        begin_reading(plan, &after);
-    }
+    if (begin < end) chunk_of(plan, begin, &after, &sequence_after, &slice_after);
     for (int64_t unit = begin; unit < end; unit++) {
         work = after;
         work.scratch = scratch;
@@ -457,7 +427,6 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
             chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
             if (after.part_begin < after.part_end && after.pool->layout.tiled) first_read(plan, &after, work.next);
         }
-        pack_own(plan, sequence, &work);
         if (work.part_begin < work.part_end) kernel(&work);
         int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
         if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, slice);
@@ -488,7 +457,7 @@ pp_status pp_decode(const pp_decode_args *args, int num_threads) {
     if (status != PP_OK) return status;
     void *workspace = pp_workspace_borrow(all.bytes);
     if (!workspace) return PP_NO_MEMORY;
-    status = plan_units(&plan, &own, &all, workspace, 1);
+    status = plan_units(&plan, &own, &all, workspace);
     if (status == PP_OK) pp_parallel_for(num_threads, plan.num_units, run_range, &plan);
     pp_workspace_return(workspace);
     return status;
