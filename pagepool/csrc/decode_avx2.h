@@ -6,12 +6,12 @@
  *   two fma do: each load must serve two fma or more.  Eight fma must be under way at any time.  So 8 to 12 sums, 2 to
  *   4 vectors wide, and the scores' two chains one after the other: half of the sums, each load serves twice as many.
  *   A sum that is spilled makes its loop wait for memory.  Compilers do spill unless each stage is a function by
- *   itself, fma add in place (v_add_product), loaded vectors stay loaded (v_kept) and a turn of a loop over values is
- *   one pair of rows.
+ *   itself, fma add in place (v_add_product), loaded vectors stay loaded (v_pinned) and an iteration of a
+ *   loop over values is one pair of rows.
  *   Next to fma there is place for one other instruction and a half each, and twice as many fma as in AVX-512: how
  *   lines are prefetched is known when a loop is compiled, what runs along is found from one place, and heads are
  *   constants.
- *   There is room for few prefetches.  They are spread over all passes and parts, so that lines are asked for no
+ *   There is room for few prefetches.  They are spread over all passes and parts, so that lines are requested no
  *   faster than they come: Zen 4 presumably drops what its queue has no place for. */
 
 #define EVEN_ROW PP_CAT(v_even_, PP_DTYPE, )
@@ -58,11 +58,11 @@ PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int OD
                                      int width, const float *weight, const int weight_step, pp_v *sum) {
     const int AT_ONCE = HEADS <= 3 || NV == 1 ? 1 : NV == 3 ? 3 : 2;
     pp_v w[PP_MAX_HEADS], x[3];
-    if (HEADS == 3 && NV == 4) v_kept_12(sum);
+    if (HEADS == 3 && NV == 4) v_pinned_12(sum);
     PP_UNROLL for (int i = 0; i < NV; i += AT_ONCE) {
         PP_UNROLL for (int j = 0; j < AT_ONCE; j++) {
             x[j] = ODD ? ODD_ROW(at[i + j], width) : EVEN_ROW(at[i + j]);
-            if (HEADS > 1) x[j] = v_kept(x[j]);
+            if (HEADS > 1) x[j] = v_pinned(x[j]);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++) {
             if (AT_ONCE == 3) {
@@ -73,7 +73,7 @@ PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int OD
             PP_UNROLL for (int j = 0; j < AT_ONCE; j++) v_add_product(&sum[g * NV + i + j], x[j], w[g]);
         }
     }
-    if (HEADS == 3 && NV == 4) v_kept_12(sum);
+    if (HEADS == 3 && NV == 4) v_pinned_12(sum);
 }
 
 /* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over EVEN and
@@ -90,11 +90,11 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
     const int END = LONE || (ODD && NV != 3) ? 8 : NV == 3 ? (ODD ? 6 : 3) : 4;
     const int64_t steps = tile->head_dim / (2 * PAIRS);
     const unsigned char *row = tile->k[group], *const end = row + steps * BYTES;
-    const int64_t there = NV > 2 ? apart(tile->k[1], row) : 0;
+    const int64_t there = NV > 2 ? distance_of(tile->k[1], row) : 0;
     int64_t visit[2], half[2]; /* from there to what is read a head's visit later, and half a visit later */
     PP_UNROLL for (int i = 0; i < GROUPS; i++) {
-        visit[i] = apart(tile->next_k[GROUPS == 2 ? i : group], row);
-        half[i] = apart(tile->v[GROUPS == 2 ? i : group], row);
+        visit[i] = distance_of(tile->next_k[GROUPS == 2 ? i : group], row);
+        half[i] = distance_of(tile->v[GROUPS == 2 ? i : group], row);
     }
     /* Of the stage's quarter each chain of each call prefetches its share. */
     const int PIECE = LONE ? 64 : NV == 3 ? (EVEN ? 128 : 64) : NV * BYTES / (EVEN && ODD ? 4 : 8);
@@ -110,17 +110,17 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
         }
         if (MODE == PP_PREFETCH_ONCE)
             PP_UNROLL for (int i = 0; i < GROUPS; i++)
-                prefetch_lines(1, BEGIN, END, 8, BYTES, row, distant(row, visit[i]), NULL);
+                prefetch_lines(1, BEGIN, END, 8, BYTES, row, at_distance(row, visit[i]), NULL);
         if (MODE == PP_PREFETCH_TWICE)
             PP_UNROLL for (int i = BEGIN * TWICE / 8; i < END * TWICE / 8; i++) {
                 const int far = PP_ITEM == 2 ? i >= TWICE / 2 : i % 2, line = PP_ITEM == 2 ? i % (TWICE / 2) : i / 2;
                 const int64_t *to = far ? visit : half;
-                prefetch_into_l2(distant(row, to[line / LINES]) + line % LINES * 64, 1);
+                prefetch_into_l2(at_distance(row, to[line / LINES]) + line % LINES * 64, 1);
             }
         PP_UNROLL for (int i = 0; i < PAIRS; i++, q += q_step) {
             const unsigned char *at[4];
             PP_UNROLL for (int j = 0; j < NV; j++)
-                at[j] = distant(row, j / PER_GROUP ? there : 0) + i * PP_NAME(K_PAIR_BYTES) +
+                at[j] = at_distance(row, j / PER_GROUP ? there : 0) + i * PP_NAME(K_PAIR_BYTES) +
                         (LONE ? PER_GROUP - 1 : j % PER_GROUP) * PP_LANES * PP_COLUMN;
             if (EVEN) PP_NAME(add_products)(HEADS, NV, 0, at, PP_GROUP, q, 2, even);
             if (ODD) PP_NAME(add_products)(HEADS, NV, 1, at, PP_GROUP, q + 1, 2, odd);
@@ -146,7 +146,7 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int MODE, co
     const int64_t row_stride = tile->row_stride, from = run + column % PP_V_RUN * PP_COLUMN;
     /* Of each pair of rows, what is as long as its part here, and from where it is read to where it is. */
     const int bytes = NV * PP_LANES * 2 * PP_ITEM;
-    const int64_t asked = column % PP_V_RUN * (2 * PP_ITEM - PP_COLUMN);
+    const int64_t prefetched = column % PP_V_RUN * (2 * PP_ITEM - PP_COLUMN);
     /* Of the stage's quarter each pass prefetches the lines that begin within its share: of the 4 of a pair of rows
      * where they go as 3, 3 and 2 vectors, two, one and one. */
     const int piece = NV == 3 ? 64 : bytes / 2;
@@ -157,18 +157,18 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int MODE, co
         PP_UNROLL for (int j = 0; j < NV; j++) sum[g * NV + j] = v_load(o + g * row_stride + j * PP_LANES);
     for (int i = 0; i < 2; i++) {
         const unsigned char *row = tile->v[i] + from, *end = row + PP_GROUP / 2 * pair_bytes;
-        const int64_t visit = apart(MODE ? tile->next_v[i] : tile->v[i], tile->v[i]) + asked;
-        const int64_t half = apart(tile->next_k[i], tile->v[i]) + asked;
+        const int64_t visit = distance_of(MODE ? tile->next_v[i] : tile->v[i], tile->v[i]) + prefetched;
+        const int64_t half = distance_of(tile->next_k[i], tile->v[i]) + prefetched;
         const unsigned char *next = NULL, *again = NULL;
         if (MODE == PP_NAME(QUARTERS))
             PP_NAME(quarter_of)(late, 1, tile, run + line * 64 + i * (PP_GROUP / 4 * pair_bytes), &next, &again);
-        PP_FORGET(end); /* or the loop is unrolled whole */
+        PP_OPAQUE(end); /* or the loop is unrolled whole */
         for (; row < end; row += pair_bytes, p += 2) {
             if (MODE == PP_NAME(QUARTERS)) {
                 PP_NAME(prefetch_quarter)(next, again, piece + 64 * one_more);
                 next += pair_bytes / 2, again += pair_bytes / 2;
             }
-            prefetch(MODE, 0, 0, 1, 1, bytes, row, distant(row, visit), distant(row, half));
+            prefetch(MODE, 0, 0, 1, 1, bytes, row, at_distance(row, visit), at_distance(row, half));
             const unsigned char *at[8];
             PP_UNROLL for (int j = 0; j < NV; j++) at[j] = row + j * PP_LANES * PP_COLUMN;
             PP_NAME(add_products)(HEADS, NV, 0, at, width, p, PP_TILE, sum);
@@ -215,7 +215,7 @@ PP_INLINE int PP_NAME(most_values)(int heads) { return heads == 1 ? 8 : heads <=
     PP_PASS(last_##mode, 4, 2, MODE) \
     PP_STAGES(mode, 5, 2, 2, MODE) \
     PP_STAGES(mode, 6, 2, 2, MODE)
-PP_ALL_STAGES(quiet, PP_PREFETCH_NONE)
+PP_ALL_STAGES(unprefetched, PP_PREFETCH_NONE)
 PP_ALL_STAGES(once, PP_PREFETCH_ONCE)
 PP_ALL_STAGES(twice, PP_PREFETCH_TWICE)
 #if PP_ITEM == 4
@@ -233,7 +233,7 @@ PP_ALL_STAGES(in_quarters, PP_NAME(QUARTERS))
      PP_ENTRY(mode, 5, NULL, values), \
      PP_ENTRY(mode, 6, NULL, values)}
 static const PP_NAME(stages) PP_NAME(all_stages)[][PP_MAX_HEADS + 1] = {
-    [PP_PREFETCH_NONE] = PP_ENTRIES(quiet),
+    [PP_PREFETCH_NONE] = PP_ENTRIES(unprefetched),
     [PP_PREFETCH_ONCE] = PP_ENTRIES(once),
     [PP_PREFETCH_TWICE] = PP_ENTRIES(twice),
 #if PP_ITEM == 4
@@ -336,8 +336,8 @@ static __attribute__((noinline)) void PP_NAME(one_tile_of)(int heads, const pp_t
     const int late = mode == PP_NAME(LATE_QUARTERS);
     const PP_NAME(stages) *stages = &PP_NAME(all_stages)[mode - late][heads];
     PP_NAME(tile_scores)(heads, stages, tile, begin, end, q, q_step, s, late);
-    bend_scores(tile, 0, heads, s);
-    if (tile->seen != ALL_SEEN) hide_scores(tile, heads, s);
+    transform_scores(tile, 0, heads, s);
+    if (tile->seen != ALL_SEEN) mask_scores(tile, heads, s);
     int raised;
     PP_NAME(make_weights)(heads, s, m, rows, tile->row_stride, rescale, &raised);
     const float *scales = raised ? rescale : NULL;

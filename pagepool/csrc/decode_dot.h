@@ -14,9 +14,9 @@
  *   PP_DOT_BY_INSTRUCTION
  *   PP_DOT_BY_FMA      x86's, while MXCSR says that subnormals are flushed (PP_FLUSHES), from flush_begin to flush_end:
  *                      all dots between them must be in functions that are not inlined, or a compiler may move them out
- *   PP_DOT_BY_DOUBLE   wherever there are doubles.  A product of two bf16 is exact in f64, and where its sum with an f32
- *                      is not, it lies next to one of the two, far from the middle between two f32: rounding it twice
- *                      does no harm */
+ *   PP_DOT_BY_DOUBLE   wherever there are doubles.  A product of two bf16 is exact in f64, and where its sum with an
+ *                      f32 is not, it lies next to one of the two, far from the middle between two f32: rounding it
+ *                      twice does no harm */
 
 #if defined(PP_DOT_BY_INSTRUCTION)
 #define PP_FLUSHES 0 /* whatever MXCSR says */

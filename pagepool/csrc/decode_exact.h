@@ -22,10 +22,10 @@ PP_INLINE void PP_NAME(load_dims)(const unsigned char *rows, int column, pp_v *a
 /* Adds their products with a head's query to NV vectors of scores, in chains over EVEN dims and over ODD ones. */
 PP_INLINE void PP_NAME(add_dims)(const int NV, const int EVEN, const int ODD, const pp_v *a, const pp_v *b,
                                  const float *q, pp_v *even, pp_v *odd) {
-    const pp_spread x = v_spread(q + !EVEN), y = EVEN && ODD ? v_spread(q + 1) : x;
+    const pp_broadcast x = v_broadcast(q + !EVEN), y = EVEN && ODD ? v_broadcast(q + 1) : x;
     PP_UNROLL for (int j = 0; j < NV; j++) {
-        if (EVEN) even[j] = v_fma_spread(a[j], x, even[j]);
-        if (ODD) odd[j] = v_fma_spread(b[j], y, odd[j]);
+        if (EVEN) even[j] = v_fma_broadcast(a[j], x, even[j]);
+        if (ODD) odd[j] = v_fma_broadcast(b[j], y, odd[j]);
     }
 }
 
@@ -52,6 +52,6 @@ PP_INLINE void PP_NAME(load_tokens)(const int HALF, const int FIRST, const int S
 
 /* Adds a token times its weight, the FIRST or the other one of a pair. */
 PP_INLINE void PP_NAME(add_token)(const int NV, const int FIRST, const pp_v *x, const float *weights, pp_v *sum) {
-    const pp_spread weight = v_spread(weights + !FIRST);
-    PP_UNROLL for (int j = 0; j < NV; j++) sum[j] = v_fma_spread(x[j], weight, sum[j]);
+    const pp_broadcast weight = v_broadcast(weights + !FIRST);
+    PP_UNROLL for (int j = 0; j < NV; j++) sum[j] = v_fma_broadcast(x[j], weight, sum[j]);
 }

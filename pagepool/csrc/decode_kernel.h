@@ -22,7 +22,7 @@
 #else
 #define PP_PAGES PP_DTYPE
 #define IS_FAST (PP_ITEM == 4)
-#if PP_FEW_REGISTERS
+#if PP_16_REGISTERS
 #include "decode_avx2.h"
 #else
 #include "decode_exact.h"
@@ -51,7 +51,7 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
         if (mode == PP_PREFETCH_TWICE)
             PP_NAME(two_tiles_of)(to - from, tile, q, rows, m);
         else
-            PP_NAME(two_quiet_tiles_of)(to - from, tile, q, rows, m);
+            PP_NAME(two_tiles_unprefetched_of)(to - from, tile, q, rows, m);
         return;
     }
 #endif
@@ -104,7 +104,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     else /* tiles are packed first */
         for (int i = 0; i < PP_CHUNK_GROUPS; i++) list[i] = work->layer;
     const unsigned char **behind = list + (num_groups + 1) / 2 * 2;
-    for (int i = 0; i < 4 && work->next[i]; i++) behind[i] = distant(work->next[i], -first_head);
+    for (int i = 0; i < 4 && work->next[i]; i++) behind[i] = at_distance(work->next[i], -first_head);
     const int64_t all_see = pp_first_seen(&work->view, work->view.num_queries - 1);
     const int64_t until = pp_until_all_see(&work->view);
     int opened = 0; /* the pages of groups before it are open */

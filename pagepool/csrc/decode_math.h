@@ -191,8 +191,8 @@ static __attribute__((noinline)) void add_slopes(const pp_tile *tile, int behind
     }
 }
 
-/* Bends the scores of `heads` rows of the tile that begins `behind` tokens behind the one at hand. */
-PP_INLINE void bend_scores(const pp_tile *tile, int behind, int heads, float *s) {
+/* Transforms the scores of `heads` rows of the tile that begins `behind` tokens behind the one at hand. */
+PP_INLINE void transform_scores(const pp_tile *tile, int behind, int heads, float *s) {
     if (tile->cap != 0.0f) cap_scores(tile, heads, s);
     if (tile->alibi_slopes) add_slopes(tile, behind, heads, s);
 }
@@ -221,7 +221,7 @@ PP_INLINE int32_t rows_alike(const pp_chunk *work, pp_tile *tile, int32_t r, int
 }
 
 /* Tokens that are not seen score -inf. */
-static __attribute__((noinline)) void hide_scores(const pp_tile *tile, int heads, float *s) {
+static __attribute__((noinline)) void mask_scores(const pp_tile *tile, int heads, float *s) {
     for (int g = 0; g < heads; g++, s += PP_TILE)
         for (int t = 0; t < PP_TILE; t++)
             if (!(tile->seen >> t & 1)) s[t] = -INFINITY;

@@ -24,7 +24,7 @@ PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, co
                                const int q_step, float *s, weighing *to_do) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES, PAIR_BYTES = 2 * PP_GROUP * PP_ITEM };
     const int INTERLEAVED = PP_WIDE && TILES == 2 && mode, ALONE = EVEN != ODD;
-    /* Lines that a pair of dims prefetches where groups are interleaved; a turn takes two pairs, or as many as prefetch
+    /* Lines that a pair of dims prefetches where groups are interleaved; a step takes two pairs, or as many as prefetch
      * one of each group. */
     const int LINES = NV * (ALONE ? 1 : 2) * PP_ITEM / 4, PAIRS = INTERLEAVED && LINES == 1 ? 4 : 2;
     const unsigned char *row = tile->k[first / PER_GROUP];
@@ -32,24 +32,24 @@ PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, co
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int j = 0; j < NV; j++) {
         const int group = (first + j) / PER_GROUP;
-        here[j] = j ? apart(tile->k[group], row) : 0;
-        visit[j] = apart(tile->next_k[group], row);
-        half[j] = apart(tile->v[group], row);
+        here[j] = j ? distance_of(tile->k[group], row) : 0;
+        visit[j] = distance_of(tile->next_k[group], row);
+        half[j] = distance_of(tile->v[group], row);
     }
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     pp_interleaved ahead; /* each call moves by its share of K */
     if (INTERLEAVED)
         ahead = interleaved_at(PP_ITEM, tile, (ALONE ? first + ODD : first / NV) * (tile->head_dim * LINES / 8));
-    const int64_t turns = tile->head_dim / (2 * PAIRS), piece = turns / (WEIGHED + 1);
-    const float *end = q + turns * PAIRS * q_step;
+    const int64_t steps = tile->head_dim / (2 * PAIRS), piece = steps / (WEIGHED + 1);
+    const float *end = q + steps * PAIRS * q_step;
     for (int heads = WEIGHED; heads >= 0; heads--) {
         for (const float *stop = heads ? q + piece * PAIRS * q_step : end; q < stop; q += PAIRS * q_step) {
-            if (INTERLEAVED) PP_FORGET(ahead.at);
-            PP_FORGET(row); /* or each of the places is counted up, and registers do not suffice */
+            if (INTERLEAVED) PP_OPAQUE(ahead.at);
+            PP_OPAQUE(row); /* or each of the places is counted up, and registers do not suffice */
             PP_UNROLL for (int i = 0; i < PAIRS; i++, row += PAIR_BYTES) {
                 pp_v a[4], b[4];
                 PP_UNROLL for (int j = 0; j < NV; j++)
-                    PP_NAME(load_dims)(distant(row, here[j]), (first + j) % PER_GROUP * PP_LANES, &a[j], &b[j]);
+                    PP_NAME(load_dims)(at_distance(row, here[j]), (first + j) % PER_GROUP * PP_LANES, &a[j], &b[j]);
                 PP_UNROLL for (int g = 0; g < HEADS; g++) {
                     if (INTERLEAVED)
                         prefetch_interleaved(g, HEADS, LINES * i % 4, LINES, &ahead);
@@ -57,7 +57,8 @@ PP_INLINE void PP_NAME(chains)(const int HEADS, const int NV, const int EVEN, co
                         PP_UNROLL for (int j = 0; j < NV; j++)
                             if ((first + j) % PER_GROUP == 0)
                                 prefetch(mode, IS_FAST, g, g + 1, TILES == 2 ? HEADS : 1, PAIR_BYTES,
-                                         distant(row, here[j]), distant(row, visit[j]), distant(row, half[j]));
+                                         at_distance(row, here[j]), at_distance(row, visit[j]),
+                                         at_distance(row, half[j]));
                     PP_NAME(add_dims)(NV, EVEN, ODD, a, b, q + i * q_step + g * PP_NAME(QUERY_PAIR), even + g * NV,
                                       odd + g * NV);
                 }
@@ -79,7 +80,7 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int TILES, c
                                weighing *to_do) {
     const int APART = CHAINS_APART(HEADS), later = APART ? WEIGHED / 2 : 0;
     PP_NAME(chains)(HEADS, NV, 1, !APART, TILES, WEIGHED - later, mode, tile, first, q, q_step, s, to_do);
-    PP_FORGET(s); /* or the former's sums stay in registers, which the latter needs */
+    PP_OPAQUE(s); /* or the former's sums stay in registers, which the latter needs */
     if (APART) PP_NAME(chains)(HEADS, NV, 0, 1, TILES, later, mode, tile, first, q, q_step, s, to_do);
 }
 
@@ -104,10 +105,11 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
     enum { RUN_BYTES = PP_GROUP * PP_V_RUN * PP_ITEM };
     const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
     const int pair_bytes = 2 * width * PP_ITEM;
-    /* Each pass prefetches its part of every pair of rows, `asked` from what it reads: Zen 4 drops prefetches that come
-     * faster than the memory.  Parts of less than a line: those at the beginning of one. */
+    /* Each pass prefetches its part of every pair of rows, `ahead_by` bytes from what it reads: Zen 4 drops prefetches
+     * that come faster than the memory.  Of parts of less than a line, the one at the beginning of the line does. */
     const int part = NV * PP_LANES * 2 * PP_ITEM;
-    const int64_t offset = run + column % PP_V_RUN * PP_COLUMN, asked = column % PP_V_RUN * (2 * PP_ITEM - PP_COLUMN);
+    const int64_t offset = run + column % PP_V_RUN * PP_COLUMN;
+    const int64_t ahead_by = column % PP_V_RUN * (2 * PP_ITEM - PP_COLUMN);
     const int prefetches = mode && (part >= 64 || column % PP_V_RUN * 2 * PP_ITEM % 64 == 0);
     const int INTERLEAVED = PP_WIDE && TILES == 2 && mode, LINES = NV * PP_ITEM / 2; /* of a pair of rows */
     _Static_assert(PP_MAX_HEADS <= 2 * PP_GROUP / 4, "a head with every fourth token of the first tile");
@@ -127,8 +129,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         const int begin = before > 0 ? before : 0, end = left < PP_GROUP ? left : PP_GROUP;
         if (begin >= end) continue;
         const unsigned char *row = tile->v[i] + offset + begin / 2 * pair_bytes;
-        const int64_t visit = apart(prefetches ? tile->next_v[i] : tile->v[i], tile->v[i]) + asked;
-        const int64_t half = apart(tile->next_k[i], tile->v[i]) + asked;
+        const int64_t visit = distance_of(prefetches ? tile->next_v[i] : tile->v[i], tile->v[i]) + ahead_by;
+        const int64_t half = distance_of(tile->next_k[i], tile->v[i]) + ahead_by;
         const float *weight = p + i / 2 * HEADS * PP_TILE +
                               (i % 2 * PP_GROUP + begin) / 2 * PP_NAME(QUERY_PAIR);
         int t = begin;
@@ -139,7 +141,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
         for (; t + 1 < end; t += 2, row += pair_bytes, weight += PP_NAME(QUERY_PAIR)) {
             if (TILES == 1) {
                 if (prefetches)
-                    prefetch(mode, IS_FAST, 0, 1, 1, part, row + asked, distant(row, visit), distant(row, half));
+                    prefetch(mode, IS_FAST, 0, 1, 1, part, row + ahead_by, at_distance(row, visit),
+                             at_distance(row, half));
                 PP_NAME(add_pair)(HEADS, NV, HALF, 1, 1, row, width, weight, sum);
                 continue;
             }
@@ -151,8 +154,8 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
                 if (INTERLEAVED)
                     prefetch_interleaved(g, HEADS, LINES == 2 ? t % 4 : 0, LINES, &ahead);
                 else
-                    prefetch(mode, IS_FAST, g, g + 1, HEADS, part, row + asked, distant(row, visit),
-                             distant(row, half));
+                    prefetch(mode, IS_FAST, g, g + 1, HEADS, part, row + ahead_by, at_distance(row, visit),
+                             at_distance(row, half));
                 PP_NAME(add_token)(NV, 1, a, weight + g * PP_TILE, sum + g * NV);
             }
             if (INTERLEAVED && (LINES > 2 || t % 4)) ahead.at += LINES > 4 ? 128 : 64;
@@ -172,7 +175,7 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int HALF, co
  * of a vector.  Head by head, since it is little and every copy of the code is not. */
 static __attribute__((noinline)) void PP_NAME(scores_left)(int heads, const pp_tile *tile, int first, const float *q,
                                                            int q_step, float *s, int mode) {
-    PP_FORGET(heads); /* or compilers make a copy for each number */
+    PP_OPAQUE(heads); /* or compilers make a copy for each number */
     for (int g = 0; g < heads; g++, mode = PP_PREFETCH_NONE)
         PP_NAME(scores)(1, 1, 1, 0, mode, tile, first, q + PP_NAME(QUERY_PAIR) * g, q_step, s + g * PP_TILE, NULL);
 }
@@ -181,7 +184,7 @@ static __attribute__((noinline)) void PP_NAME(scores_left)(int heads, const pp_t
 static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_tile *tile, int width, int column,
                                                            int from, int to, const float *p, const float *scales,
                                                            float *rows) {
-    PP_FORGET(heads);
+    PP_OPAQUE(heads);
     for (int g = 0; g < heads; g++) {
         const float *scale = scales ? scales + g : NULL;
         PP_NAME(values)(1, 1, 1, 1, 0, PP_PREFETCH_NONE, tile, width, column, from, to, p + g * PP_TILE, &scale,
@@ -230,7 +233,8 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
 }
 
 #if PP_FLUSHES
-/* Both stages while subnormals are flushed: functions that are not inlined, as decode_dot.h says.  The scale flushes none. */
+/* Both stages while subnormals are flushed: functions that are not inlined, as decode_dot.h says.  The scale flushes
+ * none. */
 PP_FOR_HEADS(flushed_scores, (int heads, const pp_tile *tile, const float *q, int q_step, float *s, int mode),
              (heads, tile, q, q_step, s, mode),
              PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, mode))
@@ -272,8 +276,8 @@ PP_INLINE void PP_NAME(one_tile)(const int HEADS, const pp_tile *tile, const flo
     float rescale[PP_RESCALES];
     weighing to_do = {.end = HEADS, .s = s, .m = m, .rows = rows, .row_stride = tile->row_stride};
     TILE_SCORES(HEADS, tile, q, q_step, s, mode);
-    bend_scores(tile, 0, HEADS, s);
-    if (tile->seen != ALL_SEEN) hide_scores(tile, HEADS, s);
+    transform_scores(tile, 0, HEADS, s);
+    if (tile->seen != ALL_SEEN) mask_scores(tile, HEADS, s);
     const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++) PP_NAME(weigh_next)(&to_do);
     if (tile->block_sums) ADD_TO_BLOCKS(tile, HEADS, s, scales);
@@ -302,7 +306,7 @@ PP_INLINE void PP_NAME(two_tiles)(const int HEADS, const int MODE, const pp_tile
     if (tile->block_sums) one = *tile;
     for (int vector = 0; vector < VECTORS / 2; vector += NV)
         PP_NAME(scores)(HEADS, NV, 2, 0, MODE, tile, vector, q, Q_STEP, s, NULL);
-    bend_scores(tile, 0, HEADS, s);
+    transform_scores(tile, 0, HEADS, s);
     scales[0] = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale[0]) ? rescale[0] : NULL;
     if (HEADS <= PP_NAME(BEFORE)) {
         while (to_do.next < to_do.end) PP_NAME(weigh_next)(&to_do);
@@ -315,7 +319,7 @@ PP_INLINE void PP_NAME(two_tiles)(const int HEADS, const int MODE, const pp_tile
     }
     if (one.block_sums) ADD_TO_BLOCKS(&one, HEADS, s, scales[0]);
     one.begin += PP_TILE;
-    bend_scores(tile, PP_TILE, HEADS, second);
+    transform_scores(tile, PP_TILE, HEADS, second);
     scales[1] = raise_if_above(HEADS, second, m, rows, tile->row_stride, rescale[1]) ? rescale[1] : NULL;
     to_do.next = 0;
     to_do.s = second;
@@ -327,7 +331,7 @@ PP_INLINE void PP_NAME(two_tiles)(const int HEADS, const int MODE, const pp_tile
                         NULL);
 }
 
-PP_FOR_HEADS(two_quiet_tiles_of, (int heads, const pp_tile *tile, const float *q, float *rows, float *m),
+PP_FOR_HEADS(two_tiles_unprefetched_of, (int heads, const pp_tile *tile, const float *q, float *rows, float *m),
              (heads, tile, q, rows, m),
              PP_NAME(two_tiles)(HEADS, PP_PREFETCH_NONE, tile, q, rows, m))
 PP_FOR_HEADS(two_tiles_of, (int heads, const pp_tile *tile, const float *q, float *rows, float *m),

@@ -51,16 +51,16 @@ static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 
 #endif
 
 /* Compilers forget what they know of a variable, and work out nothing from it beforehand. */
-#define PP_FORGET(variable) __asm__("" : "+r"(variable))
+#define PP_OPAQUE(variable) __asm__("" : "+r"(variable))
 
 /* How far it is from one place to another, and the place so far away: of places that run along together one is counted
  * up and the others are found from it.  Where memory is asked for only, nothing need be there. */
-PP_INLINE int64_t apart(const unsigned char *to, const unsigned char *from) {
+PP_INLINE int64_t distance_of(const unsigned char *to, const unsigned char *from) {
     int64_t bytes = (int64_t)((uintptr_t)to - (uintptr_t)from);
-    PP_FORGET(bytes);
+    PP_OPAQUE(bytes);
     return bytes;
 }
-PP_INLINE const unsigned char *distant(const unsigned char *from, int64_t bytes) {
+PP_INLINE const unsigned char *at_distance(const unsigned char *from, int64_t bytes) {
     return (const unsigned char *)((uintptr_t)from + (uintptr_t)bytes);
 }
 

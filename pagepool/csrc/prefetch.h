@@ -57,7 +57,7 @@ typedef struct pp_interleaved {
 PP_INLINE void find_line(const pp_tile *tile, int64_t visit, int64_t line, const unsigned char *from, int64_t *bytes) {
     const unsigned char *const *groups = line < visit ? tile->k : tile->next_k;
     const int64_t at = (line < visit ? line : line - visit) * 64;
-    PP_UNROLL for (int i = 0; i < 4; i++) bytes[i] = apart(groups[i] + at, from);
+    PP_UNROLL for (int i = 0; i < 4; i++) bytes[i] = distance_of(groups[i] + at, from);
 }
 
 /* What is prefetched when line `line` of each group is read. */
@@ -78,9 +78,9 @@ PP_INLINE void prefetch_interleaved(const int BEGIN, const int OF, const int fir
         const int group = first + i / 2 % 4;
         const unsigned char *at = ahead->at + i / 8 * 64;
         if (i % 2 == 0)
-            prefetch_into_l2(distant(at, ahead->far[group]), 1);
+            prefetch_into_l2(at_distance(at, ahead->far[group]), 1);
         else
-            prefetch_into_l1(distant(at, ahead->near[group]));
+            prefetch_into_l1(at_distance(at, ahead->near[group]));
     }
 }
 

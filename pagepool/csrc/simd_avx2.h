@@ -3,7 +3,7 @@
 #define PP_MAX_HEADS 6 /* query heads that share a load */
 #define PP_STEPS 0
 #define PP_HALF_TAIL 0 /* 8 divides every head_dim */
-#define PP_FEW_REGISTERS 1 /* decode_few.h */
+#define PP_16_REGISTERS 1 /* decode_few.h */
 
 typedef __m256 pp_v;
 
@@ -28,12 +28,12 @@ static inline void v_add_products_3(pp_v *sum, const pp_v *x, const float *b) {
             : "x"(x[0]), "x"(x[1]), "x"(x[2]), "m"(*b));
 }
 /* a, in a register from here on: compilers would rather load it once for each use. */
-static inline pp_v v_kept(pp_v a) {
+static inline pp_v v_pinned(pp_v a) {
     __asm__("" : "+x"(a));
     return a;
 }
 /* The same of 12 at once. */
-static inline void v_kept_12(pp_v *a) {
+static inline void v_pinned_12(pp_v *a) {
     __asm__("" : "+x"(a[0]), "+x"(a[1]), "+x"(a[2]), "+x"(a[3]), "+x"(a[4]), "+x"(a[5]), "+x"(a[6]), "+x"(a[7]),
             "+x"(a[8]), "+x"(a[9]), "+x"(a[10]), "+x"(a[11]));
 }

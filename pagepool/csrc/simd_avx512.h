@@ -2,7 +2,7 @@
 #define PP_LANES 16
 #define PP_MAX_HEADS 8 /* query heads that share a load */
 #define PP_STEPS 1      /* the walk takes two tiles at a time where it can */
-#define PP_FEW_REGISTERS 0
+#define PP_16_REGISTERS 0
 
 typedef __m512 pp_v;
 
@@ -21,17 +21,17 @@ static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm512_fmadd_ps(a, b, 
  * adds, *b in a register for two vectors 0.95 to 1.  On Zen 4 an fma takes as long as two of its loads, so that the
  * former is free and saves a register, while a load of its own for each *b took up to a quarter of the rate. */
 #if PP_WIDE
-typedef pp_v pp_spread;
-PP_INLINE pp_spread v_spread(const float *b) {
+typedef pp_v pp_broadcast;
+PP_INLINE pp_broadcast v_broadcast(const float *b) {
     pp_v x = _mm512_set1_ps(*b);
     __asm__("" : "+v"(x)); /* or compilers load it again for each fma */
     return x;
 }
-PP_INLINE pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
+PP_INLINE pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
 #else
-typedef const float *pp_spread;
-PP_INLINE pp_spread v_spread(const float *b) { return b; }
-PP_INLINE pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) {
+typedef const float *pp_broadcast;
+PP_INLINE pp_broadcast v_broadcast(const float *b) { return b; }
+PP_INLINE pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) {
     __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(a), "m"(*b));
     return c;
 }

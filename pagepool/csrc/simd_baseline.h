@@ -2,7 +2,7 @@
 #define PP_LANES 4
 #define PP_MAX_HEADS 4 /* query heads that share a load */
 #define PP_STEPS 0
-#define PP_FEW_REGISTERS 0
+#define PP_16_REGISTERS 0
 #define PP_HALF_TAIL 0
 
 typedef float pp_v __attribute__((vector_size(16)));
@@ -23,9 +23,9 @@ static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
 /* Rounds twice: the one place where the bits differ from those of the instruction sets with fma. */
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
 /* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
-typedef pp_v pp_spread;
-static inline pp_spread v_spread(const float *b) { return v_set1(*b); }
-static inline pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) { return v_fma(a, b, c); }
+typedef pp_v pp_broadcast;
+static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
+static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
 static inline pp_v v_pick(pp_vi mask, pp_v yes, pp_v no) { return (pp_v)((mask & (pp_vi)yes) | (~mask & (pp_vi)no)); }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return v_pick(a > b, a, b); }

@@ -2,7 +2,7 @@
 #define PP_LANES 4
 #define PP_MAX_HEADS 8 /* query heads that share a load */
 #define PP_STEPS 0
-#define PP_FEW_REGISTERS 0
+#define PP_16_REGISTERS 0
 #define PP_HALF_TAIL 0
 
 typedef float32x4_t pp_v;
@@ -16,9 +16,9 @@ static inline pp_v v_mul(pp_v a, pp_v b) { return vmulq_f32(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return vdivq_f32(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
 /* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
-typedef pp_v pp_spread;
-static inline pp_spread v_spread(const float *b) { return v_set1(*b); }
-static inline pp_v v_fma_spread(pp_v a, pp_spread b, pp_v c) { return v_fma(a, b, c); }
+typedef pp_v pp_broadcast;
+static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
+static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
 /* A NaN is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
 /* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
