@@ -1,7 +1,7 @@
 """Decode attention over pages: the last query tokens of each sequence.
 
-Checks arguments before anything is written, releases the GIL and hands the work to pagepool/csrc; the arithmetic and its
-order are written down in `pagepool.reference.canonical`.
+Checks arguments before anything is written, releases the GIL and hands the work to pagepool/csrc; the arithmetic and
+its order are written down in `pagepool.reference.canonical`.
 """
 
 cimport cython
