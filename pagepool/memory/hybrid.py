@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagepool.arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE
@@ -19,6 +18,9 @@ from pagepool.memory.explain import closed
 from pagepool.memory.journal import Participation, run_all
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state import StateHandle
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Checkpoint", "HybridSequence", "KvGroup"]
 

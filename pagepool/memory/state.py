@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagepool.arguments import integer, wrong
 from pagepool.errors import PoolExhausted, StaleHandle, refuse_copy
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState", "StateHandle"]
 

@@ -22,10 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagepool.arguments import integer
 from pagepool.config import StateLayout
@@ -34,6 +33,9 @@ from pagepool.memory.ssm_pool import SsmStatePool, StateMemory
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 from pagepool.prefix.token_tree import TokenNode, TokenTree
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["REASONS", "CheckpointIndex", "StateCheckpoints", "Stop"]
 

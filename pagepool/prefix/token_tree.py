@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagepool.errors import PoolError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 __all__ = ["TokenNode", "TokenTree"]
 
-Tokens = NDArray[np.int32]
+Tokens: TypeAlias = "NDArray[np.int32]"
 
 
 class TokenNode:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter_ns
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pagepool.arguments import integer
 from pagepool.config import PreemptionCosts, SchedulerConfig
@@ -292,4 +293,4 @@ def _median_us(run: Callable[[], Any], rounds: int) -> float:
         start = perf_counter_ns()
         run()
         times.append(perf_counter_ns() - start)
-    return median(times) / 1e3
+    return float(np.median(times)) / 1e3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import tempfile
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -74,6 +73,8 @@ class SwapFile:
         self._free: list[int] = []
         self._held: dict[int, tuple[int, Any]] = {}  # places of tickets that are out: the checksum, and whose it is
         self._fresh = 0
+        import tempfile  # here: it takes as long to import as the scheduler
+
         try:
             descriptor, name = tempfile.mkstemp(prefix="pagepool", dir=directory)
             os.unlink(name)

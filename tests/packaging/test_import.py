@@ -1,0 +1,38 @@
+"""What `import pagepool` loads: little beside NumPy, and nothing that only some calls need."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pagepool
+
+# Each takes as long to load as a whole folder of ours, and is needed by few: types, a swap file, a trace, a plot.
+NOT_AT_ONCE = {
+    "Cython",
+    "matplotlib",
+    "ml_dtypes",
+    "numpy.typing",
+    "prometheus_client",
+    "rich",
+    "statistics",
+    "tempfile",
+}
+
+
+def modules_after(statement):
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    command = [sys.executable, "-c", f"{statement}; import sys; print(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split())
+
+
+def test_importing_pagepool_loads_what_every_user_needs():
+    ours = modules_after("import pagepool") - modules_after("import numpy")
+    assert not ours & NOT_AT_ONCE
+    assert not {name for name in ours if name.startswith(("pagepool.replay", "pagepool.reference", "pagepool.cli"))}
+    assert len({name for name in ours if not name.startswith("pagepool")}) <= 60, sorted(ours)
+
+
+def test_about_twenty_extension_modules():
+    package = Path(pagepool.__file__).parent
+    assert 15 <= len(list(package.rglob("*.so"))) <= 32
