@@ -25,10 +25,10 @@ from pagepool.memory.state import (
 from pagepool.prefix import (
     PrefixCache,
     PrefixEvent,
-    PrefixMirror,
+    PrefixNamespace,
     PrefixPins,
+    PrefixReplica,
     PrefixSnapshot,
-    PrefixSpace,
     StateCheckpoints,
 )
 from pagepool.recorder import TraceRecorder
@@ -66,10 +66,10 @@ __all__ = [
     "PreemptionRecord",
     "PrefixCache",
     "PrefixEvent",
-    "PrefixMirror",
+    "PrefixNamespace",
     "PrefixPins",
+    "PrefixReplica",
     "PrefixSnapshot",
-    "PrefixSpace",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",

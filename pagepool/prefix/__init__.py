@@ -3,16 +3,16 @@
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
-from pagepool.prefix.namespace import PrefixSpace
+from pagepool.prefix.namespace import PrefixNamespace
 from pagepool.prefix.pins import PrefixPins
-from pagepool.prefix.replica import PrefixMirror
+from pagepool.prefix.replica import PrefixReplica
 
 __all__ = [
     "PrefixCache",
     "PrefixEvent",
-    "PrefixMirror",
+    "PrefixNamespace",
     "PrefixPins",
+    "PrefixReplica",
     "PrefixSnapshot",
-    "PrefixSpace",
     "StateCheckpoints",
 ]

@@ -21,7 +21,7 @@ import operator
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
-from pagepool.prefix.eviction import POLICIES, CacheFloors
+from pagepool.prefix.eviction import POLICIES, CacheReservations
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 
@@ -204,7 +204,7 @@ cdef class PrefixCache:
                   of them is still cached for these tokens, salt and keys, the blocks before it are not looked at
         priority  of the new blocks, from 0, evicted first, to 255; only for the policy "priority"
         ttl       how long from `now` on they keep the priority: `expire` at that time sets it to 0; None: for good
-        group     whose the new blocks are, from 0, nobody's, to 254; see `floors`
+        group     the group of the new blocks, from 0, nobody's, to 254; see `reservations`
         beside    whether all that is cached stays, so that `discard` of the new blocks takes everything back
 
         The cache takes one reference to each block that it keeps. If another block is cached for the same tokens and in
@@ -279,7 +279,7 @@ cdef class PrefixCache:
     def evict(self, n, *, group=0):
         """Gives up to n blocks that nobody else holds back to the allocator; returns how many, fewer when it has fewer.
 
-        O(1) a block, in the order of the policy, but for those that `floors` keep from a request of `group`. A block in
+        O(1) a block, in the order of the policy, but for those that `reservations` keep from `group`. A block in
         use waits aside until a later call finds it free, as if used just then. Raises `ValueError` when n is below 0.
 
         >>> from pagepool import BlockAllocator
@@ -321,7 +321,7 @@ cdef class PrefixCache:
         """Returns what was stored and removed since the last call: a list of at most `max_events` `PrefixEvent`.
 
         If there were more, the first ones are missing, as the `sequence` of the others shows: begin with `snapshot`. A
-        `PrefixMirror` in another process follows the cache by them. Raises `ValueError` without `max_events`.
+        `PrefixReplica` in another process follows the cache by them. Raises `ValueError` without `max_events`.
 
         >>> from pagepool import BlockAllocator
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1, max_events=8)
@@ -385,13 +385,13 @@ cdef class PrefixCache:
 
     @property
     def evictable(self):
-        """Cached blocks that nobody else holds: what `evict` could free now, but for `floors`. O(groups)."""
+        """Cached blocks that nobody else holds: what `evict` could free now, but for `reservations`. O(groups)."""
         return self.cached.refs.c_idle(1, self.cached.top)
 
     @property
-    def floors(self):
-        """The `CacheFloors`: how many blocks of each group stay when others need room."""
-        return CacheFloors(self.cached, self)
+    def reservations(self):
+        """The `CacheReservations`: how many blocks of each group stay when others need room."""
+        return CacheReservations(self.cached, self)
 
     def holds(self, block):
         """Whether the block is cached; False for an id that the allocator does not have."""

@@ -84,7 +84,7 @@ class ValueQueue:
             heapify(self._heap)
 
     def value(self, uses: float, saves: int) -> float:
-        """What the state that saves so many tokens is worth by the byte, those of the tokens included."""
+        """The value of a state that saves so many tokens, per byte of the state and the tokens."""
         return uses * saves / (self._state_bytes + saves * TOKEN_BYTES)
 
     def least(self) -> TokenNode | None:

@@ -1,4 +1,4 @@
-"""What a prefix cache tells other processes: an event for each block stored or removed, and a picture of all."""
+"""Events of a prefix cache for other processes: one for each block stored or removed, and a snapshot of all."""
 
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize

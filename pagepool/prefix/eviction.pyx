@@ -1,9 +1,9 @@
 """Which block is evicted when room is needed, and what each group of blocks keeps reserved.
 
-A cached block is in use, when somebody else has a reference to it, or evictable. The policy orders both: a block ceases
-to be used when its last user frees it, on any thread, of which the cache is not told. So a node whose block is found in
-use when its turn comes is set aside, and each eviction looks at two of those to see whether they are still used. One
-whose group has no more blocks than it has reserved is set aside as well, until the group has more.
+A cached block is in use, when somebody else has a reference to it, or evictable. The policy orders both kinds, since a
+block becomes idle when its last user frees it, on any thread and without a call of the cache. A node whose block is in
+use when its turn comes is set aside, and each eviction checks two of these. A node whose group has no more blocks than
+it has reserved is set aside as well, until the group has more.
 """
 
 cimport cython
@@ -30,7 +30,7 @@ import operator
 from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.policies import ArcPolicy, LfuPolicy, LruPolicy, PriorityPolicy, S3FifoPolicy
 
-__all__ = ["POLICIES", "CacheFloors", "CachedBlocks"]
+__all__ = ["POLICIES", "CacheReservations", "CachedBlocks"]
 
 POLICIES = {
     "lru": LruPolicy,
@@ -300,8 +300,8 @@ cdef class CachedBlocks:
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class CacheFloors:
-    """How many blocks each group keeps when others need room: `PrefixCache.floors`.
+cdef class CacheReservations:
+    """How many blocks each group keeps when others need room: `PrefixCache.reservations`.
 
     A group is a number from 0 to 254, given to `cache_blocks`: a tenant's, or 0 for nobody's. While a group has no more
     cached blocks than it has reserved, `evict` spares them, unless it is for that group: those then go last. A block
@@ -310,12 +310,12 @@ cdef class CacheFloors:
     >>> from pagepool import BlockAllocator, PrefixCache
     >>> allocator = BlockAllocator(4)
     >>> cache = PrefixCache(allocator, block_size=1)
-    >>> cache.floors.set(1, 2)
+    >>> cache.reservations.set(1, 2)
     >>> for group, token in ((1, 7), (1, 8), (2, 9)):
     ...     blocks = [allocator.allocate()]
     ...     taken = cache.cache_blocks([token], blocks, group=group)
     ...     allocator.free(blocks)
-    >>> cache.floors.evictable(), cache.evict(3), cache.floors.cached(1)
+    >>> cache.reservations.evictable(), cache.evict(3), cache.reservations.cached(1)
     (1, 1, 2)
     >>> cache.evict(3, group=1)
     2
@@ -334,7 +334,7 @@ cdef class CacheFloors:
         cdef int mark = mark_of(group)
         reservation = operator.index(blocks)
         if reservation < 0:
-            raise ValueError(f"a floor must be 0 blocks or more, not {reservation}")
+            raise ValueError(f"a reservation must be 0 blocks or more, not {reservation}")
         with cython.critical_section(self.cache):
             self.blocks.least[mark] = min(reservation, self.blocks.allocator.max_capacity)
             self.blocks.top = max(self.blocks.top, mark)
@@ -353,7 +353,7 @@ cdef class CacheFloors:
         with cython.critical_section(self.cache):
             return self.blocks.refs.c_idle(1, self.blocks.top) - self.blocks.c_protected_from(<uint8_t>mark)
 
-    def spared(self, group):
+    def protected(self, group):
         """How many of these are of `group` and spared when others need room. Raises as `set`."""
         cdef int mark = mark_of(group)
         with cython.critical_section(self.cache):

@@ -1,4 +1,4 @@
-"""TermQueue: nodes by the time at which something of theirs ends, without a clock.
+"""ExpiryHeap: nodes by the time at which something of theirs ends, without a clock.
 
 A radix heap (Ahuja, Mehlhorn, Orlin and Tarjan, Faster algorithms for the shortest path problem, 1990): what is taken
 out never ends before what was taken out earlier, so that a bucket for each bit of a time is order enough.
@@ -8,7 +8,7 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-__all__ = ["TermQueue"]
+__all__ = ["ExpiryHeap"]
 
 
 cdef extern from *:
@@ -41,19 +41,19 @@ cdef inline int bucket_of(uint64_t end, uint64_t base) noexcept nogil:
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class TermQueue:
-    """Ends of terms. Internal: a policy adds nodes and asks for those whose time has come."""
+cdef class ExpiryHeap:
+    """Nodes by their expiry. Internal: a policy adds nodes and takes those whose time has come."""
 
     def __cinit__(self):
         self.c_clear()
 
     def __dealloc__(self):
-        PyMem_Free(self.terms)
+        PyMem_Free(self.expiries)
 
     cdef void c_clear(self) noexcept:
         cdef int bucket
-        PyMem_Free(self.terms)
-        self.terms = NULL
+        PyMem_Free(self.expiries)
+        self.expiries = NULL
         self.room = 0
         self.base = self.filled = 0
         for bucket in range(65):
@@ -63,51 +63,51 @@ cdef class TermQueue:
         cdef void *memory
         cdef int64_t node
         if room > self.room:
-            memory = PyMem_Realloc(self.terms, room * sizeof(Term))
+            memory = PyMem_Realloc(self.expiries, room * sizeof(Expiry))
             if memory == NULL:
-                raise MemoryError(f"no memory for the terms of {room} prefix nodes")
-            self.terms = <Term *>memory
+                raise MemoryError(f"no memory for the expiries of {room} prefix nodes")
+            self.expiries = <Expiry *>memory
             for node in range(self.room, room):
-                self.terms[node].bucket = -1
+                self.expiries[node].bucket = -1
             self.room = room
         return 0
 
     cdef void c_add(self, int32_t node, uint64_t end) noexcept:
-        self.terms[node].end = end
+        self.expiries[node].end = end
         self.c_push(node)
 
     cdef void c_push(self, int32_t node) noexcept:
-        cdef Term *term = &self.terms[node]
-        cdef int bucket = bucket_of(term.end, self.base)
-        term.bucket = bucket
-        term.previous = self.tails[bucket]
-        term.next = -1
-        if term.previous < 0:
+        cdef Expiry *expiry = &self.expiries[node]
+        cdef int bucket = bucket_of(expiry.end, self.base)
+        expiry.bucket = bucket
+        expiry.previous = self.tails[bucket]
+        expiry.next = -1
+        if expiry.previous < 0:
             self.heads[bucket] = node
         else:
-            self.terms[term.previous].next = node
+            self.expiries[expiry.previous].next = node
         self.tails[bucket] = node
         if bucket:
             self.filled |= <uint64_t>1 << (bucket - 1)
 
     cdef void c_remove(self, int32_t node) noexcept:
-        cdef Term *term
+        cdef Expiry *expiry
         cdef int bucket
-        if node >= self.room or self.terms[node].bucket < 0:
+        if node >= self.room or self.expiries[node].bucket < 0:
             return
-        term = &self.terms[node]
-        bucket = term.bucket
-        if term.previous < 0:
-            self.heads[bucket] = term.next
+        expiry = &self.expiries[node]
+        bucket = expiry.bucket
+        if expiry.previous < 0:
+            self.heads[bucket] = expiry.next
         else:
-            self.terms[term.previous].next = term.next
-        if term.next < 0:
-            self.tails[bucket] = term.previous
+            self.expiries[expiry.previous].next = expiry.next
+        if expiry.next < 0:
+            self.tails[bucket] = expiry.previous
         else:
-            self.terms[term.next].previous = term.previous
+            self.expiries[expiry.next].previous = expiry.previous
         if bucket and self.heads[bucket] < 0:
             self.filled &= ~(<uint64_t>1 << (bucket - 1))
-        term.bucket = -1
+        expiry.bucket = -1
 
     cdef int32_t c_expired(self, uint64_t now) noexcept:
         cdef int32_t node
@@ -124,17 +124,17 @@ cdef class TermQueue:
         return node
 
     cdef void c_spread(self, int bucket, uint64_t now) noexcept:
-        """Moves base to the first end in the lowest bucket, at most to now, and its terms to lower buckets."""
+        """Moves base to the first end in the lowest bucket, at most to now, and its expiries to lower buckets."""
         cdef int32_t node = self.heads[bucket], next
         self.base = now
         while node >= 0:
-            self.base = min(self.base, self.terms[node].end)
-            node = self.terms[node].next
+            self.base = min(self.base, self.expiries[node].end)
+            node = self.expiries[node].next
         node = self.heads[bucket]
         self.heads[bucket] = self.tails[bucket] = -1
         self.filled &= ~(<uint64_t>1 << (bucket - 1))
         while node >= 0:
-            next = self.terms[node].next
+            next = self.expiries[node].next
             self.c_push(node)
             node = next
 
@@ -149,17 +149,17 @@ cdef class TermQueue:
             if bucket and node >= 0:
                 marks |= <uint64_t>1 << (bucket - 1)
             while node >= 0:
-                if self.terms[node].previous != before or self.terms[node].bucket != bucket:
-                    return f"bucket {bucket} of terms is broken at node {node}"
-                if self.terms[node].end <= self.base or bucket != bucket_of(self.terms[node].end, self.base):
-                    return f"the term of node {node} does not belong into bucket {bucket}"
+                if self.expiries[node].previous != before or self.expiries[node].bucket != bucket:
+                    return f"bucket {bucket} of expiries is broken at node {node}"
+                if self.expiries[node].end <= self.base or bucket != bucket_of(self.expiries[node].end, self.base):
+                    return f"the expiry of node {node} does not belong into bucket {bucket}"
                 linked += 1
                 before = <int32_t>node
-                node = self.terms[node].next
+                node = self.expiries[node].next
             if before != self.tails[bucket]:
-                return f"bucket {bucket} of terms ends at node {self.tails[bucket]}, not {before}"
+                return f"bucket {bucket} of expiries ends at node {self.tails[bucket]}, not {before}"
         if marks != self.filled:
-            return f"buckets {marks:#x} of terms are not empty, {self.filled:#x} are marked"
+            return f"buckets {marks:#x} of expiries are not empty, {self.filled:#x} are marked"
         for node in range(self.room):
-            number += self.terms[node].bucket >= 0
-        return None if linked == number else f"{number} nodes have terms, {linked} are in buckets"
+            number += self.expiries[node].bucket >= 0
+        return None if linked == number else f"{number} nodes have expiries, {linked} are in buckets"

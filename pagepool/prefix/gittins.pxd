@@ -97,7 +97,7 @@ cdef class GittinsPolicy(EvictionPolicy):
     # Time passes by a node used; one whose parent was not used just before begins a request.
     cdef void c_tick(self, int32_t node) noexcept
     cdef void c_learn(self) noexcept
-    # The node was used again, and was cached or not: what its group tells of its age, and one use more.
+    # The node was used again, and was cached or not: counts the age of its group, and one use more.
     cdef void c_used(self, int32_t node, bint cached) noexcept
     cdef void c_into_ghosts(self, int32_t node) noexcept
     cdef int32_t c_choose(self) noexcept

@@ -1,16 +1,16 @@
-"""Our own policy: keep what is most worth its room, by what was learnt about blocks of its kind and age.
+"""The policy `gittins`: it keeps the blocks of the highest value, by what it has learnt of their kind and age.
 
-A cache of prefixes knows more than which block was used when. Blocks that one request used stay or go together; a
-block is of use only while its parent is there; and how often a prefix came back, and whether it continued a cached
-one, tell a conversation from a one-off. So blocks of one request and one kind are a group, with one time of use. For
-each kind `ReuseAges` learns from look-ups and ghosts at what ages blocks come back, and from that the value of every
-age: an old block may be worth more than a new one (in a loop that is longer than the cache) or less. The group whose
-kind and age are worth least gives its blocks, from the tail, and no block goes before its cached children.
+A cache of prefixes knows more than when each block was used. Blocks that one request used stay or go together; a block
+is of use only while its parent is cached; and the number of uses, and whether a prefix continued a cached one, tell a
+conversation from a one-off. So blocks of one request and one kind are a group with one time of use. For each kind
+`ReuseAges` learns from look-ups and ghosts at what ages blocks come back, and from that the value of every age. An old
+block may have a higher value than a new one, as in a loop that is longer than the cache, or a lower one. The group of
+the lowest value gives its blocks, from the tail, and no block goes before its cached children.
 
-Where nothing of a kind and age ever came back, the youngest goes: what stays shows whether blocks come back later, up
-to an age of 64 times the capacity. What was learnt is followed only where it is clear: the longest unused group goes
-unless it is worth 1.25 times the least; and only while that is no loss against LRU, which `ShadowLru` watches.
-Its own are the groups and the tree; the value is known (see `ReuseAges`), and so are ghosts (ARC).
+Where nothing of a kind and age ever came back, the youngest group goes: what stays shows whether blocks come back
+later, up to an age of 64 times the capacity. What was learnt is followed only where it is clear: the longest unused
+group goes unless its value is 1.25 times the lowest; and only while that loses nothing against LRU, which `ShadowLru`
+watches. The groups and the use of the tree are our own; the value is known (see `ReuseAges`), and so are ghosts (ARC).
 """
 
 cimport cython
@@ -33,8 +33,8 @@ cdef enum:
     LESSON = 2000  # uses between two lessons, at least
     DOUBLINGS = 6  # of the capacity, up to which an age is waited for of which nothing is known
 
-cdef double CLEAR = 1.25  # times what another group is worth, or more: worth keeping for longer than by LRU
-cdef double WORTHLESS = 1e-4  # less than so many hits, where a block stays for as many uses as there are blocks
+cdef double CLEAR = 1.25  # times the lowest value: what the longest unused group must have, to stay
+cdef double NO_VALUE = 1e-4  # less than so many hits, where a block stays for as many uses as there are blocks
 cdef double SHARED = 100.0  # blocks of all kinds together that each kind is taken to have beside its own
 cdef double FADE = 0.97  # of what was counted, each time that values are learnt
 
@@ -66,7 +66,7 @@ cdef extern from *:
 @cython.final
 @cython.auto_pickle(False)
 cdef class ReuseAges:
-    """After how long blocks are looked up again, and what it is worth to keep one of an age. Internal.
+    """After how long blocks are looked up again, and the value of keeping one of an age. Internal.
 
     The value of keeping a block is its Gittins index: over every time T that one could wait, the best ratio of the
     chance that it is looked up within T to the time that it is expected to stay until it is looked up or T has passed
@@ -85,7 +85,7 @@ cdef class ReuseAges:
         self.c_clear()
 
     cdef void c_clear(self) noexcept:
-        """Nothing is known: what was used last is worth most."""
+        """Nothing is known: the block used last has the highest value."""
         cdef int kind, age
         for kind in range(KINDS):
             for age in range(AGES):
@@ -207,7 +207,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.c_link(node)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
-        """Whether it is worth less than all that is there: its parent would have to go for it, or stayed out, too."""
+        """Whether its value is below that of all cached blocks: its parent would go for it, or is not cached."""
         cdef Node *nodes = self.table.nodes
         cdef int32_t parent = nodes[node].parent
         if nodes[parent].parent < 0 or (nodes[parent].block >= 0 and self.c_victim() != parent):
@@ -457,8 +457,8 @@ cdef class GittinsPolicy(EvictionPolicy):
             self.filled[group.kind] &= ~(1ull << group.age)
 
     cdef int32_t c_choose(self) noexcept:
-        """The longest unused group of the cell that is worth least, or of all, or -1; all groups are aged first."""
-        cdef double least = 0.0, oldest_value = 0.0, value, worthless = WORTHLESS / max(<int64_t>1, self.capacity)
+        """The longest unused group of the cell of the lowest value, or of all, or -1; all groups are aged first."""
+        cdef double least = 0.0, oldest_value = 0.0, value, no_value = NO_VALUE / max(<int64_t>1, self.capacity)
         cdef unsigned long long ages
         cdef int kind, age, now, last = age_class(self.capacity) + 2 * DOUBLINGS
         cdef int32_t first, best = -1, oldest = -1
@@ -479,7 +479,7 @@ cdef class GittinsPolicy(EvictionPolicy):
                 if first < 0:
                     continue
                 value = self.ages.value[kind][age]
-                if value < worthless:
+                if value < no_value:
                     value = age - AGES if age <= last else -AGES - 1
                 if oldest < 0 or self.groups[first].time < self.groups[oldest].time:
                     oldest = first

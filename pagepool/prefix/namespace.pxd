@@ -4,7 +4,7 @@ from pagepool.csrc cimport pp_status
 from pagepool.prefix.cache cimport PrefixCache
 
 
-cdef class PrefixSpace:
+cdef class PrefixNamespace:
     # While stamp == cache.cached.table.stamp: root is the node that `key` has, or -1 when it has none.
     cdef readonly PrefixCache cache
     cdef bytes key

@@ -3,14 +3,14 @@ from typing import TypeAlias, final
 
 from pagepool.prefix.cache import PrefixCache
 
-__all__ = ["PrefixSpace"]
+__all__ = ["PrefixNamespace"]
 
 _Key: TypeAlias = str | bytes | bool | int | None
 
 @final
-class PrefixSpace:
+class PrefixNamespace:
     def __new__(
         cls, cache: PrefixCache, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
-    ) -> PrefixSpace: ...
+    ) -> PrefixNamespace: ...
     @property
     def cache(self) -> PrefixCache: ...

@@ -1,4 +1,4 @@
-"""PrefixSpace: a prefix cache as engines in Cython reach it, without the GIL and without Python objects."""
+"""PrefixNamespace: a prefix cache as engines in Cython reach it, without the GIL and without Python objects."""
 
 cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -17,18 +17,18 @@ from pagepool.prefix.eviction cimport CACHED
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.prefix.keys import root_key
 
-__all__ = ["PrefixSpace"]
+__all__ = ["PrefixNamespace"]
 
 
 @cython.final
-cdef class PrefixSpace:
+cdef class PrefixNamespace:
     """The prompts of a prefix cache under one salt and one set of keys, for its `c_` methods: see namespace.pxd.
 
     It holds no block. Any number of them may be made, before or after prompts are cached.
 
     >>> from pagepool import BlockAllocator, PrefixCache
     >>> cache = PrefixCache(BlockAllocator(4))
-    >>> PrefixSpace(cache, cache_salt="tenant").cache is cache
+    >>> PrefixNamespace(cache, cache_salt="tenant").cache is cache
     True
     """
 

@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from pagepool.prefix.expiry_heap cimport TermQueue
+from pagepool.prefix.expiry_heap cimport ExpiryHeap
 from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 
 
@@ -74,5 +74,5 @@ cdef class ArcPolicy(EvictionPolicy):
 
 
 cdef class PriorityPolicy(LevelPolicy):
-    # Nodes with a term have a block, and a priority above 0.
-    cdef TermQueue terms
+    # Nodes with an expiry have a block, and a priority above 0.
+    cdef ExpiryHeap expiries

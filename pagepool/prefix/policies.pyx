@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from pagepool.prefix.expiry_heap cimport TermQueue, time_key
+from pagepool.prefix.expiry_heap cimport ExpiryHeap, time_key
 from pagepool.prefix.radix_tree cimport LISTED, Node, NodeTable, list_clear, list_is_sound, list_push, list_remove
 
 import numpy as np
@@ -277,36 +277,36 @@ cdef class ArcPolicy(EvictionPolicy):
 @cython.auto_pickle(False)
 cdef class PriorityPolicy(LevelPolicy):
     """Evicts the block with the lowest priority, of several the least recently used. A block keeps the priority that
-    it was cached with, or has it for a term and then falls back to 0, as if used last among those.
+    it was cached with until that expires; then it has priority 0, as if used just now.
     """
 
     def __cinit__(self):
         self.takes_priority = True
-        self.terms = TermQueue()
+        self.expiries = ExpiryHeap()
 
     cdef int c_reserve(self, int64_t n) except -1:
         if self.end:
-            self.terms.c_reserve(self.table.room)
+            self.expiries.c_reserve(self.table.room)
         return 0
 
     cdef void c_insert(self, int32_t node) noexcept:
-        cdef bint is_over = 0 < self.end <= self.terms.base
+        cdef bint is_over = 0 < self.end <= self.expiries.base
         cdef int list = 0 if is_over else self.priority
         self.c_push(list, node)
         self.lowest = min(self.lowest, list)
         if self.end and list:
-            self.terms.c_add(node, self.end)
+            self.expiries.c_add(node, self.end)
 
     cdef void c_touch(self, int32_t node) noexcept:
         self.c_move(node, self.table.nodes[node].list)
 
     cdef void c_evicted(self, int32_t node) noexcept:
-        self.terms.c_remove(node)
+        self.expiries.c_remove(node)
         self.c_unlink(node)
 
     cdef int64_t c_expire(self, uint64_t now) noexcept:
         cdef int64_t count = 0
-        cdef int32_t node = self.terms.c_expired(now)
+        cdef int32_t node = self.expiries.c_expired(now)
         while node >= 0:
             if self.table.nodes[node].place != LISTED:
                 self.table.nodes[node].list = 0
@@ -314,20 +314,20 @@ cdef class PriorityPolicy(LevelPolicy):
                 self.c_move(node, 0)
                 self.lowest = 0
             count += 1
-            node = self.terms.c_expired(now)
+            node = self.expiries.c_expired(now)
         return count
 
     cdef void c_clear(self) noexcept:
         EvictionPolicy.c_clear(self)
-        self.terms.c_clear()
+        self.expiries.c_clear()
 
     cdef str audit(self, int32_t num_linked):
         cdef int64_t node
-        for node in range(self.terms.room):
-            if self.terms.terms[node].bucket >= 0:
+        for node in range(self.expiries.room):
+            if self.expiries.expiries[node].bucket >= 0:
                 if self.table.nodes[node].block < 0 or self.table.nodes[node].list == 0:
-                    return f"node {node} has a term for no block, or for priority 0"
-        return self.terms.audit() or EvictionPolicy.audit(self, num_linked)
+                    return f"node {node} has an expiry without a block, or with priority 0"
+        return self.expiries.audit() or EvictionPolicy.audit(self, num_linked)
 
 
 def belady_pass(ids, ends, capacity):

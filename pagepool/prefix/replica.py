@@ -1,4 +1,4 @@
-"""PrefixMirror: what a prefix cache in another process holds, kept up by its events."""
+"""PrefixReplica: what a prefix cache in another process holds, kept up by its events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, prefix_names
 from pagepool.prefix.keys import root_key, root_name
 from pagepool.prefix.radix_tree import token_row
 
-__all__ = ["PrefixMirror"]
+__all__ = ["PrefixReplica"]
 
 
-class PrefixMirror:
+class PrefixReplica:
     """Follows one `PrefixCache` by its events, as a router does that sends prompts to where their beginnings are.
 
     block_size  that of the cache
@@ -23,11 +23,11 @@ class PrefixMirror:
     blocks == {name of each cached prefix: (block, parent's name, the block's tokens)}
 
     >>> from pagepool import BlockAllocator, PrefixCache
-    >>> cache, mirror = PrefixCache(BlockAllocator(8), block_size=2, max_events=64), PrefixMirror(2)
+    >>> cache, replica = PrefixCache(BlockAllocator(8), block_size=2, max_events=64), PrefixReplica(2)
     >>> cache.touch([1, 2, 3, 4])
     0
-    >>> mirror.apply(cache.drain_events())
-    >>> mirror.match_prefix([1, 2, 3, 4, 5]), mirror.match_prefix([1, 2], cache_salt="tenant")
+    >>> replica.apply(cache.drain_events())
+    >>> replica.match_prefix([1, 2, 3, 4, 5]), replica.match_prefix([1, 2], cache_salt="tenant")
     ([0, 1], [])
     """
 

@@ -88,7 +88,7 @@ def best_ratios(reused: list[float], waited: list[float]) -> list[float]:
     return value
 
 
-class LruRival:
+class ShadowLru:
     """What LRU would have found, and whether to do as it does: `pagepool/prefix/gittins.pxd` says when, and why.
 
     It has the newest groups whose members fit: `inside`, oldest first, `size` members in all.
@@ -153,14 +153,14 @@ class Group:
 
 
 class Gittins(Lru):
-    """Evicts the group whose kind and age are worth least, from its tail, 16 blocks before it looks again."""
+    """Evicts the group whose kind and age have the lowest value, from its tail, 16 blocks before it looks again."""
 
     GHOSTS, WAITING = range(2)
-    BUDGET, LESSON, DOUBLINGS, CLEAR, WORTHLESS = 16, 2000, 6, 1.25, 1e-4
+    BUDGET, LESSON, DOUBLINGS, CLEAR, NO_VALUE = 16, 2000, 6, 1.25, 1e-4
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, 2)
-        self.ages, self.rival = ReuseAges(), LruRival(capacity)
+        self.ages, self.shadow = ReuseAges(), ShadowLru(capacity)
         self.groups: dict[Group, None] = {}
         self.cells: dict[tuple[int, int], dict[Group, None]] = {}
         self.group: dict[Any, Group] = {}
@@ -239,7 +239,7 @@ class Gittins(Lru):
             del ghosts[ghost]
             group = self.group[ghost]
             self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
-            self.rival.forgotten += 1.0
+            self.shadow.forgotten += 1.0
             self.leave(ghost)
 
     def unlink(self, node: Any) -> None:
@@ -270,12 +270,12 @@ class Gittins(Lru):
             for group in self.groups:
                 alive[group.kind][age_class(self.clock - group.time)] += len(group.members)
             self.ages.learn(alive)
-            self.rival.learn(self.ages.FADE)
+            self.shadow.learn(self.ages.FADE)
             self.next_lesson = self.clock + max(self.LESSON, self.capacity // 8, self.most_groups // 4)
         if node.parent is not self.last:
             self.open.clear()
-            followed, self.rival.followed = self.rival.followed, self.rival.follow(self.clock)
-            if self.rival.followed != followed:
+            followed, self.shadow.followed = self.shadow.followed, self.shadow.follow(self.clock)
+            if self.shadow.followed != followed:
                 self.victims = None
         self.last = node
 
@@ -286,17 +286,17 @@ class Gittins(Lru):
         group = self.open.get(kind)
         if group is None:
             group = self.open[kind] = Group(kind, self.clock)
-            self.groups[group] = self.rival.inside[group] = None
+            self.groups[group] = self.shadow.inside[group] = None
             self.most_groups = max(self.most_groups, len(self.groups))
         group.members.add(node)
-        self.rival.add(group)
+        self.shadow.add(group)
         self.group[node] = group
 
     def used(self, node: Any, here: bool) -> None:
-        """The node was used again: what its group tells of its age, and one use more."""
+        """The node was used again: counts the age of its group, and one use more."""
         group = self.group[node]
         self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
-        self.rival.count(group, here)
+        self.shadow.count(group, here)
         count, continued = self.uses[node]
         self.uses[node] = min(4, count + 1), continued
         self.leave(node)
@@ -305,9 +305,9 @@ class Gittins(Lru):
         """No member of its group any more."""
         group = self.group.pop(node)
         group.members.remove(node)
-        self.rival.size -= group in self.rival.inside
+        self.shadow.size -= group in self.shadow.inside
         if not group.members:
-            self.rival.inside.pop(group, None)
+            self.shadow.inside.pop(group, None)
             del self.groups[group]
             if self.open.get(group.kind) is group:
                 del self.open[group.kind]
@@ -325,7 +325,7 @@ class Gittins(Lru):
                 groups[group] = None
 
     def choose(self) -> Group | None:
-        """The longest unused group of the cell that is worth least, or of all; all groups are aged first."""
+        """The longest unused group of the cell of the lowest value, or of all; all groups are aged first."""
         best: Group | None = None
         longest: Group | None = None
         least = longest_value = 0.0
@@ -341,10 +341,10 @@ class Gittins(Lru):
                 if not cell:
                     continue
                 value = self.ages.value[kind][age]
-                if value < self.WORTHLESS / max(1, self.capacity):
+                if value < self.NO_VALUE / max(1, self.capacity):
                     value = age - AGES if age <= last else -AGES - 1
                 if longest is None or first.time < longest.time:
                     longest, longest_value = first, value
                 if best is None or value < least or (value == least and first.time < best.time):
                     best, least = first, value
-        return longest if self.rival.followed or longest_value <= self.CLEAR * least else best
+        return longest if self.shadow.followed or longest_value <= self.CLEAR * least else best

@@ -48,7 +48,7 @@ class Preemption:
         self._reserve()
         reserved = 0
         for tenant, group in self.tenants.groups.items() if self.cache is not None else ():
-            reserved += max(0, self.cache.floors.spared(group) - needs.get(tenant, 0))
+            reserved += max(0, self.cache.reservations.protected(group) - needs.get(tenant, 0))
         return self.room() - reserved
 
     def take(self, requests: list[Request], counts: list[int], now: int) -> bool:
@@ -241,7 +241,7 @@ class Preemption:
         if self.cache is not None:
             for tenant, group in self.tenants.groups.items():
                 outside = self.tenants.outside(tenant, self.cache)
-                self.cache.floors.set(group, max(0, self.tenants.reserved[tenant] - outside))
+                self.cache.reservations.set(group, max(0, self.tenants.reserved[tenant] - outside))
 
     def _drop(self, tickets: list[Any]) -> None:
         for ticket in tickets:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
-from pagepool.reference.floors import CacheFloors
 from pagepool.reference.gittins import Gittins
 from pagepool.reference.policies import Arc, Lfu, Lru, Priority, S3Fifo
+from pagepool.reference.reservations import CacheReservations
 
 __all__ = ["POLICIES", "PrefixCache"]
 
@@ -66,7 +66,7 @@ class PrefixCache:
         self.block_size = block_size
         self.policy = policy
         self.evicted = self.cleared = self.forgotten = self.looked_up = self.hits = 0
-        self.floors = CacheFloors(self)
+        self.reservations = CacheReservations(self)
         self._forget()
         allocator.add_holder(self)
 
@@ -181,12 +181,12 @@ class PrefixCache:
             if self._in_use(node):
                 self._order.unlink(node)
                 self._held[node] = None
-            elif self.floors.protects(node, group):
+            elif self.reservations.protects(node, group):
                 self._order.unlink(node)
-                self.floors.spare(node)
+                self.reservations.spare(node)
             else:
                 block, node.block = node.block, None
-                self.floors.remove(block)
+                self.reservations.remove(block)
                 del self._cached[block]
                 self._order.evicted(node)
                 self.allocator.free(block)
@@ -200,7 +200,7 @@ class PrefixCache:
         for block in found:
             node = self._cached.pop(block)
             self._relink(node)
-            self.floors.remove(block)
+            self.reservations.remove(block)
             node.block = None
             self._order.evicted(node)
             self.allocator.free(block)
@@ -265,14 +265,15 @@ class PrefixCache:
             if node.block != block or self.allocator.ref_count(block) < 1:
                 raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
         linked = [node for nodes in self._order.linked() for node in nodes if node.block is not None]
-        if sorted(map(id, [*linked, *self._held, *self.floors.aside()])) != sorted(map(id, self._cached.values())):
+        aside = [*self._held, *self.reservations.aside()]
+        if sorted(map(id, [*linked, *aside])) != sorted(map(id, self._cached.values())):
             raise PoolError(f"{len(linked)} nodes are in the policy, {len(self._held)} held, not {self.num_cached}")
 
     def _forget(self) -> None:
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._cached: dict[int, Node] = {}
         self._held: dict[Node, None] = {}  # in use when their turn came, the longest first
-        self.floors.clear()
+        self.reservations.clear()
         self._order = POLICIES[self.policy](self.allocator.max_capacity)
 
     def _root(self, cache_salt: Any, extra_keys: Iterable[Any]) -> Node:
@@ -284,14 +285,14 @@ class PrefixCache:
 
     def _relink(self, node: Node) -> None:
         """Back to the policy, if it is beside its lists."""
-        if self.floors.take_back(node) or node in self._held:
+        if self.reservations.take_back(node) or node in self._held:
             self._held.pop(node, None)
             self._order.link(node)
 
     def _put(self, node: Node, block: int, group: int = 0) -> None:
         node.block = block
         self._cached[block] = node
-        self.floors.add(block, group)
+        self.reservations.add(block, group)
         self._order.insert(node)
 
     def _gives_way(self, node: Node, block: int, beside: bool) -> bool:
@@ -305,14 +306,14 @@ class PrefixCache:
         """The node has another block from now on; in its group and for the policy nothing has changed."""
         del self._cached[node.block]
         self._cached[block] = node
-        self.floors.replace(node.block, block)
+        self.reservations.replace(node.block, block)
         self.allocator.free(node.block)
         node.block = block
         self.cleared += 1
 
     def _victim(self, group: int) -> Any:
         """Who goes next, in use or not."""
-        node = self.floors.surplus()
+        node = self.reservations.surplus()
         if node is None:
             self._return_held(2)
             node = self._order.victim()
@@ -320,7 +321,7 @@ class PrefixCache:
                 self._return_held(len(self._held))
                 node = self._order.victim()
             if node is None:
-                node = self.floors.last_resort(group)
+                node = self.reservations.last_resort(group)
         return node
 
     def _return_held(self, most: int) -> None:

@@ -70,5 +70,5 @@ class Tenants:
         """By how many blocks it is above its reservation; None without one."""
         if tenant not in self.reserved:
             return None
-        cached = 0 if cache is None else cache.floors.cached(self.groups[tenant])
+        cached = 0 if cache is None else cache.reservations.cached(self.groups[tenant])
         return int(cached) + self.outside(tenant, cache) - self.reserved[tenant]

@@ -151,7 +151,7 @@ class Reservations:
         self._groups = {tenant: number for number, tenant in enumerate(self._reserved, 1)}
         self._sequences: dict[Any, dict[int, Sequence]] = {tenant: {} for tenant in self._reserved}
         if self._reserved and prefix.cache is not None:
-            check_has(prefix.cache, ("floors", "count_outside"))
+            check_has(prefix.cache, ("reservations", "count_outside"))
 
     def group(self, tenant: Any) -> int:
         """The number of a tenant in the prefix cache; 0 for those without a reservation."""
@@ -187,8 +187,8 @@ class Reservations:
         if not self._reserved or self._prefix.cache is None:
             return 0
         self._reserve()
-        spared = self._prefix.cache.floors.spared
-        return sum(max(0, spared(group) - needs.get(tenant, 0)) for tenant, group in self._groups.items())
+        protected = self._prefix.cache.reservations.protected
+        return sum(max(0, protected(group) - needs.get(tenant, 0)) for tenant, group in self._groups.items())
 
     def evict(self, missing: int, needs: Mapping[Any, int]) -> int:
         """Evict up to `missing` blocks for such a step: first what is reserved for nobody, then each tenant's own."""
@@ -220,10 +220,10 @@ class Reservations:
     def _reserve(self) -> None:
         """The cache keeps what is reserved, less what is outside of it."""
         for tenant, group in self._groups.items():
-            self._prefix.cache.floors.set(group, max(0, self._reserved[tenant] - self._outside(tenant)))
+            self._prefix.cache.reservations.set(group, max(0, self._reserved[tenant] - self._outside(tenant)))
 
     def _cached(self, tenant: Any) -> int:
-        return 0 if self._prefix.cache is None else int(self._prefix.cache.floors.cached(self._groups[tenant]))
+        return 0 if self._prefix.cache is None else int(self._prefix.cache.reservations.cached(self._groups[tenant]))
 
     def _outside(self, tenant: Any) -> int:
         states = [seq.kv for seq in self._sequences[tenant].values() if seq.kv is not None]

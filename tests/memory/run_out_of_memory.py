@@ -17,7 +17,7 @@ from pagepool import (
     KvLayout,
     PagedSeqState,
     PrefixCache,
-    PrefixSpace,
+    PrefixNamespace,
     SsmStatePool,
     StateLayout,
     decode,
@@ -54,11 +54,11 @@ class World:
         self.ssm = SsmStatePool.from_layout(STATES, 3)
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
-        self.terms = PrefixCache(self.allocator, 4, "priority")
-        self.terms.cache_blocks(PROMPT[:40], self.many, priority=7, ttl=5)
+        self.timed = PrefixCache(self.allocator, 4, "priority")
+        self.timed.cache_blocks(PROMPT[:40], self.many, priority=7, ttl=5)
 
-        self.space = PrefixSpace(self.cache)
-        self.other_space = PrefixSpace(self.cache, cache_salt="s")
+        self.namespace = PrefixNamespace(self.cache)
+        self.other_namespace = PrefixNamespace(self.cache, cache_salt="s")
         self.ids = np.array(self.many, np.int32)
         self.found = np.zeros(100, np.int32)
 
@@ -73,7 +73,7 @@ class World:
         self.allocator.check()
         self.ssm.check()
         self.cache.check()
-        self.terms.check()
+        self.timed.check()
         states = [(state.len, state.blocks) for state in self.states]
         counts = [self.allocator.ref_count(b) for b in range(110)]
         return states, counts, self.allocator.free_count, self.ssm.free_count, bytes(memoryview(self.pool))
@@ -132,18 +132,22 @@ OPERATIONS = {
     "cache_blocks under a new salt": lambda world: world.cache.cache_blocks(
         PROMPT[:80], world.many[20:], cache_salt="s"
     ),
-    "cache_blocks for a time": lambda world: world.terms.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
+    "cache_blocks for a time": lambda world: world.timed.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
     "cache_blocks behind a start": lambda world: world.cache.cache_blocks(PROMPT, world.many, start=10),
-    "space": lambda world: PrefixSpace(world.cache, cache_salt="t", extra_keys=(b"image",)),
-    "match_prefix of a space": lambda world: succeed(foreign_prefix.status_of_match(world.space, ROW, world.found)),
-    "cache_blocks of a space": lambda world: succeed(foreign_prefix.status_of_cache(world.space, ROW, world.ids, 0)),
-    "cache_blocks of a space, behind a start": lambda world: succeed(
-        foreign_prefix.status_of_cache(world.space, ROW, world.ids, 10)
+    "namespace": lambda world: PrefixNamespace(world.cache, cache_salt="t", extra_keys=(b"image",)),
+    "match_prefix of a namespace": lambda world: succeed(
+        foreign_prefix.status_of_match(world.namespace, ROW, world.found)
     ),
-    "cache_blocks of a new space": lambda world: succeed(
-        foreign_prefix.status_of_cache(world.other_space, ROW[:80], world.ids[20:], 0)
+    "cache_blocks of a namespace": lambda world: succeed(
+        foreign_prefix.status_of_cache(world.namespace, ROW, world.ids, 0)
     ),
-    "end of priorities": lambda world: world.terms.expire(5),
+    "cache_blocks of a namespace, behind a start": lambda world: succeed(
+        foreign_prefix.status_of_cache(world.namespace, ROW, world.ids, 10)
+    ),
+    "cache_blocks of a new namespace": lambda world: succeed(
+        foreign_prefix.status_of_cache(world.other_namespace, ROW[:80], world.ids[20:], 0)
+    ),
+    "end of priorities": lambda world: world.timed.expire(5),
     "pass through the cache": lambda world: world.cache.touch(PROMPT[::-1]),
     "evict": lambda world: world.cache.evict(100),
     "reset of the cache": lambda world: world.cache.reset_prefix_cache(),

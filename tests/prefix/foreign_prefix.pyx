@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
-from pagepool cimport BlockAllocator, PrefixCache, PrefixSpace
+from pagepool cimport BlockAllocator, PrefixCache, PrefixNamespace
 from pagepool.csrc cimport PP_OK, pp_status
 from pagepool.prefix.events cimport CLEARED, REMOVED, STORED, Event
 
@@ -47,12 +47,12 @@ def use_cached(BlockAllocator allocator, int32_t[::1] blocks, double duration, u
     return rounds, errors
 
 
-def serve(PrefixSpace space not None, const int32_t[::1] tokens not None, int32_t[::1] blocks not None, int priority):
+def serve(PrefixNamespace namespace not None, const int32_t[::1] tokens not None, int32_t[::1] blocks not None, int priority):
     """What an engine does with a prompt, all of it without the GIL; its blocks are in `blocks` then, with a reference.
 
     Returns the status, blocks found, blocks cached anew, and blocks evicted.
     """
-    cdef PrefixCache cache = space.cache
+    cdef PrefixCache cache = namespace.cache
     cdef BlockAllocator allocator = cache.allocator
     cdef int64_t n = tokens.shape[0] // cache.block_size, found = 0, fresh = 0, evicted = 0
     cdef const int32_t *first = &tokens[0] if tokens.shape[0] else NULL
@@ -60,33 +60,33 @@ def serve(PrefixSpace space not None, const int32_t[::1] tokens not None, int32_
     cdef int32_t missing
     cdef pp_status status
     with nogil:
-        status = space.c_match_prefix(first, n, table, &found)
+        status = namespace.c_match_prefix(first, n, table, &found)
         if status == PP_OK:
             missing = <int32_t>(n - found)
             if allocator.c_free_count() < missing:
-                evicted = space.c_evict(missing - allocator.c_free_count())
+                evicted = namespace.c_evict(missing - allocator.c_free_count())
             status = allocator.c_allocate_n(missing, table + found)
             if status == PP_OK:
-                status = space.c_cache_blocks(first, n, table, found, priority, &fresh)
+                status = namespace.c_cache_blocks(first, n, table, found, priority, &fresh)
             else:
                 allocator.c_free_n(table, found)
     return status, found, fresh, evicted
 
 
-def cached_blocks(PrefixSpace space, const int32_t[::1] tokens):
+def cached_blocks(PrefixNamespace namespace, const int32_t[::1] tokens):
     """How many of the first blocks are cached."""
-    cdef int64_t n = tokens.shape[0] // space.cache.block_size, count
+    cdef int64_t n = tokens.shape[0] // namespace.cache.block_size, count
     with nogil:
-        count = space.c_cached_blocks(&tokens[0], n)
+        count = namespace.c_cached_blocks(&tokens[0], n)
     return count
 
 
-def cache(PrefixSpace space, const int32_t[::1] tokens, const int32_t[::1] blocks, int64_t start, int priority):
+def cache(PrefixNamespace namespace, const int32_t[::1] tokens, const int32_t[::1] blocks, int64_t start, int priority):
     """The status of c_cache_blocks, and how many blocks were new."""
-    cdef int64_t fresh = -1, n = tokens.shape[0] // space.cache.block_size
+    cdef int64_t fresh = -1, n = tokens.shape[0] // namespace.cache.block_size
     cdef pp_status status
     with nogil:
-        status = space.c_cache_blocks(&tokens[0], n, &blocks[0], start, priority, &fresh)
+        status = namespace.c_cache_blocks(&tokens[0], n, &blocks[0], start, priority, &fresh)
     return status, fresh
 
 
@@ -110,17 +110,17 @@ def next_events(PrefixCache cache, int64_t most):
 
 # Of these the status alone, so that nothing but the call itself wants memory.
 
-def status_of_match(PrefixSpace space, const int32_t[::1] tokens, int32_t[::1] blocks):
-    cdef int64_t found, n = tokens.shape[0] // space.cache.block_size
+def status_of_match(PrefixNamespace namespace, const int32_t[::1] tokens, int32_t[::1] blocks):
+    cdef int64_t found, n = tokens.shape[0] // namespace.cache.block_size
     cdef pp_status status
     with nogil:
-        status = space.c_match_prefix(&tokens[0], n, &blocks[0], &found)
+        status = namespace.c_match_prefix(&tokens[0], n, &blocks[0], &found)
     return <int>status
 
 
-def status_of_cache(PrefixSpace space, const int32_t[::1] tokens, const int32_t[::1] blocks, int64_t start):
-    cdef int64_t fresh, n = tokens.shape[0] // space.cache.block_size
+def status_of_cache(PrefixNamespace namespace, const int32_t[::1] tokens, const int32_t[::1] blocks, int64_t start):
+    cdef int64_t fresh, n = tokens.shape[0] // namespace.cache.block_size
     cdef pp_status status
     with nogil:
-        status = space.c_cache_blocks(&tokens[0], n, &blocks[0], start, 0, &fresh)
+        status = namespace.c_cache_blocks(&tokens[0], n, &blocks[0], start, 0, &fresh)
     return <int>status

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixMirror
+from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixReplica
 
 SALTS = (None, "a", b"a", 0)
 
@@ -39,23 +39,23 @@ def traffic(cache, random, steps):
 
 
 def state_of(cache):
-    mirror = PrefixMirror(cache.block_size)
-    mirror.restore(cache.snapshot())
-    return mirror.blocks
+    replica = PrefixReplica(cache.block_size)
+    replica.restore(cache.snapshot())
+    return replica.blocks
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
 def test_events_replayed_give_the_same_state(policy):
     random = np.random.default_rng(1)
     cache = PrefixCache(BlockAllocator(30), 2, policy, max_events=10_000, hash_bits=3)
-    mirror = PrefixMirror(2)
+    replica = PrefixReplica(2)
     for _ in range(60):
         traffic(cache, random, 10)
-        mirror.apply(pickle.loads(pickle.dumps(cache.drain_events())))
-        assert mirror.blocks == state_of(cache) and len(mirror.blocks) == cache.num_cached
+        replica.apply(pickle.loads(pickle.dumps(cache.drain_events())))
+        assert replica.blocks == state_of(cache) and len(replica.blocks) == cache.num_cached
         tokens = random.integers(0, 2, 20).tolist()
         blocks = cache.match_prefix(tokens)
-        assert mirror.match_prefix(tokens) == blocks.tolist()
+        assert replica.match_prefix(tokens) == blocks.tolist()
         cache.allocator.free(blocks)
     cache.check()
 
@@ -80,7 +80,7 @@ def test_events_are_numbered_and_say_what_happened():
 
 def test_a_block_that_takes_the_place_of_another_is_stored_after_that_was_removed():
     cache = PrefixCache(BlockAllocator(4), 2, max_events=16)
-    mirror = PrefixMirror(2)
+    replica = PrefixReplica(2)
     cache.touch([1, 2, 3, 4])
     cache.cache_blocks([1, 2, 3, 4], cache.allocator.allocate_n(2))
     events = cache.drain_events()
@@ -91,23 +91,23 @@ def test_a_block_that_takes_the_place_of_another_is_stored_after_that_was_remove
         ("stored", 3),
     ]
     assert [event.name for event in events[2:]] == [events[at].name for at in (0, 0, 1, 1)]
-    mirror.apply(events)
-    assert mirror.match_prefix([1, 2, 3, 4]) == [2, 3] and mirror.blocks == state_of(cache)
+    replica.apply(events)
+    assert replica.match_prefix([1, 2, 3, 4]) == [2, 3] and replica.blocks == state_of(cache)
 
 
 def test_lost_events_are_noticed_and_a_snapshot_helps():
     random = np.random.default_rng(2)
     cache = PrefixCache(BlockAllocator(20), 1, max_events=5)
-    mirror = PrefixMirror(1)
+    replica = PrefixReplica(1)
     traffic(cache, random, 30)
     with pytest.raises(PoolError, match=r"event 1 was lost, here is \d+: restore a snapshot"):
-        mirror.apply(cache.drain_events())
+        replica.apply(cache.drain_events())
     cache.touch([1, 0, 1])
-    mirror.restore(cache.snapshot())
-    mirror.apply(cache.drain_events())  # from before the snapshot: passed over
+    replica.restore(cache.snapshot())
+    replica.apply(cache.drain_events())  # from before the snapshot: passed over
     cache.evict(2)
-    mirror.apply(cache.drain_events())
-    assert mirror.blocks == state_of(cache)
+    replica.apply(cache.drain_events())
+    assert replica.blocks == state_of(cache)
 
 
 def test_names_are_the_same_in_every_process():
@@ -120,11 +120,11 @@ def test_names_are_the_same_in_every_process():
 
 
 def test_a_name_that_two_prefixes_share_is_told_apart_by_its_tokens():
-    cache, mirror = PrefixCache(BlockAllocator(4), 1, max_events=4), PrefixMirror(1)
+    cache, replica = PrefixCache(BlockAllocator(4), 1, max_events=4), PrefixReplica(1)
     cache.touch([5])
     [event] = cache.drain_events()
-    mirror.apply([event._replace(tokens=b"\0\0\0\0")])
-    assert mirror.match_prefix([5]) == []
+    replica.apply([event._replace(tokens=b"\0\0\0\0")])
+    assert replica.match_prefix([5]) == []
 
 
 def test_without_max_events_there_are_none():

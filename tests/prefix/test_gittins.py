@@ -114,7 +114,7 @@ def test_what_it_knows_of_lru_is_what_lru_does(name, capacity):
     rows = [row.tolist()[:capacity] for row in traces.make_trace(name, 6, 12_000)]
     own = PlainCache(PlainAllocator(capacity), 1, "gittins")
     found = sum(own.touch(row) for row in rows)
-    assert found - own._order.rival.lead == hits("lru", rows, capacity)
+    assert found - own._order.shadow.lead == hits("lru", rows, capacity)
 
 
 def test_the_same_seed_makes_the_same_traces_and_equal_ids_have_equal_beginnings():

@@ -39,7 +39,7 @@ def test_a_flood_of_one_tenant_never_takes_what_is_reserved_for_another(policy):
         scheduler.add_request([100 + number] * (10 + number % 23), 50, tenant="loud")
         while scheduler.waiting_count > 4 or (number == 59 and scheduler.has_work):
             assert not step(scheduler).is_empty
-            assert cache.floors.cached(1) >= 8
+            assert cache.reservations.cached(1) >= 8
     assert scheduler.num_preemptions > 0 and cache.stats()["evicted"] > 50
     for head in (1, 2):
         assert cache.cached_tokens([head] * 16) == 16
@@ -64,7 +64,7 @@ def test_a_tenants_own_requests_take_its_reservation():
     for head in range(6):
         scheduler.add_request([head] * 24, 32, tenant="a")
         run_to_end(scheduler)
-    assert scheduler.num_preemptions == 0 and cache.floors.cached(1) >= 6
+    assert scheduler.num_preemptions == 0 and cache.reservations.cached(1) >= 6
     with pytest.raises(ValueError, match="4 tokens need 1 blocks, what is reserved for other tenants leaves 0"):
         scheduler.add_request([1], 4, tenant="b")
 
@@ -78,8 +78,12 @@ def test_running_and_cached_blocks_count_together():
     scheduler.add_request([3] * 20, 32, tenant="b")
     step(scheduler)
     # 9 are cached, 3 of them in use, and 1 is not full; of 6 idle ones 4 are reserved, and 1 is free.
-    assert (cache.floors.cached(1), scheduler._reservations.above("a"), scheduler._blocks.available()) == (9, 2, 3)
-    assert cache.floors.get(1) == 7 and cache.evict(9) == 2
+    assert (cache.reservations.cached(1), scheduler._reservations.above("a"), scheduler._blocks.available()) == (
+        9,
+        2,
+        3,
+    )
+    assert cache.reservations.get(1) == 7 and cache.evict(9) == 2
     cache.check()
 
 
@@ -108,7 +112,7 @@ def test_a_copy_beside_anothers_cached_block_counts_for_the_reservation():
     scheduler.add_request([2] * 13, 16, tenant="quiet")
     assert step(scheduler).seq_ids == [1, 2, 3]
     assert step(scheduler).seq_ids == [1, 3]
-    assert cache.floors.cached(1) == 0 and scheduler._reservations.above("copy") == 0
+    assert cache.reservations.cached(1) == 0 and scheduler._reservations.above("copy") == 0
     assert [scheduler.get_sequence(seq_id).num_preemptions for seq_id in (1, 2, 3)] == [0, 1, 0]
     run_to_end(scheduler)
     assert scheduler.get_sequence(3).num_preemptions == 0
@@ -119,7 +123,7 @@ def holding(scheduler, cache, tenant):
     """What the equation says, block by block."""
     group, reservations = scheduler._reservations.group(tenant), scheduler._reservations
     own = {block for seq in reservations._sequences[tenant].values() if seq.kv is not None for block in seq.kv.blocks}
-    return cache.floors.cached(group) + sum(not cache.holds(block) for block in own)
+    return cache.reservations.cached(group) + sum(not cache.holds(block) for block in own)
 
 
 @pytest.mark.parametrize("forget", ["reset", "discard"])
@@ -132,7 +136,7 @@ def test_what_the_cache_forgets_while_it_is_in_use_counts_on(forget):
         scheduler.add_request([1] * 15, 40, tenant="a")
         step(scheduler)
     reservations, first, second = scheduler._reservations, *[scheduler.get_sequence(seq_id) for seq_id in (1, 2)]
-    assert second.kv.blocks[:3] == first.kv.blocks[:3] and cache.floors.cached(1) == 4
+    assert second.kv.blocks[:3] == first.kv.blocks[:3] and cache.reservations.cached(1) == 4
     shared = second.kv.blocks[:3]
     if forget == "reset":
         cache.reset_prefix_cache()
@@ -146,7 +150,7 @@ def test_what_the_cache_forgets_while_it_is_in_use_counts_on(forget):
         assert reservations.above("a") + 8 == holding(scheduler, cache, "a")
     assert cache.cached_tokens([1] * 12) == 12
     run_to_end(scheduler)
-    assert reservations.above("a") + 8 == cache.floors.cached(1)
+    assert reservations.above("a") + 8 == cache.reservations.cached(1)
     cache.check()
 
 
@@ -156,13 +160,13 @@ def test_a_cache_that_has_no_reservations_is_refused_where_tenants_have_some():
             self._cache = cache
 
         def __getattr__(self, name):
-            if name in ("floors", "count_outside"):
+            if name in ("reservations", "count_outside"):
                 raise AttributeError(name)
             return getattr(self._cache, name)
 
     allocator = BlockAllocator(8)
     cache = Without(PrefixCache(allocator, BLOCK))
-    with pytest.raises(TypeError, match="prefix_cache must be as a PrefixCache: Without has no floors, count_outside"):
+    with pytest.raises(TypeError, match="as a PrefixCache: Without has no reservations, count_outside"):
         Scheduler(SchedulerConfig(block_size=BLOCK, tenants={"a": Tenant(min_blocks=1)}), allocator, cache)
     Scheduler(SchedulerConfig(block_size=BLOCK, tenants={"a": Tenant(max_blocks=4)}), allocator, cache)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, PrefixCache, PrefixSpace
+from pagepool import BlockAllocator, PrefixCache, PrefixNamespace
 
 OK, EXHAUSTED, INVALID_BLOCK, INVALID_ARGUMENT = 0, 1, 2, 6
 
@@ -25,7 +25,7 @@ def test_an_engine_without_the_gil_gets_what_the_python_api_gives(foreign, polic
     ours = PrefixCache(BlockAllocator(60), 2, policy, max_events=4096)
     twin = PrefixCache(BlockAllocator(60), 2, policy, max_events=4096)
     salts = ["a", "b", None]
-    spaces = [PrefixSpace(ours, cache_salt=salt) for salt in salts]
+    namespaces = [PrefixNamespace(ours, cache_salt=salt) for salt in salts]
     running, prompts = [], [row(1, 2, 3, 4)]
     for _ in range(600):
         which = random.integers(3)
@@ -38,8 +38,8 @@ def test_an_engine_without_the_gil_gets_what_the_python_api_gives(foreign, polic
         table = np.zeros(max(1, n), np.int32)
         if len(prompt):
             known = twin.cached_tokens(prompt, cache_salt=salts[which])
-            assert 2 * foreign.cached_blocks(spaces[which], prompt) == known
-        status, found, fresh, evicted = foreign.serve(spaces[which], prompt, table, priority)
+            assert 2 * foreign.cached_blocks(namespaces[which], prompt) == known
+        status, found, fresh, evicted = foreign.serve(namespaces[which], prompt, table, priority)
         expected = twin.match_prefix(prompt, cache_salt=salts[which])
         assert found == len(expected) and np.array_equal(table[:found], expected)
         missing = n - len(expected)
@@ -69,26 +69,26 @@ def test_an_engine_without_the_gil_gets_what_the_python_api_gives(foreign, polic
 
 def test_a_space_finds_what_is_cached_after_it_was_made_and_not_what_is_gone(foreign):
     cache = PrefixCache(BlockAllocator(8), 1)
-    space = PrefixSpace(cache, cache_salt="a")
+    namespace = PrefixNamespace(cache, cache_salt="a")
     prompt = row(5, 6, 7)
-    assert foreign.cached_blocks(space, prompt) == 0
+    assert foreign.cached_blocks(namespace, prompt) == 0
     cache.touch(prompt, cache_salt="b")
-    assert foreign.cached_blocks(space, prompt) == 0
+    assert foreign.cached_blocks(namespace, prompt) == 0
     cache.touch(prompt, cache_salt="a")
-    assert foreign.cached_blocks(space, prompt) == 3
+    assert foreign.cached_blocks(namespace, prompt) == 3
     cache.evict(8)
     cache.touch(row(1, 2), cache_salt="c")  # takes the places of the nodes
-    assert foreign.cached_blocks(space, row(1, 2)) == 0
+    assert foreign.cached_blocks(namespace, row(1, 2)) == 0
     cache.touch(prompt, cache_salt="a")
     cache.reset_prefix_cache()
-    assert foreign.cached_blocks(space, prompt) == 0
+    assert foreign.cached_blocks(namespace, prompt) == 0
 
 
 def test_what_is_wrong_is_a_status_and_changes_nothing(foreign):
     cache = PrefixCache(BlockAllocator(8), 1)
-    space = PrefixSpace(cache)
+    namespace = PrefixNamespace(cache)
     blocks = cache.allocator.allocate_n(4)
-    assert foreign.cache(space, row(1, 2), blocks, 0, 0) == (OK, 2)
+    assert foreign.cache(namespace, row(1, 2), blocks, 0, 0) == (OK, 2)
     before = cache.stats()
     for status, tokens, ids, start, priority in [
         (INVALID_ARGUMENT, row(1, 2), blocks, 3, 0),
@@ -100,12 +100,12 @@ def test_what_is_wrong_is_a_status_and_changes_nothing(foreign):
         (INVALID_BLOCK, row(1, 2, 3), row(0, 1, 0), 0, 0),
         (INVALID_BLOCK, row(9, 8), row(2, 2), 0, 0),
     ]:
-        assert foreign.cache(space, tokens, ids, start, priority) == (status, 0)
+        assert foreign.cache(namespace, tokens, ids, start, priority) == (status, 0)
         assert cache.stats() == before
         cache.check()
-    assert foreign.cache(space, row(1, 2), blocks, 2, 0) == (OK, 0)
+    assert foreign.cache(namespace, row(1, 2), blocks, 2, 0) == (OK, 0)
     with pytest.raises(TypeError):
-        PrefixSpace(cache, cache_salt=1.5)
+        PrefixNamespace(cache, cache_salt=1.5)
 
 
 def test_events_without_the_gil_are_those_of_python(foreign):

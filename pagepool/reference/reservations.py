@@ -1,7 +1,7 @@
 """What each group of cached blocks keeps when others need room, in plain Python.
 
-`spared_nodes[g]` are nodes beside the lists of the policy, in the order in which they came. A node is spared when it is
-the policy's victim while no more blocks of its group are cached than its floor. When its group has more, the first of
+`spared[g]` are nodes beside the lists of the policy, in the order in which they came. A node is spared when it is the
+policy's victim while its group has no more cached blocks than it has reserved. When the group has more, the first of
 these goes before all others.
 """
 
@@ -10,26 +10,26 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-__all__ = ["CacheFloors"]
+__all__ = ["CacheReservations"]
 
 
-class CacheFloors:
-    """`PrefixCache.floors`. `cache` is the `PrefixCache`; `groups` has the group of each cached block."""
+class CacheReservations:
+    """`PrefixCache.reservations`. `cache` is the `PrefixCache`; `groups` has the group of each cached block."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._floors: Counter[int] = Counter()
+        self._least: Counter[int] = Counter()
         self.clear()
 
     def set(self, group: int, blocks: int) -> None:
-        """The floor of `group` is `blocks` from now on."""
+        """Reserves `blocks` for `group` from now on."""
         if blocks < 0:
-            raise ValueError(f"a floor must be 0 blocks or more, not {blocks}")
-        self._floors[_checked(group)] = blocks
+            raise ValueError(f"a reservation must be 0 blocks or more, not {blocks}")
+        self._least[_checked(group)] = blocks
 
     def get(self, group: int) -> int:
-        """The floor of `group`."""
-        return self._floors[_checked(group)]
+        """The reservation of `group`."""
+        return self._least[_checked(group)]
 
     def cached(self, group: int) -> int:
         """How many blocks of `group` are cached, in use or not."""
@@ -38,10 +38,10 @@ class CacheFloors:
     def evictable(self, group: int = 0) -> int:
         """What `evict` could free now, for `group`."""
         return int(self._cache.evictable) - sum(
-            self.spared(other) for other, floor in self._floors.items() if floor and other != group
+            self.protected(other) for other, least in self._least.items() if least and other != group
         )
 
-    def spared(self, group: int) -> int:
+    def protected(self, group: int) -> int:
         """How many of them are of `group` and spared when others need room."""
         idle: int = sum(
             other == group and self._cache.allocator.ref_count(block) == 1 for block, other in self.groups.items()
@@ -49,10 +49,10 @@ class CacheFloors:
         return max(0, min(idle, self.get(group) - (self.cached(group) - idle)))
 
     def clear(self) -> None:
-        """Forget all blocks; floors stay."""
+        """Forget all blocks; reservations stay."""
         self.groups: dict[int, int] = {}
         self._counts: Counter[int] = Counter()
-        self.spared_nodes: dict[int, dict[Any, None]] = {}
+        self.spared: dict[int, dict[Any, None]] = {}
 
     def add(self, block: int, group: int) -> None:
         """A block is cached."""
@@ -70,26 +70,26 @@ class CacheFloors:
     def protects(self, node: Any, group: int) -> bool:
         """Whether the block of `node` is not for a request of `group`."""
         own = self.groups[node.block]
-        return self.cached(own) <= self._floors[own] and own != group
+        return self.cached(own) <= self._least[own] and own != group
 
     def surplus(self) -> Any:
         """The first node that was spared and need not be any more, or None."""
-        for group in sorted(self.spared_nodes):
-            if self.spared_nodes[group] and self.cached(group) > self._floors[group]:
-                return next(iter(self.spared_nodes[group]))
+        for group in sorted(self.spared):
+            if self.spared[group] and self.cached(group) > self._least[group]:
+                return next(iter(self.spared[group]))
         return None
 
     def last_resort(self, group: int) -> Any:
         """When the policy has none: the first node that is spared, but not from its own group, or None."""
-        return next(iter(self.spared_nodes.get(group, ())), None)
+        return next(iter(self.spared.get(group, ())), None)
 
     def spare(self, node: Any) -> None:
         """Put aside `node`, which is in no list."""
-        self.spared_nodes.setdefault(self.groups[node.block], {})[node] = None
+        self.spared.setdefault(self.groups[node.block], {})[node] = None
 
     def take_back(self, node: Any) -> bool:
         """Whether `node` was put aside; it is no longer."""
-        for nodes in self.spared_nodes.values():
+        for nodes in self.spared.values():
             if node in nodes:
                 del nodes[node]
                 return True
@@ -97,7 +97,7 @@ class CacheFloors:
 
     def aside(self) -> list[Any]:
         """All nodes that are spared."""
-        return [node for nodes in self.spared_nodes.values() for node in nodes]
+        return [node for nodes in self.spared.values() for node in nodes]
 
 
 def _checked(group: int) -> int:
