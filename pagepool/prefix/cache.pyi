@@ -21,7 +21,7 @@ class PrefixCache:
         cls,
         allocator: BlockAllocator,
         block_size: SupportsIndex | None = None,
-        policy: str = "lru",
+        policy: str = "gittins",
         *,
         max_events: SupportsIndex = 0,
         hash_bits: int = 64,

@@ -57,7 +57,7 @@ class PrefixCache:
     kind = "cache"
     label = None
 
-    def __init__(self, allocator: Any, block_size: int = 16, policy: str = "lru") -> None:
+    def __init__(self, allocator: Any, block_size: int = 16, policy: str = "gittins") -> None:
         if not 1 <= operator.index(block_size) <= 1024:
             raise ValueError(f"block_size must be from 1 to 1024, not {block_size}")
         if policy not in POLICIES:
@@ -169,7 +169,7 @@ class PrefixCache:
 
     def evict(self, n: int, *, group: int = 0) -> int:
         """Gives up to n blocks that nobody else holds back to the allocator; returns how many. Not those that others
-        than `group` keep below their floors; those of its own go last."""
+        than `group` have reserved; those of its own go last."""
         if operator.index(n) < 0:
             raise ValueError(f"cannot evict {n} blocks")
         done = 0

@@ -25,7 +25,7 @@ def test_the_owners_of_a_block_add_up_to_its_references():
     assert [owner[:3] for owner in owners] == [
         ("sequence", "request 1", 1),
         ("sequence", 2, 1),
-        ("cache", "lru", 1),
+        ("cache", "gittins", 1),
         ("other", None, 2),
     ]
     assert [owner.holder for owner in owners] == [first, second, cache, None]

@@ -35,7 +35,7 @@ def test_objects_say_what_they_hold():
         "<KvCachePool: 4 of 8 pages in use, 512 bytes each>",
         "<PagedSeqState: 40 tokens, 3 blocks of 16>",
         "<PagedSeqState 'request 7': 1 tokens, 1 blocks of 16>",
-        "<PrefixCache lru: 1 of 8 blocks cached>",
+        "<PrefixCache gittins: 1 of 8 blocks cached>",
         "<SsmStatePool: 1 of 2 slots used>",
         "<BlockTables: 2 of 3 rows filled>",
         "<Scheduler: 0 active, 1 waiting, 1 finished>",

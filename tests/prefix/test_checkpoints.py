@@ -25,7 +25,7 @@ class Engine:
         self.layout = layout
         self.pool = SsmStatePool.from_layout(layout, 4)
         self.checkpoints = StateCheckpoints(layout, self.pool, budget, **places)
-        self.cache = PrefixCache(BlockAllocator(blocks), block_size)
+        self.cache = PrefixCache(BlockAllocator(blocks), block_size, "lru")
         self.computed = 0
 
     def write(self, slot, tokens):

@@ -61,7 +61,7 @@ def test_events_replayed_give_the_same_state(policy):
 
 
 def test_events_are_numbered_and_say_what_happened():
-    cache = PrefixCache(BlockAllocator(4), 2, max_events=16)
+    cache = PrefixCache(BlockAllocator(4), 2, "lru", max_events=16)
     cache.touch([1, 2, 3, 4])
     cache.evict(1)
     cache.reset_prefix_cache()

@@ -159,7 +159,7 @@ def test_the_lowest_priority_goes_first_whatever_was_used_last():
     assert cache.evict(1) == 1 and tokens_of(cache) == []
     with pytest.raises(ValueError, match="from 0 to 255, not 256"):
         cache.cache_blocks([1], [0], priority=256)
-    with pytest.raises(ValueError, match="policy lru takes no priority but 0, not 3"):
+    with pytest.raises(ValueError, match="policy gittins takes no priority but 0, not 3"):
         PrefixCache(BlockAllocator(8), 1).cache_blocks([1], [0], priority=3)
 
 
@@ -237,7 +237,7 @@ def test_what_is_no_ttl_is_refused_and_changes_nothing():
             cache.cache_blocks([1], [block], priority=3, **names)
     with pytest.raises(ValueError, match="now must be a time, not nan"):
         cache.expire(float("nan"))
-    with pytest.raises(ValueError, match="policy lru takes no ttl but None, not 3"):
+    with pytest.raises(ValueError, match="policy gittins takes no ttl but None, not 3"):
         PrefixCache(BlockAllocator(8), 1).cache_blocks([1], [0], ttl=3)
     assert PrefixCache(BlockAllocator(8), 1).expire(5) == cache.num_cached == 0
     cache.check()

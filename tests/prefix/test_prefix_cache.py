@@ -55,7 +55,7 @@ def test_equal_hashes_are_told_apart_by_tokens(hash_bits):
 
 def test_a_block_without_siblings_needs_no_hash():
     """With all hashes equal, only those that have siblings, or had some, are looked at in vain."""
-    cache = PrefixCache(BlockAllocator(64), block_size=1, hash_bits=0)
+    cache = PrefixCache(BlockAllocator(64), 1, "lru", hash_bits=0)
     path = serve(cache, range(30))
     assert cache.match_prefix(range(30)).tolist() == path
     assert cache.match_prefix([0, 1, 99]).tolist() == path[:2] and cache.stats()["collisions"] == 0
@@ -120,7 +120,8 @@ def test_a_block_in_use_is_never_evicted(policy):
     assert cache.evict(9) == 2 and cache.allocator.in_use == 0
 
 
-def test_lru_evicts_from_the_head_of_what_was_used_longest_ago(cache):
+def test_lru_evicts_from_the_head_of_what_was_used_longest_ago():
+    cache = PrefixCache(BlockAllocator(32), 4, "lru")
     old, new = serve(cache, [1] * 8), serve(cache, [2] * 8)
     cache.allocator.free(cache.match_prefix([1] * 8))
     cache.allocator.free(old + new)
@@ -130,7 +131,8 @@ def test_lru_evicts_from_the_head_of_what_was_used_longest_ago(cache):
     assert cache.num_cached == 1
 
 
-def test_a_child_is_found_again_when_its_parent_comes_back(cache):
+def test_a_child_is_found_again_when_its_parent_comes_back():
+    cache = PrefixCache(BlockAllocator(32), 4, "lru")
     blocks = serve(cache, [1] * 8)
     cache.allocator.free(blocks)
     cache.evict(1)
@@ -184,7 +186,7 @@ def test_s3fifo_and_arc_keep_the_used_in_a_scan():
 
 
 def test_a_prompt_longer_than_the_cache_evicts_its_own_beginning():
-    cache = PrefixCache(BlockAllocator(3), 1)
+    cache = PrefixCache(BlockAllocator(3), 1, "lru")
     assert cache.touch([1, 2, 3, 4, 5]) == 0
     assert cache.touch([1, 2, 3, 4, 5]) == 0
     assert cache.num_cached == 3 and cache.stats()["evicted"] == 7
@@ -213,11 +215,12 @@ def test_reset_leaves_only_what_sequences_hold(cache):
     cache.check()
 
 
-def test_nothing_stays_of_evicted_tenants():
-    cache = PrefixCache(BlockAllocator(4), 1)
+@pytest.mark.parametrize(("policy", "prefixes"), [("lru", 4), ("gittins", 4 + 4 * 4)])
+def test_nothing_stays_of_evicted_tenants(policy, prefixes):
+    cache = PrefixCache(BlockAllocator(4), 1, policy)
     for tenant in range(100):
         cache.touch([1, 2, 3], cache_salt=tenant)
-    assert cache.stats()["nodes"] <= 4 + 4  # the blocks, and a root each
+    assert cache.stats()["nodes"] <= 2 * prefixes  # blocks and ghosts, and a root each
     cache.check()
 
 

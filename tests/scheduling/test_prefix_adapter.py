@@ -12,9 +12,9 @@ from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, re
 BLOCK = 4
 
 
-def make(num_blocks=32, api=None, **config):
+def make(num_blocks=32, api=None, cache_policy="gittins", **config):
     allocator = (api or reference).BlockAllocator(num_blocks) if api else BlockAllocator(num_blocks)
-    cache = (api.PrefixCache if api else PrefixCache)(allocator, BLOCK)
+    cache = (api.PrefixCache if api else PrefixCache)(allocator, BLOCK, cache_policy)
     return Scheduler(SchedulerConfig(block_size=BLOCK, **config), allocator, cache), cache
 
 
@@ -121,7 +121,7 @@ def test_every_full_block_that_was_committed_is_cached_at_once(data, places, loo
 
 def test_what_a_sequence_holds_is_cached_though_idle_blocks_for_the_same_tokens_were():
     """The first block was evicted, so that the others were not found and are read again."""
-    scheduler, cache = make(12)
+    scheduler, cache = make(12, cache_policy="lru")
     for end in (14, 18):
         scheduler.add_request([*range(13)], end)
         run_step(scheduler)
@@ -138,7 +138,7 @@ def test_what_a_sequence_holds_is_cached_though_idle_blocks_for_the_same_tokens_
 
 def test_a_prompt_that_two_have_read_at_once_is_cached_while_one_of_them_runs():
     """The blocks of the first are cached, the second one's stand behind them; in the end it is the other way round."""
-    scheduler, cache = make(16)
+    scheduler, cache = make(16, cache_policy="lru")
     for end in (15, 40):
         scheduler.add_request([*range(8)], end)
     while len(scheduler.drain_finished()) == 0:

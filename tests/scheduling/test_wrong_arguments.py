@@ -96,7 +96,7 @@ def test_others_do_too():
     ):
         with pytest.raises(TypeError, match=words):
             call()
-    with pytest.raises(ValueError, match="policy lru takes no ttl but None, not 'x'"):
+    with pytest.raises(ValueError, match="policy gittins takes no ttl but None, not 'x'"):
         cache.cache_blocks([1, 2, 3, 4], blocks, ttl="x")
     for call in (
         lambda: cache.cache_blocks([1, 2, 3, 4], blocks, now=float("nan")),
