@@ -10,6 +10,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_clib import build_clib
@@ -170,9 +171,9 @@ def extension(module):
     return Extension(
         module,
         [] if module == SHARED else [module.replace(".", "/") + ".pyx"],
-        include_dirs=INCLUDE,
+        include_dirs=[*INCLUDE, numpy.get_include()],
         libraries=["pagepool", "m"],
-        define_macros=[("CYTHON_CLINE_IN_TRACEBACK", "0")],
+        define_macros=[("CYTHON_CLINE_IN_TRACEBACK", "0"), ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         extra_compile_args=[*COMMON, *OPTIMISE, "-Wall", "-Wextra", *CYTHON_QUIET, *SAN],
         extra_link_args=LINK,
         depends=C_DEPENDS,

@@ -21,6 +21,12 @@ cdef inline void release_buffer(Buffer *buffer) noexcept:
         PyBuffer_Release(&buffer.view)
 
 
+# New arrays, not cleared: of one dimension, and (rows, heads, dims). `data` is where their elements begin.
+cdef object new_int32(Py_ssize_t n, int32_t **data)
+cdef object new_int64(Py_ssize_t n, int64_t **data)
+cdef object new_float32(Py_ssize_t rows, Py_ssize_t heads, Py_ssize_t dims, float **data)
+
+
 cdef struct IdArray:
     int32_t *ids
     Py_ssize_t count

@@ -20,6 +20,8 @@ from cpython.ref cimport Py_INCREF, PyObject
 from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_SIZE, PySequence_Fast_ITEMS
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
 
+cimport numpy as cnp
+
 from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_FLOAT, PP_DL_UINT, import_capsule, pp_dl_tensor
 
@@ -29,99 +31,74 @@ from pagepool.errors import InvalidBlock
 
 __all__ = []
 
-cdef extern from *:
-    """
-    /* What a NumPy array begins with: its C ABI, compiled into every extension that reads arrays, so that it stays. */
-    typedef struct {
-        PyObject_HEAD
-        char *data;
-        int ndim;
-        Py_ssize_t *shape, *strides;
-        PyObject *base, *dtype;
-        int flags;
-    } pp_numpy_array;
-    """
-    ctypedef struct pp_numpy_array:
-        char *data
-        int ndim
-        Py_ssize_t *shape
-        Py_ssize_t *strides
-        PyObject *dtype
-        int flags
-    PyObject *type_of "(PyObject *)Py_TYPE"(object source) noexcept
+cnp.import_array()
 
-cdef enum:
-    IS_C_CONTIGUOUS = 0x1
-    IS_WRITABLE = 0x400
-    MOST_DIMS = 4  # of Buffer.shape
-    NUM_PLAIN = 5
-
-# Each dtype's one object for this machine's byte order; an array that has another one is read by the buffer protocol.
-cdef tuple PLAIN = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float16),
-                    np.dtype(np.uint16))
-cdef PyObject *dtypes[NUM_PLAIN]
-cdef const char *formats[NUM_PLAIN]
-cdef Py_ssize_t sizes[NUM_PLAIN]
-cdef PyObject *array_type = NULL  # NULL: none is read where it lies
+cdef int MOST_DIMS = 4  # of Buffer.shape and Tensor.shape
 
 
-cdef bint is_laid_out_so(object array) except -1:
-    """Whether pp_numpy_array shows what a plain array says of itself."""
-    cdef const pp_numpy_array *plain = <const pp_numpy_array *><PyObject *>array
-    shows = plain.ndim == array.ndim and <size_t>plain.data == array.__array_interface__["data"][0]
-    shows = shows and plain.dtype == <PyObject *>array.dtype and plain.flags == array.flags.num
-    return shows and all(plain.shape[i] == array.shape[i] and plain.strides[i] == array.strides[i]
-                         for i in range(array.ndim))
-
-
-cdef int find_plain() except -1:
-    global array_type
-    cdef int i
-    for i in range(NUM_PLAIN):
-        dtypes[i] = <PyObject *>PLAIN[i]
-        sizes[i] = PLAIN[i].itemsize
-    formats[:] = [b"f", b"i", b"q", b"e", b"H"]
-    if is_laid_out_so(np.zeros((3, 4, 5), np.float32)[::2, :, 1:3]) and is_laid_out_so(np.zeros(2, np.int64)):
-        array_type = <PyObject *>np.ndarray
-    return 0
-
-
-find_plain()
-
-
-cdef bint read_plain(object source, Buffer *buffer) noexcept:
-    """Fills in the buffer of a plain array as NumPy does. Whether it is one of those dtypes."""
-    cdef const pp_numpy_array *array = <const pp_numpy_array *><PyObject *>source
+cdef bint read_plain(cnp.ndarray array, Buffer *buffer) noexcept:
+    """Fills in the buffer as NumPy does. False for another dtype or byte order, and for more dimensions."""
     cdef Py_buffer *view = &buffer.view
+    cdef int kind = cnp.PyArray_TYPE(array), flags = cnp.PyArray_FLAGS(array), i
     cdef Py_ssize_t step
-    cdef int kind = 0, i
-    while kind < NUM_PLAIN and array.dtype != dtypes[kind]:
-        kind += 1
-    if kind == NUM_PLAIN or array.ndim > MOST_DIMS:
+    if kind == cnp.NPY_FLOAT32:
+        view.format, step = b"f", 4
+    elif kind == cnp.NPY_INT32:
+        view.format, step = b"i", 4
+    elif kind == cnp.NPY_INT64:
+        view.format, step = b"q", 8
+    elif kind == cnp.NPY_FLOAT16:
+        view.format, step = b"e", 2
+    elif kind == cnp.NPY_UINT16:
+        view.format, step = b"H", 2
+    else:
         return False
-    view.buf = array.data
-    view.ndim = array.ndim
-    view.itemsize = step = sizes[kind]
-    view.format = <char *>formats[kind]
-    view.readonly = not array.flags & IS_WRITABLE or array.flags < 0  # the sign: writing warns
+    if not cnp.PyArray_ISNOTSWAPPED(array) or cnp.PyArray_NDIM(array) > MOST_DIMS:
+        return False
+    view.buf = cnp.PyArray_DATA(array)
+    view.ndim = cnp.PyArray_NDIM(array)
+    view.itemsize = step
+    view.readonly = not flags & cnp.NPY_ARRAY_WRITEABLE or flags < 0  # the sign: writing warns
     view.shape = buffer.shape
     view.strides = buffer.strides
     view.suboffsets = NULL
     view.internal = NULL
-    for i in range(array.ndim - 1, -1, -1):  # strides of a contiguous array may be any where an axis is of length 1
-        buffer.shape[i] = array.shape[i]
-        buffer.strides[i] = step if array.flags & IS_C_CONTIGUOUS else array.strides[i]
-        step *= array.shape[i]
+    for i in range(view.ndim - 1, -1, -1):  # strides of a contiguous array may be any where an axis is of length 1
+        buffer.shape[i] = cnp.PyArray_DIM(array, i)
+        buffer.strides[i] = step if flags & cnp.NPY_ARRAY_C_CONTIGUOUS else cnp.PyArray_STRIDE(array, i)
+        step *= buffer.shape[i]
     view.len = step
-    Py_INCREF(source)
-    buffer.array = <PyObject *>source
+    Py_INCREF(array)
+    buffer.array = <PyObject *>array
     return True
+
+
+cdef object new_array(int ndim, cnp.npy_intp *shape, int kind, void **data):
+    array = cnp.PyArray_SimpleNew(ndim, shape, kind)
+    data[0] = cnp.PyArray_DATA(<cnp.ndarray>array)
+    return array
+
+
+cdef object new_int32(Py_ssize_t n, int32_t **data):
+    cdef cnp.npy_intp shape = n
+    return new_array(1, &shape, cnp.NPY_INT32, <void **>data)
+
+
+cdef object new_int64(Py_ssize_t n, int64_t **data):
+    cdef cnp.npy_intp shape = n
+    return new_array(1, &shape, cnp.NPY_INT64, <void **>data)
+
+
+cdef object new_float32(Py_ssize_t rows, Py_ssize_t heads, Py_ssize_t dims, float **data):
+    cdef cnp.npy_intp[3] shape
+    shape[:] = [rows, heads, dims]
+    return new_array(3, shape, cnp.NPY_FLOAT32, <void **>data)
 
 
 cdef int get_buffer(object source, Buffer *buffer) except -1:
     """Holds the buffer of `source` until `release_buffer`; raises what its buffer protocol does."""
     cdef Py_buffer *view = &buffer.view
-    if type_of(source) == array_type and read_plain(source, buffer):
+    if cnp.PyArray_CheckExact(source) and read_plain(<cnp.ndarray>source, buffer):
         return 0
     buffer.array = NULL
     PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)

@@ -1,16 +1,13 @@
 """HeldBlocks: references to blocks that whoever took them can give back without memory."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.csrc cimport PP_OK, pp_status
+from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
-
-import numpy as np
+from pagepool.memory.arrays cimport IdArray, new_int32, read_ids, release_ids
 
 from pagepool.errors import InvalidBlock
 from pagepool.arguments import integer
@@ -18,8 +15,6 @@ from pagepool.memory.explain import exhausted
 
 __all__ = ["HeldBlocks", "hold"]
 
-cdef object empty = np.empty
-cdef object INT32 = np.dtype(np.int32)
 
 
 @cython.final
@@ -67,8 +62,7 @@ cdef class HeldBlocks:
 
     def allocate_n(self, n):
         """Takes n blocks, see `BlockAllocator.allocate_n`."""
-        cdef Py_buffer view
-        cdef pp_status status
+        cdef int32_t *ids
         cdef int64_t available = self.allocator.c_available()
         number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
@@ -76,14 +70,10 @@ cdef class HeldBlocks:
         if number > available:
             raise exhausted(number, available, self.allocator.max_capacity)
         self.c_reserve(number)
-        blocks = empty(number, INT32)
-        PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-        status = self.allocator.c_allocate_n(number, <int32_t *>view.buf)
-        if status == PP_OK:
-            self.c_hold(<const int32_t *>view.buf, number)
-        PyBuffer_Release(&view)
-        if status != PP_OK:
+        blocks = new_int32(number, &ids)
+        if self.allocator.c_allocate_n(number, ids) != PP_OK:
             raise exhausted(number, self.allocator.c_available(), self.allocator.max_capacity)
+        self.c_hold(ids, number)
         return blocks
 
     def share(self, blocks):
