@@ -488,12 +488,12 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
         scores = empty((call.q.shape[0], call.q.shape[1], call.args.block_tables_width), FLOAT32)
         score_rows = scores
         call.args.block_scores = &score_rows[0, 0, 0] if scores.size else NULL
-    pool.c_pin()
+    pool.pin()
     try:
         with nogil:
             status = c_decode_args(&call.args, threads)
     finally:
-        pool.c_unpin()
+        pool.unpin()
     if status != PP_OK:
         raise call.failure(status)
     if not (return_lse or return_block_scores):

@@ -1,4 +1,5 @@
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.csrc cimport (
@@ -48,12 +49,12 @@ cdef inline void count_idle(CachedCounts *cached, int32_t block, int change) noe
         cached = cached.next
 
 
-# A list through the sequences themselves: entering and leaving cost four stores, and the GIL guards it.
+# A list through the sequences themselves: entering and leaving cost four stores, with the allocator's lock held.
 #   link.next.previous == link == link.previous.next; an empty list's head is linked to itself
 cdef struct Link:
     Link *previous
     Link *next
-    void *sequence  # NULL in the head
+    PyObject *sequence  # its address, or without a GIL a weak reference to it; NULL in the head
 
 
 cdef struct Audit:
@@ -173,7 +174,7 @@ cdef class BlockAllocator:
     cdef int32_t c_num_pools(self) noexcept nogil
     cdef Audit c_audit(self) noexcept nogil
     cdef object invalid(self, IdArray *array, verb)
-    cdef void c_enlist(self, Link *link, object sequence) noexcept
+    cdef int c_enlist(self, Link *link, object sequence) except -1
     cdef void c_delist(self, Link *link) noexcept
     # All holders that live, sequences first.
     cdef list holders(self)

@@ -1,15 +1,15 @@
 """BlockAllocator: who owns which block."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
-from cpython.ref cimport _Py_REFCNT
+from cpython.ref cimport Py_DECREF, Py_INCREF, _Py_REFCNT
+from cpython.weakref cimport PyWeakref_NewRef
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from pagepool.memory.arrays cimport IdArray, list_ids, read_id, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, list_ids, new_int32, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
     PP_INVALID_ARGUMENT,
@@ -28,8 +28,6 @@ from pagepool.memory.page_buffer cimport PageBuffer
 
 import weakref
 from collections import Counter
-
-import numpy as np
 
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
@@ -51,12 +49,21 @@ cdef extern from "regions.h" nogil:
     int32_t pp_regions_other_size(const pp_regions *regions, void *lock, int32_t block_size)
 
 
+cdef extern from *:
+    """
+    #ifdef Py_GIL_DISABLED
+    #define PP_HAS_GIL 0
+    #else
+    #define PP_HAS_GIL 1
+    #endif
+    """
+    const bint HAS_GIL "PP_HAS_GIL"
+
+
 # Two arrays that both begin at a page have their n-th entries at the same place in it, and a load behind a store to the
 # same place in another page waits for nothing: the counts begin half a page farther.
 cdef int32_t SKEW = 528
 cdef int32_t DEFAULT_BLOCK_SIZE = 16
-cdef object empty = np.empty
-cdef object INT32 = np.dtype(np.int32)
 
 
 cdef Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, int32_t capacity,
@@ -455,18 +462,14 @@ cdef class BlockAllocator:
         >>> BlockAllocator(3).allocate_n(2)
         array([0, 1], dtype=int32)
         """
-        cdef Py_buffer view
-        cdef pp_status status
+        cdef int32_t *ids
         number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             raise ValueError(f"cannot allocate {number} blocks")
         if number > self.c_available():
             raise exhausted(number, self.c_available(), self.max_capacity)
-        blocks = empty(number, INT32)
-        PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-        status = self.c_allocate_n(number, <int32_t *>view.buf)
-        PyBuffer_Release(&view)
-        if status != PP_OK:
+        blocks = new_int32(number, &ids)
+        if self.c_allocate_n(number, ids) != PP_OK:
             raise exhausted(number, self.c_available(), self.max_capacity)
         return blocks
 
@@ -541,32 +544,66 @@ cdef class BlockAllocator:
         caches register themselves. Adding an object again changes nothing.
         """
         holder.references()
-        if not any(known() is holder for known in self.others):
-            self.others = [known for known in self.others if known() is not None] + [weakref.ref(holder)]
+        reference = weakref.ref(holder)
+        with cython.critical_section(self):
+            if not any([known() is holder for known in self.others]):
+                self.others = [known for known in self.others if known() is not None] + [reference]
 
-    cdef void c_enlist(self, Link *link, object sequence) noexcept:
-        link.sequence = <void *>sequence
+    cdef int c_enlist(self, Link *link, object sequence) except -1:
+        reference = sequence if HAS_GIL else PyWeakref_NewRef(sequence, None)
+        if not HAS_GIL:
+            Py_INCREF(reference)
+        link.sequence = <PyObject *>reference
+        pp_lock_acquire(&self.lock)
         link.previous = self.head.previous
         link.next = &self.head
         self.head.previous.next = link
         self.head.previous = link
         self.num_sequences += 1
+        pp_lock_release(&self.lock)
+        return 0
 
     cdef void c_delist(self, Link *link) noexcept:
+        pp_lock_acquire(&self.lock)
         link.next.previous = link.previous
         link.previous.next = link.next
+        link.next = NULL
         self.num_sequences -= 1
+        pp_lock_release(&self.lock)
+        if not HAS_GIL:
+            Py_DECREF(<object>link.sequence)
 
     cdef list holders(self):
-        """All that live, sequences first; not one that is just going, which must not come back."""
-        cdef Link *link = self.head.next
-        cdef list found = []
+        """All that live, sequences first; not one that is just going, which must not come back.
+
+        No Python code runs with the lock held: the list is made before.
+        """
+        cdef list references, found = []
+        cdef Link *link
+        cdef Py_ssize_t room = self.num_sequences, i = 0
+        while True:
+            references = [None] * room
+            pp_lock_acquire(&self.lock)
+            if self.num_sequences <= room:
+                break
+            room = self.num_sequences
+            pp_lock_release(&self.lock)
+        link = self.head.next
         while link != &self.head:
-            if _Py_REFCNT(<PyObject *>link.sequence) > 0:
-                found.append(<object><PyObject *>link.sequence)
+            if not HAS_GIL or _Py_REFCNT(link.sequence) > 0:
+                references[i] = <object>link.sequence
             link = link.next
-        for known in self.others:
-            holder = known()
+            i += 1
+        pp_lock_release(&self.lock)
+        for reference in references:  # no comprehension: that of Cython 3.3 frees an item twice when it cannot grow
+            if reference is not None and not HAS_GIL:
+                reference = reference()
+            if reference is not None:
+                found.append(reference)
+        with cython.critical_section(self):
+            others = self.others
+        for reference in others:
+            holder = reference()
             if holder is not None:
                 found.append(holder)
         return found

@@ -21,24 +21,29 @@ __all__ = ["append_batch", "append_each", "release_batch"]
 
 cdef object empty = np.empty
 cdef object INT64 = np.dtype(np.int64)
+cdef extern from *:
+    """
+    #define pp_next_call(calls) (__atomic_fetch_add(calls, 1, __ATOMIC_RELAXED) + 1)
+    """
+    int64_t pp_next_call(int64_t *calls) nogil
+
 cdef int64_t calls = 0  # numbers the calls, so that a state can tell that it was seen in this one
 
 
 cdef BlockAllocator common_allocator(list states):
     """The allocator of all states, None for no states; finds states that are none, foreign or given twice."""
-    global calls
+    cdef int64_t call = pp_next_call(&calls)
     cdef BlockAllocator allocator = None
     cdef PagedSeqState state
     cdef Py_ssize_t i
-    calls += 1
     for i in range(len(states)):
         item = states[i]
         if not isinstance(item, PagedSeqState):
             raise TypeError(f"sequence {i} must be a PagedSeqState, not {type(item).__name__}")
         state = <PagedSeqState>item
-        if state.call == calls:
+        if state.call == call:
             raise ValueError(f"sequence {i} is given twice in one call")
-        state.call = calls
+        state.call = call
         if allocator is None:
             allocator = state.allocator
         elif allocator is not state.allocator:

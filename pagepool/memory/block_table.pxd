@@ -64,6 +64,7 @@ cdef class PagedSeqState:
     cdef PageBuffer memory
     cdef int32_t *c_blocks  # == memory.base: the table
     cdef SavedTable *saved  # of the innermost open transaction, or NULL
+    cdef object __weakref__
 
     # All return PP_OK or have changed nothing. PP_INVALID_ARGUMENT: a number is below 0, a length above the present or
     # below what was given back, or the sequence is closed.

@@ -1,7 +1,6 @@
 """PagedSeqState: the block table of one sequence, and all that moves it, without the GIL too."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -16,10 +15,8 @@ from pagepool.csrc cimport (
     PP_OVER_MAXIMUM,
     pp_status,
 )
-from pagepool.memory.arrays cimport IdArray, list_ids, read_count, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, list_ids, new_int64, read_count, read_ids, release_ids
 from pagepool.memory.page_buffer cimport PageBuffer
-
-import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, StaleHandle, refuse_copy
 from pagepool.arguments import integer
@@ -27,8 +24,6 @@ from pagepool.memory.explain import closed, exhausted
 
 __all__ = ["PagedSeqState", "SequenceHandle"]
 
-cdef object empty = np.empty
-cdef object INT64 = np.dtype(np.int64)
 cdef int64_t FEW_BLOCKS = 64  # as many are taken by way of the stack
 cdef int64_t MAX_TOKENS = <int64_t>1 << 60  # keeps sums of lengths within 64 bits
 cdef int64_t INVALID = -1, OVER_MAXIMUM = -2
@@ -165,7 +160,7 @@ cdef class PagedSeqState:
             self.label = label
         allocator.c_enlist(&self.link, self)
 
-    def __dealloc__(self):
+    def __del__(self):  # not __dealloc__, which shows weak references an object that is going as one that lives
         if self.link.next != NULL:
             self.allocator.c_delist(&self.link)
         while self.saved != NULL:
@@ -412,7 +407,8 @@ cdef class PagedSeqState:
 
         Of a subclass of int or str only the number or the text is kept.
         """
-        return self._label
+        with cython.critical_section(self):
+            return self._label
 
     @label.setter
     def label(self, value):
@@ -422,7 +418,8 @@ cdef class PagedSeqState:
             value = str.__str__(value)
         elif value is not None:
             value = int.__int__(value)
-        self._label = value
+        with cython.critical_section(self):
+            self._label = value
 
     def references(self):
         """The ids of its blocks, one entry for each reference: those that an open transaction needs still, too."""
@@ -459,17 +456,17 @@ cdef class PagedSeqState:
         array([0, 1])
         """
         cdef int64_t number = read_count(n)
-        cdef Py_buffer view
-        cdef pp_status status = PP_INVALID_ARGUMENT
-        if number >= 0 and self.c_blocks_to_append(number) < 0:
-            raise self.failed(PP_OVER_MAXIMUM, self.length + number, 0)
-        if number >= 0:
-            slots = empty(number, INT64)
-            PyObject_GetBuffer(slots, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-            status = self.c_append(number, <int64_t *>view.buf)
-            PyBuffer_Release(&view)
+        cdef int64_t wanted = self.c_blocks_to_append(number)
+        cdef int64_t *slots_out
+        cdef pp_status status
+        if wanted < 0:
+            if wanted == OVER_MAXIMUM:
+                raise self.failed(PP_OVER_MAXIMUM, self.length + number, 0)
+            raise self.failed(PP_INVALID_ARGUMENT, number, 0)
+        slots = new_int64(number, &slots_out)
+        status = self.c_append(number, slots_out)
         if status != PP_OK:
-            raise self.failed(status, number, self.c_blocks_to_append(number))
+            raise self.failed(status, number, wanted)
         return slots
 
     def truncate(self, len):

@@ -25,7 +25,7 @@ cdef struct Exported:
 
 cdef void drop_buffer(Exported *exported) noexcept with gil:
     cdef PageBuffer buffer = <PageBuffer>exported.buffer
-    buffer.exports -= 1
+    buffer.c_return()
     Py_DECREF(buffer)
 
 
@@ -57,6 +57,9 @@ cdef object export_capsule(PageBuffer buffer, int type_code, bint versioned, uin
     cdef pp_dl_tensor *tensor
     if exported == NULL:
         raise MemoryError("no memory for a DLPack capsule")
+    if not buffer.c_export():
+        PyMem_RawFree(exported)
+        raise BufferError("the memory is closed")
     memset(exported, 0, sizeof(Exported))
     exported.shape[0] = buffer.count()
     exported.strides[0] = 1
@@ -81,10 +84,10 @@ cdef object export_capsule(PageBuffer buffer, int type_code, bint versioned, uin
         else:
             capsule = PyCapsule_New(&exported.legacy, "dltensor", destroy_capsule)
     except BaseException:
+        buffer.c_return()
         PyMem_RawFree(exported)
         raise
     Py_INCREF(buffer)
-    buffer.exports += 1
     return capsule
 
 

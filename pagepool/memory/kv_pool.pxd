@@ -9,7 +9,7 @@ cdef class KvCachePool:
     #   c_pool.base == buffer.base, page i at base + i * c_pool.layout.block_bytes
     #   allocator.max_capacity <= c_pool.num_blocks: every id has a page
     # A flat pool's c_pool.layout has item_bytes, block_bytes and dtype, and 0 for all else. After close, base is NULL
-    # and num_blocks 0. Whoever reads c_pool without the GIL calls c_pin before and c_unpin after, with it.
+    # and num_blocks 0. Whoever reads c_pool without the GIL calls `pin` before and `unpin` after, with it.
     cdef pp_kv_pool c_pool
     cdef readonly BlockAllocator allocator
     cdef PageBuffer buffer
@@ -27,7 +27,7 @@ cdef class KvCachePool:
 
     cdef int adopt(self, object layout, BlockAllocator allocator) except -1
     cdef int32_t read_layer(self, object layer) except -1
-    # Keeps `close` from taking the memory away.
-    cdef void c_pin(self) noexcept
-    cdef void c_unpin(self) noexcept
+    # Keeps `close` from taking the memory away until `unpin`. Raises ValueError when it is closed.
+    cdef int pin(self) except -1
+    cdef void unpin(self) noexcept
     cdef int check_open(self) except -1

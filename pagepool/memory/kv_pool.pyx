@@ -1,14 +1,7 @@
 """KvCachePool: the bytes of keys and values, page by page."""
 
 cimport cython
-from cpython.buffer cimport (
-    PyBUF_SIMPLE,
-    PyBUF_WRITABLE,
-    Py_buffer,
-    PyBuffer_Release,
-    PyObject_CheckBuffer,
-    PyObject_GetBuffer,
-)
+from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
@@ -37,6 +30,7 @@ from pagepool.memory.arrays cimport (
     get_buffer,
     has_format,
     list_ids,
+    new_float32,
     read_id,
     read_ids,
     read_number,
@@ -67,8 +61,6 @@ cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H"}
 # What NumPy sees of a page: it has no bfloat16 of its own.
 cdef dict VIEWS = {PP_F32: np.dtype(np.float32), PP_F16: np.dtype(np.float16), PP_BF16: np.dtype(np.uint16)}
 cdef Py_ssize_t MAX_PAGE_SIZE = <Py_ssize_t>1 << 40
-cdef object FLOAT32 = np.dtype(np.float32)
-cdef object empty = np.empty
 # Given back with the allocator's lock held, so that nobody takes a page that goes: not too much at a time.
 cdef int64_t MOST_BYTES = <int64_t>64 << 20
 
@@ -242,11 +234,13 @@ cdef class KvCachePool:
         if self.allocator is not None:
             self.allocator.c_detach(&self.c_pool)
 
-    cdef void c_pin(self) noexcept:
-        self.buffer.exports += 1
+    cdef int pin(self) except -1:
+        if not self.buffer.c_export():
+            raise ValueError("the pool is closed")
+        return 0
 
-    cdef void c_unpin(self) noexcept:
-        self.buffer.exports -= 1
+    cdef void unpin(self) noexcept:
+        self.buffer.c_return()
 
     cdef int check_open(self) except -1:
         if self.buffer.base == NULL:
@@ -348,12 +342,12 @@ cdef class KvCachePool:
         cdef TokenRows rows = TokenRows.__new__(TokenRows)
         cdef pp_status status
         rows.read(slot_mapping, k, v, &self.c_pool)
-        self.c_pin()
+        self.pin()
         with nogil:
             status = c_kv_append_rows(
                 &self.c_pool, number, rows.slots, rows.num_tokens, rows.k_rows, rows.v_rows, rows.dtype
             )
-        self.c_unpin()
+        self.unpin()
         if status == PP_INVALID_SLOT:
             raise invalid_slot(np.asarray(slot_mapping), self.c_pool.num_blocks * self.c_pool.layout.block_size)
         if status != PP_OK:
@@ -371,7 +365,8 @@ cdef class KvCachePool:
         cdef int64_t length = read_number("seq_len", seq_len)
         cdef int64_t needed = (length + self.c_pool.layout.block_size - 1) // self.c_pool.layout.block_size
         cdef IdArray array
-        cdef Py_buffer k_view, v_view
+        cdef float *k_rows
+        cdef float *v_rows
         cdef pp_status status
         if length < 0:
             raise ValueError(f"seq_len cannot be {seq_len}")
@@ -379,18 +374,12 @@ cdef class KvCachePool:
         try:
             if needed > array.count:
                 raise ValueError(f"{length} tokens are in {needed} blocks, {array.count} were given")
-            k = empty((length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.head_dim), FLOAT32)
-            v = empty((length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.v_head_dim), FLOAT32)
-            PyObject_GetBuffer(k, &k_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-            PyBuffer_Release(&k_view)  # k and v hold their memory, and nobody else knows them
-            PyObject_GetBuffer(v, &v_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-            PyBuffer_Release(&v_view)
-            self.c_pin()
+            k = new_float32(length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.head_dim, &k_rows)
+            v = new_float32(length, self.c_pool.layout.num_kv_heads, self.c_pool.layout.v_head_dim, &v_rows)
+            self.pin()
             with nogil:
-                status = self.c_gather(
-                    number, array.ids, array.count, length, <float *>k_view.buf, <float *>v_view.buf
-                )
-            self.c_unpin()
+                status = self.c_gather(number, array.ids, array.count, length, k_rows, v_rows)
+            self.unpin()
             if status == PP_INVALID_BLOCK:
                 bad = next(b for b in list_ids(array.ids, needed) if not 0 <= b < self.c_pool.num_blocks)
                 raise InvalidBlock(f"block {bad} is out of range: the pool has {self.c_pool.num_blocks} blocks")
@@ -431,7 +420,7 @@ cdef class KvCachePool:
         self.check_open()
         # np.asarray would take a MemoryError for "no buffer"; frombuffer does not take an empty one.
         dtype = VIEWS[self.c_pool.layout.dtype]
-        flat = np.frombuffer(self.buffer, dtype) if self.c_pool.num_blocks else empty(0, dtype)
+        flat = np.frombuffer(self.buffer, dtype) if self.c_pool.num_blocks else np.empty(0, dtype)
         pages = flat.reshape(self.c_pool.num_blocks, self.page_size)
         if self.c_pool.layout.dtype == PP_BF16:
             try:
@@ -480,8 +469,7 @@ cdef class KvCachePool:
         cdef int32_t most = <int32_t>min(max(MOST_BYTES // page, 1), INT32_MAX)
         cdef BlockAllocator allocator = self.allocator
         cdef PageBuffer buffer = self.buffer
-        self.check_open()
-        self.c_pin()
+        self.pin()
         with nogil:
             while True:
                 pp_lock_acquire(&allocator.lock)
@@ -496,7 +484,7 @@ cdef class KvCachePool:
                     break
                 # What the end of a long run cuts off comes with the next, if all of it is free then.
                 first = <int32_t>(done // page) if length == most and end > begin else first + length
-        self.c_unpin()
+        self.unpin()
         return given
 
     def stats(self):
@@ -514,13 +502,13 @@ cdef class KvCachePool:
         from `BlockAllocator.warn_of_leaks`. Pages that `alloc` handed out go silently. A second call does nothing, and
         a pool that is dropped without `close` warns of nothing.
         """
-        cdef bint was_open = self.c_pool.base != NULL
-        if not self.buffer.exports:
-            self.allocator.c_detach(&self.c_pool)  # threads without the GIL may be copying pages: it waits for them
-        self.buffer.close()
+        if not self.buffer.end_exports():
+            return
+        self.allocator.c_detach(&self.c_pool)  # another thread may be copying pages: it waits for that
+        self.buffer.give_back()
         self.c_pool.base = NULL
         self.c_pool.num_blocks = 0
-        if was_open and not self.allocator.c_num_pools():
+        if not self.allocator.c_num_pools():
             warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
 
     def __enter__(self):

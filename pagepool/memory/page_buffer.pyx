@@ -20,6 +20,20 @@ cdef extern from "reserve.h" nogil:
     size_t pp_granule(const pp_reservation *reservation)
 
 
+cdef extern from *:
+    """
+    #define PP_CLOSED PY_SSIZE_T_MIN
+    #define pp_count_load(count) __atomic_load_n(count, __ATOMIC_ACQUIRE)
+    #define pp_count_replace(count, expected, value) \\
+        __atomic_compare_exchange_n(count, expected, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+    #define pp_count_down(count) __atomic_fetch_sub(count, 1, __ATOMIC_RELEASE)
+    """
+    const Py_ssize_t PP_CLOSED
+    Py_ssize_t pp_count_load(Py_ssize_t *count) nogil
+    bint pp_count_replace(Py_ssize_t *count, Py_ssize_t *expected, Py_ssize_t value) nogil
+    void pp_count_down(Py_ssize_t *count) nogil
+
+
 cdef dict ITEM_BYTES = {"f": 4, "i": 4, "e": 2, "H": 2, "B": 1}
 
 
@@ -62,6 +76,8 @@ cdef class PageBuffer:
             reservation.bytes = self._num_bytes
             reservation.mapped = self._mapped
             self.base = NULL
+            self._shape[0] = 0
+            self._num_bytes = 0
             pp_unreserve(&reservation)
 
     cdef size_t c_discard(self, size_t offset, size_t num_bytes) noexcept nogil:
@@ -78,18 +94,27 @@ cdef class PageBuffer:
     cdef Py_ssize_t item_bytes(self) noexcept:
         return self._strides[0]
 
-    cdef int close(self) except -1:
-        """Gives the memory back now. Raises BufferError while anyone looks into it."""
-        if self.exports:
-            raise BufferError(f"cannot close memory that {self.exports} views look into")
-        self._shape[0] = 0
-        self._num_bytes = 0
-        self.give_back()
-        return 0
+    cdef bint c_export(self) noexcept nogil:
+        cdef Py_ssize_t count = pp_count_load(&self.exports)
+        while count != PP_CLOSED:
+            if pp_count_replace(&self.exports, &count, count + 1):
+                return True
+        return False
+
+    cdef void c_return(self) noexcept nogil:
+        pp_count_down(&self.exports)
+
+    cdef bint end_exports(self) except -1:
+        cdef Py_ssize_t count = 0
+        if pp_count_replace(&self.exports, &count, PP_CLOSED):
+            return True
+        if count != PP_CLOSED:
+            raise BufferError(f"cannot close memory that {count} views look into")
+        return False
 
     cdef int fill_view(self, Py_buffer *view, int flags) except -1:
         """Answers a request for a buffer, this object's or that of one that shows it as its own."""
-        if self.base == NULL:
+        if not self.c_export():
             raise BufferError("the memory is closed")
         view.buf = self.base
         view.obj = self
@@ -102,11 +127,10 @@ cdef class PageBuffer:
         view.strides = self._strides if (flags & PyBUF_STRIDES) == PyBUF_STRIDES else NULL
         view.suboffsets = NULL
         view.internal = NULL
-        self.exports += 1
         return 0
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         self.fill_view(view, flags)
 
     def __releasebuffer__(self, Py_buffer *view):
-        self.exports -= 1
+        self.c_return()

@@ -228,12 +228,14 @@ cdef class SsmStatePool:
         """Slot i, which is in range. Wants no memory once it was made, as it is when it was lent."""
         cdef list some = self.slots[i // SLOTS]
         cdef int32_t at = i % SLOTS
-        if some is None:
-            some = self.slots[i // SLOTS] = [None] * min(SLOTS, self.ids.c_capacity() - (i - at))
-        if some[at] is None:
-            made = SequenceSlot(StateRow(self.memory, i))
-            if some[at] is None:  # no other thread was faster
-                some[at] = made
+        if some is None or some[at] is None:
+            with cython.critical_section(self):
+                if self.slots[i // SLOTS] is None:
+                    self.slots[i // SLOTS] = [None] * min(SLOTS, self.ids.c_capacity() - (i - at))
+                some = self.slots[i // SLOTS]
+                made = SequenceSlot(StateRow(self.memory, i))
+                if some[at] is None:  # no other thread was faster
+                    some[at] = made
         return some[at]
 
     cdef int32_t read_slot(self, object i) except -1:
