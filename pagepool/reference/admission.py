@@ -1,4 +1,4 @@
-"""Who of those that wait may become active, in plain Python."""
+"""Which waiting requests become active, in plain Python."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Admission"]
 
 
 class Admission(Preemption):
-    """From the line to the active ones: `ring`, who has waited longest for a step first, and `admitted`, the same in
-    the order of admission. `short`: whose turn it was when one did not fit, how many had gone by then, the room, and
-    how much of it was cached."""
+    """From the waiting queue to the active requests: `ring`, the one that has waited longest for a step first, and
+    `admitted`, the same in the order of admission. `short`: the request that was next and did not fit, how many had
+    gone by then, the room, and how much of it was cached."""
 
     def __init__(
         self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, swap: Any, tenants: Tenants
@@ -30,17 +30,17 @@ class Admission(Preemption):
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that wait."""
+        """The requests that wait."""
         return [request for request in self.tenants.requests() if request.state in ("waiting", "preempted")]
 
     def gone(self, request: Request) -> None:
-        """It is active no more."""
+        """It is no longer active."""
         self.ring.remove(request)
         self.admitted.remove(request)
         self.num_gone += 1
 
     def _admit(self) -> None:
-        """As many of those that wait as places, backlog, quotas and blocks allow; nobody overtakes who is next."""
+        """Admit as many as places, backlog, quotas and blocks allow; no request overtakes the next one."""
         config = self.config
         while self.waiting and len(self.ring) < config.max_sequences:
             if config.max_prefill_backlog is not None and self._unread() >= config.max_prefill_backlog:
@@ -66,7 +66,7 @@ class Admission(Preemption):
             self.admitted.append(request)
 
     def _next(self) -> tuple[Request | None, bool]:
-        """Who goes next, and whether it has waited so long that nobody may overtake it."""
+        """The next request, and whether it has waited so long that none may overtake it."""
         policy, most = self.config.policy, self.config.max_wait_steps
         lines: dict[Any, list[Request]] = {}
         for request in sorted(self.waiting, key=lambda request: request.rank):
@@ -75,7 +75,7 @@ class Admission(Preemption):
         def aged(request: Request) -> bool:
             return most is not None and self.num_steps - request.arrived >= most
 
-        # Whom the quota counts already, since it was preempted, may always start, and keeps others out until it does.
+        # A preempted request, which the quota counts already, may always start, and keeps others out until it does.
         counted = [[request for request in line if request.counted] for line in lines.values()]
         oldest = [min(line, key=lambda request: request.id) for line in [*lines.values(), *counted] if line]
         old = [request for request in oldest if aged(request) and self.tenants.may_start(request)]
@@ -93,7 +93,7 @@ class Admission(Preemption):
         return 0 if self.cache is None else int(self.cache.cached_tokens(request.prompt_tokens, **request.keys))
 
     def _start(self, request: Request) -> bool:
-        """Its blocks: cached, kept and swapped ones. False, and as before, when it does not fit."""
+        """Give it its blocks: cached, left and swapped ones. False, and as before, when it does not fit."""
         before, fed = request.kv, request.fed
         if before is None:
             request.kv = self._open(request)
@@ -115,7 +115,7 @@ class Admission(Preemption):
         return PagedSeqState(self.allocator, self.block_size, self.blocks_for(request.max_tokens))
 
     def _adopt(self, request: Request) -> bool:
-        """Begin with cached blocks, where they are more than it has kept or swapped."""
+        """Begin with cached blocks, where they are more than it was left or has swapped."""
         full = (request.total_tokens - 1) // self.block_size
         least = max(
             request.fed // self.block_size + 1,

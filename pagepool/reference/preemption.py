@@ -1,4 +1,4 @@
-"""What gives way when blocks run out, in plain Python: the same steps for the same reasons as the scheduler's."""
+"""What gives way when blocks run out, in plain Python."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Preemption"]
 
 
 class Preemption:
-    """The blocks of a scheduler: how many there are for whom, and who gives some of them up.
+    """The blocks of a scheduler: how many each tenant can take, and which requests give theirs up.
 
-    `records`: step, action, who, blocks given, blocks wanted, blocks that were there.
+    `records`: step, action, id, blocks given, blocks wanted, blocks that were free.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Preemption:
         return -(-num_tokens // self.block_size)
 
     def room(self) -> int:
-        """Blocks that nobody uses."""
+        """Blocks that are free, can be grown or can be evicted."""
         evictable: int = 0 if self.cache is None else self.cache.evictable
         return int(self.allocator.available) + evictable
 
@@ -52,7 +52,7 @@ class Preemption:
         return self.room() - reserved
 
     def take(self, requests: list[Request], counts: list[int], now: int) -> bool:
-        """Append to all of them, or to none and False; cached blocks are evicted for it."""
+        """Append to all of them, or to none and return False; cached blocks are evicted for it."""
         wanted = sum(self.needs(requests, counts).values())
         taken = self.append(requests, counts)
         if self.evicted:
@@ -83,7 +83,7 @@ class Preemption:
         return found
 
     def make_room(self, requests: list[Request], counts: list[int], active: list[Request], now: int) -> bool:
-        """Others give way until the step without them would fit; False when nobody can."""
+        """Preempt others until the step without them would fit; False when none can be."""
         wants = {request.id: self.needs([request], [count]) for request, count in zip(requests, counts, strict=True)}
         self.now, gave = now, False
         for victim, most in self._victims(active):
@@ -98,7 +98,7 @@ class Preemption:
         return gave
 
     def make_room_for(self, request: Request, wanted: int, now: int) -> bool:
-        """While nothing runs: others that are parked give way until `wanted` blocks are there."""
+        """While nothing runs: preempted requests give up blocks until `wanted` are free."""
         self.now, self.wanted = now, wanted
         needs = {request.tenant: wanted}
         for victim, most in self._victims([]):
@@ -141,8 +141,8 @@ class Preemption:
             request.swapped = None
 
     def publish(self, request: Request, num_tokens: int, now: float) -> None:
-        """Keep the full blocks among its first `num_tokens` tokens; none once the cache was told to forget blocks,
-        since what it has worked out by then may follow from wrong ones."""
+        """Let others find the full blocks among its first `num_tokens` tokens; none once the cache was told to forget
+        blocks, since what it has computed by then may follow from wrong ones."""
         if self.cache is None:
             return
         full = num_tokens // self.block_size
@@ -152,9 +152,9 @@ class Preemption:
         request.published = full
 
     def _victims(self, active: list[Request]) -> Iterator[tuple[Request, int]]:
-        """Who gives way, and how many blocks at most: preempted ones, then active ones, the greatest rank first, the
-        least never; tenants are left what is
-        reserved for them, unless nobody else is left."""
+        """The requests to preempt, and how many blocks each gives at most: preempted ones, then active ones, the
+        greatest rank first, the least never; tenants are left what is reserved for them, unless nothing else is left.
+        """
         everyone = list(self.tenants.requests())
         parked = [request for request in everyone if request.state == "preempted" and request.kv is not None]
         parked.sort(key=lambda request: request.rank, reverse=True)
@@ -175,7 +175,7 @@ class Preemption:
                 yield request, self.blocks_for(request.fed)
 
     def _give_way(self, request: Request, blocks: int) -> None:
-        """Its last blocks go: swapped when that is cheaper than reading them again; it waits then."""
+        """Take its last blocks: swapped when that is cheaper than computing them again. It waits then."""
         held = self.blocks_for(request.fed)
         given = min(blocks, held) if self.partial else held
         keep = (held - given) * self.block_size
@@ -221,10 +221,10 @@ class Preemption:
             return None
 
     def gone(self, request: Request) -> None:
-        """An active one is preempted or ends: the scheduler takes it out of its turns."""
+        """An active one is preempted or ends: it leaves the ring."""
         raise NotImplementedError
 
-    time = 0.0  # of the step, as the caller tells it
+    time = 0.0  # of the step
 
     def _evict(self, missing: int, needs: Counter[Any]) -> int:
         if self.cache is None:

@@ -1,4 +1,4 @@
-"""A request and a step as the plain scheduler knows them, and the orders in which requests wait."""
+"""Requests and batches of the plain scheduler, and the orders in which requests wait."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 __all__ = ["WINDOW", "Batch", "Request", "pick", "rank"]
 
-WINDOW = {"lpm": 32}  # how many of each tenant's line a policy looks at, when it is not one
+WINDOW = {"lpm": 32}  # how many of each tenant's requests a policy looks at, if not one
 
 
 @dataclass(eq=False)
 class Request:
-    """`state` is one of waiting, prefilling, decoding, preempted, finished. While it is active or keeps blocks,
-    `kv.len == fed`, but for slots of drafts. `swapped`: first token, tickets, and the token behind the last."""
+    """`state` is one of waiting, prefilling, decoding, preempted, finished. While it has blocks, `kv.len == fed`,
+    but for slots of drafts. `swapped`: first token, tickets, and the token behind the last."""
 
     id: int
     prompt_tokens: list[int]
@@ -45,12 +45,12 @@ class Request:
 
     @property
     def total_tokens(self) -> int:
-        """How many these are."""
+        """How many tokens these are."""
         return len(self.prompt_tokens) + len(self.output_tokens)
 
     @property
     def at_limit(self) -> bool:
-        """Whether it may get no more."""
+        """Whether it may get no more tokens."""
         return self.total_tokens >= self.max_tokens
 
     def next_tokens(self, count: int) -> list[int]:
@@ -81,7 +81,7 @@ class Batch:
 
     @property
     def seq_ids(self) -> list[int]:
-        """Who it is."""
+        """The ids of its requests."""
         return [request.id for request in self.requests]
 
     @property
@@ -116,7 +116,7 @@ def rank(policy: str, request: Request) -> tuple[int, int, int]:
 def pick(
     policy: str, heads: list[Request], cached: Callable[[Request], int], served: Callable[[Any], float]
 ) -> Request:
-    """Who goes next of the heads of all lines."""
+    """The next request of the heads of all tenants."""
     if policy == "lpm":
         return min(heads, key=lambda request: (-cached(request), request.id))
     if policy == "fair":

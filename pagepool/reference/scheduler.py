@@ -1,8 +1,8 @@
-"""The scheduler in plain Python: the same decisions, each worked out anew in every step.
+"""The scheduler in plain Python: the same decisions, each made from scratch in every step.
 
-Who runs, with which tokens, what is evicted, who gives way and how follows here from lists that are sorted and filtered
-when they are needed: nothing is kept sorted, counted or in lockstep. `Scheduler` has the methods of the compiled
-package's, whose tests compare the two step by step.
+What runs, with which tokens, what is evicted and what is preempted follows here from lists that are sorted and filtered
+when they are needed; the scheduler of `pagepool.scheduling` has the same control flow over a heap, a ring and running
+sums. The tests compare the two step by step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scheduler(Admission):
         self.finished: list[Request] = []
         self.out: Batch | None = None
         self.next_id = 1
-        self.prefill_turn = True
+        self.prefill_next = True
 
     def add_request(
         self,
@@ -56,7 +56,7 @@ class Scheduler(Admission):
         cache_priority: int = 0,
         cache_ttl: float | None = None,
     ) -> int:
-        """Queue a request that is known to be right; returns its id."""
+        """Queue a request, unchecked; returns its id."""
         request = Request(self.next_id, list(prompt_tokens), max_tokens, priority or 0, tenant)
         request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
         request.cache_value = {
@@ -154,7 +154,7 @@ class Scheduler(Admission):
         return [request for request in self.known.values() if request.state != "finished"]
 
     def _close(self, batch: Batch) -> None:
-        """It was run: slots of drafts go back, and what it filled is kept, in the order of ids."""
+        """It was run: slots of drafts go back, and the blocks that it filled are published, in the order of ids."""
         self.out = None
         for row, request in sorted(enumerate(batch.requests), key=lambda pair: pair[1].id):
             if request.kv is None:
@@ -186,14 +186,14 @@ class Scheduler(Admission):
             self.tenants.leave(request)
 
     def _plan(self) -> Batch:
-        """Turns, shares, blocks; whoever gives way is left out of the next try."""
+        """Pick sequences, share out the tokens, take the blocks; what is preempted is left out of the next try."""
         while self.ring:
-            decodes, prefills, taken = self._turns()
+            decodes, prefills, taken = self._pick()
             batch = self._rows(decodes, prefills)
             fits = self.take(batch.requests, batch.grow, self.num_steps)
             if taken is not None:
                 self.ring = self.ring + taken if fits else taken + self.ring
-                self.prefill_turn ^= fits
+                self.prefill_next ^= fits
             if fits:
                 for row, request in enumerate(batch.requests):
                     request.fed += batch.grow[row] - batch.lookahead[row]
@@ -204,7 +204,7 @@ class Scheduler(Admission):
                 break
         return Batch()
 
-    def _turns(self) -> tuple[list[Request], list[Request], list[Request] | None]:
+    def _pick(self) -> tuple[list[Request], list[Request], list[Request] | None]:
         """Decodes and prefills of the step; and when not all have a place, those that go to the end of the ring."""
         prefills = self._prefills()
         if self.config.schedule == "prefill-first" and prefills:
@@ -212,7 +212,7 @@ class Scheduler(Admission):
         places = min(self.config.max_batch_sequences, self.config.max_batch_tokens)
         if len(self.ring) <= places:
             return [request for request in self.ring if request.state == "decoding"], prefills, None
-        oldest = prefills[0] if prefills and (places > 1 or self.prefill_turn) else None
+        oldest = prefills[0] if prefills and (places > 1 or self.prefill_next) else None
         taken, self.ring = self.ring[:places], self.ring[places:]
         chosen = taken
         if oldest is not None:

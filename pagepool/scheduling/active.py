@@ -1,4 +1,4 @@
-"""The active sequences, and which of them have a turn in the next step."""
+"""The active sequences, and which of them are in the next step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import Decodes, ScheduledBatch
-from pagepool.scheduling.request import Rank, SeqState, Sequence
+from pagepool.scheduling.request import SeqState, Sequence, by_rank
 
 __all__ = ["ActiveSequences"]
 
@@ -36,7 +36,7 @@ class ActiveSequences:
         self._prefill_first = config.schedule == "prefill-first"
         self._blocks_for = blocks_for
         self._taken: list[Sequence] | None = None  # those that a step by turns has taken out of the ring
-        self._prefill_turn = True
+        self._prefill_next = True
         self._decodes: Decodes | None = None  # those in the ring, until one joins or leaves
         self.ring: deque[Sequence] = deque()
         self.prefills: dict[int, Sequence] = {}
@@ -76,9 +76,9 @@ class ActiveSequences:
 
     def by_rank(self) -> list[Sequence]:
         """All, the greatest rank first: the first is the first to be preempted."""
-        return sorted(self.ring, key=_rank, reverse=True)
+        return sorted(self.ring, key=by_rank, reverse=True)
 
-    def take_turns(self) -> tuple[Decodes, list[Sequence]]:
+    def pick(self) -> tuple[Decodes, list[Sequence]]:
         """The decodes and the prefills of the next step. When not all have a place, those that have one are out of the
         ring until `put_back`."""
         ring, places, prefills = self.ring, self._places, list(self.prefills.values())
@@ -88,7 +88,7 @@ class ActiveSequences:
             if self._decodes is None:
                 self._decodes = Decodes([seq for seq in ring if seq.state is DECODING])
             return self._decodes, prefills
-        oldest = prefills[0] if prefills and (places > 1 or self._prefill_turn) else None
+        oldest = prefills[0] if prefills and (places > 1 or self._prefill_next) else None
         self._taken = taken = [ring.popleft() for _ in range(places)]
         chosen = taken
         if oldest is not None:
@@ -101,11 +101,11 @@ class ActiveSequences:
         return decodes, [seq for seq in chosen if seq.state is PREFILLING]
 
     def put_back(self, scheduled: bool) -> None:
-        """Those that `take_turns` took out: to the tail when the step is scheduled, to the head when it is not."""
+        """Those that `pick` took out: to the tail when the step is scheduled, to the head when it is not."""
         if self._taken is not None:
             if scheduled:
                 self.ring.extend(self._taken)
-                self._prefill_turn = not self._prefill_turn
+                self._prefill_next = not self._prefill_next
             else:
                 self.ring.extendleft(reversed(self._taken))
             self._taken = None
@@ -138,7 +138,3 @@ class ActiveSequences:
         """Add to the sums, or with -1 take from them, what a prefill has yet to read."""
         self.unread += sign * (seq._prefill_end - seq.fed)
         self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq.fed))
-
-
-def _rank(seq: Sequence) -> Rank:
-    return seq._rank

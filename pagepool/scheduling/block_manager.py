@@ -22,8 +22,8 @@ class BlockManager:
 
     `num_tokens` is the sum of `kv.len` over all sequences that have a state; `evicted` counts the cached blocks that
     were evicted for `append`. Blocks that only the prefix cache holds count as free: they are evicted when they are
-    needed, but for those that `reservations` keep for other tenants. `held` has the references that are taken and given
-    back within a call. Without an allocator everything fits, and sequences have no states.
+    needed, but for those that `reservations` keep for other tenants. `block_refs` has the references that are taken and
+    given back within a call. Without an allocator everything fits, and sequences have no states.
     """
 
     cache: Any = None  # a `PrefixAdapter`, if there is one
@@ -37,7 +37,7 @@ class BlockManager:
         self.evicted = 0
         if allocator is None:
             return
-        self.held = hold(allocator)
+        self.block_refs = hold(allocator)
         self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
         self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
 
@@ -130,13 +130,13 @@ class BlockManager:
     def recount(self, sequences: Iterable[Sequence]) -> None:
         """Drop what an interrupted call held; `sequences` are all that have states."""
         if self.allocator is not None:
-            self.held.give_back()
+            self.block_refs.give_back()
         self.num_tokens = sum([seq.kv.len for seq in sequences])
 
     def audit(self, states: list[Any]) -> str | None:
         """The first equation that does not hold, `states` being those of all sequences, or None."""
-        if self.allocator is not None and len(self.held):
-            return f"{len(self.held)} references are held outside of a call"
+        if self.allocator is not None and len(self.block_refs):
+            return f"{len(self.block_refs)} references are held outside of a call"
         if self.num_tokens != sum([state.len for state in states]):
             return f"sequences have {sum([state.len for state in states])} tokens in blocks, not {self.num_tokens}"
         return None

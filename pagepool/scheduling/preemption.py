@@ -17,7 +17,7 @@ from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
-from pagepool.scheduling.request import Rank, SeqState, Sequence
+from pagepool.scheduling.request import SeqState, Sequence, by_rank
 from pagepool.scheduling.swap import SwapFile, Swapped
 from pagepool.scheduling.tenants import Reservations
 from pagepool.scheduling.waiting import WaitingQueue
@@ -172,7 +172,7 @@ class Preemption:
         """Who gives way, in order, and how many blocks at most. Preempted ones first: they stand still anyhow. Tenants
         are left what is reserved for them; only when nobody else is left, and blocks that the scheduler has not given
         away make the pool too small for what it promised, are they asked for all."""
-        parked = sorted(self.waiting.preempted.values(), key=_rank, reverse=True)
+        parked = sorted(self.waiting.preempted.values(), key=by_rank, reverse=True)
         spared = []
         for seq in [*parked, *self.active.by_rank()[:-1]]:
             if seq.kv is None:
@@ -241,10 +241,6 @@ class Preemption:
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
         self.log.add(PreemptionRecord(self._now, action, seq_id, blocks, self._wanted, free, reason))
-
-
-def _rank(seq: Sequence) -> Rank:
-    return seq._rank
 
 
 def cheaper_to_swap(costs: PreemptionCosts, blocks: int, lost_tokens: int) -> bool:

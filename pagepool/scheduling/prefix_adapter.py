@@ -13,7 +13,7 @@ from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
-from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.request import Sequence, by_id
 
 __all__ = ["PrefixAdapter", "check_has"]
 
@@ -32,12 +32,12 @@ NEEDED = (
 
 
 class PrefixAdapter:
-    """What a scheduler does with a `PrefixCache` over its pool; nothing is found and nothing is kept with None.
+    """What a scheduler does with a `PrefixCache` over its pool; with None nothing is found and nothing published.
 
     A block is published when its last token is stored for certain: when the step that filled it is committed, or, if it
     holds outputs and `outputs` is "end", when the sequence ends or is preempted. A block that a sequence holds is never
-    evicted. When the cache is told to forget blocks, those that sequences have worked out by then may follow from wrong
-    ones: such a sequence publishes nothing more until it begins anew.
+    evicted. When the cache is told to forget blocks, what sequences have computed by then may follow from wrong ones:
+    they publish nothing more until they begin anew.
     """
 
     def __init__(self, cache: Any, blocks: BlockManager, outputs: str) -> None:
@@ -97,7 +97,7 @@ class PrefixAdapter:
         return count
 
     def begin(self, seq: Sequence) -> None:
-        """`seq` has an empty state: it works out all of its blocks anew, but for those in the swap file."""
+        """`seq` has an empty state: it computes all of its blocks anew, but for those in the swap file."""
         if self.cache is not None and seq._swapped is None:
             seq._cache_epoch = self.cache.forgotten
 
@@ -118,7 +118,7 @@ class PrefixAdapter:
         tokens = self._tokens(seq, full * size)
         keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
         try:
-            found = blocks.held.match_prefix(self.cache, tokens, **keys)
+            found = blocks.block_refs.match_prefix(self.cache, tokens, **keys)
             if len(found) < least:
                 return False
             blocks.adopt(seq, found)
@@ -126,7 +126,7 @@ class PrefixAdapter:
             seq._published = len(found)
             seq._cache_epoch = self.cache.forgotten
         finally:
-            blocks.held.give_back()
+            blocks.block_refs.give_back()
         return True
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
@@ -144,12 +144,12 @@ class PrefixAdapter:
             return
         size = self._blocks.block_size
         if self._prompts_only:
-            for seq in sorted(batch._sequences[batch.num_decodes :], key=_id):
+            for seq in sorted(batch._sequences[batch.num_decodes :], key=by_id):
                 if seq.kv is not None:
                     self.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
             return
         filled = [seq for seq in batch._sequences if seq.fed // size > seq._published and seq.kv is not None]
-        for seq in sorted(filled, key=_id):
+        for seq in sorted(filled, key=by_id):
             if not seq.at_limit:  # those end anyhow
                 self.publish(seq, seq.fed)
 
@@ -177,10 +177,6 @@ class PrefixAdapter:
             seq._row[end:count] = seq.output_tokens[end - prompt : count - prompt]
             seq._row_end = count
         return seq._row[:count]
-
-
-def _id(seq: Sequence) -> int:
-    return seq.id
 
 
 def check_has(cache: Any, names: Iterable[str]) -> None:

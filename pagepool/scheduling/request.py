@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-__all__ = ["Rank", "SeqState", "Sequence"]
+__all__ = ["Rank", "SeqState", "Sequence", "by_id", "by_rank"]
 
 Rank = tuple[int, int, int]  # the last number is the id: no two are equal
+by_id, by_rank = attrgetter("id"), attrgetter("_rank")  # keys to sort sequences
 
 
 class SeqState(enum.Enum):

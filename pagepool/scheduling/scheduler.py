@@ -17,7 +17,7 @@ from pagepool.scheduling.block_manager import open_blocks
 from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.preemption import Preemption, PreemptionLog
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
-from pagepool.scheduling.request import SeqState, Sequence
+from pagepool.scheduling.request import SeqState, Sequence, by_id
 from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.tenants import Reservations, Tenants
 from pagepool.scheduling.validate import (
@@ -98,15 +98,15 @@ class Scheduler:
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
-    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, cached blocks that nobody
-    uses are evicted first. Then the newest sequence of the lowest priority gives its blocks back, waits at the front
-    and is recomputed later. The oldest always keeps going, so every request ends. `preemptions` is the log of this.
+    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, unused cached blocks are
+    evicted first; then the newest sequence of the lowest priority is preempted: it gives its blocks back, waits at the
+    front and is recomputed later. The oldest always keeps going, so every request ends. `preemptions` is the log.
 
-    One thread at a time may use a scheduler, and no call may be made within another one, from a finalizer or a signal
-    handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes. An
-    exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then every other call raises
-    RuntimeError until `recover()` has made all structures agree again. `outstanding` is the batch that was handed out
-    and not committed; `check()` audits everything.
+    One thread at a time may use a scheduler, and a call must not be made from within another one, by a finalizer or a
+    signal handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes.
+    An exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then each of the methods that
+    change a scheduler, and `check()`, raises RuntimeError until `recover()` has made all structures agree again.
+    `outstanding` is the batch that was handed out last; `check()` audits everything.
 
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
     >>> scheduler.add_request([11, 12, 13, 14, 15], max_tokens=7)
@@ -194,7 +194,7 @@ class Scheduler:
             raise ValueError(refusal)
         self._prefix.read(seq, self._reservations.group(tenant))
         with self._guard:
-            seq.id = seq_id = self._next_id
+            seq.id = seq_id = self._next_id  # another thread may have taken the number meanwhile
             self._guard.undo = partial(self._forget, seq_id)
             seq._rank = self._policy.rank(seq)
             seq._arrived = self.num_steps
@@ -273,8 +273,8 @@ class Scheduler:
             self._admission.admit(step)
             active = self._active
             while len(active):
-                batch = build_batch(*active.take_turns(), self.config)
-                self._guard.undo = partial(self._take_back_step, batch)
+                batch = build_batch(*active.pick(), self.config)
+                self._guard.undo = partial(self._undo_step, batch)
                 taken = self._preemption.take(batch, step)
                 active.put_back(taken)
                 if taken:
@@ -315,7 +315,7 @@ class Scheduler:
             self._guard.is_checking = False
             num_outputs = [len(seq.output_tokens) for seq in sequences]
             fed = [seq.fed for seq in sequences] if drafts else []
-            self._guard.undo = partial(self._take_back_tokens, batch, num_outputs, fed)
+            self._guard.undo = partial(self._undo_commit, batch, num_outputs, fed)
             ended: list[Sequence] = []
             for seq, result, wants in zip(sequences, results, batch.wants_token, strict=True):
                 if result is None or not wants or seq.state is FINISHED:
@@ -445,7 +445,7 @@ class Scheduler:
             guard.undo()
         slots = self._slots()
         for seq in self._sequences.values():
-            self._mend(seq, slots.get(seq.id, 0))
+            self._recover_sequence(seq, slots.get(seq.id, 0))
         alive = [seq for seq in self._sequences.values() if seq.state is not FINISHED]
         self._blocks.recount([seq for seq in alive if seq.kv is not None])
         if self._swap is not None:
@@ -468,7 +468,7 @@ class Scheduler:
 
     def _finish(self, sequences: list[Sequence]) -> None:
         """Mark them FINISHED, wherever they stand, in the order of ids, and free their blocks."""
-        sequences.sort(key=_id)
+        sequences.sort(key=by_id)
         for seq in sequences:
             if seq.kv is not None:
                 # What is in a batch that is out may not have been stored yet.
@@ -484,7 +484,7 @@ class Scheduler:
             self._finished[seq.id] = seq
             self._tenants.leave(seq)
             self._reservations.leave(seq)
-            self._waiting.change(seq.tenant)  # those that its part of the quota has kept out may start
+            self._waiting.change(seq.tenant)  # requests that its part of the quota kept waiting may start
 
     def _stop(self, seq_id: int) -> None:
         seq = self._sequences.get(seq_id)
@@ -501,14 +501,14 @@ class Scheduler:
         """Whether it is one of this scheduler's, or has ended."""
         return seq.state is FINISHED or self._sequences.get(seq.id) is seq
 
-    def _take_back_step(self, batch: ScheduledBatch) -> None:
+    def _undo_step(self, batch: ScheduledBatch) -> None:
         """`batch` was not returned."""
         for seq, fed in zip(batch._sequences, batch._fed_before, strict=True):
             seq.fed = fed
         self._tenants.refund(batch)
         self._out = None
 
-    def _take_back_tokens(self, batch: ScheduledBatch, num_outputs: list[int], fed: list[int]) -> None:
+    def _undo_commit(self, batch: ScheduledBatch, num_outputs: list[int], fed: list[int]) -> None:
         """Not all results of `batch` were taken: these are the counts of its sequences from before."""
         for seq, count in zip(batch._sequences, num_outputs, strict=True):
             del seq.output_tokens[count:]
@@ -516,8 +516,8 @@ class Scheduler:
             seq.fed = count
         batch._committed = False
 
-    def _mend(self, seq: Sequence, slots: int) -> None:
-        """Make what `seq` says of itself true of its blocks; `slots` are those for drafts beyond what it was fed."""
+    def _recover_sequence(self, seq: Sequence, slots: int) -> None:
+        """Make state and blocks of `seq` agree; `slots`: how many it has for drafts, beyond what it was fed."""
         blocks = self._blocks
         if seq.kv is not None and seq.kv.closed:
             seq.kv = None
@@ -611,7 +611,3 @@ class Scheduler:
         if seq._swapped is not None and (seq.state is not PREEMPTED or seq._swapped.first != seq.fed):
             return "its ticket does not hold the tokens that follow those in blocks"
         return None
-
-
-def _id(seq: Sequence) -> int:
-    return seq.id

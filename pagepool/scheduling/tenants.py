@@ -18,7 +18,7 @@ __all__ = ["Reservations", "Tenants"]
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 ANYONE = Tenant()
-SPARE = 1024  # counters of absent tenants that are kept before they are swept
+SPARE = 1024  # counters of absent tenants that are left before a sweep
 MOST_TENANTS = 254  # groups of a prefix cache, beside that of all others
 
 
@@ -132,7 +132,7 @@ class Reservations:
         outside(t) = blocks of t's sequences, active or preempted, that are not in the cache, each once
 
     No block of t's is evicted, and none of its sequences is preempted, for others while holding(t) is no more than its
-    reservation. That can be kept since the reservations together fit into the pool, and no request is accepted that
+    reservation. That can be promised since the reservations together fit into the pool, and no request is accepted that
     needs more than those of the others leave. Only a sequence that is in part above the reservation and cannot give a
     part goes below.
     """

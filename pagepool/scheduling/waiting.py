@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from pagepool.scheduling.policies import Facts, Policy
-from pagepool.scheduling.request import Rank, SeqState, Sequence
+from pagepool.scheduling.request import Rank, SeqState, Sequence, by_id, by_rank
 
 __all__ = ["WaitingQueue"]
 
@@ -65,7 +65,7 @@ class Line:
                 front.append(rank)
         found = [live[rank[2]] for rank in front]
         if self.counted and not any(seq.id in self.counted for seq in found):
-            found.append(min(self.counted.values(), key=_rank))
+            found.append(min(self.counted.values(), key=by_rank))
         return found
 
     def oldest(self) -> list[Sequence]:
@@ -192,7 +192,7 @@ class WaitingQueue:
     def peek(self, facts: Facts, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
         """The request that is next in step `now`, of those that `may_start`; None when there is none."""
         if self._max_wait is not None:
-            oldest = self._oldest.first(_id, may_start)
+            oldest = self._oldest.first(by_id, may_start)
             if oldest is not None and self.is_aged(oldest, now):
                 return oldest
         policy = self._policy
@@ -222,11 +222,3 @@ class WaitingQueue:
 
     def _first_come(self, tenant: Any) -> list[Sequence]:
         return self._lines[tenant].oldest() if tenant in self._lines else []
-
-
-def _id(seq: Sequence) -> int:
-    return seq.id
-
-
-def _rank(seq: Sequence) -> Rank:
-    return seq._rank
