@@ -536,7 +536,7 @@ cdef class BlockAllocator:
             raise InvalidBlock(f"block {number} is out of range: there are {self.c_capacity()} blocks")
         return count
 
-    def add_holder(self, holder):
+    def add_owner(self, holder):
         """Registers another object that holds blocks, for `owners`, `leaks` and `check`, as long as it lives.
 
         It has `kind`, a str; `label`, a str, int or None; and `references()`, the ids of its blocks, one entry per
@@ -662,10 +662,10 @@ cdef class BlockAllocator:
                 if owner.kind == "other":
                     loose.append(number)
                 elif owner.kind != "cache":
-                    by_holder.setdefault(id(owner.holder), (owner, []))[1].append(number)
+                    by_holder.setdefault(id(owner.object), (owner, []))[1].append(number)
         for owner, blocks in by_holder.values():
             alone = [number for number in blocks if len(mapped[number]) == 1]
-            found.append(Leak(owner.kind, owner.label, blocks, alone, owner.holder))
+            found.append(Leak(owner.kind, owner.label, blocks, alone, owner.object))
         found.sort(key=lambda leak: -len(leak.blocks))
         if loose:
             alone = [number for number in loose if len(mapped[number]) == 1]

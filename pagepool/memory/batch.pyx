@@ -7,7 +7,7 @@ from libc.string cimport memcpy
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_OK, PP_OVER_MAXIMUM, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.arrays cimport read_count, read_counts
-from pagepool.memory.block_table cimport PagedSeqState, saved_needs, saved_takes
+from pagepool.memory.block_table cimport PagedSeqState, snapshot_needs, snapshot_takes
 from pagepool.memory.page_buffer cimport PageBuffer
 
 from collections import Counter
@@ -58,7 +58,7 @@ cdef int32_t *room_for(int64_t count) except NULL:
     return blocks
 
 
-cdef int64_t kept_by_last(list states) except -1:
+cdef int64_t last_to_share(list states) except -1:
     """How many shared blocks are so no more when their turn comes, since those before have un-shared them.
 
     What a state un-shares that an open transaction needs stays shared: with that.
@@ -75,7 +75,7 @@ cdef int64_t kept_by_last(list states) except -1:
                 count = state.allocator.c_ref_count(block)
                 if count > 1 and count - dropped[block] <= 1:
                     kept += 1
-                elif state.saved == NULL or not saved_needs(state.saved, <int32_t>i, block):
+                elif state.snapshot == NULL or not snapshot_needs(state.snapshot, <int32_t>i, block):
                     dropped[block] += 1
     return kept
 
@@ -120,7 +120,7 @@ def append_batch(list states not None, list counts not None):
     taken = room_for(total)
     try:
         if total and total > allocator.c_free_count():  # before it takes or grows for what a last sharer keeps
-            total -= kept_by_last(states)
+            total -= last_to_share(states)
         if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
             raise exhausted(total, allocator.c_available(), allocator.max_capacity)
         for i in range(n):
@@ -160,7 +160,7 @@ def release_batch(list states not None, bint close=False):
         state = <PagedSeqState>states[i]
         if state.is_closed:
             raise closed(f"sequence {i}", state._label)
-        if state.saved == NULL:
+        if state.snapshot == NULL:
             total += state.num_blocks - state.first_block
         elif not state.c_holds_all():
             raise InvalidBlock(f"one of the {state.num_blocks} blocks of sequence {i} was freed by someone else")
@@ -168,7 +168,7 @@ def release_batch(list states not None, bint close=False):
     total = 0
     for i in range(n):
         state = <PagedSeqState>states[i]
-        if state.saved == NULL:
+        if state.snapshot == NULL:
             held = state.num_blocks - state.first_block
             memcpy(blocks + total, state.c_blocks + state.first_block, <size_t>held * sizeof(int32_t))
             total += held
@@ -178,7 +178,7 @@ def release_batch(list states not None, bint close=False):
         raise InvalidBlock(f"one of the {total} blocks of {n} sequences was freed by someone else")
     for i in range(n):
         state = <PagedSeqState>states[i]
-        if state.saved == NULL:
+        if state.snapshot == NULL:
             state.c_forget(0)
             state.length = 0
         if close:
@@ -187,7 +187,7 @@ def release_batch(list states not None, bint close=False):
             state.c_release()
 
 
-cdef int32_t first_kept(PagedSeqState state, int64_t position) noexcept:
+cdef int32_t first_needed(PagedSeqState state, int64_t position) noexcept:
     """The first block that stays when what lies before the position goes."""
     return max(state.first_block, <int32_t>(min(position, state.length) // state.block_size))
 
@@ -196,7 +196,7 @@ cdef bint can_move(PagedSeqState state, int32_t place) noexcept:
     """Whether a block that the window left is nobody else's, so that it may hold new tokens right away."""
     cdef int32_t block = state.c_blocks[place]
     return not state.allocator.c_is_shared(block) and (
-        state.saved == NULL or not saved_needs(state.saved, place, block)
+        state.snapshot == NULL or not snapshot_needs(state.snapshot, place, block)
     )
 
 
@@ -206,12 +206,12 @@ cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, i
     `moved` are the next that new tokens will have, in the order of the tables; returns how many of them it met.
     """
     cdef int64_t met = 0
-    cdef int32_t i, block, first = first_kept(state, position)
+    cdef int32_t i, block, first = first_needed(state, position)
     for i in range(state.first_block, first):
         block = state.c_blocks[i]
         if met < count and moved[met] == block:
             met += 1
-        elif state.saved == NULL or not saved_takes(state.saved, i, block):
+        elif state.snapshot == NULL or not snapshot_takes(state.snapshot, i, block):
             state.allocator.c_free(block)
         state.c_blocks[i] = -1
     state.first_block = first
@@ -245,7 +245,7 @@ def append_each(list states not None, n, list positions not None):
                 raise state.failed(PP_INVALID_ARGUMENT, number, 0)
             raise state.failed(PP_OVER_MAXIMUM, state.length + number, 0)
         counts.append(wanted)
-        moves = moves or wanted > 0 or first_kept(state, positions[i]) > state.first_block
+        moves = moves or wanted > 0 or first_needed(state, positions[i]) > state.first_block
         row = empty(number, INT64)
         slots.append(row.base)
         views.append(row)
@@ -261,7 +261,7 @@ def append_each(list states not None, n, list positions not None):
                 state = <PagedSeqState>states[i]
                 if state.allocator is allocator:
                     total += counts[i]
-                    for place in range(state.first_block, first_kept(state, positions[i])):
+                    for place in range(state.first_block, first_needed(state, positions[i])):
                         if can_move(state, place):
                             spare.append(state.c_blocks[place])
             blocks = PageBuffer(total, "i")

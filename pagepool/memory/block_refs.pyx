@@ -1,4 +1,4 @@
-"""HeldBlocks: references to blocks that whoever took them can give back without memory."""
+"""BlockRefs: references to blocks that can be given back without memory."""
 
 cimport cython
 from cpython.long cimport PyLong_CheckExact
@@ -13,14 +13,14 @@ from pagepool.errors import InvalidBlock
 from pagepool.arguments import integer
 from pagepool.memory.explain import exhausted
 
-__all__ = ["HeldBlocks", "hold"]
+__all__ = ["BlockRefs", "block_refs"]
 
 
 
 @cython.final
 @cython.no_gc
 @cython.auto_pickle(False)
-cdef class HeldBlocks:
+cdef class BlockRefs:
     """One reference to each of some blocks, taken at once and given back at once. Internal: see `Transaction`.
 
     Each call that takes references takes and notes them in one: no exception, and no signal either, comes between. An
@@ -28,11 +28,11 @@ cdef class HeldBlocks:
 
     >>> from pagepool import BlockAllocator
     >>> allocator = BlockAllocator(4)
-    >>> held = HeldBlocks(allocator)
-    >>> held.allocate_n(3).tolist(), len(held)
+    >>> refs = BlockRefs(allocator)
+    >>> refs.allocate_n(3).tolist(), len(refs)
     ([0, 1, 2], 3)
-    >>> held.give_back()
-    >>> allocator.free_count, len(held), allocator.allocate()
+    >>> refs.give_back()
+    >>> allocator.free_count, len(refs), allocator.allocate()
     (4, 0, 0)
     """
 
@@ -54,7 +54,7 @@ cdef class HeldBlocks:
             raise MemoryError(f"no memory to hold {n} blocks")
         return 0
 
-    cdef void c_hold(self, const int32_t *blocks, Py_ssize_t n) noexcept:
+    cdef void c_note(self, const int32_t *blocks, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i
         for i in range(n):
             self.ids[n - 1 - i] = blocks[i]
@@ -73,7 +73,7 @@ cdef class HeldBlocks:
         blocks = new_int32(number, &ids)
         if self.allocator.c_allocate_n(number, ids) != PP_OK:
             raise exhausted(number, self.allocator.c_available(), self.allocator.max_capacity)
-        self.c_hold(ids, number)
+        self.c_note(ids, number)
         return blocks
 
     def share(self, blocks):
@@ -83,7 +83,7 @@ cdef class HeldBlocks:
         try:
             self.c_reserve(array.count)
             self.allocator.c_share_ids(&array)
-            self.c_hold(array.ids, array.count)
+            self.c_note(array.ids, array.count)
         finally:
             release_ids(&array)
 
@@ -102,6 +102,6 @@ cdef class HeldBlocks:
         self.count = 0
 
 
-def hold(allocator):
-    """A new `HeldBlocks`. An allocator that is not the compiled one brings its own."""
-    return HeldBlocks(allocator) if isinstance(allocator, BlockAllocator) else allocator.hold()
+def block_refs(allocator):
+    """A new `BlockRefs`. An allocator that is not the compiled one brings its own."""
+    return BlockRefs(allocator) if isinstance(allocator, BlockAllocator) else allocator.block_refs()

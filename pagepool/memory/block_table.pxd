@@ -6,41 +6,41 @@ from pagepool.memory.page_buffer cimport PageBuffer
 
 
 # A table as it was when a transaction began. While it is open, for each of its places i:
-#   kept[i] == 0:  the table has blocks[i] at i, with the table's own reference
-#   kept[i] == 1:  this has a reference to blocks[i], whatever the table has at i
+#   owned[i] == 0:  the table has blocks[i] at i, with the table's own reference
+#   owned[i] == 1:  this has a reference to blocks[i], whatever the table has at i
 # so that nothing which an abort needs can be freed or, since what others share is copied first, be written. `outer` is
 # that of the transaction around.
-cdef struct SavedTable:
-    SavedTable *outer
+cdef struct TableSnapshot:
+    TableSnapshot *outer
     int64_t length
     int64_t generation
     int32_t first
     int32_t end
     int32_t *blocks  # blocks[i - first] is place i
-    unsigned char *kept  # likewise
+    unsigned char *owned  # likewise
 
 
 # NULL when there is no memory.
-cdef SavedTable *saved_new(
-    const int32_t *table, int32_t first, int32_t end, int64_t length, int64_t generation, SavedTable *outer
+cdef TableSnapshot *snapshot_new(
+    const int32_t *table, int32_t first, int32_t end, int64_t length, int64_t generation, TableSnapshot *outer
 ) noexcept nogil
 # Takes over the table's reference to its block at a place: False when it has no claim to it.
-cdef bint saved_takes(SavedTable *self, int32_t place, int32_t block) noexcept nogil
+cdef bint snapshot_takes(TableSnapshot *self, int32_t place, int32_t block) noexcept nogil
 # Whether an abort needs the block that the table has at a place, and only the table has it.
-cdef bint saved_needs(const SavedTable *self, int32_t place, int32_t block) noexcept nogil
+cdef bint snapshot_needs(const TableSnapshot *self, int32_t place, int32_t block) noexcept nogil
 # Drops the table's references at begin to end - 1, to the allocator or to this; all or PP_INVALID_BLOCK.
-cdef pp_status saved_give_back(
-    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
+cdef pp_status snapshot_give_back(
+    TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
 ) noexcept nogil
 # Both free self, and cannot fail. After the first the table is as it is, after the second as it was.
-cdef void saved_commit(
-    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
+cdef void snapshot_commit(
+    TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
 ) noexcept nogil
-cdef void saved_abort(
-    SavedTable *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
+cdef void snapshot_abort(
+    TableSnapshot *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
 ) noexcept nogil
 # The ids that this and those around it have references to.
-cdef list saved_references(const SavedTable *self)
+cdef list snapshot_references(const TableSnapshot *self)
 
 
 cdef class PagedSeqState:
@@ -63,7 +63,7 @@ cdef class PagedSeqState:
     cdef int64_t pending  # tokens that this call appends to it
     cdef PageBuffer memory
     cdef int32_t *c_blocks  # == memory.base: the table
-    cdef SavedTable *saved  # of the innermost open transaction, or NULL
+    cdef TableSnapshot *snapshot  # of the innermost open transaction, or NULL
     cdef object __weakref__
 
     # All return PP_OK or have changed nothing. PP_INVALID_ARGUMENT: a number is below 0, a length above the present or
@@ -105,5 +105,5 @@ cdef class PagedSeqState:
 
 
 cdef class SequenceHandle:
-    cdef PagedSeqState lent
+    cdef PagedSeqState sequence
     cdef readonly int64_t generation

@@ -29,11 +29,11 @@ cdef int64_t MAX_TOKENS = <int64_t>1 << 60  # keeps sums of lengths within 64 bi
 cdef int64_t INVALID = -1, OVER_MAXIMUM = -2
 
 
-cdef SavedTable *saved_new(
-    const int32_t *table, int32_t first, int32_t end, int64_t length, int64_t generation, SavedTable *outer
+cdef TableSnapshot *snapshot_new(
+    const int32_t *table, int32_t first, int32_t end, int64_t length, int64_t generation, TableSnapshot *outer
 ) noexcept nogil:
     cdef size_t count = <size_t>(end - first)
-    cdef SavedTable *self = <SavedTable *>malloc(sizeof(SavedTable) + count * (sizeof(int32_t) + 1))
+    cdef TableSnapshot *self = <TableSnapshot *>malloc(sizeof(TableSnapshot) + count * (sizeof(int32_t) + 1))
     if self != NULL:
         self.outer = outer
         self.length = length
@@ -41,26 +41,26 @@ cdef SavedTable *saved_new(
         self.first = first
         self.end = end
         self.blocks = <int32_t *>(self + 1)
-        self.kept = <unsigned char *>(self.blocks + count)
+        self.owned = <unsigned char *>(self.blocks + count)
         memcpy(self.blocks, table + first, count * sizeof(int32_t))
-        memset(self.kept, 0, count)
+        memset(self.owned, 0, count)
     return self
 
 
-cdef bint saved_needs(const SavedTable *self, int32_t place, int32_t block) noexcept nogil:
+cdef bint snapshot_needs(const TableSnapshot *self, int32_t place, int32_t block) noexcept nogil:
     cdef int32_t i = place - self.first
-    return self.first <= place < self.end and self.blocks[i] == block and not self.kept[i]
+    return self.first <= place < self.end and self.blocks[i] == block and not self.owned[i]
 
 
-cdef bint saved_takes(SavedTable *self, int32_t place, int32_t block) noexcept nogil:
-    if not saved_needs(self, place, block):
+cdef bint snapshot_takes(TableSnapshot *self, int32_t place, int32_t block) noexcept nogil:
+    if not snapshot_needs(self, place, block):
         return False
-    self.kept[place - self.first] = 1
+    self.owned[place - self.first] = 1
     return True
 
 
-cdef pp_status saved_give_back(
-    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
+cdef pp_status snapshot_give_back(
+    TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
 ) noexcept nogil:
     """Looks at all of them first, since a block that someone else freed must stop it before anything changes."""
     cdef int32_t i
@@ -68,38 +68,38 @@ cdef pp_status saved_give_back(
         if allocator.c_ref_count(table[i]) < 1:
             return PP_INVALID_BLOCK
     for i in range(begin, end):
-        if not saved_takes(self, i, table[i]):
+        if not snapshot_takes(self, i, table[i]):
             allocator.c_free(table[i])
     return PP_OK
 
 
-cdef void saved_commit(
-    SavedTable *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
+cdef void snapshot_commit(
+    TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
 ) noexcept nogil:
     """What the transaction around it needs as well goes there.
 
     A block that the table has still was shared with this one because it was cut within: the one around needs that too
     only if the cut is within its tokens.
     """
-    cdef SavedTable *outer = self.outer
+    cdef TableSnapshot *outer = self.outer
     cdef int32_t i, place
     cdef bint uncut
     for i in range(self.end - self.first):
-        if self.kept[i]:
+        if self.owned[i]:
             place = self.first + i
             uncut = outer != NULL and length >= outer.length and place < end and table[place] == self.blocks[i]
-            if outer == NULL or uncut or not saved_takes(outer, place, self.blocks[i]):
+            if outer == NULL or uncut or not snapshot_takes(outer, place, self.blocks[i]):
                 allocator.c_free(self.blocks[i])
     free(self)
 
 
-cdef void saved_abort(
-    SavedTable *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
+cdef void snapshot_abort(
+    TableSnapshot *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
 ) noexcept nogil:
     """The last block first: those that the transaction took come out again in the order in which they did."""
     cdef int32_t i
     for i in range(end - 1, first - 1, -1):
-        if not saved_needs(self, i, table[i]):
+        if not snapshot_needs(self, i, table[i]):
             allocator.c_free(table[i])
     memset(table, 0, <size_t>end * sizeof(int32_t))
     for i in range(self.first):
@@ -108,12 +108,12 @@ cdef void saved_abort(
     free(self)
 
 
-cdef list saved_references(const SavedTable *self):
+cdef list snapshot_references(const TableSnapshot *self):
     cdef list found = []
     cdef int32_t i
     while self != NULL:
         for i in range(self.end - self.first):
-            if self.kept[i]:
+            if self.owned[i]:
                 found.append(self.blocks[i])
         self = self.outer
     return found
@@ -163,7 +163,7 @@ cdef class PagedSeqState:
     def __del__(self):  # not __dealloc__, which shows weak references an object that is going as one that lives
         if self.link.next != NULL:
             self.allocator.c_delist(&self.link)
-        while self.saved != NULL:
+        while self.snapshot != NULL:
             self.c_commit()
         if self.num_blocks and self.c_release() != PP_OK:
             raise InvalidBlock(f"one of the {self.num_blocks} blocks of a sequence that goes was freed by someone else")
@@ -240,7 +240,7 @@ cdef class PagedSeqState:
                     self.allocator.c_copy_page(taken[used], old)
                 self.c_blocks[i] = taken[used]
                 used += 1
-                if self.saved == NULL or not saved_takes(self.saved, <int32_t>i, old):
+                if self.snapshot == NULL or not snapshot_takes(self.snapshot, <int32_t>i, old):
                     self.allocator.c_free(old)
         while self.num_blocks < needed:
             self.c_blocks[self.num_blocks] = taken[used]
@@ -267,9 +267,9 @@ cdef class PagedSeqState:
         return True
 
     cdef pp_status c_give_back(self, int32_t begin, int32_t end) noexcept nogil:
-        if self.saved == NULL:
+        if self.snapshot == NULL:
             return self.allocator.c_free_n(self.c_blocks + begin, end - begin)
-        return saved_give_back(self.saved, self.allocator, self.c_blocks, begin, end)
+        return snapshot_give_back(self.snapshot, self.allocator, self.c_blocks, begin, end)
 
     cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil:
         """In a transaction, a last block that is cut within is shared with it: what comes next is written elsewhere."""
@@ -281,9 +281,9 @@ cdef class PagedSeqState:
         if new_len < <int64_t>self.first_block * self.block_size and new_len:
             return PP_INVALID_ARGUMENT
         keep = <int32_t>((new_len + self.block_size - 1) // self.block_size)
-        if self.saved != NULL and new_len < self.saved.length and new_len % self.block_size:
+        if self.snapshot != NULL and new_len < self.snapshot.length and new_len % self.block_size:
             last = self.c_blocks[keep - 1]
-            cut = saved_needs(self.saved, keep - 1, last)
+            cut = snapshot_needs(self.snapshot, keep - 1, last)
             if cut:
                 status = self.allocator.c_share_n(&last, 1)
                 if status != PP_OK:
@@ -291,7 +291,7 @@ cdef class PagedSeqState:
         status = self.c_give_back(max(keep, self.first_block), self.num_blocks)
         if status == PP_OK:
             if cut:
-                saved_takes(self.saved, keep - 1, last)
+                snapshot_takes(self.snapshot, keep - 1, last)
             self.c_forget(keep)
             self.length = new_len
         elif cut:
@@ -348,37 +348,37 @@ cdef class PagedSeqState:
         self.first_block = min(self.first_block, keep)
 
     cdef pp_status c_begin(self) noexcept nogil:
-        cdef SavedTable *saved
+        cdef TableSnapshot *snapshot
         if self.is_closed:
             return PP_INVALID_ARGUMENT
-        saved = saved_new(
-            self.c_blocks, self.first_block, self.num_blocks, self.length, self.generation, self.saved
+        snapshot = snapshot_new(
+            self.c_blocks, self.first_block, self.num_blocks, self.length, self.generation, self.snapshot
         )
-        if saved == NULL:
+        if snapshot == NULL:
             return PP_NO_MEMORY
-        self.saved = saved
+        self.snapshot = snapshot
         return PP_OK
 
     cdef pp_status c_commit(self) noexcept nogil:
-        cdef SavedTable *saved = self.saved
-        if saved == NULL:
+        cdef TableSnapshot *snapshot = self.snapshot
+        if snapshot == NULL:
             return PP_INVALID_ARGUMENT
-        self.saved = saved.outer
-        saved_commit(saved, self.allocator, self.c_blocks, self.num_blocks, self.length)
+        self.snapshot = snapshot.outer
+        snapshot_commit(snapshot, self.allocator, self.c_blocks, self.num_blocks, self.length)
         return PP_OK
 
     cdef pp_status c_abort(self) noexcept nogil:
-        cdef SavedTable *saved = self.saved
+        cdef TableSnapshot *snapshot = self.snapshot
         cdef int32_t first = self.first_block, end = self.num_blocks
-        if saved == NULL:
+        if snapshot == NULL:
             return PP_INVALID_ARGUMENT
-        self.saved = saved.outer
-        self.first_block = saved.first
-        self.num_blocks = saved.end
-        self.length = saved.length
-        self.generation = saved.generation
+        self.snapshot = snapshot.outer
+        self.first_block = snapshot.first
+        self.num_blocks = snapshot.end
+        self.length = snapshot.length
+        self.generation = snapshot.generation
         self.is_closed = False
-        saved_abort(saved, self.allocator, self.c_blocks, first, end)
+        snapshot_abort(snapshot, self.allocator, self.c_blocks, first, end)
         return PP_OK
 
     def __reduce__(self):
@@ -394,11 +394,11 @@ cdef class PagedSeqState:
     @property
     def open_transactions(self):
         """The number of open transactions."""
-        cdef const SavedTable *saved = self.saved
+        cdef const TableSnapshot *snapshot = self.snapshot
         cdef int count = 0
-        while saved != NULL:
+        while snapshot != NULL:
             count += 1
-            saved = saved.outer
+            snapshot = snapshot.outer
         return count
 
     @property
@@ -423,8 +423,8 @@ cdef class PagedSeqState:
 
     def references(self):
         """The ids of its blocks, one entry for each reference: those that an open transaction needs still, too."""
-        return list_ids(self.c_blocks + self.first_block, self.num_blocks - self.first_block) + saved_references(
-            self.saved
+        return list_ids(self.c_blocks + self.first_block, self.num_blocks - self.first_block) + snapshot_references(
+            self.snapshot
         )
 
     def ensure_capacity(self, target_len):
@@ -622,7 +622,7 @@ cdef class PagedSeqState:
             raise ValueError("the sequence is in no transaction")
 
     def handle(self):
-        """A `SequenceHandle` to the state as it is lent now: stale once the state was released.
+        """A `SequenceHandle` to the state, which goes stale when the state is released.
 
         Raises `StaleHandle` when the state is closed.
         """
@@ -681,7 +681,7 @@ cdef object needed_blocks(object length, object block_size):
 @cython.final
 @cython.no_gc
 cdef class SequenceHandle:
-    """A `PagedSeqState` as it was lent: `state` is that state until it is released, and raises `StaleHandle` after.
+    """A handle to a `PagedSeqState`: `state` is that state until it is released, and raises `StaleHandle` after.
 
     For whoever keeps a sequence that another may end: an engine's queue, a thread, a batch under way.
 
@@ -697,7 +697,7 @@ cdef class SequenceHandle:
     """
 
     def __cinit__(self, PagedSeqState state not None):
-        self.lent = state
+        self.sequence = state
         self.generation = state.generation
 
     def __reduce__(self):
@@ -706,13 +706,13 @@ cdef class SequenceHandle:
     @property
     def state(self):
         """The state. Raises `StaleHandle` once it was released, even if another request uses it now."""
-        if self.lent.generation != self.generation or self.lent.is_closed:
-            now = "closed" if self.lent.is_closed else f"in generation {self.lent.generation}"
-            who = "the sequence" if self.lent._label is None else f"the sequence {self.lent._label!r}"
+        if self.sequence.generation != self.generation or self.sequence.is_closed:
+            now = "closed" if self.sequence.is_closed else f"in generation {self.sequence.generation}"
+            who = "the sequence" if self.sequence._label is None else f"the sequence {self.sequence._label!r}"
             raise StaleHandle(f"the handle is of generation {self.generation}, {who} is {now}")
-        return self.lent
+        return self.sequence
 
     @property
     def is_stale(self):
         """Whether `state` would raise."""
-        return self.lent.generation != self.generation or self.lent.is_closed
+        return self.sequence.generation != self.generation or self.sequence.is_closed

@@ -211,7 +211,7 @@ class HybridSequence:
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
         self.state: StateHandle | None = None
         if states is not None:
-            self.state = states.lend(label if isinstance(label, int) and label else 1)
+            self.state = states.acquire(label if isinstance(label, int) and label else 1)
         try:
             self._parts = Parts(self.kv, self.state)
         except BaseException:

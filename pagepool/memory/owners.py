@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Leak", "Owner", "warn_of"]
 
-MOST = 20  # holders that have a warning of their own
+MOST = 20  # owners that have a warning of their own
 
 
 class Owner(NamedTuple):
@@ -17,19 +17,19 @@ class Owner(NamedTuple):
     kind        "sequence", "cache", the `kind` of an added owner, or "other"
     label       the owner's label: a request id, a name or None
     references  how many of the block's references it has
-    holder      the object itself, or None for "other"
+    object      the object itself, or None for "other"
     """
 
     kind: str
     label: int | str | None
     references: int
-    holder: Any
+    object: Any
 
 
 class Leak(NamedTuple):
     """All blocks that one owner holds.
 
-    kind, label, holder  as in `Owner`
+    kind, label, object  as in `Owner`
     blocks               ids, ascending
     alone                the ids that no other owner holds, which are free once this one gives them up
     """
@@ -38,20 +38,20 @@ class Leak(NamedTuple):
     label: int | str | None
     blocks: list[int]
     alone: list[int]
-    holder: Any
+    object: Any
 
 
 def warn_of(leaks: list[Leak], where: str) -> None:
-    """A `ResourceWarning` for each leak, those with the most first, and one for the rest when there are many.
+    """Issues a `ResourceWarning` for each leak, the largest first, and one for the rest when there are many.
 
-    Each has its holder as `source`, so that Python, when it is started with `-X tracemalloc=10`, says where that was
-    made. The warning is of the first line up the stack that is not pagepool's own.
+    The owner is the warning's `source`: under `-X tracemalloc=10` Python says where it was made. The warning names the
+    first line up the stack that is not pagepool's own.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("pagepool."):
         level, frame = level + 1, frame.f_back
     for leak in leaks[:MOST]:
-        warnings.warn(f"{where}: {_sentence(leak)}", ResourceWarning, stacklevel=level, source=leak.holder)
+        warnings.warn(f"{where}: {_sentence(leak)}", ResourceWarning, stacklevel=level, source=leak.object)
     rest = leaks[MOST:]
     if rest:
         blocks = sum(len(leak.blocks) for leak in rest)
@@ -65,6 +65,6 @@ def _sentence(leak: Leak) -> str:
         return f"request {leak.label} has state {leak.blocks[0]} still"
     who = f"a {leak.kind} without a label" if leak.label is None else f"{leak.kind} {leak.label!r}"
     if leak.kind == "other":
-        who = "nobody who is known"
+        who = "an unknown owner"
     blocks = "1 block" if number == 1 else f"{number} blocks"
     return f"{who} holds {blocks} still, {alone} of them alone"

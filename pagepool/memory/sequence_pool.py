@@ -84,7 +84,7 @@ class SequencePool:
         _present(self._kv, "key-value pages").free(i)
 
     def alloc_ssm(self, request_id: int) -> int:
-        """Lends a recurrent state to a request; returns its slot. Raises `PoolExhausted` when none is free."""
+        """Takes a recurrent state for a request; returns its slot. Raises `PoolExhausted` when none is free."""
         return _present(self._ssm, "recurrent states").alloc(request_id)
 
     def release_ssm(self, i: int) -> None:

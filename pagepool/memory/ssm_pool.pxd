@@ -33,11 +33,11 @@ cdef class SsmStatePool:
     # Zeroes; PP_INVALID_SLOT when the slot is out of range or free, PP_INVALID_ARGUMENT without a layout.
     cdef pp_status c_release(self, int32_t slot) noexcept nogil
 
-    # Copies the states of one lent slot to another; PP_INVALID_SLOT, PP_INVALID_ARGUMENT as c_release.
+    # Copies the states of one slot in use to another; PP_INVALID_SLOT, PP_INVALID_ARGUMENT as c_release.
     cdef pp_status c_copy(self, int32_t dst, int32_t src) noexcept nogil
 
     cdef object slot_at(self, int32_t i)
     cdef int32_t take(self, object request_id) except -1
     cdef int untake(self, int32_t slot) except -1
     cdef int32_t read_slot(self, object i) except -1
-    cdef int32_t read_lent(self, object i) except -1
+    cdef int32_t read_used(self, object i) except -1

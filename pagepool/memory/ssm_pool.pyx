@@ -1,4 +1,4 @@
-"""SsmStatePool: recurrent states of a fixed size, lent to sequences and zeroed when they come back."""
+"""SsmStatePool: recurrent states of a fixed size, one slot for each sequence, zeroed when it is released."""
 
 cimport cython
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check
@@ -163,7 +163,7 @@ cdef object slot_made_by(object make_state, object i):
 cdef class SsmStatePool:
     """`capacity` states: `make_state(i)` builds each, at once. Those of a layout cost memory as they are first used.
 
-    A fresh pool lends 0, 1, 2, ...; later the slot released last comes first. Any number of threads may use one pool, a
+    A fresh pool gives 0, 1, 2, ...; later the slot released last comes first. Any number of threads may use one pool, a
     slot belongs to one of them at a time. Raises `ValueError` for a capacity out of range, `TypeError` when
     `make_state` cannot be called.
 
@@ -225,7 +225,7 @@ cdef class SsmStatePool:
         return PP_OK
 
     cdef object slot_at(self, int32_t i):
-        """Slot i, which is in range. Wants no memory once it was made, as it is when it was lent."""
+        """Slot i, which is in range. Needs no memory for a slot that was in use before."""
         cdef list some = self.slots[i // SLOTS]
         cdef int32_t at = i % SLOTS
         if some is None or some[at] is None:
@@ -249,14 +249,14 @@ cdef class SsmStatePool:
             raise InvalidSlot(f"slot {i} is out of range: the pool has {self.ids.capacity} slots")
         return <int32_t>number
 
-    cdef int32_t read_lent(self, object i) except -1:
+    cdef int32_t read_used(self, object i) except -1:
         cdef int32_t slot = self.read_slot(i)
         if self.ids.c_ref_count(slot) == 0:
             raise InvalidSlot(f"slot {slot} is free: {self.used_count} of {self.ids.capacity} slots are used")
         return slot
 
     def alloc(self, request_id):
-        """Lends a slot to a request (any integer but 0, which means none); returns its number.
+        """Takes a slot for a request (any integer but 0, which means none); returns its number.
 
         The state is at its beginning. Raises `PoolExhausted` when no slot is free.
         """
@@ -267,11 +267,11 @@ cdef class SsmStatePool:
             self.untake(slot)
             raise
 
-    def lend(self, request_id):
-        """Lends a slot as `alloc` does; returns a `StateHandle` to it.
+    def acquire(self, request_id):
+        """Takes a slot as `alloc` does; returns a `StateHandle` to it.
 
         >>> from pagepool import AttentionSequenceState
-        >>> SsmStatePool(2, lambda i: AttentionSequenceState(8)).lend(request_id=7).index
+        >>> SsmStatePool(2, lambda i: AttentionSequenceState(8)).acquire(request_id=7).index
         0
         """
         cdef int32_t slot = self.take(request_id)
@@ -303,9 +303,9 @@ cdef class SsmStatePool:
         """Takes slot i back: its state is reset, so zeroed, its position 0 and its request none.
 
         Raises `InvalidSlot` when i is out of range or free already; then, and when the state's `reset` raises, the slot
-        stays as lent as it was.
+        stays in use.
         """
-        cdef int32_t slot = self.read_lent(i)
+        cdef int32_t slot = self.read_used(i)
         self.slot_at(slot).reset()
         self.generations[slot] += 1
         self.ids.c_free(slot)
@@ -324,15 +324,15 @@ cdef class SsmStatePool:
         >>> pool.view(0, "h")[b]
         array([5., 5.], dtype=float32)
         """
-        cdef int32_t target = self.read_lent(dst), source = self.read_lent(src)
+        cdef int32_t target = self.read_used(dst), source = self.read_used(src)
         self.slot_at(target).copy_from(self.slot_at(source))
 
     def handle(self, i):
-        """A `StateHandle` to slot i as it is lent now: stale once the slot was released.
+        """A `StateHandle` to slot i, which goes stale when the slot is released.
 
         Raises `InvalidSlot` when i is out of range or free.
         """
-        return StateHandle(self, self.read_lent(i))
+        return StateHandle(self, self.read_used(i))
 
     def generation(self, i):
         """How often slot i was released; a handle compares it. Raises `InvalidSlot` out of range."""
@@ -343,13 +343,13 @@ cdef class SsmStatePool:
         return self.generations[self.read_slot(i)] == generation
 
     def leaks(self):
-        """The slots that are lent: a list of `Leak("state", request_id, [i], [i], slot)`, in order.
+        """The slots that are in use: a list of `Leak("state", request_id, [i], [i], slot)`, in order.
 
         Slots that were taken without the GIL have request id 0. Ask when an engine is idle, or at its end.
         """
         cdef int32_t i
         found = []
-        for i in range(self.ids.taken):  # no others were ever lent
+        for i in range(self.ids.taken):  # no others were ever used
             if self.ids.c_ref_count(i) > 0:
                 slot = self.slot_at(i)
                 found.append(Leak("state", slot.request_id, [i], [i], slot))
@@ -357,7 +357,7 @@ cdef class SsmStatePool:
 
     def warn_of_leaks(self):
         """A `ResourceWarning` for each of `leaks`: see `BlockAllocator.warn_of_leaks`. Changes nothing."""
-        warn_of(self.leaks(), "states are lent")
+        warn_of(self.leaks(), "states are in use")
 
     def stats(self):
         """Returns a dict of slots and bytes; `peak` is the most slots that were in use at any one time.
@@ -410,5 +410,5 @@ cdef class SsmStatePool:
 
     @property
     def used_count(self):
-        """Slots that are lent."""
+        """Slots that are in use."""
         return self.ids.in_use

@@ -204,7 +204,7 @@ class StateHandle:
 
         Raises `PoolExhausted`, `StaleHandle`; then nothing has changed.
         """
-        copy: StateHandle = self.pool.lend(self.slot.request_id)
+        copy: StateHandle = self.pool.acquire(self.slot.request_id)
         try:
             copy.copy_from(self)
         except BaseException:

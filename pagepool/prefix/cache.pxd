@@ -2,7 +2,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.block_refs cimport HeldBlocks
+from pagepool.memory.block_refs cimport BlockRefs
 from pagepool.prefix.events cimport Event, EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
 
@@ -19,7 +19,7 @@ cdef class PrefixCache:
     cdef object __weakref__
 
     cdef EventLog log(self)
-    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, HeldBlocks held)
+    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held)
 
     # One of `drain_events`, without the GIL, while no other thread is in a call of the cache: see EventLog.c_next.
     # Returns 0 also when the cache notes none.

@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.block_refs import HeldBlocks
+from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.prefix.eviction import CacheReservations
@@ -33,7 +33,7 @@ class PrefixCache:
         self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
     ) -> tuple[NDArray[np.int32], int]: ...
     def match_held(
-        self, held: HeldBlocks, tokens: _Ids, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
+        self, held: BlockRefs, tokens: _Ids, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
     ) -> NDArray[np.int32]: ...
     def cached_tokens(self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()) -> int: ...
     def cache_blocks(

@@ -8,7 +8,7 @@ from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.block_refs cimport HeldBlocks
+from pagepool.memory.block_refs cimport BlockRefs
 from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
 from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.prefix.events cimport Event, EventLog
@@ -85,7 +85,7 @@ cdef class PrefixCache:
             raise ValueError(f"max_events must be 0 or more, not {events}")
         if events:
             self.cached.log = EventLog(self.cached.table, events)
-        allocator.add_holder(self)
+        allocator.add_owner(self)
 
     def __dealloc__(self):
         PyMem_Free(self.path)
@@ -135,11 +135,11 @@ cdef class PrefixCache:
         """
         return self.match(tokens, cache_salt, extra_keys, True, None)
 
-    def match_held(self, HeldBlocks held not None, tokens, cache_salt=None, extra_keys=()):
+    def match_held(self, BlockRefs held not None, tokens, cache_salt=None, extra_keys=()):
         """As `match_prefix`; it is `held`, of the same allocator, that has the references. Internal."""
         return self.match(tokens, cache_salt, extra_keys, False, held)[0]
 
-    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, HeldBlocks held):
+    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held):
         """Blocks and number of tokens. All that can fail is done before anything changes."""
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
@@ -177,7 +177,7 @@ cdef class PrefixCache:
                             "a cached block was freed by someone else, or has all the references a count can hold"
                         )
                     if held is not None:
-                        held.c_hold(found, num_found)
+                        held.c_note(found, num_found)
                     self.c_touch_path(num_found)
                 self.looked_up += n
                 self.hits += num_full

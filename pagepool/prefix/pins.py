@@ -10,7 +10,7 @@ from typing import Any
 
 from pagepool.arguments import integer, real
 from pagepool.errors import PoolError, refuse_copy
-from pagepool.memory.block_refs import HeldBlocks, hold
+from pagepool.memory.block_refs import BlockRefs, block_refs
 from pagepool.prefix.cache import PrefixCache
 
 __all__ = ["PrefixPins"]
@@ -48,11 +48,11 @@ class PrefixPins:
     def __init__(self, cache: PrefixCache, budget: int) -> None:
         self.cache = cache
         self.budget = integer("budget", budget, low=0)
-        self._pins: dict[int, tuple[HeldBlocks, list[int]]] = {}
+        self._pins: dict[int, tuple[BlockRefs, list[int]]] = {}
         self._times: dict[int, int] = {}  # how many pins a block has
         self._due: list[tuple[Any, int]] = []  # a heap of ends and pins; those let go before are passed over
         self._next = count(1)
-        cache.allocator.add_holder(self)
+        cache.allocator.add_owner(self)
 
     def __del__(self) -> None:
         for held, _ in getattr(self, "_pins", {}).values():
@@ -93,7 +93,7 @@ class PrefixPins:
         if len(self._due) > 64 + 2 * len(self._pins):
             self._due = [due for due in self._due if due[1] in self._pins]
             heapify(self._due)
-        held = hold(self.cache.allocator)
+        held = block_refs(self.cache.allocator)
         try:
             blocks = held.match_prefix(self.cache, tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
             times = self._times.copy()

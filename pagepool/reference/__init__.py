@@ -7,14 +7,13 @@ in for the other.
 from pagepool.reference.allocator import BlockAllocator
 from pagepool.reference.attention import decode
 from pagepool.reference.batch import append_batch, release_batch
-from pagepool.reference.block_table import PagedSeqState
+from pagepool.reference.block_table import BlockTables, PagedSeqState
 from pagepool.reference.hybrid import HybridSequence
 from pagepool.reference.kv_pool import KvCachePool
-from pagepool.reference.lent import SequenceHandle
 from pagepool.reference.prefix import PrefixCache
 from pagepool.reference.scheduler import Scheduler
+from pagepool.reference.snapshot import SequenceHandle
 from pagepool.reference.ssm_pool import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SsmStatePool
-from pagepool.reference.tables import BlockTables
 
 __all__ = [
     "AttentionSequenceState",

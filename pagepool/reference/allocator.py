@@ -20,9 +20,8 @@ from weakref import WeakSet
 import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, PoolExhausted
-from pagepool.reference.held_blocks import HeldBlocks
 
-__all__ = ["BlockAllocator", "count_of"]
+__all__ = ["BlockAllocator", "BlockRefs", "count_of"]
 
 MAX_BLOCKS = 2**31 - 1
 
@@ -62,7 +61,7 @@ class BlockAllocator:
         self._freed: list[int] = []  # the top is the most recently freed
         self._refs: list[int] = []  # of the blocks below _fresh
         self.attached: WeakSet[Any] = WeakSet()  # pools whose pages follow a block that is copied
-        self._holders: WeakSet[Any] = WeakSet()  # sequences and caches
+        self._owners: WeakSet[Any] = WeakSet()  # sequences and caches
 
     def read_block_size(self, block_size: int | None) -> int:
         """The tokens of a block that a holder is to have: those of an attached pool, where there is one."""
@@ -122,9 +121,9 @@ class BlockAllocator:
         self.demand(n)
         return np.array([self._take() for _ in range(n)], dtype=np.int32)
 
-    def hold(self) -> HeldBlocks:
-        """What a transaction takes references by."""
-        return HeldBlocks(self)
+    def block_refs(self) -> BlockRefs:
+        """A new `BlockRefs`, by which a transaction takes references."""
+        return BlockRefs(self)
 
     def free(self, blocks: int | Iterable[int]) -> None:
         """Drops one reference of each block; a block without references is free, the last one given is the next out.
@@ -152,13 +151,13 @@ class BlockAllocator:
         block = self._in_range(block)
         return self._refs[block] if block < self._fresh else 0
 
-    def add_holder(self, holder: Any) -> None:
+    def add_owner(self, holder: Any) -> None:
         """Makes something that holds blocks known: `kind`, `label` and `references()`, an id for each reference."""
-        self._holders.add(holder)
+        self._owners.add(holder)
 
     def owners(self, block: int) -> list[tuple[str, Any, int, Any]]:
         """Who holds a block: kind, label, references and holder; the references add up to `ref_count(block)`."""
-        found = [(holder.kind, holder.label, holder.references().count(block), holder) for holder in self._holders]
+        found = [(holder.kind, holder.label, holder.references().count(block), holder) for holder in self._owners]
         found = [owner for owner in found if owner[2]]
         others = self.ref_count(block) - sum(owner[2] for owner in found)
         return found + [("other", None, others, None)] * (others > 0)
@@ -168,7 +167,7 @@ class BlockAllocator:
 
         others: how many references belong to no holder, when that is known.
         """
-        held = Counter(block for holder in self._holders for block in holder.references())
+        held = Counter(block for holder in self._owners for block in holder.references())
         if any(times > self.ref_count(block) for block, times in held.items()):
             raise PoolError("a block has fewer references than its holders have")
         if others is not None and sum(self._refs) - sum(held.values()) != others:
@@ -217,3 +216,46 @@ class BlockAllocator:
             if block >= self._fresh or not self._refs[block]:
                 raise InvalidBlock(f"block {block} is not allocated")
         return ids
+
+
+class BlockRefs:
+    """References to blocks of one allocator, taken at once and given back at once: what a `Transaction` holds.
+
+    references held == one to each block        blocks are given back in the opposite order
+
+    A call that raises has taken nothing.
+
+    >>> from pagepool.reference import BlockAllocator
+    >>> held = BlockAllocator(4).block_refs()
+    >>> held.allocate_n(3).tolist(), len(held)
+    ([0, 1, 2], 3)
+    """
+
+    def __init__(self, allocator: Any) -> None:
+        self.allocator = allocator
+        self._blocks: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def allocate_n(self, n: int) -> np.ndarray:
+        """Takes n blocks."""
+        blocks: np.ndarray = self.allocator.allocate_n(n)
+        self._blocks = blocks.tolist()
+        return blocks
+
+    def share(self, blocks: Any) -> None:
+        """Takes one reference more to each block."""
+        self.allocator.share(blocks)
+        self._blocks = np.asarray(blocks).reshape(-1).tolist()
+
+    def match_prefix(self, cache: Any, tokens: Any, **keys: Any) -> np.ndarray:
+        """Takes the cached blocks of a prompt."""
+        blocks: np.ndarray = cache.match_prefix(tokens, **keys)
+        self._blocks = blocks.tolist()
+        return blocks
+
+    def give_back(self) -> None:
+        """Drops the references, the last one first."""
+        self.allocator.free(self._blocks[::-1])
+        self._blocks = []

@@ -11,14 +11,16 @@ Blocks that a sliding window left behind may be given back: the table has -1 in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from pagepool.errors import StaleHandle
 from pagepool.reference.allocator import BlockAllocator, count_of
-from pagepool.reference.lent import SavedTable, SequenceHandle
+from pagepool.reference.snapshot import SequenceHandle, TableSnapshot
 
-__all__ = ["PagedSeqState"]
+__all__ = ["BlockTables", "PagedSeqState"]
 
 
 class PagedSeqState:
@@ -54,9 +56,9 @@ class PagedSeqState:
         self.generation = self._generations = 0
         self.closed = False
         self._blocks: list[int] = []  # of every place, -1 before first_block
-        self._saved: list[SavedTable] = []  # of the open transactions, the innermost last
+        self._saved: list[TableSnapshot] = []  # of the open transactions, the innermost last
         self._table = np.zeros(self.max_blocks_per_seq, dtype=np.int32)
-        allocator.add_holder(self)
+        allocator.add_owner(self)
 
     def __del__(self) -> None:
         if hasattr(self, "_table"):  # nearly the last thing that __init__ makes
@@ -72,7 +74,7 @@ class PagedSeqState:
 
     def references(self) -> list[int]:
         """The ids that it has references to, in its table and for its transactions."""
-        return self.blocks + [saved.blocks[place] for saved in self._saved for place in saved.kept]
+        return self.blocks + [saved.blocks[place] for saved in self._saved for place in saved.owned]
 
     @property
     def block_table(self) -> memoryview:
@@ -190,7 +192,7 @@ class PagedSeqState:
     def begin(self) -> None:
         """Begins a transaction: until it ends, what `abort` needs is neither freed nor written."""
         self._use()
-        self._saved.append(SavedTable(self))
+        self._saved.append(TableSnapshot(self))
 
     @property
     def open_transactions(self) -> int:
@@ -204,7 +206,7 @@ class PagedSeqState:
         """
         saved = self._saved.pop()
         outer = self._saved[-1] if self._saved else None
-        for place in sorted(saved.kept):
+        for place in sorted(saved.owned):
             block = saved.blocks[place]
             uncut = outer is not None and self.len >= outer.len and self._blocks[place : place + 1] == [block]
             if outer is None or uncut or not outer.takes(place, block):
@@ -273,3 +275,59 @@ class PagedSeqState:
         for _ in range(missing):
             self._table[len(self._blocks)] = block = next(taken)
             self._blocks.append(block)
+
+
+class BlockTables:
+    """The rows that a step's kernels read, filled from the states of a batch.
+
+    >>> from pagepool.reference import BlockAllocator
+    >>> state = PagedSeqState(BlockAllocator(4), block_size=2)
+    >>> slots = state.append(3)
+    >>> tables = BlockTables(max_seqs=2, max_blocks_per_seq=4).fill([state], [2])
+    >>> tables.block_tables.tolist(), tables.seq_lens.tolist(), tables.slot_mapping.tolist()
+    ([[0, 1, 0, 0]], [3], [1, 2])
+    """
+
+    def __init__(self, max_seqs: int, max_blocks_per_seq: int) -> None:
+        self.max_seqs = count_of("max_seqs", max_seqs)
+        self.max_blocks_per_seq = count_of("max_blocks_per_seq", max_blocks_per_seq)
+        self._set([], [])
+
+    def fill(self, states: Any, num_tokens: Sequence[int] | None = None) -> BlockTables:
+        """Rows of the blocks that hold tokens, in the order of `states` or of a `ScheduledBatch`; returns itself.
+
+        `slot_mapping` and `query_start_loc` cover the last `num_tokens[i]` tokens of each state (None: one each, none
+        of an empty state; a batch brings its own). Raises `ValueError` when there are more states than `max_seqs`, a
+        state has more of those blocks than a row, or more tokens are asked for than it has; nothing changes then.
+        """
+        if hasattr(states, "states"):
+            states, num_tokens = states.states, states.num_tokens
+        if num_tokens is None:
+            num_tokens = [min(1, state.len) for state in states]
+        for state in states:
+            state._use()
+        if len(states) > self.max_seqs:
+            raise ValueError(f"{len(states)} states, at most {self.max_seqs}")
+        if len(num_tokens) != len(states):
+            raise ValueError(f"{len(states)} states but {len(num_tokens)} numbers of tokens")
+        for state, tokens in zip(states, num_tokens, strict=True):
+            count_of("num_tokens", tokens, state.len)
+            if state.len - tokens < state.first_block * state.block_size:
+                raise ValueError(f"the first {state.first_block * state.block_size} tokens were given back")
+            if state._needed(state.len) > self.max_blocks_per_seq:
+                raise ValueError(f"{state.len} tokens do not fit into a row of {self.max_blocks_per_seq} blocks")
+        self._set(states, num_tokens)
+        return self
+
+    def _set(self, states: Sequence[PagedSeqState], num_tokens: Sequence[int]) -> None:
+        width = self.max_blocks_per_seq
+        rows = [state._blocks[: state._needed(state.len)] for state in states]
+        rows = [row + [0] * (width - len(row)) for row in rows]
+        starts = list(accumulate(num_tokens, initial=0))
+        slots = []
+        for state, tokens in zip(states, num_tokens, strict=True):
+            slots += [state.slot(token) for token in range(state.len - tokens, state.len)]
+        self.block_tables = np.array(rows, dtype=np.int32).reshape(len(rows), width)
+        self.seq_lens = np.array([state.len for state in states], dtype=np.int32)
+        self.slot_mapping = np.array(slots, dtype=np.int64)
+        self.query_start_loc = np.array(starts, dtype=np.int32)

@@ -32,7 +32,7 @@ class PrefixPins:
         self.budget = budget
         self._made = 0
         self._pins: dict[int, tuple[float, list[int]]] = {}  # when it ends, its blocks
-        cache.allocator.add_holder(self)
+        cache.allocator.add_owner(self)
 
     @property
     def num_pinned(self) -> int:

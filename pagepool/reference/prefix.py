@@ -68,7 +68,7 @@ class PrefixCache:
         self.evicted = self.cleared = self.forgotten = self.looked_up = self.hits = 0
         self.reservations = CacheReservations(self)
         self._forget()
-        allocator.add_holder(self)
+        allocator.add_owner(self)
 
     def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> np.ndarray:
         """The cached blocks of the longest prefix of `tokens`, each with one reference more, the caller's to free."""

@@ -13,7 +13,7 @@ import numpy as np
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolError, PoolExhausted
 from pagepool.reference.allocator import count_of
-from pagepool.reference.lent import StateHandle
+from pagepool.reference.snapshot import StateHandle
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SsmStatePool"]
 
@@ -153,7 +153,7 @@ class SsmStatePool:
         self._slots[i].request_id = request_id
         return i
 
-    def lend(self, request_id: int) -> StateHandle:
+    def acquire(self, request_id: int) -> StateHandle:
         """Gives the request a slot; a handle to it."""
         return self.handle(self.alloc(request_id))
 
@@ -183,7 +183,7 @@ class SsmStatePool:
         self._slots[dst].position = self._slots[src].position
 
     def handle(self, i: int) -> StateHandle:
-        """Slot `i` as it is lent now; `InvalidSlot` when it is out of range or free."""
+        """A handle to slot `i`; `InvalidSlot` when it is out of range or free."""
         self.slot(i)
         if i not in self._in_use:
             raise InvalidSlot(f"slot {i} is not allocated")

@@ -10,7 +10,7 @@ from typing import Any
 from pagepool.errors import PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import append_batch, release_batch
-from pagepool.memory.block_refs import hold
+from pagepool.memory.block_refs import block_refs
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.scheduling.request import Sequence
 
@@ -37,7 +37,7 @@ class BlockManager:
         self.evicted = 0
         if allocator is None:
             return
-        self.block_refs = hold(allocator)
+        self.block_refs = block_refs(allocator)
         self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
         self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
 

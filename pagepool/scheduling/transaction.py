@@ -12,7 +12,7 @@ from typing import Any
 
 from pagepool.arguments import wrong
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
-from pagepool.memory.block_refs import hold
+from pagepool.memory.block_refs import block_refs
 from pagepool.memory.journal import Journal, Made, Participation, run_all
 
 __all__ = ["Transaction"]
@@ -30,7 +30,7 @@ class Publication:
         self.tokens = tokens
         self.blocks = array("i", blocks)
         self.keys = keys
-        self.held = hold(cache.allocator)
+        self.held = block_refs(cache.allocator)
         self._fresh = array("i")
 
     def publish(self) -> None:
@@ -159,12 +159,12 @@ class Transaction:
 
     def allocate_n(self, allocator: Any, n: int) -> Any:
         """Takes n blocks for the caller: see `BlockAllocator.allocate_n`. An abort gives them back."""
-        held = hold(allocator)
+        held = block_refs(allocator)
         return self._perform(held.give_back, held.allocate_n, n)
 
     def share(self, allocator: Any, blocks: Any) -> None:
         """Adds a reference to each block: see `BlockAllocator.share`. An abort drops them."""
-        held = hold(allocator)
+        held = block_refs(allocator)
         self._perform(held.give_back, held.share, blocks)
 
     def free(self, allocator: Any, blocks: Any) -> None:
@@ -181,7 +181,7 @@ class Transaction:
 
     def match_prefix(self, cache: Any, tokens: Any, **keys: Any) -> Any:
         """The cached blocks of a prompt: see `PrefixCache.match_prefix`. An abort drops the references."""
-        held = hold(cache.allocator)
+        held = block_refs(cache.allocator)
         return self._perform(held.give_back, partial(held.match_prefix, **keys), cache, tokens)
 
     def cache_blocks(self, cache: Any, tokens: Any, blocks: Any, **keys: Any) -> None:
@@ -206,8 +206,8 @@ class Transaction:
             raise
 
     def alloc_state(self, pool: Any, request_id: int) -> Any:
-        """Lends a recurrent state: a `StateHandle`, see `SsmStatePool.lend`. An abort takes it back."""
-        return self._make(pool.lend, request_id)
+        """Takes a recurrent state: a `StateHandle`, see `SsmStatePool.acquire`. An abort takes it back."""
+        return self._make(pool.acquire, request_id)
 
     def release_state(self, handle: Any) -> None:
         """Takes the state of a `StateHandle` back when it commits. Raises `StaleHandle` when that was done already."""

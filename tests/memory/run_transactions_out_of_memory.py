@@ -50,7 +50,7 @@ class World:
             self.pool.alloc(1)
         for _ in range(MANY):
             self.pool.release(self.pool.alloc(1))
-        self.handle, self.lent = self.pool.lend(7), self.pool.lend(8)
+        self.handle, self.lent = self.pool.acquire(7), self.pool.acquire(8)
         self.groups = [KvGroup(self.allocator, 4), KvGroup(self.allocator, 4, window=9)]
         self.hybrid = HybridSequence(self.groups, self.pool, label="hybrid")
         self.marks = []
@@ -224,7 +224,7 @@ OPERATIONS = {
     "match_prefix": lambda world: world.cache.match_prefix(PROMPT),
     "match_tokens": lambda world: world.cache.match_tokens(PROMPT[:1118]),
     "allocate": lambda world: world.allocator.allocate(),
-    "lend": lambda world: world.pool.lend(9),
+    "lend": lambda world: world.pool.acquire(9),
     "alloc": lambda world: world.pool.alloc(9),
     "begin of a handle": lambda world: world.handle.begin(),
     "fork of a handle": lambda world: world.handle.fork(),

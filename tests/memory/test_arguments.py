@@ -124,10 +124,10 @@ def test_a_call_with_a_wrong_type_changes_nothing(use, sentence, tokens):
 
 def test_a_state_is_copied_from_a_slot_of_its_own_pool_alone():
     pool, other = SsmStatePool.from_layout(LAYOUT, 2), SsmStatePool.from_layout(LAYOUT, 2)
-    handle = pool.lend(7)
+    handle = pool.acquire(7)
     handle.view(0, "h")[...] = 3
     with pytest.raises(ValueError, match="slot 0 cannot become a copy of slot 0 of another pool"):
-        handle.copy_from(other.lend(8))
+        handle.copy_from(other.acquire(8))
     with pytest.raises(TypeError, match="other must be a StateHandle, not int: 0"):
         handle.copy_from(0)
     assert handle.view(0, "h").tolist() == [3, 3]

@@ -47,7 +47,7 @@ def owners():
         PrefixNamespace(cache),
         states,
         HybridSequence([KvGroup(allocator, 4)]),
-        states.lend(1),
+        states.acquire(1),
         SequencePool(pool, states),
         SwapFile(pool, num_blocks=2),
         StateCheckpoints(STATES, states, 1000),

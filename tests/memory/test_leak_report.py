@@ -57,7 +57,7 @@ def test_closing_a_pool_names_whoever_holds_blocks():
     pool.allocator.check(others=1)
     with pytest.warns(ResourceWarning) as found:
         pool.allocator.warn_of_leaks()
-    assert messages(found)[2] == "blocks are in use: nobody who is known holds 1 block still, 0 of them alone"
+    assert messages(found)[2] == "blocks are in use: an unknown owner holds 1 block still, 0 of them alone"
 
 
 def test_a_pool_of_both_kinds_names_states_as_well():
@@ -68,7 +68,7 @@ def test_a_pool_of_both_kinds_names_states_as_well():
         assert entered is pool
     assert messages(found) == [
         "the pool is closed: sequence 7 holds 2 blocks still, 2 of them alone",
-        "states are lent: request 7 has state 0 still",
+        "states are in use: request 7 has state 0 still",
     ]
     assert {warning.filename for warning in found} == {__file__}
     pool.close()

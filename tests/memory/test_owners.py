@@ -28,7 +28,7 @@ def test_the_owners_of_a_block_add_up_to_its_references():
         ("cache", "gittins", 1),
         ("other", None, 2),
     ]
-    assert [owner.holder for owner in owners] == [first, second, cache, None]
+    assert [owner.object for owner in owners] == [first, second, cache, None]
     assert sum(owner.references for owner in owners) == allocator.ref_count(0) == 5
     assert allocator.owners(15) == []
     assert sorted(allocator.owners()) == [0, 1, 2]
@@ -86,8 +86,8 @@ def test_another_holder_is_audited_while_it_lives():
     allocator = BlockAllocator(4)
     allocator.share([allocator.allocate()])
     engine = Engine()
-    allocator.add_holder(engine)
-    allocator.add_holder(engine)
+    allocator.add_owner(engine)
+    allocator.add_owner(engine)
     assert [owner[:3] for owner in allocator.owners(0)] == [("engine", "draft", 2)]
     allocator.check(others=0)
     del engine

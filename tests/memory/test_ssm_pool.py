@@ -1,4 +1,4 @@
-"""SsmStatePool, the slots that it lends and the states in them."""
+"""SsmStatePool, its slots and the states in them."""
 
 import gc
 
@@ -209,7 +209,7 @@ def test_double_release():
         assert pool.free_count == 2
 
 
-def test_a_reset_that_fails_leaves_the_slot_lent():
+def test_a_reset_that_fails_leaves_the_slot_in_use():
     class Stubborn(AttentionSequenceState):
         def reset(self):
             raise RuntimeError("no")

@@ -1,4 +1,4 @@
-"""Slots of recurrent states as they were lent: stale handles, copies, and states that a transaction puts back."""
+"""Slots of recurrent states by handle: stale ones, copies, and states that a transaction puts back."""
 
 import numpy as np
 import pytest
@@ -130,7 +130,7 @@ def test_an_abort_puts_the_state_back_and_a_commit_does_not():
     assert states(pool, taken)[1] == [6] * 5 and pool.used_count == 1
 
 
-def test_leaks_and_stats_name_what_is_lent():
+def test_leaks_and_stats_name_what_is_in_use():
     pool = SsmStatePool.from_layout(LAYOUT, 4)
     pool.alloc(7)
     pool.release(pool.alloc(8))

@@ -1,4 +1,4 @@
-"""What a sequence was: when a transaction on it began, and when it was lent to whoever has a handle."""
+"""What a sequence was when a transaction on it began, and handles that go stale when it is released."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from pagepool.errors import StaleHandle
 
-__all__ = ["SavedTable", "SequenceHandle", "StateHandle"]
+__all__ = ["SequenceHandle", "StateHandle", "TableSnapshot"]
 
 
-class SavedTable:
-    """A sequence as it was when a transaction began. `kept`: the places whose blocks it has a reference to.
+class TableSnapshot:
+    """A sequence as it was when a transaction began. `owned`: the places whose blocks it has a reference to.
 
     A place that is not kept has its block in the sequence's own table, with the table's reference.
     """
@@ -20,22 +20,22 @@ class SavedTable:
         self.first_block = state.first_block
         self.len = state.len
         self.generation = state.generation
-        self.kept: set[int] = set()
+        self.owned: set[int] = set()
 
     def needs(self, place: int, block: int) -> bool:
         """Whether an abort needs the block that the table has at a place, and nothing but the table keeps it."""
-        return self.first_block <= place < len(self.blocks) and self.blocks[place] == block and place not in self.kept
+        return self.first_block <= place < len(self.blocks) and self.blocks[place] == block and place not in self.owned
 
     def takes(self, place: int, block: int) -> bool:
         """Takes over the table's reference, if an abort needs it."""
         needed = self.needs(place, block)
         if needed:
-            self.kept.add(place)
+            self.owned.add(place)
         return needed
 
 
 class SequenceHandle:
-    """A sequence as it was lent: `state` raises `StaleHandle` once it was released."""
+    """A handle to a sequence: `state` raises `StaleHandle` once it was released."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -55,7 +55,7 @@ class SequenceHandle:
 
 
 class StateHandle:
-    """A slot of a pool of recurrent states as it was lent; transactions keep copies in slots of their own."""
+    """A handle to a slot of a pool of recurrent states; transactions keep copies in slots of their own."""
 
     def __init__(self, pool: Any, index: int) -> None:
         self.pool = pool
@@ -120,7 +120,7 @@ class StateHandle:
         self.pool.release(self._saved.pop())
 
     def abort(self) -> None:
-        """Ends the innermost transaction and puts the state back, if the slot is still lent."""
+        """Ends the innermost transaction and puts the state back, if the slot was not released."""
         copy = self._saved.pop()
         if not self.is_stale:
             self.pool.copy(self.index, copy)
