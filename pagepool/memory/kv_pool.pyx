@@ -262,7 +262,7 @@ cdef class KvCachePool:
         return 0
 
     @staticmethod
-    def from_layout(layout not None, num_blocks, allocator=None, max_blocks=None):
+    def from_layout(layout, num_blocks, allocator=None, max_blocks=None):
         """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
         allocator   the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one

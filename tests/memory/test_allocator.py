@@ -1,5 +1,7 @@
 """BlockAllocator, as the fixed table describes it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -70,77 +72,95 @@ def test_largest_capacity_is_made_at_once_and_touches_nothing():
     allocator.check()
 
 
-@pytest.mark.parametrize("number", [-1, 2**31, 2**80])
-def test_capacity_out_of_range(number):
-    with pytest.raises(ValueError, match=str(number)):
-        BlockAllocator(number)
-
-
-@pytest.mark.parametrize("number", [1.0, "1", None])
-def test_capacity_must_be_an_integer(number):
-    with pytest.raises(TypeError):
-        BlockAllocator(number)
-
-
-def test_negative_number_of_blocks():
-    with pytest.raises(ValueError, match="-1"):
-        BlockAllocator(4).allocate_n(-1)
-
-
 def snapshot(allocator):
     allocator.check()
     return [allocator.ref_count(b) for b in range(allocator.capacity)], allocator.free_count, allocator.peak_in_use
 
 
+BIT_32 = "ids have 32 bits, 2147483647 is the largest"
+NO_IDS = "block ids must be an integer, a sequence of integers or an array of them"
+
+
 @pytest.mark.parametrize(
-    "blocks",
+    ("call", "error", "sentence"),
     [
-        5,  # free again
-        [5],
-        [0, 5],
-        [1, 2, 5, 0],
-        [0, 1, 0],  # more often than it has references, in one call
-        [3, 3, 3],  # likewise, with 2 references
-        6,  # never handed out
-        8,  # foreign
-        [0, 1, 8],
-        -1,
-        [0, -1],
-        2**31,
-        -(2**31) - 1,
-        2**80,
-        [0, 2**40],
-        np.array([0, 2**40]),
-        np.array([0, -1]),
-        np.array([0, 1, 0], np.int32),
-        np.array([0, 9], np.uint8),
+        (lambda it: BlockAllocator(-1), ValueError, "num_blocks must be from 0 to 2147483647, not -1"),
+        (lambda it: BlockAllocator(2**31), ValueError, "num_blocks must be from 0 to 2147483647, not 2147483648"),
+        (lambda it: BlockAllocator(2**80), ValueError, f"num_blocks must be from 0 to 2147483647, not {2**80}"),
+        (lambda it: BlockAllocator(1.0), TypeError, "num_blocks must be an integer, not float: 1.0"),
+        (lambda it: BlockAllocator("1"), TypeError, "num_blocks must be an integer, not str: '1'"),
+        (lambda it: BlockAllocator(None), TypeError, "num_blocks must be an integer, not None"),
+        (lambda it: it.allocate_n(-1), ValueError, "cannot allocate -1 blocks"),
+        (lambda it: it.ref_count(8), InvalidBlock, "block 8 is out of range: there are 8 blocks"),
+        (lambda it: it.ref_count(-1), InvalidBlock, "block -1 is out of range: there are 8 blocks"),
+        (lambda it: it.ref_count(2**40), InvalidBlock, BIT_32),
+        (lambda it: it.ref_count(1.0), TypeError, "a block id must be an integer, not float"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_changes_nothing(call, error, sentence):
+    allocator = six_of_eight()
+    before = snapshot(allocator)
+    with pytest.raises(error, match=re.escape(sentence)):
+        call(allocator)
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "to_free", "to_share"),
+    [
+        (5, InvalidBlock, "cannot drop 1 reference of block 5: it is free and has 0", None),
+        ([0, 5], InvalidBlock, None, "cannot add 1 reference to block 5: it is free and has 0"),
+        ([1, 2, 5, 0], InvalidBlock, "cannot drop 1 reference of block 5: it is free and has 0", "block 5"),
+        (6, InvalidBlock, "cannot drop 1 reference of block 6: it is free and has 0", "block 6"),  # never handed out
+        (8, InvalidBlock, *["block 8 is out of range: there are 8 blocks"] * 2),
+        ([0, 1, 8], InvalidBlock, *["block 8 is out of range: there are 8 blocks"] * 2),
+        (-1, InvalidBlock, *["block -1 is out of range: there are 8 blocks"] * 2),
+        ([0, -1], InvalidBlock, *["block -1 is out of range: there are 8 blocks"] * 2),
+        (2**31, InvalidBlock, BIT_32, BIT_32),
+        (-(2**31) - 1, InvalidBlock, BIT_32, BIT_32),
+        (2**80, InvalidBlock, BIT_32, BIT_32),
+        ([0, 2**40], InvalidBlock, BIT_32, BIT_32),
+        (np.array([0, 2**40]), InvalidBlock, BIT_32, BIT_32),
+        (np.array([0, -1]), InvalidBlock, *["block -1 is out of range: there are 8 blocks"] * 2),
+        (np.array([0, 9], np.uint8), InvalidBlock, *["block 9 is out of range: there are 8 blocks"] * 2),
+        (1.0, TypeError, NO_IDS, NO_IDS),
+        (None, TypeError, NO_IDS, NO_IDS),
+        ("1", TypeError, *["a block id must be an integer, not str"] * 2),
+        ([1.0], TypeError, *["a block id must be an integer, not float"] * 2),
+        (["1"], TypeError, *["a block id must be an integer, not str"] * 2),
+        (np.array([1.0]), TypeError, *["a block id must be an integer, not float64"] * 2),
+        (np.float32(1), TypeError, *["a block id must be an integer, not float32"] * 2),
+        (np.array([True]), TypeError, *["a block id must be an integer, not bool"] * 2),
+        (np.zeros((2, 2), np.int32), ValueError, *["block ids must have 1 dimension, not 2"] * 2),
+        # more references than a block has: an error of free alone
+        ([0, 1, 0], InvalidBlock, "cannot drop 2 references of block 0: it has 1", "accepted"),
+        ([3, 3, 3], InvalidBlock, "cannot drop 3 references of block 3: it has 2", "accepted"),
+        (np.array([0, 1, 0], np.int32), InvalidBlock, "cannot drop 2 references of block 0: it has 1", "accepted"),
     ],
     ids=str,
 )
-def test_bad_free_raises_and_changes_nothing(blocks):
+def test_wrong_ids_are_named_and_change_nothing(blocks, error, to_free, to_share):
+    allocator = six_of_eight()
+    before = snapshot(allocator)
+    with pytest.raises(error, match=to_free and re.escape(to_free)):
+        allocator.free(blocks)
+    assert snapshot(allocator) == before
+    if to_share == "accepted":
+        allocator.share(blocks)
+    else:
+        with pytest.raises(error, match=to_share and re.escape(to_share)):
+            allocator.share(blocks)
+        assert snapshot(allocator) == before
+    assert allocator.allocate() == 5, "the order of the free list is as it was"
+
+
+def six_of_eight():
+    """Blocks 0 to 4 are taken, 3 twice; 5 is free again, 6 and 7 were never handed out."""
     allocator = BlockAllocator(8)
     allocator.allocate_n(6)
     allocator.share(3)
     allocator.free(5)
-    before = snapshot(allocator)
-    with pytest.raises(InvalidBlock):
-        allocator.free(blocks)
-    assert snapshot(allocator) == before
-    assert allocator.allocate() == 5, "the order of the free list is as it was"
-
-
-def test_errors_say_what_is_wrong():
-    allocator = BlockAllocator(4)
-    allocator.allocate_n(3)
-    allocator.free(2)
-    with pytest.raises(InvalidBlock, match="block 7 is out of range: there are 4 blocks"):
-        allocator.free([0, 7])
-    with pytest.raises(InvalidBlock, match="cannot drop 1 reference of block 2: it is free and has 0"):
-        allocator.free(2)
-    with pytest.raises(InvalidBlock, match="cannot drop 2 references of block 1: it has 1"):
-        allocator.free([1, 1])
-    with pytest.raises(InvalidBlock, match="cannot add 1 reference to block 3: it is free and has 0"):
-        allocator.share([0, 3])
+    return allocator
 
 
 @pytest.mark.parametrize(
@@ -179,21 +199,6 @@ def test_free_takes_one_integer(block):
     assert allocator.allocate() == 1
 
 
-@pytest.mark.parametrize("blocks", [1.0, "1", None, [1.0], ["1"], np.array([1.0]), np.float32(1), np.array([True])])
-def test_no_integer_is_a_type_error(blocks):
-    allocator = BlockAllocator(2)
-    allocator.allocate_n(2)
-    for method in allocator.free, allocator.share:
-        with pytest.raises(TypeError):
-            method(blocks)
-    assert allocator.in_use == 2
-
-
-def test_more_than_one_dimension_is_a_value_error():
-    with pytest.raises(ValueError, match="2"):
-        BlockAllocator(4).free(np.zeros((2, 2), np.int32))
-
-
 def test_many_ids_beyond_the_stack():
     allocator = BlockAllocator(1000)
     blocks = allocator.allocate_n(1000)
@@ -226,26 +231,6 @@ def test_share_adds_references_and_each_wants_a_free():
     assert (allocator.in_use, allocator.ref_count(np.int16(0))) == (2, 1)
     allocator.free([0, 1])
     assert allocator.in_use == 0
-
-
-def test_bad_share_changes_nothing():
-    allocator = BlockAllocator(4)
-    allocator.allocate_n(2)
-    before = snapshot(allocator)
-    for blocks in ([0, 1, 2], [0, 4], [-1], 2**33):
-        with pytest.raises(InvalidBlock):
-            allocator.share(blocks)
-        assert snapshot(allocator) == before
-
-
-def test_ref_count_of_a_block_out_of_range():
-    allocator = BlockAllocator(4)
-    assert allocator.ref_count(3) == 0
-    for block in (4, -1, 2**40):
-        with pytest.raises(InvalidBlock):
-            allocator.ref_count(block)
-    with pytest.raises(TypeError):
-        allocator.ref_count(1.0)
 
 
 def test_counts():

@@ -26,23 +26,68 @@ def test_flat_pool_that_is_exhausted():
         pool.alloc()
 
 
-@pytest.mark.parametrize("i", [-1, 2, 2**31, 2**70])
-def test_pages_out_of_range(i):
-    pool = KvCachePool(8, 2)
-    for method in (pool.page, pool.free):
-        with pytest.raises(InvalidBlock):
-            method(i)
-    assert pool.free_pages == 2
+K = np.zeros((1, 1, 8), np.float32)
+ONE = np.zeros(1, np.int64)
 
 
-def test_double_free_of_a_page():
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: KvCachePool(0, 1), ValueError, "page_size must be from 1 to 1099511627776, not 0"),
+        (lambda: KvCachePool(-1, 1), ValueError, "page_size must be from 1 to 1099511627776, not -1"),
+        (lambda: KvCachePool(2**41, 1), ValueError, "page_size must be from 1 to 1099511627776, not 2199023255552"),
+        (lambda: KvCachePool(1, -1), ValueError, "the number of pages must be from 0 to 2147483647, not -1"),
+        (lambda: KvCachePool(1, 2**31), ValueError, "the number of pages must be from 0 to 2147483647, not 2147483648"),
+        (lambda: KvCachePool(1, 1, "float64"), ValueError, "one of float32, float16, bfloat16, not 'float64'"),
+        (lambda: KvCachePool(1, 1, "int8"), ValueError, "one of float32, float16, bfloat16, not 'int8'"),
+        (lambda: KvCachePool(1.0, 1), TypeError, "page_size must be an integer, not float: 1.0"),
+        (lambda: KvCachePool(1, 1.0), TypeError, "initial_pages must be an integer, not float: 1.0"),
+        (lambda: KvCachePool(1 << 40, 2**31 - 1), MemoryError, "no room for 2147483647 pages of 4398046511104 bytes"),
+        (lambda: KvCachePool(1 << 40, 1 << 20), MemoryError, "no room for 1048576 pages of 4398046511104 bytes"),
+        (lambda: KvCachePool.from_layout(None, 1), TypeError, "layout must be a KvLayout, not NoneType"),
+        (lambda: KvCachePool.from_layout(8, 1), TypeError, "layout must be a KvLayout, not int"),
+        (lambda: KvCachePool.from_layout(LAYOUT, 1.0), TypeError, "num_blocks must be an integer, not float: 1.0"),
+        (lambda: KvCachePool.from_layout(LAYOUT, -1), ValueError, "num_blocks must be from 0 to 2147483647, not -1"),
+        (lambda: KvCachePool.from_layout(LAYOUT, 1, 5), TypeError, "allocator must be a BlockAllocator, not int"),
+        (
+            lambda: KvCachePool.from_layout(LAYOUT, 3, BlockAllocator(4)),
+            ValueError,
+            "the allocator has 4 blocks, the pool only 3 pages",
+        ),
+        (lambda: layers().append(0.0, ONE, K, K), TypeError, "layer must be an integer, not float"),
+        (lambda: layers().gather(0, [0], "1"), TypeError, "seq_len must be an integer, not str"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+def layers():
+    return KvCachePool.from_layout(LAYOUT, 2)
+
+
+@pytest.mark.parametrize(
+    ("i", "to_page", "to_free"),
+    [
+        (-1, "page -1 is out of range: the pool has 2 pages", "block -1 is out of range: there are 2 blocks"),
+        (2, "page 2 is out of range: the pool has 2 pages", "block 2 is out of range: there are 2 blocks"),
+        (2**31, *["block 2147483648 is out of range: ids have 32 bits"] * 2),
+        (2**70, *[f"block {2**70} is out of range: ids have 32 bits"] * 2),
+        (0, None, "cannot drop 1 reference of block 0: it is free and has 0"),  # freed before
+        (1, None, "cannot drop 1 reference of block 1: it is free and has 0"),
+    ],
+)
+def test_a_wrong_page_is_named_and_changes_nothing(i, to_page, to_free):
     pool = KvCachePool(8, 2)
-    pool.alloc()
-    pool.free(0)
-    with pytest.raises(InvalidBlock):
-        pool.free(0)
-    with pytest.raises(InvalidBlock):
-        pool.free(1)
+    pool.free(pool.alloc())
+    if to_page is None:
+        pool.page(i)  # any page may be viewed
+    else:
+        with pytest.raises(InvalidBlock, match=to_page):
+            pool.page(i)
+    with pytest.raises(InvalidBlock, match=to_free):
+        pool.free(i)
     assert pool.free_pages == 2
 
 
@@ -149,48 +194,10 @@ def test_pools_may_share_an_allocator():
     second = KvCachePool.from_layout(LAYOUT, 6, allocator=allocator)
     assert first.allocator is second.allocator is allocator
     assert second.total_pages == 6
-    with pytest.raises(ValueError, match=r"the allocator has 4 blocks, the pool only 3 pages"):
-        KvCachePool.from_layout(LAYOUT, 3, allocator)
-
-
-@pytest.mark.parametrize(
-    "arguments, error",
-    [
-        ((0, 1), ValueError),
-        ((-1, 1), ValueError),
-        ((2**41, 1), ValueError),
-        ((1, -1), ValueError),
-        ((1, 2**31), ValueError),
-        ((1, 1, "float64"), ValueError),
-        ((1, 1, "int8"), ValueError),
-        ((1.0, 1), TypeError),
-        ((1, 1.0), TypeError),
-        ((1 << 40, 2**31 - 1), MemoryError),
-        ((1 << 40, 1 << 20), MemoryError),
-    ],
-)
-def test_bad_sizes_of_a_flat_pool(arguments, error):
-    with pytest.raises(error):
-        KvCachePool(*arguments)
 
 
 def test_dtype_may_be_a_numpy_dtype():
     assert KvCachePool(1, 1, np.float16).dtype == KvCachePool(1, 1, np.dtype("f2")).dtype == "float16"
-
-
-@pytest.mark.parametrize(
-    "arguments, error",
-    [
-        ((None, 1), TypeError),
-        ((8, 1), TypeError),
-        ((LAYOUT, 1.0), TypeError),
-        ((LAYOUT, -1), ValueError),
-        ((LAYOUT, 1, 5), TypeError),
-    ],
-)
-def test_bad_arguments_of_from_layout(arguments, error):
-    with pytest.raises(error):
-        KvCachePool.from_layout(*arguments)
 
 
 def test_capacity_zero_is_legal():
@@ -263,12 +270,3 @@ def test_a_closed_pool_hands_out_nothing_and_is_not_entered():
             call()
     pool.free(page)  # what was taken may still be given back
     pool.allocator.check(others=0)
-
-
-def test_an_argument_of_the_wrong_type_is_named():
-    pool = KvCachePool.from_layout(LAYOUT, 2)
-    k = np.zeros((1, 1, 8), np.float32)
-    with pytest.raises(TypeError, match="layer must be an integer, not float"):
-        pool.append(0.0, np.zeros(1, np.int64), k, k)
-    with pytest.raises(TypeError, match="seq_len must be an integer, not str"):
-        pool.gather(0, [0], "1")

@@ -80,33 +80,32 @@ def test_an_exhausted_allocator_changes_nothing(allocator, call):
     assert (state.len, state.blocks, allocator.free_count) == (5, [0, 1], 1)
 
 
-@pytest.mark.parametrize("name", ["ensure_capacity", "append", "truncate"])
-def test_numbers_below_zero_and_other_types(allocator, name):
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda it: it.ensure_capacity(-1), ValueError, "a number of tokens cannot be -1"),
+        (lambda it: it.ensure_capacity(-(2**70)), ValueError, "a number of tokens cannot be -1152921504606846976"),
+        (lambda it: it.ensure_capacity(1.0), TypeError, "a number of tokens must be an integer, not float"),
+        (lambda it: it.append(-1), ValueError, "a number of tokens cannot be -1"),
+        (lambda it: it.append(-(2**70)), ValueError, "a number of tokens cannot be -1152921504606846976"),
+        (lambda it: it.append(1.0), TypeError, "a number of tokens must be an integer, not float"),
+        (lambda it: it.truncate(-1), ValueError, "cannot truncate 3 tokens to -1"),
+        (lambda it: it.truncate(-(2**70)), ValueError, "cannot truncate 3 tokens to -1152921504606846976"),
+        (lambda it: it.truncate(1.0), TypeError, "a number of tokens must be an integer, not float"),
+        (lambda it: PagedSeqState(it.allocator, 0), ValueError, "block_size must be from 1 to 1024, not 0"),
+        (lambda it: PagedSeqState(it.allocator, 1025), ValueError, "block_size must be from 1 to 1024, not 1025"),
+        (lambda it: PagedSeqState(it.allocator, -1), ValueError, "block_size must be from 1 to 1024, not -1"),
+        (lambda it: PagedSeqState(it.allocator, 16, -1), ValueError, "max_blocks_per_seq must be from 0 to .*, not -1"),
+        (lambda it: PagedSeqState(it.allocator, 16, 2**31), ValueError, "from 0 to 2147483647, not 2147483648"),
+        (lambda it: PagedSeqState(None), TypeError, "'allocator' has incorrect type"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_changes_nothing(allocator, call, error, sentence):
     state = PagedSeqState(allocator)
     state.append(3)
-    for number in (-1, -(2**70)):
-        with pytest.raises(ValueError):
-            getattr(state, name)(number)
-    with pytest.raises(TypeError):
-        getattr(state, name)(1.0)
-    assert (state.len, state.blocks) == (3, [0])
-
-
-@pytest.mark.parametrize("size", [0, 1025, -1])
-def test_block_size_out_of_range(allocator, size):
-    with pytest.raises(ValueError, match=str(size)):
-        PagedSeqState(allocator, size)
-
-
-@pytest.mark.parametrize("maximum", [-1, 2**31])
-def test_maximum_out_of_range(allocator, maximum):
-    with pytest.raises(ValueError, match=str(maximum)):
-        PagedSeqState(allocator, 16, maximum)
-
-
-def test_allocator_must_be_one():
-    with pytest.raises(TypeError):
-        PagedSeqState(None)
+    with pytest.raises(error, match=sentence):
+        call(state)
+    assert (state.len, state.blocks, allocator.in_use) == (3, [0], 1)
 
 
 def test_truncate_gives_back_the_tail_and_reserved_blocks(allocator):

@@ -60,36 +60,34 @@ def test_mamba2_state_is_zeroed_in_place():
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("call", "error", "sentence"),
     [
-        lambda: AttentionSequenceState(-1),
-        lambda: Mamba2SequenceState(-1, 1, 1, 1),
-        lambda: Mamba2SequenceState(1, -1, 1, 1),
-        lambda: Mamba2SequenceState(1, 1, -1, 1),
-        lambda: SsmStatePool(-1, mamba),
-        lambda: SsmStatePool(2**31, mamba),
-        lambda: SsmStatePool.from_layout(LAYOUT, -1),
-        lambda: SsmStatePool.from_layout(StateLayout(layers=[{"x": ((2,), "O")}]), 1),
+        (lambda it: AttentionSequenceState(-1), ValueError, "max_context must be at least 0, not -1"),
+        (lambda it: AttentionSequenceState(1.0), TypeError, "max_context must be an integer, not float: 1.0"),
+        (lambda it: Mamba2SequenceState(-1, 1, 1, 1), ValueError, "n_layers must be at least 0, not -1"),
+        (lambda it: Mamba2SequenceState(1, -1, 1, 1), ValueError, "d_state must be at least 0, not -1"),
+        (lambda it: Mamba2SequenceState(1, 1, -1, 1), ValueError, "d_inner must be at least 0, not -1"),
+        (lambda it: SsmStatePool(-1, mamba), ValueError, "capacity must be from 0 to 2147483647, not -1"),
+        (lambda it: SsmStatePool(2**31, mamba), ValueError, "capacity must be from 0 to 2147483647, not 2147483648"),
+        (lambda it: SsmStatePool(1.0, mamba), TypeError, "capacity must be an integer, not float: 1.0"),
+        (lambda it: SsmStatePool(1, None), TypeError, "make_state must be callable, not NoneType"),
+        (lambda it: SsmStatePool(1, lambda i: i), TypeError, r"make_state\(0\) must return a SequenceState, not int"),
+        (lambda it: SsmStatePool.from_layout(LAYOUT, -1), ValueError, "capacity must be from 0 to 2147483647, not -1"),
+        (lambda it: SsmStatePool.from_layout(None, 1), TypeError, "layout must be a StateLayout, not NoneType"),
+        (lambda it: StateLayout(layers=[{"x": ((2,), "O")}]), ValueError, "dtype of state 'x' of layer 0 .* not 'O'"),
+        (lambda it: it.alloc("a"), TypeError, "request_id must be an integer, not str: 'a'"),
+        (lambda it: it.view(1, "conv_states"), ValueError, "layer 1 has no state 'conv_states'; it has none"),
+        (lambda it: it.view(0, "x"), ValueError, "layer 0 has no state 'x'; it has conv_states, recurrent_states"),
+        (lambda it: it.view(3, "conv_states"), ValueError, "layer must be from 0 to 2, not 3"),
+        (lambda it: it.view(-1, "conv_states"), ValueError, "layer must be from 0 to 2, not -1"),
+        (lambda it: SsmStatePool(1, mamba).view(0, "h"), ValueError, "make it with SsmStatePool.from_layout"),
     ],
 )
-def test_sizes_out_of_range(make):
-    with pytest.raises(ValueError):
-        make()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: AttentionSequenceState(1.0),
-        lambda: SsmStatePool(1.0, mamba),
-        lambda: SsmStatePool(1, None),
-        lambda: SsmStatePool(1, lambda i: i),
-        lambda: SsmStatePool.from_layout(None, 1),
-    ],
-)
-def test_wrong_types(make):
-    with pytest.raises(TypeError):
-        make()
+def test_a_wrong_argument_is_named_and_changes_nothing(call, error, sentence):
+    pool = SsmStatePool.from_layout(LAYOUT, 1)
+    with pytest.raises(error, match=sentence):
+        call(pool)
+    assert pool.free_count == 1
 
 
 def test_slot_starts_at_its_states_position():
@@ -221,13 +219,6 @@ def test_a_reset_that_fails_leaves_the_slot_in_use():
     assert (pool.used_count, pool.slot(0).request_id) == (1, 9)
 
 
-def test_request_id_must_be_an_integer():
-    pool = SsmStatePool(1, mamba)
-    with pytest.raises(TypeError):
-        pool.alloc("a")
-    assert pool.free_count == 1
-
-
 def test_a_layout_counts_the_elements_of_its_views():
     pool = SsmStatePool.from_layout(LAYOUT, 3)
     views = [pool.view(layer, name) for layer, states in enumerate(LAYOUT.layers) for name in states]
@@ -250,17 +241,6 @@ def test_bfloat16_states():
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="compares with ml_dtypes.bfloat16")
     layout = StateLayout(layers=[{"s": ((4,), "bfloat16")}])
     assert SsmStatePool.from_layout(layout, 1).view(0, "s").dtype == ml_dtypes.bfloat16
-
-
-@pytest.mark.parametrize("layer, name", [(1, "conv_states"), (0, "x"), (3, "conv_states"), (-1, "conv_states")])
-def test_views_that_are_not_there(layer, name):
-    with pytest.raises(ValueError):
-        SsmStatePool.from_layout(LAYOUT, 1).view(layer, name)
-
-
-def test_a_pool_of_objects_has_no_views():
-    with pytest.raises(ValueError, match="from_layout"):
-        SsmStatePool(1, mamba).view(0, "h")
 
 
 def test_views_outlive_the_pool():
