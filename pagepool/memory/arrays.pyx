@@ -123,7 +123,7 @@ cdef int narrow(long long number, int overflow, object value, int32_t *block) ex
 
 
 cdef object index_of(str name, object value):
-    """What is no int, as one. TypeError, which names it, for no integer: an array has an __index__, which fails."""
+    """Converts to an int. Raises TypeError with the argument's name, also for an array, whose __index__ fails."""
     try:
         return PyNumber_Index(value)
     except TypeError:
@@ -131,7 +131,7 @@ cdef object index_of(str name, object value):
 
 
 cdef int read_id(object value, int32_t *block) except -1:
-    """One id. Raises TypeError for what is no integer, InvalidBlock for one that 32 bits do not hold."""
+    """Reads one id. Raises TypeError for another type, InvalidBlock for an id that does not fit in 32 bits."""
     cdef int overflow = 0
     if not PyLong_Check(value):
         value = index_of("a block id", value)
@@ -152,8 +152,7 @@ cdef list read_counts(object values):
 
 
 cdef int64_t read_number(str name, object value) except? -1:
-    """A number; one beyond +-2^60 becomes that, so that sums fit in 64 bits. TypeError, which names it, for no integer.
-    """
+    """Reads a number, limited to +-2^60 so that sums fit in 64 bits. Raises TypeError with the argument's name."""
     cdef int overflow = 0
     cdef long long number
     if not PyLong_Check(value):
@@ -254,7 +253,7 @@ cdef int read_ids(object blocks, IdArray *array) except -1:
 
 
 cdef list list_ids(const int32_t *ids, Py_ssize_t count):
-    """Made at its full length: a comprehension of Cython 3.3 frees an item twice when its list cannot grow."""
+    """Makes the list at its full length: a comprehension of Cython 3.3 frees an item twice when it cannot grow."""
     cdef Py_ssize_t i
     cdef list items = [None] * count
     for i in range(count):
@@ -336,7 +335,7 @@ cdef int kind_of_dlpack(const pp_dl_tensor *source) noexcept:
 
 
 cdef int finish(str name, Tensor *tensor) except -1:
-    """Checks what no reader of a tensor can do without."""
+    """Checks the number of dimensions."""
     if not 0 <= tensor.ndim <= MOST_DIMS:
         raise ValueError(f"{name} must have at most {MOST_DIMS} dimensions, not {tensor.ndim}")
     return 0

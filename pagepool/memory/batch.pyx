@@ -1,4 +1,4 @@
-"""Appending to, and releasing, the sequences of a whole batch: all of them or none, in one call."""
+"""Appends to the sequences of a batch, or releases them: all of them or none, in one call."""
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.stdlib cimport free, malloc
@@ -17,7 +17,7 @@ import numpy as np
 from pagepool.errors import InvalidBlock
 from pagepool.memory.explain import closed, exhausted
 
-__all__ = ["append_batch", "append_each", "release_batch"]
+__all__ = ["append_batch", "group_append", "release_batch"]
 
 cdef object empty = np.empty
 cdef object INT64 = np.dtype(np.int64)
@@ -31,7 +31,7 @@ cdef int64_t calls = 0  # numbers the calls, so that a state can tell that it wa
 
 
 cdef BlockAllocator common_allocator(list states):
-    """The allocator of all states, None for no states; finds states that are none, foreign or given twice."""
+    """The one allocator of all states, None without states. Raises for another type, or a state given twice."""
     cdef int64_t call = pp_next_call(&calls)
     cdef BlockAllocator allocator = None
     cdef PagedSeqState state
@@ -59,7 +59,7 @@ cdef int32_t *room_for(int64_t count) except NULL:
 
 
 cdef int64_t last_to_share(list states) except -1:
-    """How many shared blocks are so no more when their turn comes, since those before have un-shared them.
+    """How many shared blocks need no copy: the states before have un-shared them when their turn comes.
 
     What a state un-shares that an open transaction needs stays shared: with that.
     """
@@ -119,14 +119,14 @@ def append_batch(list states not None, list counts not None):
         raise exhausted(total, allocator.c_available(), allocator.max_capacity)
     taken = room_for(total)
     try:
-        if total and total > allocator.c_free_count():  # before it takes or grows for what a last sharer keeps
+        if total and total > allocator.c_free_count():  # takes and grows for no block that its last sharer keeps
             total -= last_to_share(states)
         if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
             raise exhausted(total, allocator.c_available(), allocator.max_capacity)
         for i in range(n):
             state = <PagedSeqState>states[i]
             used += state.c_append_taken(state.pending, taken + used)
-        while total > used:  # backwards: they come out again in the order in which they did
+        while total > used:  # the last one first: they are handed out again in the same order
             total -= 1
             allocator.c_free(taken[total])
     finally:
@@ -188,12 +188,12 @@ def release_batch(list states not None, bint close=False):
 
 
 cdef int32_t first_needed(PagedSeqState state, int64_t position) noexcept:
-    """The first block that stays when what lies before the position goes."""
+    """The first block that stays when all blocks before the position are given back."""
     return max(state.first_block, <int32_t>(min(position, state.length) // state.block_size))
 
 
 cdef bint can_move(PagedSeqState state, int32_t place) noexcept:
-    """Whether a block that the window left is nobody else's, so that it may hold new tokens right away."""
+    """Whether a block that the window has left is not shared, so that it may hold new tokens at once."""
     cdef int32_t block = state.c_blocks[place]
     return not state.allocator.c_is_shared(block) and (
         state.snapshot == NULL or not snapshot_needs(state.snapshot, place, block)
@@ -201,7 +201,7 @@ cdef bint can_move(PagedSeqState state, int32_t place) noexcept:
 
 
 cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, int64_t count) noexcept:
-    """Takes what lies before the position out of the table; its reference goes to whoever it is due to.
+    """Takes the blocks before the position out of the table and passes on or drops their references.
 
     `moved` are the next that new tokens will have, in the order of the tables; returns how many of them it met.
     """
@@ -218,11 +218,11 @@ cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, i
     return met
 
 
-def append_each(list states not None, n, list positions not None):
+def group_append(list states not None, n, list positions not None):
     """Appends n tokens to every state; returns their slots, one int64 array (n,) for each.
 
-    What lies before positions[i] of state i is given back first, and what was its alone holds new tokens at once: a
-    window that moves takes nothing from an allocator that is empty. The states are distinct and may have several
+    The blocks before positions[i] of state i are given back first, and those that were not shared hold new tokens at
+    once: a window moves without free blocks. The states are distinct and may have several
     allocators. Raises as `PagedSeqState.append`; then nothing has changed, and nothing was given back either.
     """
     cdef PagedSeqState state
@@ -303,7 +303,7 @@ def append_each(list states not None, n, list positions not None):
 
 
 cdef int give_back(list plans, Py_ssize_t count) except -1:
-    """What was taken for the allocators before one that had too little."""
+    """Gives back what was taken from the allocators before the one that had too few blocks."""
     cdef BlockAllocator allocator
     cdef PageBuffer blocks
     cdef int64_t own, total

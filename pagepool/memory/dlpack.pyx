@@ -1,4 +1,4 @@
-"""DLPack: showing a buffer to other libraries, and looking into theirs."""
+"""DLPack: shows a buffer to other libraries, and reads their tensors."""
 
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
@@ -30,7 +30,7 @@ cdef void drop_buffer(Exported *exported) noexcept with gil:
 
 
 cdef void drop(Exported *exported) noexcept nogil:
-    """Any thread may be the last to hold the tensor, also one that outlives the interpreter: the buffer then stays."""
+    """Runs on any thread. After the interpreter has ended, the buffer is left as it is."""
     if Py_IsInitialized():
         drop_buffer(exported)
         PyMem_RawFree(exported)
@@ -45,7 +45,7 @@ cdef void delete_versioned(pp_dl_managed_versioned *managed) noexcept nogil:
 
 
 cdef void destroy_capsule(object capsule) noexcept:
-    """A consumer renames the capsule and calls the deleter itself; nobody has when the name is still the first."""
+    """A consumer renames the capsule and calls the deleter itself; one with its first name was never consumed."""
     if PyCapsule_IsValid(capsule, "dltensor"):
         drop(<Exported *>(<pp_dl_managed *>PyCapsule_GetPointer(capsule, "dltensor")).context)
     elif PyCapsule_IsValid(capsule, "dltensor_versioned"):

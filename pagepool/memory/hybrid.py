@@ -12,7 +12,7 @@ from pagepool.arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError, StaleHandle, refuse_copy
 from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.batch import append_each
+from pagepool.memory.batch import group_append
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.explain import closed
 from pagepool.memory.journal import Participation, run_all
@@ -250,7 +250,7 @@ class HybridSequence:
         self._use()
         number = integer("n", n)
         length = self._len + number
-        slots = append_each(self.kv, number, self._starts())
+        slots = group_append(self.kv, number, self._starts())
         self._len = length
         return slots
 

@@ -1,4 +1,4 @@
-"""Journal: what a transaction does when it ends. Nothing in it wants memory, or lets a signal in, once that began.
+"""Journal: the steps that end a transaction. Once they run, nothing needs memory and no signal comes between.
 
 Python code does both: a loop makes an iterator, and after any call there may be a `KeyboardInterrupt`. So what is taken
 is taken by a compiled call that has its place in the journal already, and the steps of an end are called from here.
@@ -10,7 +10,7 @@ __all__ = ["Journal", "Made", "Participation", "run_all"]
 
 
 cdef object call(object step):
-    """What it raised, or None."""
+    """Calls the step; returns what it raised, or None."""
     try:
         step()
     except BaseException as error:
@@ -52,6 +52,9 @@ cdef class Journal:
     >>> journal.is_open
     False
     """
+
+    cdef readonly bint is_open
+    cdef list steps  # pairs of a time and a function, the times rising; None once it has ended
 
     def __cinit__(self):
         self.is_open = True
@@ -118,6 +121,9 @@ cdef class Participation:
     What has ended its transaction itself, as one that goes does, is left alone.
     """
 
+    cdef readonly object participant
+    cdef bint begun
+
     def __cinit__(self, participant):
         self.participant = participant
 
@@ -140,6 +146,8 @@ cdef class Participation:
 @cython.auto_pickle(False)
 cdef class Made:
     """A step: what was made within a transaction, once it is there, is closed. Internal."""
+
+    cdef readonly object thing
 
     def make(self, function, *arguments):
         """Calls the function and keeps what it returns, which has a `close`; returns it."""

@@ -3,7 +3,8 @@ from cpython.buffer cimport Py_buffer
 
 cdef class PageBuffer:
     cdef unsigned char *base
-    cdef Py_ssize_t exports  # views, capsules and calls without the GIL that look into the memory; PP_CLOSED when they ended
+    # Views, capsules and calls without the GIL that look into the memory; PP_CLOSED when there can be no more.
+    cdef Py_ssize_t exports
     cdef Py_ssize_t _shape[1]
     cdef Py_ssize_t _strides[1]
     cdef Py_ssize_t _num_bytes

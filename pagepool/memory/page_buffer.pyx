@@ -1,4 +1,4 @@
-"""PageBuffer: the owner of memory. Whoever looks into it holds it; the memory goes when the last holder goes."""
+"""PageBuffer: owns memory. Views hold a reference to it; the memory goes with the last one."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, Py_buffer
@@ -113,7 +113,7 @@ cdef class PageBuffer:
         return False
 
     cdef int fill_view(self, Py_buffer *view, int flags) except -1:
-        """Answers a request for a buffer, this object's or that of one that shows it as its own."""
+        """Answers a request for a buffer, for this object or for a pool that shows it as its own."""
         if not self.c_export():
             raise BufferError("the memory is closed")
         view.buf = self.base

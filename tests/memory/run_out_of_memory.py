@@ -22,7 +22,7 @@ from pagepool import (
     StateLayout,
     decode,
 )
-from pagepool.memory.batch import append_each
+from pagepool.memory.batch import group_append
 from pagepool.memory.block_tables import append_batch, release_batch
 
 sys.path.insert(0, sys.argv[1])
@@ -101,7 +101,7 @@ OPERATIONS = {
     "reserve": lambda world: world.child.ensure_capacity(900),
     "fork": lambda world: world.parent.fork(),
     "adopt": lambda world: PagedSeqState(world.allocator, 4).adopt(world.many, 400),
-    "append to groups": lambda world: append_each(world.states, 300, [4, 0]),
+    "append to groups": lambda world: group_append(world.states, 300, [4, 0]),
     "begin a transaction": lambda world: world.parent.begin(),
     "owners": lambda world: world.allocator.owners(),
     "truncate": lambda world: world.parent.truncate(2),
