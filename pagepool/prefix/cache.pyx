@@ -13,7 +13,6 @@ from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
 from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.prefix.events cimport Event, EventLog
 from pagepool.prefix.eviction cimport CACHED, CachedBlocks, mark_of
-from pagepool.prefix.expiry_heap cimport time_key
 from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
 
 import operator
@@ -258,7 +257,7 @@ cdef class PrefixCache:
         if now != now:
             raise ValueError("now must be a time, not nan")
         with cython.critical_section(self):
-            return self.cached.order.c_expire(time_key(now))
+            return self.cached.order.c_expire(now)
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
         """Passes one prompt through the cache without a sequence; returns how many leading full blocks were cached.

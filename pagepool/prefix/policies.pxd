@@ -1,6 +1,5 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from pagepool.prefix.expiry_heap cimport ExpiryHeap
 from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 
 
@@ -12,7 +11,7 @@ cdef class EvictionPolicy:
     cdef int num_lists
     cdef bint takes_priority
     cdef int priority  # of the nodes that come next, from 0 to 255
-    cdef uint64_t end  # of their priority, a time_key of pagepool.prefix.expiry_heap; 0: never
+    cdef uint64_t end  # of their priority, its order as an integer; 0: never
 
     # Room for n more calls of c_insert and c_touch, which then cannot fail; after that of the table, and with `end` as
     # it will be. Pointers into the policy end here.
@@ -30,8 +29,8 @@ cdef class EvictionPolicy:
     cdef int32_t c_victim(self) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept
-    # The time is `now`, a time_key: how many priorities ended. Those that ended first go back first.
-    cdef int64_t c_expire(self, uint64_t now) noexcept
+    # Sets the time; returns how many priorities have ended. Those that ended first go back first.
+    cdef int64_t c_expire(self, double time) noexcept
 
     # The same for all: out of the lists and back in at the recent end of the list it was in.
     cdef void c_unlink(self, int32_t node) noexcept
@@ -49,30 +48,3 @@ cdef class EvictionPolicy:
 
     cdef void c_clear(self) noexcept
     cdef str audit(self, int32_t num_linked)
-
-
-cdef class LruPolicy(EvictionPolicy):
-    pass
-
-
-cdef class LevelPolicy(EvictionPolicy):
-    cdef int lowest  # no list below it has a node
-
-
-cdef class LfuPolicy(LevelPolicy):
-    pass
-
-
-cdef class S3FifoPolicy(EvictionPolicy):
-    cdef int64_t max_ghosts
-
-
-cdef class ArcPolicy(EvictionPolicy):
-    cdef int64_t target  # nodes that RECENT should have: 0 <= target <= capacity
-
-    cdef void trim(self) noexcept
-
-
-cdef class PriorityPolicy(LevelPolicy):
-    # Nodes with an expiry have a block, and a priority above 0.
-    cdef ExpiryHeap expiries
