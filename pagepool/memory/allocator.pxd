@@ -151,7 +151,7 @@ cdef class BlockAllocator:
         if count == 0:
             self.c_freed[self.num_freed] = block
             self.num_freed += 1
-        elif count == 1 and self.cached != NULL:
+        elif count == 1:
             count_idle(self.cached, block, 1)
         return PP_OK
 

@@ -268,14 +268,14 @@ cdef class BlockAllocator:
             pp_set_count(&counts[block], count)
             freed[num_freed] = block
             num_freed += count == 0
-            if count == 1 and self.cached != NULL:
+            if count == 1:
                 count_idle(self.cached, block, 1)
         if done < n:
             for i in range(done - 1, -1, -1):
                 count = counts[blocks[i]]
                 num_freed -= count == 0
                 pp_set_count(&counts[blocks[i]], count + 1)
-                if count == 1 and self.cached != NULL:
+                if count == 1:
                     count_idle(self.cached, blocks[i], -1)
         self.num_freed = num_freed
         pp_lock_release(&self.lock)
@@ -297,7 +297,7 @@ cdef class BlockAllocator:
                 status = PP_OVER_MAXIMUM
                 break
             pp_set_count(&counts[block], count + 1)
-            if count == 1 and self.cached != NULL:
+            if count == 1:
                 count_idle(self.cached, block, -1)
             i += 1
         if status != PP_OK:
@@ -305,7 +305,7 @@ cdef class BlockAllocator:
                 i -= 1
                 count = counts[blocks[i]] - 1
                 pp_set_count(&counts[blocks[i]], count)
-                if count == 1 and self.cached != NULL:
+                if count == 1:
                     count_idle(self.cached, blocks[i], 1)
         pp_lock_release(&self.lock)
         return status

@@ -319,7 +319,7 @@ cdef class PrefixCache:
         read_ids(blocks, &ids)
         with cython.critical_section(self):
             for i in range(ids.count):
-                if 0 <= ids.ids[i] < self.allocator.max_capacity:
+                if self.is_block(ids.ids[i]):
                     count += self.cached.c_discard(ids.ids[i])
         release_ids(&ids)
         return count
@@ -404,7 +404,7 @@ cdef class PrefixCache:
         """Whether the block is cached; False for an id that the allocator does not have."""
         cdef int32_t number
         read_id(block, &number)
-        return 0 <= number < self.allocator.max_capacity and self.cached.owners[number] > 0
+        return self.is_block(number) and self.cached.owners[number] > 0
 
     def count_cached(self, blocks):
         """Returns how many of these blocks are cached. Ignores ids that the allocator does not have. O(blocks).
@@ -417,8 +417,9 @@ cdef class PrefixCache:
         cdef IdArray ids
         cdef int64_t count = 0, i
         read_ids(blocks, &ids)
-        for i in range(ids.count):
-            count += 0 <= ids.ids[i] < self.allocator.max_capacity and self.cached.owners[ids.ids[i]] > 0
+        with cython.critical_section(self):
+            for i in range(ids.count):
+                count += self.is_block(ids.ids[i]) and self.cached.owners[ids.ids[i]] > 0
         release_ids(&ids)
         return count
 
@@ -460,23 +461,25 @@ cdef class PrefixCache:
         `looked_up` and `hits` are full blocks asked for and found; `inserted` = `cached` + `evicted` + `cleared`;
         `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of different blocks.
         """
-        free = self.allocator.c_free_count()
-        evictable = self.evictable
-        return {
-            "policy": self.policy,
-            "capacity": self.allocator.capacity,
-            "cached": self.cached.num_cached,
-            "used": self.allocator.capacity - free - evictable,
-            "evictable": evictable,
-            "free": free,
-            "looked_up": self.looked_up,
-            "hits": self.hits,
-            "inserted": self.cached.inserted,
-            "evicted": self.cached.evicted,
-            "cleared": self.cached.cleared,
-            "nodes": self.cached.table.num_alive,
-            "collisions": self.cached.table.collisions,
-        }
+        cdef int64_t capacity, free, evictable
+        with cython.critical_section(self):
+            capacity, free = self.allocator.c_capacity(), self.allocator.c_free_count()
+            evictable = self.cached.refs.c_idle(1, self.cached.top)
+            return {
+                "policy": self.policy,
+                "capacity": capacity,
+                "cached": self.cached.num_cached,
+                "used": capacity - free - evictable,
+                "evictable": evictable,
+                "free": free,
+                "looked_up": self.looked_up,
+                "hits": self.hits,
+                "inserted": self.cached.inserted,
+                "evicted": self.cached.evicted,
+                "cleared": self.cached.cleared,
+                "nodes": self.cached.table.num_alive,
+                "collisions": self.cached.table.collisions,
+            }
 
     def check(self):
         """Audits tree, policy, allocator and counters. Raises `PoolError` that names a broken equation.

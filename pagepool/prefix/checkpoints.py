@@ -438,7 +438,7 @@ class StateCheckpoints:
         `kv_tokens` that is no integer; then nothing has changed. A signal or `MemoryError` during the copy resets the
         slot.
         """
-        theirs = self._lent(slot)
+        theirs = self._acquired(slot)
         found = self.index.find(tokens, integer("kv_tokens", kv_tokens), cache_salt=cache_salt, extra_keys=extra_keys)
         if found is None:
             return 0
@@ -489,7 +489,7 @@ class StateCheckpoints:
         or reason; then nothing has changed. A signal or `MemoryError` during the copy makes it forget every state, so
         that none is kept that was copied in part.
         """
-        self._lent(slot)
+        self._acquired(slot)
         asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
         try:
             kept = self.index.place(*asked)
@@ -514,7 +514,7 @@ class StateCheckpoints:
         """Raises `PoolError` naming an equation of the index that is broken."""
         self.index.check()
 
-    def _lent(self, slot: int) -> Any:
+    def _acquired(self, slot: int) -> Any:
         found = self._pool.slot(slot)
         if found.request_id == 0:
             raise InvalidSlot(f"slot {slot} is free: {self._pool.used_count} of {self._pool.capacity} slots are used")
