@@ -70,12 +70,12 @@ class PreemptionLog:
 
 @dataclass(eq=False)
 class Preemption:
-    """What gives way, in order: cached prefixes that nobody uses; what preempted sequences were left with; then active
-    sequences, the greatest rank first. Tenants are left what is reserved for them. Each gives its last blocks, no more
-    than are needed ("partial", or always with a prefix cache), or all; they are written to the swap file when the cost
-    table says that this is cheaper than computing their tokens again. The active sequence with the least rank never
-    gives way: with the pool to itself it always finds room, since no request larger than the pool is accepted, so every
-    call of the scheduler makes progress.
+    """Frees blocks in this order: cached blocks that nobody uses; the remaining blocks of preempted sequences; then
+    those of active sequences, the greatest rank first. What is reserved for a tenant stays with it. A sequence gives
+    its last blocks, no more than are needed ("partial", or always with a prefix cache), or all of them; they are
+    written to the swap file when the cost table says that this is cheaper than computing their tokens again. The active
+    sequence with the least rank is never preempted. With the pool to itself it always finds room, since no request
+    larger than the pool is accepted, so every call of the scheduler makes progress.
 
     Invariant: for a preempted sequence `fed == kv.len`, 0 without a state, and a ticket holds the tokens that follow.
     """
@@ -114,7 +114,7 @@ class Preemption:
         return taken
 
     def make_room(self, batch: ScheduledBatch, now: int) -> bool:
-        """Let others give way until `batch` without them would fit. False when nobody is left who can."""
+        """Preempt until `batch` without the preempted sequences would fit. False when none is left to preempt."""
         pairs = zip(batch._sequences, batch._grow, strict=True)
         needs = {seq.id: self.blocks.needs([seq], [count]).total() for seq, count in pairs}
         by_tenant = self.blocks.needs(batch._sequences, batch._grow)
@@ -131,7 +131,7 @@ class Preemption:
         return gave
 
     def make_room_for(self, seq: Sequence, wanted: int, now: int) -> bool:
-        """While nothing runs: preempted sequences other than `seq` give way until `wanted` blocks are there."""
+        """While nothing runs, take blocks of preempted sequences other than `seq` until `wanted` are available."""
         self._now, self._wanted = now, wanted
         needs = {seq.tenant: wanted}
         for other, most in self._victims():
@@ -169,9 +169,9 @@ class Preemption:
             self.swap.drop(swapped.ticket)
 
     def _victims(self) -> Iterator[tuple[Sequence, int]]:
-        """Who gives way, in order, and how many blocks at most. Preempted ones first: they stand still anyhow. Tenants
-        are left what is reserved for them; only when nobody else is left, and blocks that the scheduler has not given
-        away make the pool too small for what it promised, are they asked for all."""
+        """The sequences to take blocks from, in order, and the most blocks of each. Preempted ones come first, since
+        they do not run. What is reserved for a tenant is taken only when nothing else is left, which happens when
+        blocks that others hold make the pool smaller than the reservations."""
         parked = sorted(self.waiting.preempted.values(), key=by_rank, reverse=True)
         spared = []
         for seq in [*parked, *self.active.by_rank()[:-1]]:
@@ -189,7 +189,7 @@ class Preemption:
                 yield seq, self.blocks.blocks_for(seq.fed)
 
     def _give_way(self, seq: Sequence, blocks: int) -> None:
-        """Take `blocks` blocks, or all that it has, from the end of `seq`; it waits then, if it was active."""
+        """Take `blocks` blocks, or all, from the end of `seq`; an active sequence waits then."""
         size = seq.kv.block_size
         held = self.blocks.blocks_for(seq.fed)
         given = min(blocks, held) if self._partial else held

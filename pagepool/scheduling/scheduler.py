@@ -146,7 +146,7 @@ class Scheduler:
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
         self._next_id = 1
-        self._last_time = float("-inf")  # that `schedule` was told
+        self._last_time = float("-inf")  # of `schedule(now)`
         self._sequences: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}
         self._out: ScheduledBatch | None = None  # the last batch, until it is committed

@@ -71,7 +71,7 @@ class SwapFile:
         self.num_blocks = integer("num_blocks", num_blocks, low=0)
         self._block_bytes = sum(self._bytes_of(pool) for pool in self.pools)
         self._free: list[int] = []
-        self._held: dict[int, tuple[int, Any]] = {}  # places of tickets that are out: the checksum, and whose it is
+        self._held: dict[int, tuple[int, Any]] = {}  # place of a block in the file: its checksum and its owner
         self._fresh = 0
         import tempfile  # here: it takes as long to import as the scheduler
 
