@@ -30,7 +30,7 @@ def test_importing_pagepool_loads_what_every_user_needs():
     ours = modules_after("import pagepool") - modules_after("import numpy")
     assert not ours & NOT_AT_ONCE
     assert not {name for name in ours if name.startswith(("pagepool.replay", "pagepool.reference", "pagepool.cli"))}
-    assert len({name for name in ours if not name.startswith("pagepool")}) <= 60, sorted(ours)
+    assert len({name for name in ours if not name.startswith("pagepool")}) <= 35, sorted(ours)
 
 
 def test_about_twenty_extension_modules():
