@@ -64,7 +64,7 @@ cdef class CachedBlocks:
     cdef void c_return_unused(self, int32_t most) noexcept
     # The first reserved node of a group that has more than it reserved, or -1.
     cdef int32_t c_surplus(self) noexcept
-    # Whose turn it is, or -1. `own` is the mark of the group that needs room.
+    # The node to be looked at next, or -1. `own` is the mark of the group that needs room.
     cdef int32_t c_victim(self, uint8_t own) noexcept
     # Up to n blocks; returns how many.
     cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept

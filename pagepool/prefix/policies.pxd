@@ -25,7 +25,7 @@ cdef class EvictionPolicy:
     cdef void c_touch(self, int32_t node) noexcept
     # Room must be made for this node: whether it had better stay out, as if it came and went at once.
     cdef bint c_refuses(self, int32_t node) noexcept
-    # Who goes next, or -1 when no list has a node with a block; it stays where it is.
+    # The node to be evicted next, or -1 when no list has a node with a block; it stays where it is.
     cdef int32_t c_victim(self) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept
@@ -42,7 +42,7 @@ cdef class EvictionPolicy:
     cdef void c_keep_ghost(self, int32_t node, int list) noexcept
     cdef void c_forget_oldest(self, int list) noexcept
 
-    # What `priority` and `end` are for arguments of `cache_blocks`, which are refused by all policies but one.
+    # `priority` and `end` from arguments of `cache_blocks`; all policies but one refuse them.
     cdef int level_of(self, priority, str name) except -1
     cdef uint64_t end_of(self, ttl, double now, str name) except? 0
 

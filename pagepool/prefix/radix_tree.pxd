@@ -101,90 +101,12 @@ cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept
     return node < 0 and before == self.tail and size == self.size
 
 
-# Nodes that are not alive, in spans of ids in a row. The nodes of a prompt so come to lie one behind the other, as they
-# are walked, filled and evicted: with a list of single nodes a block costs 40 to 70 % more (LRU 88 ns, not 53).
-#
-# Spans are as long as can be: what lies before and behind one is alive, or was never made. The first node of a span
-# has its size in num_children, and in previous and next the spans before and behind it in a list; the last node has
-# the first one in parent. `head` is the first of that list, or -1.
-cdef struct UnusedNodes:
-    int32_t head
-
-
-cdef inline void unused_clear(UnusedNodes *self) noexcept nogil:
-    self.head = -1
-
-
-cdef inline void unused_link(UnusedNodes *self, Node *nodes, int32_t first, int32_t size) noexcept nogil:
-    nodes[first].num_children = size
-    nodes[first + size - 1].parent = first
-    nodes[first].previous = -1
-    nodes[first].next = self.head
-    if self.head >= 0:
-        nodes[self.head].previous = first
-    self.head = first
-
-
-cdef inline void unused_unlink(UnusedNodes *self, Node *nodes, int32_t first) noexcept nogil:
-    cdef int32_t before = nodes[first].previous, after = nodes[first].next
-    if before < 0:
-        self.head = after
-    else:
-        nodes[before].next = after
-    if after >= 0:
-        nodes[after].previous = before
-
-
-# The span of n nodes from `first` on is unused from now on; `alive` of each is 0 already. O(1).
-cdef inline void unused_put(UnusedNodes *self, Node *nodes, int32_t num_made, int32_t first, int32_t n) noexcept nogil:
-    cdef int32_t after = first + n
-    if after < num_made and not nodes[after].alive:
-        unused_unlink(self, nodes, after)
-        n += nodes[after].num_children
-    if first > 0 and not nodes[first - 1].alive:
-        first = nodes[first - 1].parent
-        n += nodes[first].num_children
-        nodes[first].num_children = n
-        nodes[first + n - 1].parent = first
-    else:
-        unused_link(self, nodes, first, n)
-
-
-# The first of up to n nodes of one span, which are unused no more, and how many: 0 when there is no span. O(1).
-cdef inline int32_t unused_take(UnusedNodes *self, Node *nodes, int32_t n, int32_t *first) noexcept nogil:
-    cdef int32_t size
-    first[0] = self.head
-    if self.head < 0:
-        return 0
-    size = nodes[self.head].num_children
-    unused_unlink(self, nodes, first[0])
-    if size > n:
-        unused_link(self, nodes, first[0] + n, size - n)
-        return n
-    return size
-
-
-# How many nodes are in spans, or -1 when links, sizes and `alive` do not agree.
-cdef inline int32_t unused_count(const UnusedNodes *self, const Node *nodes, int32_t num_made) noexcept nogil:
-    cdef int32_t first = self.head, before = -1, count = 0, size, node
-    while first >= 0:
-        size = nodes[first].num_children
-        if nodes[first].previous != before or size < 1 or size > num_made - first or count > num_made - size:
-            return -1
-        for node in range(first, first + size):
-            if nodes[node].alive:
-                return -1
-        if nodes[first + size - 1].parent != first or (first > 0 and not nodes[first - 1].alive):
-            return -1
-        count += size
-        before = first
-        first = nodes[first].next
-    return count
-
-
 cdef class NodeTable:
     # A node is a prefix: its parent and block_size tokens more. Nodes 0 to num_made - 1 were made at least once:
-    #   num_alive + those in `unused` = num_made <= room        num_buckets >= num_hashed, a power of two
+    #   num_alive + those in spans of unused ones = num_made <= room        num_buckets >= num_hashed, a power of two
+    #   a span has ids in a row, and nodes before and behind it that are alive, or were never made. Its first node has
+    #   its size in num_children, and in previous and next the spans before and behind it; its last node has the first
+    #   one in parent
     #   num_children = the live nodes whose parent it is
     #   alive while it has a block, a child, a ghost or a pin; a pin counts as a child
     #   a node with siblings is in the bucket of its hash, once; one without may be: its parent leads to it
@@ -200,7 +122,7 @@ cdef class NodeTable:
     cdef int32_t num_made
     cdef int32_t num_alive
     cdef int32_t num_hashed  # those in buckets
-    cdef UnusedNodes unused
+    cdef int32_t unused  # the first node of the first span of unused nodes, or -1
     cdef uint64_t hash_mask
     cdef uint64_t seed  # of hashes
     cdef long long collisions
@@ -243,5 +165,10 @@ cdef class NodeTable:
     cdef void c_out_of_bucket(self, int32_t node) noexcept
     cdef void c_out_of_siblings(self, int32_t node) noexcept
     cdef int32_t c_make(self, int32_t parent) noexcept
+    # The next unused node, or one that was never made. n nodes from `first` on, no longer alive, become unused. O(1).
+    cdef int32_t c_take_unused(self) noexcept
+    cdef void c_put_unused(self, int32_t first, int32_t n) noexcept
+    cdef void c_link_span(self, int32_t first, int32_t size) noexcept
+    cdef void c_unlink_span(self, int32_t first) noexcept
     cdef void c_clear(self) noexcept
     cdef str audit(self)

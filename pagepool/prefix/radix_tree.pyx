@@ -38,7 +38,7 @@ cdef class NodeTable:
         self.hash_mask = <uint64_t>-1 if hash_bits == 64 else (<uint64_t>1 << hash_bits) - 1
         self.seed = int.from_bytes(os.urandom(8), "little")
         self.roots = {}
-        unused_clear(&self.unused)
+        self.unused = -1
 
     def __dealloc__(self):
         PyMem_Free(self.nodes)
@@ -101,7 +101,7 @@ cdef class NodeTable:
         cdef object known = self.roots.get(key)
         if known is not None:
             return known
-        self.roots[key] = self.unused.head if self.unused.head >= 0 else self.num_made
+        self.roots[key] = self.unused if self.unused >= 0 else self.num_made
         node = self.c_make(-1)
         self.nodes[node].hash = <uint64_t><uintptr_t><void *>key
         if name is not None:
@@ -110,10 +110,7 @@ cdef class NodeTable:
         return node
 
     cdef int32_t c_make(self, int32_t parent) noexcept:
-        cdef int32_t node
-        if not unused_take(&self.unused, self.nodes, 1, &node):
-            node = self.num_made
-            self.num_made += 1
+        cdef int32_t node = self.c_take_unused()
         self.num_alive += 1
         self.nodes[node] = Node(
             0, parent, node if parent < 0 else self.nodes[parent].root, NOWHERE, -1, 0, -1, -1, -1, -1, -1, -1, 0, 0,
@@ -243,7 +240,7 @@ cdef class NodeTable:
                 self.stamp += 1
                 del self.roots[<object><void *><uintptr_t>nodes[node].hash]  # wants no memory
             if n and node != low - 1:
-                unused_put(&self.unused, nodes, self.num_made, low, n)
+                self.c_put_unused(low, n)
                 n = 0
             low = node
             n += 1
@@ -251,7 +248,53 @@ cdef class NodeTable:
             self.num_alive -= 1
             node = parent
         if n:
-            unused_put(&self.unused, nodes, self.num_made, low, n)
+            self.c_put_unused(low, n)
+
+    # Spans of unused nodes. New nodes of a prompt so lie one behind the other, in the order in which they are walked,
+    # filled and evicted: with a list of single nodes a block costs 40 to 70 % more (LRU 88 ns, not 53).
+
+    cdef int32_t c_take_unused(self) noexcept:
+        cdef int32_t node = self.unused, size
+        if node < 0:
+            self.num_made += 1
+            return self.num_made - 1
+        size = self.nodes[node].num_children
+        self.c_unlink_span(node)
+        if size > 1:
+            self.c_link_span(node + 1, size - 1)
+        return node
+
+    cdef void c_put_unused(self, int32_t first, int32_t n) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef int32_t after = first + n
+        if after < self.num_made and not nodes[after].alive:
+            self.c_unlink_span(after)
+            n += nodes[after].num_children
+        if first > 0 and not nodes[first - 1].alive:
+            first = nodes[first - 1].parent
+            n += nodes[first].num_children
+            self.c_unlink_span(first)
+        self.c_link_span(first, n)
+
+    cdef void c_link_span(self, int32_t first, int32_t size) noexcept:
+        cdef Node *nodes = self.nodes
+        nodes[first].num_children = size
+        nodes[first + size - 1].parent = first
+        nodes[first].previous = -1
+        nodes[first].next = self.unused
+        if self.unused >= 0:
+            nodes[self.unused].previous = first
+        self.unused = first
+
+    cdef void c_unlink_span(self, int32_t first) noexcept:
+        cdef Node *nodes = self.nodes
+        cdef int32_t before = nodes[first].previous, after = nodes[first].next
+        if before < 0:
+            self.unused = after
+        else:
+            nodes[before].next = after
+        if after >= 0:
+            nodes[after].previous = before
 
     cdef void c_clear(self) noexcept:
         """Gives back all memory, too: what is left is an empty table."""
@@ -265,14 +308,14 @@ cdef class NodeTable:
         self.names = NULL
         self.num_buckets = self.room = 0
         self.num_made = self.num_alive = self.num_hashed = 0
-        unused_clear(&self.unused)
+        self.unused = -1
         self.stamp += 1
         self.roots.clear()
 
     cdef str audit(self):
         """The first equation that does not hold, as a sentence, or None. O(nodes)."""
         cdef Node *nodes = self.nodes
-        cdef int32_t node, other
+        cdef int32_t node, other, size
         cdef int64_t alive = 0, hashed = 0, steps, bucket
         cdef size_t row = self.block_size
         children = {}
@@ -319,8 +362,18 @@ cdef class NodeTable:
             return f"{alive} nodes are alive, {self.num_alive} are counted"
         if alive - sum(children.values()) != len(self.roots):
             return f"{alive - sum(children.values())} nodes are roots, there are {len(self.roots)} keys"
-        if unused_count(&self.unused, nodes, self.num_made) != self.num_made - alive:
-            return f"{alive} of {self.num_made} nodes are alive, and not all others are in spans of unused ones"
+        node, other, steps = self.unused, -1, 0
+        while node >= 0:
+            size = nodes[node].num_children
+            if nodes[node].previous != other or not 1 <= size <= self.num_made - node or steps > self.num_made:
+                return f"the span of unused nodes from {node} on is broken"
+            if nodes[node + size - 1].parent != node or (node > 0 and not nodes[node - 1].alive):
+                return f"the span of unused nodes from {node} on is broken"
+            for other in range(node, node + size):
+                steps += not nodes[other].alive
+            other, node = node, nodes[node].next
+        if steps != self.num_made - alive:
+            return f"{alive} of {self.num_made} nodes are alive, and {steps} others are in spans of unused ones"
         if hashed != self.num_hashed:
             return f"{hashed} nodes are in buckets, {self.num_hashed} are counted"
         for bucket in range(self.num_buckets):
