@@ -30,7 +30,7 @@ import operator
 from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.policies import ArcPolicy, LfuPolicy, LruPolicy, PriorityPolicy, S3FifoPolicy
 
-__all__ = ["POLICIES", "CacheReservations", "CachedBlocks"]
+__all__ = ["POLICIES", "CacheReservations"]
 
 POLICIES = {
     "lru": LruPolicy,

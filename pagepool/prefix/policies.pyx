@@ -10,16 +10,7 @@ import numpy as np
 
 from pagepool.arguments import integer, real
 
-__all__ = [
-    "ArcPolicy",
-    "EvictionPolicy",
-    "ExpiryHeap",
-    "LfuPolicy",
-    "LruPolicy",
-    "PriorityPolicy",
-    "S3FifoPolicy",
-    "belady_pass",
-]
+__all__ = ["EvictionPolicy", "belady_pass"]
 
 cdef int MOST = 255
 

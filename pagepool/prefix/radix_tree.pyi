@@ -3,16 +3,12 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NodeTable", "RootKeys", "token_row"]
+__all__ = ["NodeTable", "token_row"]
 
 @final
 class NodeTable:
     def __new__(cls, block_size: int, hash_bits: int = 64) -> NodeTable: ...
     @property
     def block_size(self) -> int: ...
-
-@final
-class RootKeys:
-    def __new__(cls) -> RootKeys: ...
 
 def token_row(tokens: Any) -> NDArray[np.int32]: ...
