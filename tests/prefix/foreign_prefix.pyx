@@ -47,7 +47,9 @@ def use_cached(BlockAllocator allocator, int32_t[::1] blocks, double duration, u
     return rounds, errors
 
 
-def serve(PrefixNamespace namespace not None, const int32_t[::1] tokens not None, int32_t[::1] blocks not None, int priority):
+def serve(
+    PrefixNamespace namespace not None, const int32_t[::1] tokens not None, int32_t[::1] blocks not None, int priority
+):
     """What an engine does with a prompt, all of it without the GIL; its blocks are in `blocks` then, with a reference.
 
     Returns the status, blocks found, blocks cached anew, and blocks evicted.
