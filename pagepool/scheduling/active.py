@@ -115,6 +115,8 @@ class ActiveSequences:
         for seq, count in zip(batch._sequences, batch._fed, strict=True):
             seq.fed += count
         blocks_for, first = self._blocks_for, batch.num_decodes
+        if first == len(batch._sequences):
+            return
         for seq, before in zip(batch._sequences[first:], batch._fed_before[first:], strict=True):
             self.unread -= seq.fed - before
             self.promised -= blocks_for(seq.fed) - blocks_for(before)

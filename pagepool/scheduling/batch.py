@@ -34,6 +34,7 @@ class ScheduledBatch:
         "_fed",
         "_fed_before",
         "_grow",
+        "_outputs",
         "_sequences",
         "_served_before",
         "is_prefill",
@@ -52,6 +53,7 @@ class ScheduledBatch:
         sequences: list[Sequence],
         seq_ids: list[int],
         states: list[Any],
+        outputs: list[list[int]],
         tokens: list[list[int]],
         num_tokens: list[int],
         num_decodes: int,
@@ -75,6 +77,7 @@ class ScheduledBatch:
         self.states = states
         self.total_tokens = sum(num_tokens)
         self._sequences = sequences
+        self._outputs = outputs
         self._grow = grow
         self._fed = fed
         self._fed_before = [seq.fed for seq in sequences]
@@ -84,7 +87,7 @@ class ScheduledBatch:
     @classmethod
     def empty(cls) -> ScheduledBatch:
         """Returns a batch without sequences."""
-        return cls([], [], [], [], [], 0, [], [], [])
+        return cls([], [], [], [], [], [], 0, [], [], [])
 
     @property
     def is_empty(self) -> bool:
@@ -128,28 +131,32 @@ def build_batch(decodes: Decodes, prefills: list[Sequence], config: SchedulerCon
         prefills = prefills[: len(counts)]
     else:
         counts = share_tokens(most, unread, config)
-    grow = counts[:size]
-    if grow != most:  # else no decode lacks a token, and none is over the budget: the common case, and a cheap test
-        grow = list(map(min, grow, most))
-    fed = list(map(min, grow, new)) if lookahead else grow
-    wants = list(map(ge, fed, new))
+    grow = fed = counts[:size]
+    wants = [True] * size
+    if grow != new:  # a decode without a new token, with drafts, or over the budget
+        grow = fed = list(map(min, grow, most))
+        if lookahead:
+            fed = list(map(min, grow, new))
+        wants = list(map(ge, fed, new))
     if new.count(1) == size:
         tokens = [[output[-1]] for output in decodes.outputs]
     else:
         rows = zip(decodes.sequences, new, fed, strict=True)
         tokens = [seq._next_tokens(min(count, given)) for seq, count, given in rows]
-    sequences, seq_ids, states = decodes.sequences.copy(), decodes.seq_ids.copy(), decodes.states.copy()
+    sequences, seq_ids = decodes.sequences.copy(), decodes.seq_ids.copy()
+    states, outputs = decodes.states.copy(), decodes.outputs.copy()
     for seq, count in zip(prefills, counts[size:], strict=True):
         sequences.append(seq)
         seq_ids.append(seq.id)
         if seq.kv is not None:
             states.append(seq.kv)
+        outputs.append(seq.output_tokens)
         tokens.append(seq._next_tokens(count))
         wants.append(seq.fed + count == seq.total_tokens)
         grow.append(count)
         if fed is not grow:
             fed.append(count)
-    return ScheduledBatch(sequences, seq_ids, states, tokens, counts, size, wants, grow, fed)
+    return ScheduledBatch(sequences, seq_ids, states, outputs, tokens, counts, size, wants, grow, fed)
 
 
 def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfig) -> list[int]:

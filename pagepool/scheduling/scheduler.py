@@ -242,6 +242,8 @@ class Scheduler:
         """Remove and return the finished sequences, in the order in which they finished."""
         with self._guard:
             finished = self._finished
+            if not finished:
+                return []
             self._guard.undo = partial(self._sequences.update, finished)
             for seq_id in finished:
                 del self._sequences[seq_id]
@@ -313,14 +315,14 @@ class Scheduler:
             if batch is not self._out and not all(self._knows(seq) for seq in sequences):
                 raise ValueError("the batch is of another scheduler")
             self._guard.is_checking = False
-            num_outputs = [len(seq.output_tokens) for seq in sequences]
+            outputs = batch._outputs
+            num_outputs = list(map(len, outputs))
             fed = [seq.fed for seq in sequences] if drafts else []
             self._guard.undo = partial(self._undo_commit, batch, num_outputs, fed)
             ended: list[Sequence] = []
-            for seq, result, wants in zip(sequences, results, batch.wants_token, strict=True):
+            for seq, output, result, wants in zip(sequences, outputs, results, batch.wants_token, strict=True):
                 if result is None or not wants or seq.state is FINISHED:
                     continue
-                output = seq.output_tokens
                 if drafts and type(result) is list:
                     output += result
                     if batch is self._out:
@@ -510,8 +512,8 @@ class Scheduler:
 
     def _undo_commit(self, batch: ScheduledBatch, num_outputs: list[int], fed: list[int]) -> None:
         """Not all results of `batch` were taken: these are the counts of its sequences from before."""
-        for seq, count in zip(batch._sequences, num_outputs, strict=True):
-            del seq.output_tokens[count:]
+        for output, count in zip(batch._outputs, num_outputs, strict=True):
+            del output[count:]
         for seq, count in zip(batch._sequences, fed, strict=False):
             seq.fed = count
         batch._committed = False
