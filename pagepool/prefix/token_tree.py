@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,9 +12,9 @@ from pagepool.errors import PoolError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["TokenNode", "TokenTree"]
+    Tokens = NDArray[np.int32]
 
-Tokens: TypeAlias = "NDArray[np.int32]"
+__all__ = ["TokenNode", "TokenTree"]
 
 
 class TokenNode:
