@@ -12,7 +12,7 @@ from pagepool.errors import PoolError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Tokens = NDArray[np.int32]
+    _Tokens = NDArray[np.int32]
 
 __all__ = ["TokenNode", "TokenTree"]
 
@@ -30,7 +30,7 @@ class TokenNode:
 
     __slots__ = ("children", "edge", "end", "key", "mark", "parent")
 
-    def __init__(self, key: bytes, parent: TokenNode | None, edge: Tokens, end: int) -> None:
+    def __init__(self, key: bytes, parent: TokenNode | None, edge: _Tokens, end: int) -> None:
         self.key = key
         self.parent = parent
         self.edge = edge
@@ -69,7 +69,7 @@ class TokenTree:
         self.roots: dict[bytes, TokenNode] = {}
         self.num_tokens = 0
 
-    def walk(self, key: bytes, tokens: Tokens) -> tuple[TokenNode | None, int]:
+    def walk(self, key: bytes, tokens: _Tokens) -> tuple[TokenNode | None, int]:
         """The last node all of whose tokens are the first of `tokens`, and how many tokens are those of the tree.
 
         None and 0 for a key that it does not know. More tokens than the node's `end` lie on the way to a child.
@@ -87,7 +87,7 @@ class TokenTree:
                 return node, node.end + same
             node = child
 
-    def place(self, key: bytes, tokens: Tokens) -> TokenNode:
+    def place(self, key: bytes, tokens: _Tokens) -> TokenNode:
         """The node of all of `tokens`, at least one, made where there was none. Mark it before the next call."""
         root = self.roots.get(key) or TokenNode(key, None, tokens[:0].copy(), 0)
         node, same = self.walk(key, tokens)
@@ -162,7 +162,7 @@ class TokenTree:
         self.roots[root.key] = root
 
 
-def _common(edge: Tokens, tokens: Tokens) -> int:
+def _common(edge: _Tokens, tokens: _Tokens) -> int:
     """How many first tokens are equal."""
     size = min(len(edge), len(tokens))
     different = edge[:size] != tokens[:size]
