@@ -47,7 +47,9 @@ PP_INLINE void prefetch(const int mode, const int FAST, const int BEGIN, const i
  * of prefetching once, S2 in 16 bit 0.87 instead of 0.96; on Zen 5, one core read shuffled pages of 16 KB at 26 GB/s
  * one after the other, at 33 two, three or four interleaved, and at 31 eight.
  *
- * A line is prefetched when FAR lines fewer of its group have been read, and again when NEAR lines fewer have. */
+ * A line is prefetched when FAR lines fewer of its group have been read, and again when NEAR lines fewer have: in f32
+ * 96 and 64, in 16 bit 64 and 48, since a visit of 64 dims has 64 lines there.  On Intel S1 and S4 in f32 took 1.04
+ * times as long by 64 and 48, S5 by 128 and 64. */
 typedef struct pp_interleaved {
     const unsigned char *at; /* from there to what is prefetched of each group */
     int64_t far[4], near[4];
@@ -62,7 +64,7 @@ PP_INLINE void find_line(const pp_tile *tile, int64_t visit, int64_t line, const
 
 /* What is prefetched when line `line` of each group is read. */
 PP_INLINE pp_interleaved interleaved_at(const int ITEM, const pp_tile *tile, int64_t line) {
-    const int FAR = 32 * ITEM, NEAR = FAR / 2; /* lines of a visit of 64 dims, and of half a visit */
+    const int FAR = 32 + 16 * ITEM, NEAR = 32 + 8 * ITEM;
     const int64_t visit = (tile->head_dim + tile->v_head_dim) * ITEM / 4; /* a line: 16 tokens of 64 / 16 / ITEM dims */
     pp_interleaved ahead = {.at = tile->k[0]};
     find_line(tile, visit, line + FAR, ahead.at, ahead.far);
