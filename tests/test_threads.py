@@ -114,7 +114,37 @@ def test_a_prefix_cache_may_be_used_by_several_threads(switching, policy):
     assert allocator.in_use == 0
 
 
-def test_states_of_one_pool_may_be_lent_to_several_threads(switching):
+def test_owners_are_listed_while_sequences_come_and_go(switching):
+    """Who asks gets sequences that live, or are just going and then have nothing; the list of them stays whole."""
+    allocator = BlockAllocator(64)
+
+    class Other:
+        kind, label = "other", None
+
+        def references(self):
+            return []
+
+    def work(rng, number):
+        if number == 0:
+            for owners in allocator.owners().values():
+                for owner in owners:
+                    assert owner.kind in ("sequence", "other") and owner.label in (None, 1, 2, 3, 4)
+            allocator.leaks()
+            assert allocator.stats()["sequences"] >= 0  # those that `owners` named live until it has answered
+        else:
+            state = PagedSeqState(allocator, 4, label=number)
+            state.append(rng.randrange(16))
+            child = state.fork()
+            state.label = child.label
+            allocator.add_owner(Other())
+            del state, child
+
+    together(work)
+    assert allocator.stats()["sequences"] == 0 and allocator.owners() == {}
+    allocator.check(others=0)
+
+
+def test_states_of_one_pool_may_be_used_by_several_threads(switching):
     pool = SsmStatePool.from_layout(STATES, 7)
 
     def work(rng, number):

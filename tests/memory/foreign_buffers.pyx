@@ -1,3 +1,4 @@
+# cython: freethreading_compatible=True
 """What pagepool.memory.arrays makes of an array, for the tests beside it."""
 
 from pagepool.memory.arrays cimport Buffer, get_buffer, release_buffer

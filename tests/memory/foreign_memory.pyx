@@ -1,3 +1,4 @@
+# cython: freethreading_compatible=True
 """A module outside the package that uses its memory without the GIL. Built and driven by the tests beside it."""
 
 from cpython.pycapsule cimport PyCapsule_Import
