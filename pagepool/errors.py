@@ -33,4 +33,4 @@ class SwapError(PoolError):
 
 def refuse_copy(holder: object) -> NoReturn:
     """Is the `__reduce__` of classes that own memory or ids: a copy would free what the original holds."""
-    raise TypeError(f"a {type(holder).__name__} cannot be pickled or copied: what it holds is in this process, once")
+    raise TypeError(f"a {type(holder).__name__} cannot be pickled or copied: it owns memory or ids")

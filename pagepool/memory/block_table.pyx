@@ -166,7 +166,7 @@ cdef class PagedSeqState:
         while self.snapshot != NULL:
             self.c_commit()
         if self.num_blocks and self.c_release() != PP_OK:
-            raise InvalidBlock(f"one of the {self.num_blocks} blocks of a sequence that goes was freed by someone else")
+            raise InvalidBlock(f"one of the {self.num_blocks} blocks of a dropped sequence was freed by someone else")
 
     cdef pp_status c_ensure_capacity(self, int64_t target_len) noexcept nogil:
         cdef pp_status status
@@ -568,7 +568,7 @@ cdef class PagedSeqState:
                     raise self.failed(status, number, 0)
                 if self.num_blocks:
                     raise ValueError(f"cannot adopt blocks: the sequence has {self.num_blocks} of its own")
-                raise ValueError(f"{number} tokens are not what {ids.count} blocks of {self.block_size} hold")
+                raise ValueError(f"{number} tokens do not match {ids.count} blocks of {self.block_size}")
         finally:
             release_ids(&ids)
 
@@ -671,7 +671,7 @@ cdef class PagedSeqState:
             return InvalidBlock(f"one of the {self.num_blocks} blocks of the sequence was freed by someone else")
         if status == PP_NO_MEMORY:
             return MemoryError(f"no memory to take {wanted} blocks")
-        return ValueError(f"a number of tokens cannot be {number}")
+        return ValueError(f"the number of tokens cannot be {number}")
 
 
 cdef object needed_blocks(object length, object block_size):

@@ -15,11 +15,11 @@ def closed(what: str, label: int | str | None) -> StaleHandle:
     """The error of a sequence that was closed; `what` it is without its label.
 
     >>> closed("sequence 3", None), closed("the sequence", "a")
-    (StaleHandle("sequence 3 was closed: its blocks may be another's by now"),
-     StaleHandle("the sequence 'a' was closed: its blocks may be another's by now"))
+    (StaleHandle('sequence 3 was closed: its blocks may have another owner by now'),
+     StaleHandle("the sequence 'a' was closed: its blocks may have another owner by now"))
     """
     who = what if label is None else f"{what} {label!r}"
-    return StaleHandle(f"{who} was closed: its blocks may be another's by now")
+    return StaleHandle(f"{who} was closed: its blocks may have another owner by now")
 
 
 def exhausted(asked: int, free_count: int, capacity: int) -> PoolExhausted:

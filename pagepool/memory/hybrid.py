@@ -360,7 +360,7 @@ class HybridSequence:
             raise ValueError(f"cannot truncate {self._len} tokens to {length}")
         known = self._known_at(length)
         if known != length:
-            raise ValueError(f"cannot truncate to {length} tokens: the state is known after {known}")
+            raise ValueError(f"cannot truncate to {length} tokens: the recurrent state is known at {known}")
         self._return_to(length)
 
     def release(self) -> None:

@@ -235,7 +235,7 @@ cdef class PrefixCache:
         read_ids(blocks, &ids)
         try:
             if ids.count < n:
-                raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, here are {ids.count}")
+                raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, got {ids.count}")
             with cython.critical_section(self):
                 return self.keep(key, &row[0], ids.ids, n, known, mark, level, end, beside)
         finally:

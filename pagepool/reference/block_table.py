@@ -164,7 +164,7 @@ class PagedSeqState:
         if self._blocks:
             raise ValueError(f"cannot adopt blocks: the sequence has {len(self._blocks)} of its own")
         if self._needed(tokens) != len(ids):
-            raise ValueError(f"{tokens} tokens are not what {len(ids)} blocks of {self.block_size} hold")
+            raise ValueError(f"{tokens} tokens do not match {len(ids)} blocks of {self.block_size}")
         self._missing(tokens)
         self.allocator.share(ids)
         self._blocks = ids

@@ -152,7 +152,7 @@ class SwapFile:
         """A place that is given back twice would be two tickets' at once."""
         for place, checksum in zip(ticket.places, ticket.checksums, strict=True):
             if self._held.get(place, NOBODY)[0] != checksum:
-                raise SwapError(f"the ticket of {len(ticket.places)} blocks was forgotten: place {place} is not its")
+                raise SwapError(f"the ticket of {len(ticket.places)} blocks was forgotten: it has no place {place}")
 
     def _write(self, block: int, place: int) -> int:
         checksum, offset = 0, place * self._block_bytes

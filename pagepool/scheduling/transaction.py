@@ -194,7 +194,7 @@ class Transaction:
         tokens = tokens.copy() if hasattr(tokens, "copy") else list(tokens)
         full, ids = len(tokens) // cache.block_size, _as_ids(blocks)
         if len(ids) < full:
-            raise ValueError(f"{len(tokens)} tokens fill {full} blocks, here are {len(ids)}")
+            raise ValueError(f"{len(tokens)} tokens fill {full} blocks, got {len(ids)}")
         publication = Publication(cache, tokens, ids[:full], keys)
         held = publication.held
         self._deferred.publications.append(publication)
@@ -213,7 +213,7 @@ class Transaction:
         """Takes the state of a `StateHandle` back when it commits. Raises `StaleHandle` when that was done already."""
         self._use()
         if any(handle is other for other in self._deferred.releases):
-            raise PoolError(f"slot {handle.index} is to be released already")
+            raise PoolError(f"this transaction releases slot {handle.index} already")
         _ = handle.slot  # raises for a stale one
         self._deferred.releases.append(handle)
 

@@ -180,7 +180,7 @@ def test_an_append_that_fails_has_changed_nothing():
     with pytest.raises(PoolExhausted, match="asked for 3 blocks, 1 of 6 is free"):
         written.sequence.append(12)
     assert [(kv.blocks, kv.first_block) for kv in written.sequence.kv] == before and written.sequence.len == 20
-    with pytest.raises(ValueError, match="a number of tokens cannot be -1"):
+    with pytest.raises(ValueError, match="the number of tokens cannot be -1"):
         written.sequence.append(-1)
     written.feed([1, 2])
     written.check()
@@ -195,7 +195,7 @@ def test_a_rollback_too_far_says_how_far_it_could_go():
     written.feed(list(range(20, 40)))
     with pytest.raises(ValueError, match="cannot roll back to 15 tokens: the oldest state checkpoint is at 20"):
         written.sequence.rollback(25)
-    with pytest.raises(ValueError, match="cannot truncate to 30 tokens: the state is known after 20"):
+    with pytest.raises(ValueError, match="cannot truncate to 30 tokens: the recurrent state is known at 20"):
         written.sequence.truncate(30)
     with pytest.raises(ValueError, match="cannot roll back 41 of 40 tokens"):
         written.sequence.rollback(41)
@@ -296,7 +296,7 @@ def test_a_request_begins_with_what_is_cached_of_all_its_groups():
     rows = [kv.blocks for kv in first.sequence.kv]
     with pytest.raises(ValueError, match="1 rows of blocks: there are 2 groups, with 0 tokens"):
         second.sequence.adopt(rows[:1], 10)
-    with pytest.raises(ValueError, match="10 tokens are not what 2 blocks of 4 hold"):
+    with pytest.raises(ValueError, match="10 tokens do not match 2 blocks of 4"):
         second.sequence.adopt([rows[0], rows[1][:2]], 10)
     assert second.sequence.kv[0].blocks == [] and second.sequence.len == 0
     engine.allocators[0].check(others=0)

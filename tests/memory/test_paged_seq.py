@@ -83,11 +83,11 @@ def test_an_exhausted_allocator_changes_nothing(allocator, call):
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda it: it.ensure_capacity(-1), ValueError, "a number of tokens cannot be -1"),
-        (lambda it: it.ensure_capacity(-(2**70)), ValueError, "a number of tokens cannot be -1152921504606846976"),
+        (lambda it: it.ensure_capacity(-1), ValueError, "the number of tokens cannot be -1"),
+        (lambda it: it.ensure_capacity(-(2**70)), ValueError, "the number of tokens cannot be -1152921504606846976"),
         (lambda it: it.ensure_capacity(1.0), TypeError, "a number of tokens must be an integer, not float"),
-        (lambda it: it.append(-1), ValueError, "a number of tokens cannot be -1"),
-        (lambda it: it.append(-(2**70)), ValueError, "a number of tokens cannot be -1152921504606846976"),
+        (lambda it: it.append(-1), ValueError, "the number of tokens cannot be -1"),
+        (lambda it: it.append(-(2**70)), ValueError, "the number of tokens cannot be -1152921504606846976"),
         (lambda it: it.append(1.0), TypeError, "a number of tokens must be an integer, not float"),
         (lambda it: it.truncate(-1), ValueError, "cannot truncate 3 tokens to -1"),
         (lambda it: it.truncate(-(2**70)), ValueError, "cannot truncate 3 tokens to -1152921504606846976"),
@@ -221,8 +221,8 @@ def test_a_block_adopted_in_part_is_copied_before_it_is_written(allocator):
 @pytest.mark.parametrize(
     "blocks, num_tokens, error, match",
     [
-        ([0, 1], 9, ValueError, "9 tokens are not what 2 blocks of 4 hold"),
-        ([0, 1], 4, ValueError, "4 tokens are not what 2 blocks of 4 hold"),
+        ([0, 1], 9, ValueError, "9 tokens do not match 2 blocks of 4"),
+        ([0, 1], 4, ValueError, "4 tokens do not match 2 blocks of 4"),
         ([0], -1, ValueError, "-1 tokens"),
         ([0, 1, 2, 3], 16, ValueError, "16 tokens need 4 blocks, the maximum is 3"),
         ([0, 7], 8, InvalidBlock, "block 7"),

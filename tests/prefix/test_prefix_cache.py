@@ -247,7 +247,7 @@ def test_a_second_block_for_the_same_tokens_stays_with_its_sequence(cache):
 @pytest.mark.parametrize(
     ("tokens", "blocks", "error", "message"),
     [
-        ([1] * 8, [0], ValueError, "8 tokens fill 2 blocks, here are 1"),
+        ([1] * 8, [0], ValueError, "8 tokens fill 2 blocks, got 1"),
         ([1] * 8, [0, 31], InvalidBlock, "block 31 cannot be cached: it is free"),
         ([1] * 8, [0, 99], InvalidBlock, "block 99 is out of range: there are 32 blocks"),
         ([1] * 8, [0, -1], InvalidBlock, "block -1 is out of range"),

@@ -219,7 +219,7 @@ def test_a_swap_file_gives_no_place_away_twice_and_loses_none():
     swap.drop(old)
     new = swap.store([1])
     for use in (swap.drop, lambda ticket: swap.load(ticket, [3])):
-        with pytest.raises(SwapError, match="the ticket of 1 blocks was forgotten: place 0 is not its"):
+        with pytest.raises(SwapError, match="the ticket of 1 blocks was forgotten: it has no place 0"):
             use(old)
         assert swap.free_blocks == 1
     swap.load(new, [3])

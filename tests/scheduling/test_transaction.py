@@ -122,7 +122,7 @@ def test_a_commit_that_fails_has_changed_nothing_and_can_be_aborted():
     sequence, *_ = world.change_everything(transaction)
     with pytest.raises(InvalidBlock, match="block 15: it is free"):
         transaction.cache_blocks(world.cache, [30, 31, 32, 33], [15])
-    with pytest.raises(ValueError, match="8 tokens fill 2 blocks, here are 1"):
+    with pytest.raises(ValueError, match="8 tokens fill 2 blocks, got 1"):
         transaction.cache_blocks(world.cache, list(range(8)), [0])
     transaction.cache_blocks(world.cache, [30, 31, 32, 33], world.state.blocks[:1])
     with pytest.raises(InvalidBlock, match="is cached already, for other tokens"):
@@ -170,7 +170,7 @@ def test_frees_and_releases_wait_for_the_commit():
     transaction.free(world.allocator, block)
     transaction.release_state(world.handle)
     assert world.allocator.ref_count(block) == 1 and world.pool.used_count == 1
-    with pytest.raises(PoolError, match="slot 0 is to be released already"):
+    with pytest.raises(PoolError, match="this transaction releases slot 0 already"):
         transaction.release_state(world.handle)
     with pytest.raises(InvalidBlock, match="block 9: it is free"):
         transaction.free(world.allocator, 9)
