@@ -173,7 +173,11 @@ def extension(module):
         [] if module == SHARED else [module.replace(".", "/") + ".pyx"],
         include_dirs=[*INCLUDE, numpy.get_include()],
         libraries=["pagepool", "m"],
-        define_macros=[("CYTHON_CLINE_IN_TRACEBACK", "0"), ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+        define_macros=[
+            ("CYTHON_CLINE_IN_TRACEBACK", "0"),
+            ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
+            ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),  # the oldest NumPy that the wheel runs with
+        ],
         extra_compile_args=[*COMMON, *OPTIMISE, "-Wall", "-Wextra", *CYTHON_QUIET, *SAN],
         extra_link_args=LINK,
         depends=C_DEPENDS,

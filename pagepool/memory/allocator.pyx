@@ -614,7 +614,8 @@ cdef class BlockAllocator:
 
         The kind is "sequence", "cache", the kind of an owner that was added, or "other" for references that `allocate`,
         `allocate_n` or `share` took and no owner holds. This asks every owner: it is for debugging, not for every step.
-        Changes that other threads make meanwhile may be missing. Raises `InvalidBlock` when the id is out of range.
+        Changes that other threads make meanwhile may be missing. Without a GIL no other thread may be inside a call of
+        a sequence meanwhile. Raises `InvalidBlock` when the id is out of range.
 
         >>> from pagepool import PagedSeqState
         >>> allocator = BlockAllocator(4)

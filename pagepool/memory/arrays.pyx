@@ -4,6 +4,7 @@ Plain NumPy arrays of a few dtypes are read without the buffer protocol: that wr
 time, 65 ns for each of the four arrays of a call of `decode`, of 720 ns in all.
 """
 
+cimport cython
 from cpython.buffer cimport (
     PyBUF_FORMAT,
     PyBUF_STRIDES,
@@ -217,10 +218,11 @@ cdef int read_items(object blocks, IdArray *array) except -1:
     cdef Py_ssize_t i
     sequence = PySequence_Fast(blocks, "block ids must be an integer, a sequence of integers or an array of them")
     take_room(array, PySequence_Fast_GET_SIZE(sequence))
-    for i in range(array.count):
-        if PySequence_Fast_GET_SIZE(sequence) != array.count:  # an item's __index__ may do anything
-            raise ValueError(f"the {array.count} block ids changed in number while they were read")
-        read_id(<object>PySequence_Fast_ITEMS(sequence)[i], &array.ids[i])
+    with cython.critical_section(sequence):  # without a GIL another thread could free an item before it is held
+        for i in range(array.count):
+            if PySequence_Fast_GET_SIZE(sequence) != array.count:  # an item's __index__ may do anything
+                raise ValueError(f"the {array.count} block ids changed in number while they were read")
+            read_id(<object>PySequence_Fast_ITEMS(sequence)[i], &array.ids[i])
     return 0
 
 

@@ -131,8 +131,6 @@ cdef class CachedRefs:
         cdef int64_t idle[256]
         cdef int32_t block
         cdef int mark
-        for mark in range(256):
-            idle[mark] = -self.counts.idle[mark]
         pp_lock_acquire(&self.allocator.lock)
         for mark in range(256):
             idle[mark] = -self.counts.idle[mark]
@@ -144,5 +142,5 @@ cdef class CachedRefs:
             return f"{cached} cached blocks have no mark"
         for mark in range(1, 256):
             if idle[mark]:
-                return f"{idle[mark]} more blocks of group {mark} are idle than are counted"
+                return f"{idle[mark]} more blocks of group {mark - 1} are idle than are counted"
         return None

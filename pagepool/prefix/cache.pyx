@@ -337,13 +337,25 @@ cdef class PrefixCache:
         >>> [(event.sequence, event.kind, event.block) for event in cache.drain_events()]
         [(1, 'stored', 0), (2, 'removed', 0)]
         """
+        cdef int paused
+        cdef EventLog log = self.log()
         with cython.critical_section(self):
-            return self.log().drain()
+            paused = pause_collector()
+            try:
+                return log.drain()
+            finally:
+                resume_collector(paused)
 
     def snapshot(self):
         """Returns a `PrefixSnapshot` of all that is cached, for a replica. O(nodes). Raises as `drain_events`."""
+        cdef int paused
+        cdef EventLog log = self.log()
         with cython.critical_section(self):
-            return self.log().snapshot()
+            paused = pause_collector()
+            try:
+                return log.snapshot()
+            finally:
+                resume_collector(paused)
 
     cdef int64_t c_next_event(self, Event *event, int32_t *tokens) noexcept nogil:
         if self.cached.log is None:
@@ -361,8 +373,13 @@ cdef class PrefixCache:
         Sequences of a `Scheduler` do not cache again what they held before. The lowest free id is then the next to be
         handed out. O(n log n).
         """
+        cdef int paused
         with cython.critical_section(self):
-            self.cached.reset()
+            paused = pause_collector()
+            try:
+                self.cached.reset()
+            finally:
+                resume_collector(paused)
 
     @property
     def label(self):
@@ -371,8 +388,13 @@ cdef class PrefixCache:
 
     def references(self):
         """Returns a list of the ids of its blocks; it holds one reference to each."""
+        cdef int paused
         with cython.critical_section(self):
-            return self.cached.list_blocks()
+            paused = pause_collector()
+            try:
+                return self.cached.list_blocks()
+            finally:
+                resume_collector(paused)
 
     @property
     def num_cached(self):
@@ -486,8 +508,13 @@ cdef class PrefixCache:
 
         O(nodes + tokens cached). Changes nothing.
         """
+        cdef int paused
         with cython.critical_section(self):
-            broken = self.cached.audit()
+            paused = pause_collector()
+            try:
+                broken = self.cached.audit()
+            finally:
+                resume_collector(paused)
         if broken is not None:
             raise PoolError(f"broken invariant: {broken}")
 

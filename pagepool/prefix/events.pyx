@@ -47,6 +47,10 @@ class PrefixSnapshot(NamedTuple):
     stored: list[PrefixEvent]
 
 
+# As the named tuples would be called, but without running Python code: in it another thread could change the log.
+cdef object new_tuple = tuple.__new__
+
+
 @cython.final
 @cython.auto_pickle(False)
 cdef class EventLog:
@@ -92,7 +96,7 @@ cdef class EventLog:
         row = PyBytes_FromStringAndSize(
             <const char *>tokens, <Py_ssize_t>sizeof(int32_t) * self.table.block_size * (event.kind == STORED)
         )
-        return PrefixEvent(sequence, KINDS[event.kind], event.block, name, parent, row)
+        return new_tuple(PrefixEvent, (sequence, KINDS[event.kind], event.block, name, parent, row))
 
     cdef int64_t c_next(self, Event *event, int32_t *tokens) noexcept nogil:
         cdef int64_t sequence = self.first, place = sequence % self.room
@@ -128,7 +132,7 @@ cdef class EventLog:
                 event.block = self.table.nodes[node].block
                 self.c_fill(&event, tokens, node)
                 stored.append(self.made(self.next - 1, &event, tokens))
-        return PrefixSnapshot(self.next, stored)
+        return new_tuple(PrefixSnapshot, (self.next, stored))
 
 
 def prefix_names(tokens, int block_size, bytes root not None):

@@ -65,7 +65,8 @@ cdef class CachedBlocks:
     # The first reserved node of a group that has more than it reserved, or -1.
     cdef int32_t c_surplus(self) noexcept
     # The node to be looked at next, or -1. `own` is the mark of the group that needs room.
-    cdef int32_t c_victim(self, uint8_t own) noexcept
+    # all_seen: whether this call has looked at all nodes that were set aside as in use.
+    cdef int32_t c_victim(self, uint8_t own, bint *all_seen) noexcept
     # Up to n blocks; returns how many.
     cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept
     # Cached blocks of a group that nobody else uses, and that are kept from all other groups; those of all groups that

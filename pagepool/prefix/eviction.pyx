@@ -2,8 +2,9 @@
 
 A cached block is in use, when somebody else has a reference to it, or evictable. The policy orders both kinds, since a
 block becomes idle when its last user frees it, on any thread and without a call of the cache. A node whose block is in
-use when its turn comes is set aside, and each eviction checks two of these. A node whose group has no more blocks than
-it has reserved is set aside as well, until the group has more.
+use when its turn comes is set aside. Each eviction looks at two of these, and at all of them, once a call, when the
+policy has nothing left but some block is idle. A node whose group has no more blocks than it has reserved is set aside
+as well, until the group has more.
 """
 
 cimport cython
@@ -206,24 +207,27 @@ cdef class CachedBlocks:
                     return self.reserved[mark].head
         return -1
 
-    cdef int32_t c_victim(self, uint8_t own) noexcept:
+    cdef int32_t c_victim(self, uint8_t own, bint *all_seen) noexcept:
         cdef int32_t node = self.c_surplus()
         if node < 0:
             self.c_return_unused(2)
             node = self.order.c_victim()
-        if node < 0 and self.in_use.size:
+        if node < 0 and self.in_use.size and not all_seen[0] and self.refs.c_idle(1, self.top) > 0:
             self.c_return_unused(self.in_use.size)
+            all_seen[0] = True
             node = self.order.c_victim()
         return self.reserved[own].head if node < 0 else node
 
     cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept:
-        """O(groups) a block, amortised: a node is set aside at most once until it is free, or its group has more."""
+        """O(groups) a block, amortised: a node is set aside at most once until it is free, or its group has more. Once
+        a call, when the policy has nothing left but some block is idle, O(blocks in use)."""
+        cdef bint all_seen = False
         cdef int32_t dropped[AT_ONCE]
         cdef int64_t done = 0, num_dropped = 0
         cdef int32_t node
         cdef uint8_t mark
         while done < n:
-            node = self.c_victim(own)
+            node = self.c_victim(own, &all_seen)
             if node < 0:
                 break
             if self.table.nodes[node].place != LISTED:

@@ -42,7 +42,7 @@ cdef struct Node:
     int32_t previous_sibling
     int32_t next_sibling
     int32_t previous  # in a NodeList
-    int32_t next  # in a NodeList; of a node that is not alive the next one of those
+    int32_t next  # in a NodeList; of the first node of an unused span, the next span
     int32_t list  # of the policy's
     int32_t cached_children  # of the policy's
     uint8_t uses  # of the policy's

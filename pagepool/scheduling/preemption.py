@@ -126,7 +126,7 @@ class Preemption:
             missing = self._wanted - self.blocks.available(by_tenant)
             if gave and missing <= 0:
                 break
-            self._give_way(seq, min(max(missing, 1), most))
+            self._preempt(seq, min(max(missing, 1), most))
             gave = True
         return gave
 
@@ -139,7 +139,7 @@ class Preemption:
             if missing <= 0:
                 break
             if other is not seq:
-                self._give_way(other, min(missing, most))
+                self._preempt(other, min(missing, most))
         return self.blocks.available(needs) >= wanted
 
     def restore(self, seq: Sequence, now: int) -> None:
@@ -188,7 +188,7 @@ class Preemption:
             if seq.kv is not None:
                 yield seq, self.blocks.blocks_for(seq.fed)
 
-    def _give_way(self, seq: Sequence, blocks: int) -> None:
+    def _preempt(self, seq: Sequence, blocks: int) -> None:
         """Take `blocks` blocks, or all, from the end of `seq`; an active sequence waits then."""
         size = seq.kv.block_size
         held = self.blocks.blocks_for(seq.fed)

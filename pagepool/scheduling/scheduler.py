@@ -48,7 +48,8 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        # A call takes the one item out and puts it back: atomic with and without the GIL, and unlike a lock copied.
+        # Each call pops the one item and puts it back. list.pop is atomic with and without the GIL; so is a lock, but a
+        # lock cannot be copied.
         self._token = [True]
         self.thread: int | None = None  # of the call that is under way
         self.is_cut = False
@@ -99,8 +100,9 @@ class Scheduler:
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
     are freed when a sequence finishes, is removed or is preempted. When the pool runs out, unused cached blocks are
-    evicted first; then the newest sequence of the lowest priority is preempted: it gives its blocks back, waits at the
-    front and is recomputed later. The oldest always keeps going, so every request ends. `preemptions` is the log.
+    evicted first; then sequences are preempted, the one that comes last in the policy's order first: it gives its last
+    blocks back, or all, waits at the front and is recomputed later. The first in that order is never preempted, so
+    every request ends. `preemptions` is the log.
 
     One thread at a time may use a scheduler, and a call must not be made from within another one, by a finalizer or a
     signal handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes.
@@ -230,12 +232,12 @@ class Scheduler:
     def finish_sequence(self, seq_id: int) -> None:
         """Stop a sequence and free its blocks; `drain_finished` will return it. Unknown ids are ignored."""
         with self._guard:
-            self._stop(seq_id)
+            self._stop(self._look_up(seq_id))
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
         with self._guard:
-            self._stop(seq_id)
+            self._stop(self._look_up(seq_id))
             self._forget(seq_id)
 
     def drain_finished(self) -> list[Sequence]:
@@ -257,10 +259,10 @@ class Scheduler:
              uses it; the scheduler reads no clock
 
         Admits waiting sequences, picks by turns, shares out the tokens, and preempts when the pool is out of blocks.
-        Takes the batch before as run. The new one is empty when there is no work, or when blocks that others hold
-        (forks, another scheduler on the same pool) leave no room for even one sequence; then `has_work` stays True, and
-        the caller frees blocks or waits. Raises TypeError for a `now` that is no number, ValueError for inf and for a
-        time before the last; then nothing has changed.
+        Assumes that the previous batch was run, committed or not. The new one is empty when there is no work, or when
+        blocks that others hold (forks, another scheduler on the same pool) leave no room for even one sequence; then
+        `has_work` stays True, and the caller frees blocks or waits. Raises TypeError for a `now` that is no number,
+        ValueError for inf and for a time before the last; then nothing has changed.
         """
         with self._guard:
             if now is not None:
@@ -488,8 +490,14 @@ class Scheduler:
             self._reservations.leave(seq)
             self._waiting.change(seq.tenant)  # requests that its part of the quota kept waiting may start
 
-    def _stop(self, seq_id: int) -> None:
+    def _look_up(self, seq_id: int) -> Sequence | None:
+        """The sequence with this id; what cannot be an id raises TypeError before anything changes."""
+        self._guard.is_checking = True
         seq = self._sequences.get(seq_id)
+        self._guard.is_checking = False
+        return seq
+
+    def _stop(self, seq: Sequence | None) -> None:
         if seq is not None:
             seq.stopped = True
             if seq.state is not FINISHED:

@@ -393,6 +393,15 @@ def test_a_call_of_another_thread_in_the_middle_of_a_call_is_refused():
     scheduler.commit(batches[0], [7])  # a batch may be handed over to another thread between calls
 
 
+@pytest.mark.parametrize("name", ["finish_sequence", "remove_sequence"])
+def test_what_cannot_be_an_id_is_refused_before_anything_changes(name):
+    scheduler = Scheduler()
+    scheduler.add_request([1, 2], 5)
+    with pytest.raises(TypeError):
+        getattr(scheduler, name)([1])
+    assert scheduler.schedule().seq_ids == [1]
+
+
 def test_two_threads_never_commit_the_same_batch_twice():
     """What is checked is checked inside of the call: the other thread may be anywhere in its own."""
     before = sys.getswitchinterval()
