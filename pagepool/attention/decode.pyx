@@ -357,7 +357,6 @@ cdef class Arguments:
         return ValueError(f"{self.args.num_seqs} sequences of these lengths need more memory than can be addressed")
 
 
-
 cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t num_seqs, int32_t num_qo_heads,
                         const int32_t *block_tables, int64_t block_tables_width, const int32_t *seq_lens,
                         float sm_scale, float *out, float *lse, int num_threads) noexcept nogil:

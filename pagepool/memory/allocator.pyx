@@ -398,19 +398,19 @@ cdef class BlockAllocator:
         >>> BlockAllocator(4).stats()["free"]
         4
         """
-        cdef int32_t capacity, free
+        cdef int32_t capacity, free_blocks
         pp_lock_acquire(&self.lock)
         capacity = self.limit
-        free = capacity - self.taken + self.num_freed
+        free_blocks = capacity - self.taken + self.num_freed
         pp_lock_release(&self.lock)
         holders = self.holders()
         evictable = sum([getattr(holder, "evictable", 0) for holder in holders])
         return {
             "capacity": capacity,
             "max_capacity": self.max_capacity,
-            "used": capacity - free - evictable,
+            "used": capacity - free_blocks - evictable,
             "evictable": evictable,
-            "free": free,
+            "free": free_blocks,
             "available": self.c_available(),
             "peak": self.peak_in_use,
             "sequences": self.num_sequences,

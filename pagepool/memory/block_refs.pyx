@@ -16,7 +16,6 @@ from pagepool.memory.explain import exhausted
 __all__ = ["BlockRefs", "block_refs"]
 
 
-
 @cython.final
 @cython.no_gc
 @cython.auto_pickle(False)
