@@ -32,6 +32,7 @@ extension = Extension(
     extra_link_args=["-pthread", *flags],
 )
 directives = {"language_level": 3, "boundscheck": False, "wraparound": False, "cdivision": True}
+directives["freethreading_compatible"] = True
 setup(name=name, ext_modules=cythonize([extension], compiler_directives=directives, quiet=True))
 """
 

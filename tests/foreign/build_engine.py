@@ -30,6 +30,7 @@ def compile_engine(folder):
     )
     os.chdir(folder)
     directives = {"language_level": 3, "boundscheck": False, "wraparound": False, "initializedcheck": False}
+    directives["freethreading_compatible"] = True
     setup(
         name="engine",
         ext_modules=cythonize([extension], compiler_directives=directives, quiet=True),
