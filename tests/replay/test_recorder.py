@@ -24,7 +24,7 @@ PROMPT = st.tuples(st.lists(st.integers(-3, 3), min_size=1, max_size=20), st.sam
 
 def hits_of(prompts, block, capacity):
     """What the cache itself finds with these tokens."""
-    cache = PrefixCache(BlockAllocator(capacity), block)
+    cache = PrefixCache(BlockAllocator(capacity), block, "lru")
     found = sum(cache.touch(tokens, cache_salt=salt) for tokens, salt in prompts)
     return found, cache.stats()["evicted"]
 
