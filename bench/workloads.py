@@ -390,7 +390,10 @@ def replay(requests=1_000):
 
 
 def import_ratio(pairs=5):
-    """The time of `import pagepool` over that of `import numpy`, each in fresh interpreters, in turn."""
+    """The time of `import pagepool` over that of `import numpy`, each in fresh interpreters, in turn.
+
+    Both read compiled Python: the first run of each, which may have to compile it, does not count.
+    """
 
     def seconds(module):
         program = f"import time; begin = time.perf_counter(); import {module}; print(time.perf_counter() - begin)"
@@ -399,4 +402,7 @@ def import_ratio(pairs=5):
         )
 
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    for module in ("pagepool", "numpy"):
+        seconds(module)
     return Work(lambda: median(seconds("pagepool") / seconds("numpy") for _ in range(pairs)), 1)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os.path
 
 __all__ = ["get_include", "get_library_dir"]
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = os.path.dirname(os.path.realpath(__file__))
 
 
-def _first(candidates: list[Path], name: str, what: str) -> str:
+def _first(candidates: list[str], name: str, what: str) -> str:
     """The first of the folders that holds the file `name`. Raises FileNotFoundError with all of them."""
     for folder in candidates:
-        if (folder / name).is_file():
-            return str(folder)
-    looked = " and ".join(str(folder) for folder in candidates)
-    raise FileNotFoundError(f"{what} of pagepool are not installed: {name} is not in {looked}")
+        if os.path.isfile(os.path.join(folder, name)):
+            return folder
+    raise FileNotFoundError(f"{what} of pagepool are not installed: {name} is not in {' and '.join(candidates)}")
 
 
 def get_include() -> str:
@@ -28,7 +27,8 @@ def get_include() -> str:
     >>> (Path(get_include()) / "pagepool" / "layout.h").is_file()
     True
     """
-    return _first([_PACKAGE / "include", _PACKAGE.parent / "include"], "pagepool/pagepool.h", "the headers")
+    folders = [os.path.join(folder, "include") for folder in (_PACKAGE, os.path.dirname(_PACKAGE))]
+    return _first(folders, "pagepool/pagepool.h", "the headers")
 
 
 def get_library_dir() -> str:
@@ -40,4 +40,4 @@ def get_library_dir() -> str:
     >>> (Path(get_library_dir()) / "libpagepool.a").is_file()
     True
     """
-    return _first([_PACKAGE / "lib"], "libpagepool.a", "the static library")
+    return _first([os.path.join(_PACKAGE, "lib")], "libpagepool.a", "the static library")

@@ -11,13 +11,10 @@ Equal ids are equal prefixes, up to collisions of 128 bits of BLAKE2b, whose key
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from hashlib import blake2b
-from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
@@ -57,13 +54,15 @@ class TraceRecorder:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | os.PathLike[str],
         block: int = 16,
         *,
         name: str = "recorded",
         licence: str = "unknown",
         max_blocks: int = 4_000_000,
     ) -> None:
+        from pathlib import Path  # here, as json and hashlib below: they take long to load, and few record
+
         self.block = operator.index(block)
         if not 0 <= self.block <= MAX_BLOCK:
             raise ValueError(f"block must be from 0 to {MAX_BLOCK}, not {self.block}")
@@ -79,7 +78,7 @@ class TraceRecorder:
         self._lock = threading.Lock()
         self._start = monotonic_ns()
         about = {"fmt": "ptrace-1", "name": name, "block": self.block, "unit": "us", "licence": licence}
-        header = json.dumps(about, separators=(",", ":"))[:-1] + ',"n":'
+        header = _as_json(about)[:-1] + ',"n":'
         # "null   " leaves room for the number of requests, which `close` writes over it.
         self._count_at = len(header.encode())
         self._end = 0
@@ -133,7 +132,7 @@ class TraceRecorder:
                     runs[-1] += 1
                 else:
                     runs += (number, 1)
-            self._write(json.dumps([round(time), len(row), output, runs], separators=(",", ":")) + "\n")
+            self._write(_as_json([round(time), len(row), output, runs]) + "\n")
             self.num_requests += 1
 
     def close(self) -> None:
@@ -159,6 +158,8 @@ class TraceRecorder:
         """The ids of the blocks of a prompt, with the last, partial one."""
         if not self.block:
             return
+        from hashlib import blake2b
+
         if len(self._ids) + len(data) // (4 * self.block) >= self._max_blocks:
             self._ids.clear()
         size, ids, key = 4 * self.block, self._ids, self._key
@@ -184,6 +185,12 @@ class TraceRecorder:
             os.ftruncate(self._file, self._end)
             raise
         self._end += len(data)
+
+
+def _as_json(value: Any) -> str:
+    import json
+
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _write_all(file: int, data: bytes, offset: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from hashlib import blake2b
 from typing import Any
 
 __all__ = ["root_key", "root_name"]
@@ -30,6 +29,8 @@ def root_name(key: bytes) -> bytes:
     >>> len(root_name(root_key("tenant", ())))
     16
     """
+    from hashlib import blake2b  # here: it loads OpenSSL, and only events and replicas need names
+
     return blake2b(key, digest_size=16).digest()
 
 

@@ -10,9 +10,12 @@ import pagepool
 # Each takes as long to load as a whole folder of ours, and is needed by few: types, a swap file, a trace, a plot.
 NOT_AT_ONCE = {
     "Cython",
+    "hashlib",
+    "json",
     "matplotlib",
     "ml_dtypes",
     "numpy.typing",
+    "pathlib",
     "prometheus_client",
     "rich",
     "statistics",

@@ -21,7 +21,7 @@ def test_the_library_is_found_and_is_an_archive():
 
 
 def test_missing_files_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(_paths, "_PACKAGE", tmp_path / "pagepool")
+    monkeypatch.setattr(_paths, "_PACKAGE", str(tmp_path / "pagepool"))
     with pytest.raises(FileNotFoundError, match=r"libpagepool.a is not in .*lib"):
         _paths.get_library_dir()
     with pytest.raises(FileNotFoundError, match=r"pagepool/pagepool.h is not in .*include and .*include"):
