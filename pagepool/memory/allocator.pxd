@@ -34,7 +34,7 @@ cdef extern from *:
     int32_t pp_get_count(int32_t *count) nogil
 
 
-# What a prefix cache holds one reference to, see pagepool.memory.cached_refs; `next` is that of another cache.
+# What a prefix cache holds one reference to, see CachedRefs in block_refs.pxd; `next` is that of another cache.
 cdef struct CachedCounts:
     uint8_t *marks
     int64_t idle[256]

@@ -1,7 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.cached_refs cimport CachedRefs
+from pagepool.memory.block_refs cimport CachedRefs
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.policies cimport EvictionPolicy

@@ -11,7 +11,7 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.memory.allocator cimport BlockAllocator, pp_get_count
-from pagepool.memory.cached_refs cimport CachedRefs
+from pagepool.memory.block_refs cimport CachedRefs
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.events cimport CLEARED, REMOVED, STORED
 from pagepool.prefix.radix_tree cimport (
