@@ -121,7 +121,7 @@ class Scheduler(Admission):
         self.num_steps += 1
         if self.out is not None:
             self._close(self.out)
-        self.time = self.num_steps if now is None else now
+        self.time = max(self.num_steps, self.time) if now is None else now
         if self.cache is not None:
             self.cache.expire(self.time)
         self._admit()

@@ -255,8 +255,8 @@ class Scheduler:
     def schedule(self, now: float | None = None) -> ScheduledBatch:
         """Return the next batch, within all budgets of the config and with its blocks taken.
 
-        now  the time, in any unit, not earlier than the last; None: the number of the step, from 1. Only `cache_ttl`
-             uses it; the scheduler reads no clock
+        now  the time, in any unit, not earlier than the last; None: the number of the step, from 1, or the last time
+             if that is later. Only `cache_ttl` uses it; the scheduler reads no clock
 
         Admits waiting sequences, picks by turns, shares out the tokens, and preempts when the pool is out of blocks.
         Assumes that the previous batch was run, committed or not. The new one is empty when there is no work, or when
@@ -265,15 +265,14 @@ class Scheduler:
         ValueError for inf and for a time before the last; then nothing has changed.
         """
         with self._guard:
-            if now is not None:
-                self._guard.is_checking = True
-                now = read_time(now, self._last_time)
-                self._guard.is_checking = False
-                self._last_time = now
-            self.num_steps = step = self.num_steps + 1
+            self._guard.is_checking = True
+            step = self.num_steps + 1
+            now = max(step, self._last_time) if now is None else read_time(now, self._last_time)
+            self._guard.is_checking = False
+            self.num_steps, self._last_time = step, now
             if self._out is not None:
                 self._close(self._out)
-            self._prefix.set_time(step if now is None else now)
+            self._prefix.set_time(now)
             self._admission.admit(step)
             active = self._active
             while len(active):

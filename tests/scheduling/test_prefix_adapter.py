@@ -233,6 +233,21 @@ def test_a_priority_ends_by_the_callers_clock_or_by_the_steps(told):
     cache.check()
 
 
+def test_a_step_without_a_time_never_goes_back_in_time():
+    scheduler, cache = make_priority(3)
+    scheduler.schedule(100.0)
+    scheduler.add_request([1] * 8, 9, cache_priority=5, cache_ttl=50.0)
+    scheduler.commit(scheduler.schedule(), [7])
+    assert (cache.expire(149.0), cache.expire(150.0)) == (0, 2)
+    with pytest.raises(ValueError, match=r"now must be 100.0 or more, not 99.0"):
+        scheduler.schedule(99.0)
+    scheduler, _ = make_priority(2)
+    scheduler.schedule()
+    scheduler.schedule()
+    with pytest.raises(ValueError, match=r"now must be 2 or more, not 1.5"):
+        scheduler.schedule(1.5)
+
+
 @pytest.mark.parametrize(
     ("policy", "terms", "message"),
     [
