@@ -34,6 +34,7 @@ class ScheduledBatch:
         "_fed",
         "_fed_before",
         "_grow",
+        "_origin",
         "_outputs",
         "_sequences",
         "_served_before",
@@ -83,6 +84,7 @@ class ScheduledBatch:
         self._fed_before = [seq.fed for seq in sequences]
         self._served_before: dict[Any, float] = {}  # the counters of the tenants that it is charged to
         self._committed = False
+        self._origin: object = None  # the `_origin` of the scheduler that handed it out
 
     @classmethod
     def empty(cls) -> ScheduledBatch:

@@ -147,6 +147,7 @@ class Scheduler:
         self._swap = swap if "swap" in config.preemption_actions else None
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
+        self._origin = object()  # what its batches have in common
         self._next_id = 1
         self._last_time = float("-inf")  # of `schedule(now)`
         self._sequences: dict[int, Sequence] = {}
@@ -278,6 +279,7 @@ class Scheduler:
             while len(active):
                 batch = build_batch(*active.pick(), self.config)
                 self._guard.undo = partial(self._undo_step, batch)
+                batch._origin = self._origin
                 taken = self._preemption.take(batch, step)
                 active.put_back(taken)
                 if taken:
@@ -313,7 +315,7 @@ class Scheduler:
             self._guard.is_checking = True
             if batch._committed:
                 raise ValueError("the batch was committed before")
-            if batch is not self._out and not all(self._knows(seq) for seq in sequences):
+            if batch._origin is not self._origin and sequences:
                 raise ValueError("the batch is of another scheduler")
             self._guard.is_checking = False
             outputs = batch._outputs
@@ -505,10 +507,6 @@ class Scheduler:
     def _forget(self, seq_id: int) -> None:
         self._finished.pop(seq_id, None)
         self._sequences.pop(seq_id, None)
-
-    def _knows(self, seq: Sequence) -> bool:
-        """Whether it is one of this scheduler's, or has ended."""
-        return seq.state is FINISHED or self._sequences.get(seq.id) is seq
 
     def _undo_step(self, batch: ScheduledBatch) -> None:
         """`batch` was not returned."""

@@ -120,6 +120,14 @@ def test_a_batch_of_another_scheduler_is_refused():
     ours.schedule()
     ours.commit(early, [8])  # late, and its own
     assert other.get_sequence(1).output_tokens == [7] and ours.get_sequence(1).output_tokens == [8]
+    early, batch = ours.schedule(), other.schedule()
+    for scheduler in (ours, other):
+        scheduler.finish_sequence(1)
+        assert len(scheduler.drain_finished()) == 1
+    with pytest.raises(ValueError, match="the batch is of another scheduler"):
+        ours.commit(batch, [7])
+    other.commit(batch, [7])  # what has ended takes no token
+    ours.commit(early, [8])
 
 
 def test_a_config_names_what_is_wrong():
