@@ -68,6 +68,7 @@ class Batch:
     lookahead: list[int] = field(default_factory=list)
     wants_token: list[bool] = field(default_factory=list)
     grow: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)  # how many tokens each had
     num_decodes: int = 0
     committed: bool = False
 
@@ -76,6 +77,7 @@ class Batch:
         self.requests.append(request)
         self.tokens.append(request.next_tokens(fed))
         self.grow.append(grow)
+        self.known.append(request.total_tokens)
         self.lookahead.append(drafts)
         self.wants_token.append(wants)
 

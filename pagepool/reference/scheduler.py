@@ -139,6 +139,10 @@ class Scheduler(Admission):
         for token in [token for row in rows for token in row]:
             if self.cache is not None and token is not None and token > MAX_TOKEN:
                 raise ValueError(TOO_WIDE.format(token))
+        for number, (request, row) in enumerate(zip(batch.requests, rows, strict=True)):
+            since = request.total_tokens - batch.known[number]
+            if len(row) > 1 and since and request.state != "finished":
+                raise ValueError(f"row {number} got {len(row)} tokens, and {since} since it was scheduled")
         for request, row, wants in zip(batch.requests, rows, batch.wants_token, strict=True):
             if request.state != "finished" and wants and row[-1] is not None and row[-1] >= 0:
                 request.output_tokens += row

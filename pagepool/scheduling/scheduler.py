@@ -21,6 +21,7 @@ from pagepool.scheduling.request import SeqState, Sequence, by_id
 from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.tenants import Reservations, Tenants
 from pagepool.scheduling.validate import (
+    check_drafts,
     check_results,
     check_token,
     read_request,
@@ -300,8 +301,8 @@ class Scheduler:
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
         drafts that were accepted, then one token more; the slots of the other drafts are taken back. Sequences that
         reach their limit finish. Raises ValueError when the lengths differ, the batch was committed before or is of
-        another scheduler, or a token has more than the 32 bits that a prefix cache holds, TypeError when an entry is
-        not an integer; then nothing has changed.
+        another scheduler, drafts were accepted for a sequence that has got tokens since `schedule`, or a token has more
+        than the 32 bits that a prefix cache holds, TypeError when an entry is not an integer; then nothing has changed.
         """
         if not isinstance(batch, ScheduledBatch):
             raise wrong("batch", "a ScheduledBatch", batch)
@@ -317,6 +318,8 @@ class Scheduler:
                 raise ValueError("the batch was committed before")
             if batch._origin is not self._origin and sequences:
                 raise ValueError("the batch is of another scheduler")
+            if drafts:
+                check_drafts(batch, results)
             self._guard.is_checking = False
             outputs = batch._outputs
             num_outputs = list(map(len, outputs))

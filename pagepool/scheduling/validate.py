@@ -8,9 +8,9 @@ from typing import Any
 
 from pagepool.arguments import integer, real, wrong
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.request import Sequence
+from pagepool.scheduling.request import SeqState, Sequence
 
-__all__ = ["check_results", "check_token", "read_request", "read_results", "read_time", "read_token"]
+__all__ = ["check_drafts", "check_results", "check_token", "read_request", "read_results", "read_time", "read_token"]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 MAX_PRIORITY = 255
@@ -109,6 +109,16 @@ def check_results(batch: ScheduledBatch, results: list[Any], for_cache: bool) ->
             raise ValueError(f"row {row} got token {min(tokens)}, which is below 0")
         if not batch.wants_token[row]:
             raise ValueError(f"row {row} is a prompt chunk that is not the last: it has no tokens")
+
+
+def check_drafts(batch: ScheduledBatch, results: list[Any]) -> None:
+    """Raises ValueError for accepted drafts of a sequence that has got tokens since `batch` was made: the drafts are
+    in the slots of these, and there may be more than the sequence may still get."""
+    for row, (seq, result) in enumerate(zip(batch._sequences, results, strict=True)):
+        if type(result) is list and len(result) > 1 and seq.state is not SeqState.FINISHED:
+            since = seq.total_tokens - batch._fed_before[row] - len(batch.tokens[row])
+            if since:
+                raise ValueError(f"row {row} got {len(result)} tokens, and {since} since it was scheduled")
 
 
 def _as_list(name: str, values: Iterable[Any]) -> list[Any]:

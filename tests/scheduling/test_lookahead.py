@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagepool import BlockAllocator, BlockTables, PrefixCache, Scheduler, SchedulerConfig
+import pagepool
+from pagepool import BlockAllocator, BlockTables, PrefixCache, Scheduler, SchedulerConfig, reference
 
 BLOCK = 4
 
@@ -74,6 +75,29 @@ def test_wrong_results_change_nothing(result, message):
     scheduler.commit(batch, [[51]])
     with pytest.raises(ValueError, match="committed before"):
         scheduler.commit(batch, [[51]])
+
+
+@pytest.mark.parametrize("api", [pagepool, reference])
+@pytest.mark.parametrize("late", [False, True])
+def test_drafts_are_refused_for_a_sequence_that_has_got_tokens_meanwhile(api, late):
+    """Their slots are those of the tokens that it got, and it may have no room for all."""
+    allocator = api.BlockAllocator(32)
+    scheduler = api.Scheduler(SchedulerConfig(block_size=BLOCK, lookahead=3), allocator)
+    seq = start(scheduler, limit=10)
+    batch = scheduler.schedule()
+    assert batch.lookahead == [3]
+    for token in (51, 52):
+        scheduler.append_token(seq.id, token)
+    if late:
+        scheduler.schedule()
+    before = seq.fed, seq.kv.len
+    with pytest.raises(ValueError, match="row 0 got 4 tokens, and 2 since it was scheduled"):
+        scheduler.commit(batch, [[60, 61, 62, 63]])
+    assert seq.output_tokens == [50, 51, 52] and (seq.fed, seq.kv.len) == before
+    scheduler.commit(batch, [[53]])
+    assert seq.output_tokens == [50, 51, 52, 53]
+    scheduler.commit(scheduler.schedule(), [[54]])
+    assert seq.all_tokens == [1] * 5 + [50, 51, 52, 53, 54] and allocator.in_use == 0
 
 
 def test_drafts_stop_at_the_limit_and_at_the_budget():
