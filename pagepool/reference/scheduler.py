@@ -56,8 +56,9 @@ class Scheduler(Admission):
         cache_priority: int = 0,
         cache_ttl: float | None = None,
     ) -> int:
-        """Queue a request, unchecked; returns its id."""
+        """Queue a request, of which only the tokens are checked; returns its id."""
         request = Request(self.next_id, list(prompt_tokens), max_tokens, priority or 0, tenant)
+        check_token(min(request.prompt_tokens))
         request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
         request.cache_value = {
             "priority": cache_priority,
@@ -76,10 +77,11 @@ class Scheduler(Admission):
         return request.id
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """One output token; ValueError for one that the cache cannot hold."""
+        """One output token; ValueError for one below 0, or that the cache cannot hold."""
         request = self.known.get(seq_id)
         if request is not None and request.state != "finished":
-            if self.cache is not None and not -MAX_TOKEN - 1 <= token <= MAX_TOKEN:
+            check_token(token)
+            if self.cache is not None and token > MAX_TOKEN:
                 raise ValueError(TOO_WIDE.format(token))
             request.output_tokens.append(token)
             if request.at_limit:
@@ -141,6 +143,8 @@ class Scheduler(Admission):
                 raise ValueError(TOO_WIDE.format(token))
         for number, (request, row) in enumerate(zip(batch.requests, rows, strict=True)):
             since = request.total_tokens - batch.known[number]
+            if len(row) > 1 and min(row) < 0:
+                raise ValueError(f"row {number} got token {min(row)}, which is below 0")
             if len(row) > 1 and since and request.state != "finished":
                 raise ValueError(f"row {number} got {len(row)} tokens, and {since} since it was scheduled")
         for request, row, wants in zip(batch.requests, rows, batch.wants_token, strict=True):
@@ -242,6 +246,12 @@ class Scheduler(Admission):
         for request, count in zip(prefills, counts[len(decodes) :], strict=False):
             batch.add(request, count, count, 0, request.fed + count == request.total_tokens)
         return batch
+
+
+def check_token(token: int) -> None:
+    """ValueError for one below 0; -1 is no token in the results of a step only."""
+    if token < 0:
+        raise ValueError(f"a token must be 0 or more, not {token}")
 
 
 def decode_rows(decodes: list[Request], lookahead: int) -> list[tuple[int, int]]:

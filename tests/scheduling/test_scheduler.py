@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, PrefixCache, ScheduledBatch, Scheduler, SchedulerConfig, SeqState
+import pagepool
+from pagepool import BlockAllocator, PrefixCache, ScheduledBatch, Scheduler, SchedulerConfig, SeqState, reference
 
 
 def run_to_end(scheduler, token=7, limit=100_000):
@@ -350,6 +351,26 @@ def test_a_backlog_of_prompts_holds_admission():
         scheduler.add_request([1] * 8, 20)
     assert scheduler.schedule().num_tokens == [8, 2]
     assert (scheduler.active_count, scheduler.waiting_count) == (2, 2)
+
+
+@pytest.mark.parametrize("api", [pagepool, reference])
+@pytest.mark.parametrize("wrong", [-1, -(2**31), -(10**30)])
+def test_a_token_below_0_is_never_stored(api, wrong):
+    scheduler = api.Scheduler(SchedulerConfig(block_size=2, lookahead=1), api.BlockAllocator(8))
+    for prompt in ([wrong], [1, wrong, 2], (token for token in (1, wrong))):
+        with pytest.raises(ValueError, match=f"a token must be 0 or more, not {wrong}"):
+            scheduler.add_request(prompt, 4)
+    seq = scheduler.get_sequence(scheduler.add_request([0, 2, 3], 9))
+    assert seq.id == 1
+    scheduler.commit(scheduler.schedule(), [wrong])  # no result
+    scheduler.append_token(1, 0)
+    batch = scheduler.schedule()
+    with pytest.raises(ValueError, match=f"a token must be 0 or more, not {wrong}"):
+        scheduler.append_token(1, wrong)
+    with pytest.raises(ValueError, match=f"row 0 got token {wrong}, which is below 0"):
+        scheduler.commit(batch, [[5, wrong]])
+    scheduler.commit(batch, [[5, 6]])
+    assert seq.output_tokens == [0, 5, 6]
 
 
 @pytest.mark.parametrize("wrong", [1.5, "7", float("nan"), np.float32(2), [7], object()])
