@@ -1,6 +1,6 @@
 """Appends to the sequences of a batch, or releases them: all of them or none, in one call."""
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
@@ -115,12 +115,12 @@ def append_batch(list states not None, list counts not None):
                 f"it may have from 0 to {state.max_blocks_per_seq * <int64_t>state.block_size}"
             )
         total += wanted
-    if total > INT32_MAX:
-        raise exhausted(total, allocator.c_available(), allocator.max_capacity)
+    if total and total > allocator.c_free_count():  # takes and grows for no block that its last sharer keeps
+        total -= last_to_share(states)
+        if total > allocator.c_available():
+            raise exhausted(total, allocator.c_available(), allocator.max_capacity)
     taken = room_for(total)
     try:
-        if total and total > allocator.c_free_count():  # takes and grows for no block that its last sharer keeps
-            total -= last_to_share(states)
         if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
             raise exhausted(total, allocator.c_available(), allocator.max_capacity)
         for i in range(n):
@@ -245,6 +245,8 @@ def group_append(list states not None, n, list positions not None):
                 raise state.failed(PP_INVALID_ARGUMENT, number, 0)
             raise state.failed(PP_OVER_MAXIMUM, state.length + number, 0)
         counts.append(wanted)
+        if wanted > state.allocator.max_capacity:  # rather than no memory for the slots
+            raise exhausted(wanted, state.allocator.c_available(), state.allocator.max_capacity)
         moves = moves or wanted > 0 or first_needed(state, positions[i]) > state.first_block
         row = empty(number, INT64)
         slots.append(row.base)

@@ -209,6 +209,8 @@ cdef class PagedSeqState:
             return PP_INVALID_ARGUMENT if wanted == INVALID else PP_OVER_MAXIMUM
         if wanted:
             if wanted > FEW_BLOCKS:
+                if wanted > self.allocator.c_available():
+                    return PP_EXHAUSTED
                 taken = <int32_t *>malloc(<size_t>wanted * sizeof(int32_t))
                 if taken == NULL:
                     return PP_NO_MEMORY
@@ -463,6 +465,8 @@ cdef class PagedSeqState:
             if wanted == OVER_MAXIMUM:
                 raise self.failed(PP_OVER_MAXIMUM, self.length + number, 0)
             raise self.failed(PP_INVALID_ARGUMENT, number, 0)
+        if wanted > FEW_BLOCKS and wanted > self.allocator.c_available():  # rather than no memory for the slots
+            raise self.failed(PP_EXHAUSTED, number, wanted)
         slots = new_int64(number, &slots_out)
         status = self.c_append(number, slots_out)
         if status != PP_OK:

@@ -7,8 +7,10 @@ import pytest
 
 from pagepool import (
     BlockAllocator,
+    HybridSequence,
     InvalidBlock,
     KvCachePool,
+    KvGroup,
     KvLayout,
     PagedSeqState,
     PoolExhausted,
@@ -16,6 +18,7 @@ from pagepool import (
     Scheduler,
     SchedulerConfig,
 )
+from pagepool.memory.batch import append_batch
 
 
 @pytest.fixture
@@ -319,6 +322,22 @@ def test_blocks_freed_behind_the_back_are_reported(allocator):
             call()
         assert (state.len, state.blocks, allocator.ref_count(0)) == (8, [0, 1], 1)
     assert allocator.allocate() == 1
+
+
+def test_more_tokens_than_slots_fit_into_memory_are_more_than_the_pool_has_blocks(allocator):
+    """`PoolExhausted` is a MemoryError, too, but one that an engine can do something about."""
+    states = [PagedSeqState(allocator, 1024, 2**30) for _ in range(3)]
+    hybrid = HybridSequence([KvGroup(allocator, 1024, None, 2**30)])
+    states[0].append(5)
+    for append, sentence in (
+        (lambda: states[0].append(10**12), "asked for 976562500 blocks, 7 of 8 are free"),
+        (lambda: append_batch(states, [10**12] * 3), "asked for 2929687500 blocks, 7 of 8 are free"),
+        (lambda: append_batch(states, [10**12, 0, 3]), "asked for 976562501 blocks, 7 of 8 are free"),
+        (lambda: hybrid.append(10**12), "asked for 976562500 blocks, 7 of 8 are free"),
+    ):
+        with pytest.raises(PoolExhausted, match=sentence):
+            append()
+        assert [state.len for state in states] == [5, 0, 0] and hybrid.len == 0 and allocator.free_count == 7
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
