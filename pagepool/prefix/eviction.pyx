@@ -345,11 +345,15 @@ cdef class CacheReservations:
 
     def get(self, group):
         """The reservation of `group`. Raises as `set`."""
-        return self.blocks.least[mark_of(group)]
+        cdef int mark = mark_of(group)
+        with cython.critical_section(self.cache):
+            return self.blocks.least[mark]
 
     def cached(self, group):
         """How many blocks of `group` are cached, in use or not. Raises as `set`."""
-        return self.blocks.cached[mark_of(group)]
+        cdef int mark = mark_of(group)
+        with cython.critical_section(self.cache):
+            return self.blocks.cached[mark]
 
     def evictable(self, group=0):
         """What `evict` could free now, for `group`. O(groups). Raises as `set`."""
