@@ -82,10 +82,12 @@ class Sequence:
     _group: int = field(default=0, init=False)
     _swapped: Any = field(default=None, init=False)
     # For the prefix cache (see prefix_adapter.py): its first `_row_end` tokens as an array, how many of its leading
-    # blocks came from or went to the cache, and how many blocks the cache had been told to forget when it began.
+    # blocks came from or were offered to the cache, whether the cache took them all, and how many blocks the cache had
+    # been told to forget when it began.
     _row: Any = field(default=None, init=False)
     _row_end: int = field(init=False)
     _published: int = field(default=0, init=False)
+    _all_cached: bool = field(default=True, init=False)
     _cache_epoch: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

@@ -547,7 +547,7 @@ class Scheduler:
                 seq.fed, seq.state = held, PREEMPTED
             if seq.state is PREEMPTED and not seq.fed:
                 blocks.close([seq])
-            seq._published = min(seq._published, blocks.blocks_for(seq.fed))
+            seq._published, seq._all_cached = min(seq._published, blocks.blocks_for(seq.fed)), False
         if seq.state is not PREEMPTED:
             seq.state = DECODING if seq.fed >= seq._prefill_end else PREFILLING
             seq._swapped = None

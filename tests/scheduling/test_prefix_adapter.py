@@ -195,6 +195,39 @@ def test_who_waits_is_looked_up_again_only_when_something_was_cached(outputs, ap
     run_to_end(scheduler)
 
 
+class WatchedCache:
+    """A prefix cache that notes from which block on it is asked to look at blocks that it is given."""
+
+    def __init__(self, cache):
+        self._cache = cache
+        self.starts = []
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)
+
+    def cache_blocks(self, tokens, blocks, *, start=0, **options):
+        if len(blocks):
+            self.starts.append(start)
+        return self._cache.cache_blocks(tokens, blocks, start=start, **options)
+
+
+@pytest.mark.parametrize("cached", [0, 2])
+def test_blocks_that_the_cache_has_are_not_looked_at_again_in_every_step(cached):
+    allocator = BlockAllocator(32)
+    cache = WatchedCache(PrefixCache(allocator, BLOCK))
+    blocks = allocator.allocate_n(cached)
+    cache.cache_blocks([*range(cached * BLOCK)], blocks)
+    allocator.free(blocks)
+    cache.starts.clear()
+    config = SchedulerConfig(block_size=BLOCK, max_prefill_tokens=2 * BLOCK, watermark=0)
+    scheduler = Scheduler(config, allocator, cache)
+    scheduler.add_request([*range(8 * BLOCK)], 8 * BLOCK + 5)
+    run_to_end(scheduler)
+    assert cache.starts == [*range(cached, 9, 2)]
+    assert cache.num_cached == 9
+    cache.check()
+
+
 def make_priority(num_blocks):
     allocator = BlockAllocator(num_blocks)
     cache = PrefixCache(allocator, BLOCK, "priority")
