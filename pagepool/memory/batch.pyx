@@ -111,7 +111,7 @@ def append_batch(list states not None, list counts not None):
             raise closed(f"sequence {i}", state._label)
         if wanted < 0:
             raise ValueError(
-                f"cannot append {state.pending} tokens to the {state.length} of sequence {i}: "
+                f"cannot append {counts[i]} tokens to the {state.length} of sequence {i}: "
                 f"it may have from 0 to {state.max_blocks_per_seq * <int64_t>state.block_size}"
             )
         total += wanted
@@ -242,8 +242,8 @@ def group_append(list states not None, n, list positions not None):
         wanted = state.c_blocks_to_append(number)
         if wanted < 0:
             if number < 0 or state.is_closed:
-                raise state.failed(PP_INVALID_ARGUMENT, number, 0)
-            raise state.failed(PP_OVER_MAXIMUM, state.length + number, 0)
+                raise state.failed(PP_INVALID_ARGUMENT, n, 0)
+            raise state.failed(PP_OVER_MAXIMUM, state.length + n, 0)
         counts.append(wanted)
         if wanted > state.allocator.max_capacity:  # rather than no memory for the slots
             raise exhausted(wanted, state.allocator.c_available(), state.allocator.max_capacity)

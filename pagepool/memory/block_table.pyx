@@ -444,7 +444,8 @@ cdef class PagedSeqState:
         cdef int64_t target = read_count(target_len)
         cdef pp_status status = self.c_ensure_capacity(target)
         if status != PP_OK:
-            raise self.failed(status, target, needed_blocks(target, self.block_size) - self.num_blocks)
+            length = integer("target_len", target_len)
+            raise self.failed(status, length, needed_blocks(length, self.block_size) - self.num_blocks)
 
     def append(self, n=1):
         """Makes room for n more tokens and counts them; returns their slots, an int64 array (n,).
@@ -463,8 +464,8 @@ cdef class PagedSeqState:
         cdef pp_status status
         if wanted < 0:
             if wanted == OVER_MAXIMUM:
-                raise self.failed(PP_OVER_MAXIMUM, self.length + number, 0)
-            raise self.failed(PP_INVALID_ARGUMENT, number, 0)
+                raise self.failed(PP_OVER_MAXIMUM, self.length + integer("n", n), 0)
+            raise self.failed(PP_INVALID_ARGUMENT, integer("n", n), 0)
         if wanted > FEW_BLOCKS and wanted > self.allocator.c_available():  # rather than no memory for the slots
             raise self.failed(PP_EXHAUSTED, number, wanted)
         slots = new_int64(number, &slots_out)
@@ -492,7 +493,7 @@ cdef class PagedSeqState:
             start = self.first_block * <int64_t>self.block_size
             if 0 < number < start:
                 raise ValueError(f"cannot truncate to {number} tokens: the first {start} were given back")
-            raise ValueError(f"cannot truncate {self.length} tokens to {number}")
+            raise ValueError(f"cannot truncate {self.length} tokens to {integer('len', len)}")
         if status != PP_OK:
             raise self.failed(status, number, 0)
 

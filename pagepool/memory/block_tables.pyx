@@ -7,14 +7,18 @@ from libc.string cimport memcpy, memset
 from pagepool.memory.arrays cimport read_count, read_counts
 from pagepool.memory.block_table cimport PagedSeqState
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from pagepool.arguments import integer
+from pagepool.arguments import integer, wrong
 from pagepool.errors import refuse_copy
 from pagepool.memory.explain import closed
 from pagepool.memory.batch import append_batch, release_batch
 
 __all__ = ["BlockTables", "append_batch", "release_batch"]
+
+MOST_CELLS = 2**60  # as many int32 have an address
 
 
 @cython.final
@@ -37,6 +41,8 @@ cdef class BlockTables:
     def __cinit__(self, max_seqs, max_blocks_per_seq):
         rows = integer("max_seqs", max_seqs, 0, INT32_MAX - 1)
         width = integer("max_blocks_per_seq", max_blocks_per_seq, 0, INT32_MAX - 1)
+        if rows * width > MOST_CELLS:
+            raise MemoryError(f"no memory for {rows} rows of {width} blocks")
         self.max_seqs = rows
         self.max_blocks_per_seq = width
         self._tables = self.tables = np.zeros((rows, width), np.int32)
@@ -63,7 +69,11 @@ cdef class BlockTables:
                 raise ValueError("num_tokens comes with the batch and cannot be given beside it")
             states, num_tokens = states.states, states.num_tokens
         if num_tokens is not None:
+            if not isinstance(num_tokens, Iterable):
+                raise wrong("num_tokens", "a sequence of integers or None", num_tokens)
             num_tokens = read_counts(num_tokens)
+        if not isinstance(states, Iterable):
+            raise wrong("states", "a ScheduledBatch or a sequence of PagedSeqState", states)
         rows = states if type(states) is list else list(states)
         n = len(rows)
         if n > self.max_seqs:
@@ -86,7 +96,7 @@ cdef class BlockTables:
                 raise ValueError(f"sequence {i} has {state.length} tokens, seq_lens can hold {INT32_MAX}")
             tokens = state.length > 0 if num_tokens is None else read_count(num_tokens[i])
             if not 0 <= tokens <= state.length:
-                raise ValueError(f"sequence {i} has {state.length} tokens, its last {tokens} cannot be computed")
+                raise ValueError(f"sequence {i} has {state.length} tokens, its last {num_tokens[i]} cannot be computed")
             if state.length - tokens < state.first_block * <int64_t>state.block_size:
                 raise ValueError(
                     f"the last {tokens} of {state.length} tokens of sequence {i} cannot be computed: "

@@ -163,7 +163,10 @@ cdef class TokenRows:
             wanted = (self.num_tokens, num_kv_heads, head_dim)
             raise ValueError(f"{name} must have shape {wanted} (slots, num_kv_heads, head_dim), not {shape}")
         if tensor.strides[2] != item:
-            raise ValueError(f"the last axis of {name} must be contiguous: its stride is {tensor.strides[2]} bytes")
+            raise ValueError(
+                f"the last axis of {name} must be contiguous: its stride is {tensor.strides[2]} bytes, "
+                f"not {tensor.item_bytes}"
+            )
         # No step is ever taken along an axis of length 0 or 1: whatever stride it has becomes that of packed rows.
         if tensor.shape[1] <= 1:
             tensor.strides[1] = tensor.shape[2] * item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from pagepool.arguments import wrong
 from pagepool.errors import InvalidSlot, refuse_copy
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -27,9 +28,10 @@ class SequencePool:
     __reduce__ = refuse_copy
 
     def __init__(self, kv: KvCachePool | None = None, ssm: SsmStatePool | None = None) -> None:
-        for name, pool, kind in (("kv", kv, KvCachePool), ("ssm", ssm, SsmStatePool)):
-            if pool is not None and not isinstance(pool, kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, not {type(pool).__name__}")
+        if kv is not None and not isinstance(kv, KvCachePool):
+            raise wrong("kv", "a KvCachePool or None", kv)
+        if ssm is not None and not isinstance(ssm, SsmStatePool):
+            raise wrong("ssm", "an SsmStatePool or None", ssm)
         self._kv = kv
         self._ssm = ssm
         self._closed = False

@@ -2,6 +2,7 @@
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp
@@ -15,10 +16,9 @@ from pagepool.prefix.events cimport Event, EventLog
 from pagepool.prefix.eviction cimport CACHED, CachedBlocks, mark_of
 from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
 
-import operator
-
 import numpy as np
 
+from pagepool.arguments import integer, real
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.prefix.eviction import POLICIES, CacheReservations
 from pagepool.prefix.keys import root_key
@@ -79,9 +79,7 @@ cdef class PrefixCache:
         self.policy = policy
         self.block_size = size
         self.cached = CachedBlocks(allocator, size, policy, hash_bits)
-        events = operator.index(max_events)
-        if events < 0:
-            raise ValueError(f"max_events must be 0 or more, not {events}")
+        events = integer("max_events", max_events, 0)
         if events:
             self.cached.log = EventLog(self.cached.table, events)
         allocator.add_owner(self)
@@ -224,7 +222,7 @@ cdef class PrefixCache:
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
-        cdef int64_t known = operator.index(start)
+        known = start if PyLong_CheckExact(start) else integer("start", start)
         cdef int level = cached.order.level_of(priority, self.policy), mark = mark_of(group)
         cdef uint64_t end = cached.order.end_of(ttl, now, self.policy)
         if not 0 <= known <= n:
@@ -241,7 +239,7 @@ cdef class PrefixCache:
         finally:
             release_ids(&ids)
 
-    def expire(self, double now):
+    def expire(self, now):
         """Sets the priority of blocks whose `ttl` has ended by `now` to 0, as if used just now; returns how many.
 
         The cache reads no clock: times are the caller's numbers, and a priority ends only in this call. A time earlier
@@ -254,10 +252,9 @@ cdef class PrefixCache:
         >>> cache.expire(159.9), cache.expire(160.0)
         (0, 2)
         """
-        if now != now:
-            raise ValueError("now must be a time, not nan")
+        cdef double time = real("now", now)
         with cython.critical_section(self):
-            return self.cached.order.c_expire(now)
+            return self.cached.order.c_expire(time)
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
         """Passes one prompt through the cache without a sequence; returns how many leading full blocks were cached.
@@ -293,7 +290,7 @@ cdef class PrefixCache:
         >>> PrefixCache(BlockAllocator(4)).evict(1)
         0
         """
-        number = operator.index(n)
+        number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
         cdef int mark = mark_of(group)

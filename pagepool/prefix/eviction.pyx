@@ -8,6 +8,7 @@ as well, until the group has more.
 """
 
 cimport cython
+from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.memory.allocator cimport BlockAllocator, pp_get_count
@@ -26,8 +27,7 @@ from pagepool.prefix.radix_tree cimport (
     list_remove,
 )
 
-import operator
-
+from pagepool.arguments import integer
 from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.policies import ArcPolicy, LfuPolicy, LruPolicy, PriorityPolicy, S3FifoPolicy
 
@@ -48,7 +48,7 @@ cdef enum:
 
 
 cdef int mark_of(group) except -1:
-    number = operator.index(group)
+    number = group if PyLong_CheckExact(group) else integer("a group", group)
     if not 0 <= number < MOST_GROUPS:
         raise ValueError(f"a group must be from 0 to {MOST_GROUPS - 1}, not {number}")
     return number + 1
@@ -336,7 +336,7 @@ cdef class CacheReservations:
         """Reserves `blocks` for `group` from now on; 0, as at first: none. Raises `ValueError` for a group that is not
         from 0 to 254, or a number below 0."""
         cdef int mark = mark_of(group)
-        reservation = operator.index(blocks)
+        reservation = integer("blocks", blocks)
         if reservation < 0:
             raise ValueError(f"a reservation must be 0 blocks or more, not {reservation}")
         with cython.critical_section(self.cache):

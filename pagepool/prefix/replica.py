@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pagepool.arguments import integer, wrong
+from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, prefix_names
 from pagepool.prefix.keys import root_key, root_name
@@ -32,7 +34,7 @@ class PrefixReplica:
     """
 
     def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+        self.block_size = integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
         self.next_sequence = 1
         self.blocks: dict[bytes, tuple[int, bytes, bytes]] = {}
 
@@ -41,6 +43,8 @@ class PrefixReplica:
 
         Raises `PoolError` when one is missing, after applying those before it: `restore` a snapshot then.
         """
+        if not isinstance(events, Iterable):
+            raise wrong("events", "an iterable of PrefixEvent", events)
         for event in events:
             if event.sequence < self.next_sequence:
                 continue
@@ -56,6 +60,8 @@ class PrefixReplica:
 
     def restore(self, snapshot: PrefixSnapshot) -> None:
         """Replaces everything by the snapshot."""
+        if not isinstance(snapshot, PrefixSnapshot):
+            raise wrong("snapshot", "a PrefixSnapshot", snapshot)
         self.blocks = {event.name: (event.block, event.parent, event.tokens) for event in snapshot.stored}
         self.next_sequence = snapshot.next_sequence
 

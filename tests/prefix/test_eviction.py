@@ -235,7 +235,7 @@ def test_what_is_no_ttl_is_refused_and_changes_nothing():
     ):
         with pytest.raises(error, match=match):
             cache.cache_blocks([1], [block], priority=3, **names)
-    with pytest.raises(ValueError, match="now must be a time, not nan"):
+    with pytest.raises(ValueError, match="now must be a number, not nan"):
         cache.expire(float("nan"))
     with pytest.raises(ValueError, match="policy gittins takes no ttl but None, not 3"):
         PrefixCache(BlockAllocator(8), 1).cache_blocks([1], [0], ttl=3)
