@@ -81,7 +81,7 @@ cdef class PrefixCache:
         self.cached = CachedBlocks(allocator, size, policy, hash_bits)
         events = integer("max_events", max_events, 0)
         if events:
-            self.cached.log = EventLog(self.cached.table, events)
+            self.cached.log = EventLog(self.cached.tree, events)
         allocator.add_owner(self)
 
     def __dealloc__(self):
@@ -149,15 +149,15 @@ cdef class PrefixCache:
         with cython.critical_section(self):
             paused = pause_collector()
             try:
-                root = cached.table.roots.get(key)
+                root = cached.tree.roots.get(key)
                 if root is not None and row.shape[0]:
                     self.c_reserve_path(n + 1)
-                    cached.order.c_reserve(n + 1)
-                    num_full = cached.table.c_walk(root, &row[0], n, True, self.path)
+                    cached.policy.c_reserve(n + 1)
+                    num_full = cached.tree.c_walk(root, &row[0], n, True, self.path)
                     if in_part and num_full * self.block_size < row.shape[0]:
                         node = self.path[num_full - 1] if num_full else root
                         i = num_full * self.block_size
-                        self.path[num_full] = cached.table.c_find_part(node, &row[i], row.shape[0] - i, &common)
+                        self.path[num_full] = cached.tree.c_find_part(node, &row[i], row.shape[0] - i, &common)
                 num_found = num_full + (common > 0)
                 blocks = empty(num_found, INT32)
                 result = blocks, num_full * self.block_size + common
@@ -168,7 +168,7 @@ cdef class PrefixCache:
                     found = <int32_t *>view.buf
                     PyBuffer_Release(&view)  # the array stays where it is
                     for i in range(num_found):
-                        found[i] = cached.table.nodes[self.path[i]].block
+                        found[i] = cached.tree.nodes[self.path[i]].block
                     if self.allocator.c_share_n(found, num_found) != PP_OK:
                         raise PoolError(
                             "a cached block was freed by someone else, or has all the references a count can hold"
@@ -191,11 +191,11 @@ cdef class PrefixCache:
         cdef int64_t n = row.shape[0] // self.block_size
         key = root_key(cache_salt, extra_keys)
         with cython.critical_section(self):
-            root = self.cached.table.roots.get(key)
+            root = self.cached.tree.roots.get(key)
             if root is None or n == 0:
                 return 0
             self.c_reserve_path(n)
-            return self.cached.table.c_walk(root, &row[0], n, True, self.path) * self.block_size
+            return self.cached.tree.c_walk(root, &row[0], n, True, self.path) * self.block_size
 
     def cache_blocks(
         self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0,
@@ -223,11 +223,11 @@ cdef class PrefixCache:
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         known = start if PyLong_CheckExact(start) else integer("start", start)
-        cdef int level = cached.order.level_of(priority, self.policy), mark = mark_of(group)
-        cdef uint64_t end = cached.order.end_of(ttl, now, self.policy)
+        cdef int level = cached.policy.level_of(priority, self.policy), mark = mark_of(group)
+        cdef uint64_t end = cached.policy.end_of(ttl, now, self.policy)
         if not 0 <= known <= n:
             raise ValueError(f"start must be from 0 to {n}, the number of full blocks, not {known}")
-        key = self.cached.table.named_key(root_key(cache_salt, extra_keys))
+        key = self.cached.tree.named_key(root_key(cache_salt, extra_keys))
         if n == 0:
             return 0
         read_ids(blocks, &ids)
@@ -254,7 +254,7 @@ cdef class PrefixCache:
         """
         cdef double time = real("now", now)
         with cython.critical_section(self):
-            return self.cached.order.c_expire(time)
+            return self.cached.policy.c_expire(time)
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
         """Passes one prompt through the cache without a sequence; returns how many leading full blocks were cached.
@@ -265,15 +265,15 @@ cdef class PrefixCache:
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, leading = 0
-        key = self.cached.table.named_key(root_key(cache_salt, extra_keys))
+        key = self.cached.tree.named_key(root_key(cache_salt, extra_keys))
         cdef int paused
         with cython.critical_section(self):
             paused = pause_collector()
             try:
                 if n:
-                    self.cached.table.reserve(n + 1)
-                    self.cached.order.c_reserve(n)
-                    leading = self.c_pass(self.cached.table.root(key), &row[0], n)
+                    self.cached.tree.reserve(n + 1)
+                    self.cached.policy.c_reserve(n)
+                    leading = self.c_pass(self.cached.tree.root(key), &row[0], n)
                 self.looked_up += n
                 self.hits += leading
                 return leading
@@ -412,7 +412,7 @@ cdef class PrefixCache:
     @property
     def evictable(self):
         """Cached blocks that nobody else holds: what `evict` could free now, but for `reservations`. O(groups)."""
-        return self.cached.refs.c_idle(1, self.cached.top)
+        return self.cached.refs.c_idle(1, self.cached.highest_mark)
 
     @property
     def reservations(self):
@@ -423,7 +423,7 @@ cdef class PrefixCache:
         """Whether the block is cached; False for an id that the allocator does not have."""
         cdef int32_t number
         read_id(block, &number)
-        return self.is_block(number) and self.cached.owners[number] > 0
+        return self.is_block(number) and self.cached.node_of[number] > 0
 
     def count_cached(self, blocks):
         """Returns how many of these blocks are cached. Ignores ids that the allocator does not have. O(blocks).
@@ -438,7 +438,7 @@ cdef class PrefixCache:
         read_ids(blocks, &ids)
         with cython.critical_section(self):
             for i in range(ids.count):
-                count += self.is_block(ids.ids[i]) and self.cached.owners[ids.ids[i]] > 0
+                count += self.is_block(ids.ids[i]) and self.cached.node_of[ids.ids[i]] > 0
         release_ids(&ids)
         return count
 
@@ -466,7 +466,7 @@ cdef class PrefixCache:
                 raise ValueError("the sequence and the cache have different allocators")
             for i in range(state.first_block, state.num_blocks):
                 block = state.c_blocks[i]
-                if self.cached.owners[block] > 0:
+                if self.cached.node_of[block] > 0:
                     continue
                 if self.allocator.c_ref_count(block) == 1:
                     count += 1
@@ -483,7 +483,7 @@ cdef class PrefixCache:
         cdef int64_t capacity, free, evictable
         with cython.critical_section(self):
             capacity, free = self.allocator.c_capacity(), self.allocator.c_free_count()
-            evictable = self.cached.refs.c_idle(1, self.cached.top)
+            evictable = self.cached.refs.c_idle(1, self.cached.highest_mark)
             return {
                 "policy": self.policy,
                 "capacity": capacity,
@@ -496,8 +496,8 @@ cdef class PrefixCache:
                 "inserted": self.cached.inserted,
                 "evicted": self.cached.evicted,
                 "cleared": self.cached.cleared,
-                "nodes": self.cached.table.num_alive,
-                "collisions": self.cached.table.collisions,
+                "nodes": self.cached.tree.num_alive,
+                "collisions": self.cached.tree.collisions,
             }
 
     def check(self):
@@ -533,30 +533,30 @@ cdef class PrefixCache:
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
         """Finds or caches a block after the other; the pin on the last node keeps the path to it alive."""
         cdef CachedBlocks cached = self.cached
-        cdef NodeTable table = cached.table
+        cdef NodeTable tree = cached.tree
         cdef int64_t i, leading = 0
         cdef int32_t node = root, child, block
-        table.c_pin(node)
+        tree.c_pin(node)
         for i in range(n):
-            child = table.c_find(node, tokens + i * self.block_size)
+            child = tree.c_find(node, tokens + i * self.block_size)
             if child < 0:
-                child = table.c_add(node, tokens + i * self.block_size)
-            table.c_pin(child)
-            table.c_unpin(node)
+                child = tree.c_add(node, tokens + i * self.block_size)
+            tree.c_pin(child)
+            tree.c_unpin(node)
             node = child
-            if table.nodes[node].block >= 0:
+            if tree.nodes[node].block >= 0:
                 cached.c_touch(node)
                 leading += leading == i
             elif cached.refs.c_allocate(CACHED, &block) == PP_OK:
                 cached.c_put(node, block)
-            elif cached.order.c_refuses(node):
+            elif cached.policy.c_refuses(node):
                 cached.inserted += 1
                 cached.evicted += 1
             elif cached.c_evict(1, CACHED) == 1 and cached.refs.c_allocate(CACHED, &block) == PP_OK:
                 cached.c_put(node, block)
             else:
                 break
-        table.c_unpin(node)
+        tree.c_unpin(node)
         return leading
 
     cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept:
@@ -564,16 +564,16 @@ cdef class PrefixCache:
         cdef int32_t node
         if n == 0 or <unsigned int>blocks[n - 1] >= <unsigned int>self.allocator.max_capacity:
             return -1
-        node = self.cached.owners[blocks[n - 1]] - 1
-        if node < 0 or self.cached.table.nodes[node].root != root:
+        node = self.cached.node_of[blocks[n - 1]] - 1
+        if node < 0 or self.cached.tree.nodes[node].root != root:
             return -1
-        if memcmp(self.cached.table.tokens + node * row, tokens + (n - 1) * row, row * sizeof(int32_t)) != 0:
+        if memcmp(self.cached.tree.tokens + node * row, tokens + (n - 1) * row, row * sizeof(int32_t)) != 0:
             return -1
         return node
 
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept:
-        cdef int32_t cached = self.cached.table.nodes[node].block
-        if cached == block or self.cached.c_in_use(node) or self.cached.owners[block]:
+        cdef int32_t cached = self.cached.tree.nodes[node].block
+        if cached == block or self.cached.c_in_use(node) or self.cached.node_of[block]:
             return False
         return self.allocator.c_ref_count(block) > 0
 
@@ -585,19 +585,19 @@ cdef class PrefixCache:
         cdef int32_t root
         try:
             self.c_reserve_path(2 * n)
-            self.cached.table.reserve(n + 1)
-            self.cached.order.priority = level
-            self.cached.order.end = end
-            self.cached.order.c_reserve(n)
-            root = self.cached.table.root(named_key)
-            self.cached.table.c_pin(root)
+            self.cached.tree.reserve(n + 1)
+            self.cached.policy.priority = level
+            self.cached.policy.end = end
+            self.cached.policy.c_reserve(n)
+            root = self.cached.tree.root(named_key)
+            self.cached.tree.c_pin(root)
             try:
                 return self.publish(root, tokens, blocks, n, start, <uint8_t>mark, beside)
             finally:
-                self.cached.table.c_unpin(root)
+                self.cached.tree.c_unpin(root)
         finally:
-            self.cached.order.priority = 0
-            self.cached.order.end = 0
+            self.cached.policy.priority = 0
+            self.cached.policy.end = 0
             resume_collector(paused)
 
     cdef int64_t publish(
@@ -606,7 +606,7 @@ cdef class PrefixCache:
     ) except -1:
         """All references are taken, or none, before anything changes."""
         cdef CachedBlocks cached = self.cached
-        cdef NodeTable table = cached.table
+        cdef NodeTable tree = cached.tree
         cdef int32_t *taken = self.path + n  # what the cache takes of `blocks`, -1 for each other one
         cdef int64_t known, i, failed = 0, fresh = 0
         cdef int32_t node = self.c_last_of(root, tokens, blocks, start), last
@@ -617,10 +617,10 @@ cdef class PrefixCache:
         tokens += start * self.block_size
         blocks += start
         n -= start
-        known = table.c_walk(node, tokens, n, False, self.path)
+        known = tree.c_walk(node, tokens, n, False, self.path)
         for i in range(n):
             taken[i] = blocks[i]
-            if i < known and table.nodes[self.path[i]].block >= 0:
+            if i < known and tree.nodes[self.path[i]].block >= 0:
                 if beside or not self.is_block(blocks[i]) or not self.c_gives_way(self.path[i], blocks[i]):
                     taken[i] = -1
             elif not self.is_block(blocks[i]):
@@ -629,16 +629,16 @@ cdef class PrefixCache:
         if status != PP_OK:
             raise self.refused(start + failed, blocks[failed], status)
         last = self.path[known - 1] if known else node
-        table.c_pin(last)  # the policy may forget ghosts: whatever is on the path stays
+        tree.c_pin(last)  # the policy may forget ghosts: whatever is on the path stays
         for i in range(n):
-            node = self.path[i] if i < known else table.c_add(node, tokens + i * self.block_size)
+            node = self.path[i] if i < known else tree.c_add(node, tokens + i * self.block_size)
             if taken[i] >= 0:
                 fresh += 1
-                if table.nodes[node].block >= 0:
+                if tree.nodes[node].block >= 0:
                     cached.c_give_place(node, taken[i])
                 else:
                     cached.c_put(node, taken[i])
-        table.c_unpin(last)
+        tree.c_unpin(last)
         return fresh
 
     cdef bint is_block(self, int32_t block) noexcept:

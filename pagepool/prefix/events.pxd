@@ -19,7 +19,7 @@ cdef struct Event:
 
 cdef class EventLog:
     # Event number s, for first <= s < next, is at s % room; next - first <= room, and next - 1 events were before it.
-    cdef NodeTable table
+    cdef NodeTable tree
     cdef Event *events
     cdef int32_t *tokens  # block_size of each event
     cdef int64_t room

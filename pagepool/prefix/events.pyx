@@ -56,15 +56,15 @@ cdef object new_tuple = tuple.__new__
 cdef class EventLog:
     """The last `max_events` events of a cache that nobody has drained yet. Internal: see `PrefixCache.drain_events`."""
 
-    def __cinit__(self, NodeTable table not None, int64_t max_events):
-        self.table = table
+    def __cinit__(self, NodeTable tree not None, int64_t max_events):
+        self.tree = tree
         self.first = self.next = 1
         self.events = <Event *>PyMem_Calloc(max_events, sizeof(Event))
-        self.tokens = <int32_t *>PyMem_Calloc(max_events, table.block_size * sizeof(int32_t))
+        self.tokens = <int32_t *>PyMem_Calloc(max_events, tree.block_size * sizeof(int32_t))
         if self.events == NULL or self.tokens == NULL:
             raise MemoryError(f"no memory for {max_events} events")
         self.room = max_events
-        table.c_give_names()
+        tree.c_give_names()
 
     def __dealloc__(self):
         PyMem_Free(self.events)
@@ -74,33 +74,33 @@ cdef class EventLog:
         cdef int64_t place = self.next % self.room
         self.events[place].kind = kind
         self.events[place].block = block
-        self.c_fill(&self.events[place], self.tokens + place * self.table.block_size, node)
+        self.c_fill(&self.events[place], self.tokens + place * self.tree.block_size, node)
         self.next += 1
         if self.next - self.first > self.room:
             self.first += 1
 
     cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept:
         """Name, parent and tokens of a node, or none."""
-        cdef size_t row = self.table.block_size
+        cdef size_t row = self.tree.block_size
         memset(event.name, 0, sizeof(event.name))
         memset(event.parent, 0, sizeof(event.parent))
         if node >= 0:
-            memcpy(event.name, self.table.names + 2 * node, sizeof(event.name))
-            memcpy(event.parent, self.table.names + 2 * self.table.nodes[node].parent, sizeof(event.parent))
-            memcpy(tokens, self.table.tokens + node * row, row * sizeof(int32_t))
+            memcpy(event.name, self.tree.names + 2 * node, sizeof(event.name))
+            memcpy(event.parent, self.tree.names + 2 * self.tree.nodes[node].parent, sizeof(event.parent))
+            memcpy(tokens, self.tree.tokens + node * row, row * sizeof(int32_t))
 
     cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens):
         cdef bint named = event.kind != CLEARED
         name = PyBytes_FromStringAndSize(<const char *>event.name, 16 * named)
         parent = PyBytes_FromStringAndSize(<const char *>event.parent, 16 * named)
         row = PyBytes_FromStringAndSize(
-            <const char *>tokens, <Py_ssize_t>sizeof(int32_t) * self.table.block_size * (event.kind == STORED)
+            <const char *>tokens, <Py_ssize_t>sizeof(int32_t) * self.tree.block_size * (event.kind == STORED)
         )
         return new_tuple(PrefixEvent, (sequence, KINDS[event.kind], event.block, name, parent, row))
 
     cdef int64_t c_next(self, Event *event, int32_t *tokens) noexcept nogil:
         cdef int64_t sequence = self.first, place = sequence % self.room
-        cdef size_t row = self.table.block_size
+        cdef size_t row = self.tree.block_size
         if sequence == self.next:
             return 0
         event[0] = self.events[place]
@@ -115,7 +115,7 @@ cdef class EventLog:
         cdef list drained = []
         for sequence in range(self.first, self.next):
             place = sequence % self.room
-            drained.append(self.made(sequence, &self.events[place], self.tokens + place * self.table.block_size))
+            drained.append(self.made(sequence, &self.events[place], self.tokens + place * self.tree.block_size))
         self.first = self.next
         return drained
 
@@ -124,12 +124,12 @@ cdef class EventLog:
         cdef Event event
         cdef int32_t node
         cdef list stored = []
-        cdef bytearray row = bytearray(sizeof(int32_t) * self.table.block_size)
+        cdef bytearray row = bytearray(sizeof(int32_t) * self.tree.block_size)
         cdef int32_t *tokens = <int32_t *><char *>row
         event.kind = STORED
-        for node in range(self.table.num_made):
-            if self.table.nodes[node].block >= 0:
-                event.block = self.table.nodes[node].block
+        for node in range(self.tree.num_made):
+            if self.tree.nodes[node].block >= 0:
+                event.block = self.tree.nodes[node].block
                 self.c_fill(&event, tokens, node)
                 stored.append(self.made(self.next - 1, &event, tokens))
         return new_tuple(PrefixSnapshot, (self.next, stored))

@@ -14,27 +14,28 @@ cdef enum:
 
 cdef class CachedBlocks:
     # The cache holds one reference to each cached block:
-    #   owners[block] = node + 1, and 0 for a block that is not cached; nodes[owners[block] - 1].block = block
+    #   node_of[block] = node + 1, and 0 for a block that is not cached; nodes[node_of[block] - 1].block = block
     #   refs has the cached blocks, each with the mark of its group
     #   num_cached = nodes with a block = those in the policy's lists + those in `in_use` + those in `reserved`
     #   inserted - evicted - cleared = num_cached
     # Of each group, by its mark:
-    #   cached[mark] = the cached blocks with that mark
-    #   reserved[mark]: nodes whose turn came while cached[mark] <= least[mark], the first first; num_reserved in all
-    # node.place says where a node is; top is the largest mark that was used.
+    #   group_size[mark] = the cached blocks with that mark
+    #   reserved[mark]: nodes that the policy chose while group_size[mark] <= reservation[mark], in the order of these
+    #   choices; num_reserved nodes in all groups
+    # node.place says in which list a node is. No mark above highest_mark was ever used.
     cdef BlockAllocator allocator
     cdef CachedRefs refs
-    cdef NodeTable table
-    cdef EvictionPolicy order
+    cdef NodeTable tree
+    cdef EvictionPolicy policy
     cdef EventLog log  # or None
-    cdef PageBuffer owners_memory
-    cdef int32_t *owners
+    cdef PageBuffer node_memory
+    cdef int32_t *node_of
     cdef NodeList in_use
     cdef NodeList reserved[256]
     cdef int64_t num_reserved
-    cdef int64_t cached[256]
-    cdef int64_t least[256]  # what each group has reserved
-    cdef int top
+    cdef int64_t group_size[256]
+    cdef int64_t reservation[256]  # blocks that each group has reserved
+    cdef int highest_mark
     cdef int32_t num_cached
     cdef long long inserted
     cdef long long evicted
@@ -47,25 +48,26 @@ cdef class CachedBlocks:
     cdef uint8_t c_mark_of(self, int32_t node) noexcept
     # Whether somebody else has a reference to the node's block.
     cdef bint c_in_use(self, int32_t node) noexcept
-    # The node gets a block, whose reference, and mark, the cache has.
+    # Caches a block at a node. The cache must hold its reference to the block, and the block its mark, already.
     cdef void c_put(self, int32_t node, int32_t block) noexcept
     # The node was found by a look-up.
     cdef void c_touch(self, int32_t node) noexcept
-    # The node's block, which nobody uses, gives way to another for the same tokens, whose reference is the cache's.
+    # Replaces the node's block, which no sequence uses, by another block of the same tokens; the cache must hold its
+    # reference to that already.
     cdef void c_give_place(self, int32_t node, int32_t block) noexcept
     # The node, in a list of the policy, loses its block: returns it, and the reference is the caller's to drop.
     cdef int32_t c_drop(self, int32_t node) noexcept
     # Drops a block wherever it is; false when it is not cached.
     cdef bint c_discard(self, int32_t block) noexcept
-    # Out of the lists of the policy, and back.
+    # Moves a node from the policy's lists to `in_use` or `reserved`, and back.
     cdef void c_set_aside(self, int32_t node, uint8_t place) noexcept
     cdef void c_bring_back(self, int32_t node) noexcept
     # Looks at up to `most` nodes of `in_use`, the longest there first; those that nobody uses go back to the policy.
     cdef void c_return_unused(self, int32_t most) noexcept
     # The first reserved node of a group that has more than it reserved, or -1.
     cdef int32_t c_surplus(self) noexcept
-    # The node to be looked at next, or -1. `own` is the mark of the group that needs room.
-    # all_seen: whether this call has looked at all nodes that were set aside as in use.
+    # The next candidate for eviction, or -1. `own` is the mark of the group that needs room.
+    # all_seen: whether this call of c_evict has looked through all of `in_use`.
     cdef int32_t c_victim(self, uint8_t own, bint *all_seen) noexcept
     # Up to n blocks; returns how many.
     cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept

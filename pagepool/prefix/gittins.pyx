@@ -238,7 +238,7 @@ cdef class GittinsPolicy(EvictionPolicy):
     cdef bint settled  # has changed: those of a group that leaves its cell, the first of it, and comes back as the
     cdef int32_t left  # first at once have not. `left` is that group meanwhile, or -1
 
-    def __cinit__(self, NodeTable table not None, int64_t capacity):
+    def __cinit__(self, NodeTable tree not None, int64_t capacity):
         self.ages = ReuseAges()
         self.max_ghosts = 4 * capacity
         self.c_clear()
@@ -282,12 +282,12 @@ cdef class GittinsPolicy(EvictionPolicy):
 
     cdef void c_insert(self, int32_t node) noexcept:
         self.c_arrive(node)
-        self.table.nodes[self.table.nodes[node].parent].cached_children += 1
+        self.tree.nodes[self.tree.nodes[node].parent].cached_children += 1
         self.c_link(node)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
         """Whether its value is below that of all cached blocks: its parent would go for it, or is not cached."""
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef int32_t parent = nodes[node].parent
         if nodes[parent].parent < 0 or (nodes[parent].block >= 0 and self.c_victim() != parent):
             return False
@@ -317,14 +317,14 @@ cdef class GittinsPolicy(EvictionPolicy):
                 if self.victims < 0:
                     return self.lists[WAITING].head  # their children that stay are in use
             node = self.groups[self.victims].nodes.tail
-            if self.table.nodes[node].cached_children == 0:
+            if self.tree.nodes[node].cached_children == 0:
                 return node
             self.c_unlink(node)
-            self.table.nodes[node].uses |= WAITS
-            list_push(&self.lists[WAITING], self.table.nodes, node)
+            self.tree.nodes[node].uses |= WAITS
+            list_push(&self.lists[WAITING], self.tree.nodes, node)
 
     cdef void c_evicted(self, int32_t node) noexcept:
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef int32_t parent = nodes[node].parent
         self.budget -= 1
         self.c_unlink(node)
@@ -337,7 +337,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.c_into_ghosts(node)
 
     cdef void c_unlink(self, int32_t node) noexcept:
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef int32_t number = nodes[node].list
         if nodes[node].uses & WAITS:
             nodes[node].uses ^= WAITS
@@ -350,17 +350,17 @@ cdef class GittinsPolicy(EvictionPolicy):
                 self.victims = -1
 
     cdef void c_link(self, int32_t node) noexcept:
-        cdef int32_t number = self.table.nodes[node].list
+        cdef int32_t number = self.tree.nodes[node].list
         cdef Group *group = &self.groups[number]
         if group.nodes.size == 0:
             self.c_into_cell(number, age_class(self.clock - group.time))
-        list_push(&group.nodes, self.table.nodes, node)
+        list_push(&group.nodes, self.tree.nodes, node)
 
     # Uses, ghosts and time.
 
     cdef void c_arrive(self, int32_t node) noexcept:
         """A node that is not cached, among the members of its group."""
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef int32_t parent = nodes[node].parent
         if parent != self.last:
             self.continued = nodes[parent].block >= 0
@@ -375,7 +375,7 @@ cdef class GittinsPolicy(EvictionPolicy):
 
     cdef void c_into_ghosts(self, int32_t node) noexcept:
         """Remembered without a block; the oldest ghost is forgotten when there are too many."""
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef Group *group
         cdef int32_t ghost
         nodes[node].ghost = 1
@@ -390,7 +390,7 @@ cdef class GittinsPolicy(EvictionPolicy):
 
     cdef void c_used(self, int32_t node, bint cached) noexcept:
         """The node was used again, and was cached or not: counts the age of its group, and one use more."""
-        cdef Group *group = &self.groups[self.table.nodes[node].list]
+        cdef Group *group = &self.groups[self.tree.nodes[node].list]
         self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
         if group.in_lru:
             self.shadow.hits += 1.0
@@ -398,8 +398,8 @@ cdef class GittinsPolicy(EvictionPolicy):
         else:
             self.shadow.misses += 1.0
             self.shadow.lead += cached
-        if (self.table.nodes[node].uses & COUNT) < MOST_USES:
-            self.table.nodes[node].uses += 1
+        if (self.tree.nodes[node].uses & COUNT) < MOST_USES:
+            self.tree.nodes[node].uses += 1
         self.c_leave(node)
 
     cdef void c_tick(self, int32_t node) noexcept:
@@ -411,7 +411,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.left = -1
         if self.clock >= self.next_lesson:
             self.c_learn()
-        if self.table.nodes[node].parent != self.last:
+        if self.tree.nodes[node].parent != self.last:
             for kind in range(KINDS):
                 self.open[kind] = -1
             followed = self.shadow.followed
@@ -440,7 +440,7 @@ cdef class GittinsPolicy(EvictionPolicy):
 
     cdef void c_place(self, int32_t node) noexcept:
         """Among the members of the group of its kind of the request that is going on."""
-        cdef uint8_t uses = self.table.nodes[node].uses
+        cdef uint8_t uses = self.tree.nodes[node].uses
         cdef int count = uses & COUNT
         cdef int kind = 2 * (count - (count > 2)) + ((uses & CONTINUED) != 0)
         cdef int32_t number = self.open[kind]
@@ -467,7 +467,7 @@ cdef class GittinsPolicy(EvictionPolicy):
             self.shadow.newest = number
             if self.shadow.oldest < 0:
                 self.shadow.oldest = number
-        self.table.nodes[node].list = number
+        self.tree.nodes[node].list = number
         group = &self.groups[number]
         group.members += 1
         self.shadow.size += group.in_lru
@@ -479,7 +479,7 @@ cdef class GittinsPolicy(EvictionPolicy):
 
     cdef void c_leave(self, int32_t node) noexcept:
         """No member of its group any more, of whose nodes it is none."""
-        cdef int32_t number = self.table.nodes[node].list
+        cdef int32_t number = self.tree.nodes[node].list
         cdef Group *group = &self.groups[number]
         group.members -= 1
         self.shadow.size -= group.in_lru
@@ -597,18 +597,18 @@ cdef class GittinsPolicy(EvictionPolicy):
         return shadow.losing or shadow.idle
 
     cdef str audit(self, int32_t num_linked):
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef Group *group
         cdef int32_t node, number, linked = self.lists[WAITING].size, in_cells = 0, in_lru = 0, in_order = 0
         cdef int kind, age
         members, children = {}, {}
-        for node in range(self.table.num_made):
+        for node in range(self.tree.num_made):
             if not nodes[node].alive or nodes[node].parent < 0 or (nodes[node].block < 0 and not nodes[node].ghost):
                 continue
             members[nodes[node].list] = members.get(nodes[node].list, 0) + 1
             if nodes[node].block >= 0:
                 children[nodes[node].parent] = children.get(nodes[node].parent, 0) + 1
-        for node in range(self.table.num_made):
+        for node in range(self.tree.num_made):
             if nodes[node].alive and nodes[node].cached_children != children.get(node, 0):
                 return f"node {node} counts {nodes[node].cached_children} cached children, not {children.get(node, 0)}"
         for kind in range(KINDS):

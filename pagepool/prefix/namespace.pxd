@@ -5,7 +5,7 @@ from pagepool.prefix.cache cimport PrefixCache
 
 
 cdef class PrefixNamespace:
-    # While stamp == cache.cached.table.stamp: root is the node that `key` has, or -1 when it has none.
+    # While stamp == cache.cached.tree.stamp: root is the node that `key` has, or -1 when it has none.
     cdef readonly PrefixCache cache
     cdef bytes key
     cdef tuple named_key

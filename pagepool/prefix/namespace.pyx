@@ -35,26 +35,26 @@ cdef class PrefixNamespace:
     def __cinit__(self, PrefixCache cache not None, *, cache_salt=None, extra_keys=()):
         self.cache = cache
         self.key = root_key(cache_salt, extra_keys)
-        self.named_key = cache.cached.table.named_key(self.key)
+        self.named_key = cache.cached.tree.named_key(self.key)
         self.root = -1
-        self.stamp = cache.cached.table.stamp - 1
+        self.stamp = cache.cached.tree.stamp - 1
 
     def __reduce__(self):
         refuse_copy(self)
 
     cdef bint c_find_root(self) noexcept nogil:
         """Roots change seldom: when the first block of a key is cached, or its last one goes."""
-        if self.stamp != self.cache.cached.table.stamp:
+        if self.stamp != self.cache.cached.tree.stamp:
             with gil:
-                self.root = self.cache.cached.table.roots.get(self.key, -1)
-                self.stamp = self.cache.cached.table.stamp
+                self.root = self.cache.cached.tree.roots.get(self.key, -1)
+                self.stamp = self.cache.cached.tree.stamp
         return self.root >= 0
 
     cdef bint c_reserve(self, int64_t n) noexcept:
         """What a look-up of n blocks may want; false when there is no memory."""
         try:
             self.cache.c_reserve_path(n)
-            self.cache.cached.order.c_reserve(n)
+            self.cache.cached.policy.c_reserve(n)
         except MemoryError:
             return False
         return True
@@ -66,7 +66,7 @@ cdef class PrefixNamespace:
             with gil:
                 if not self.c_reserve(n):
                     return -1
-        return self.cache.cached.table.c_walk(self.root, tokens, n, True, self.cache.path)
+        return self.cache.cached.tree.c_walk(self.root, tokens, n, True, self.cache.path)
 
     cdef pp_status c_match_prefix(
         self, const int32_t *tokens, int64_t n, int32_t *blocks, int64_t *found
@@ -77,7 +77,7 @@ cdef class PrefixNamespace:
         if count < 0:
             return PP_NO_MEMORY
         for i in range(count):
-            blocks[i] = self.cache.cached.table.nodes[self.cache.path[i]].block
+            blocks[i] = self.cache.cached.tree.nodes[self.cache.path[i]].block
         if count:
             status = self.cache.allocator.c_share_n(blocks, count)
             if status != PP_OK:
@@ -98,7 +98,7 @@ cdef class PrefixNamespace:
         fresh[0] = 0
         if not 0 <= start <= n or not 0 <= priority <= 255:
             return PP_INVALID_ARGUMENT
-        if priority and not self.cache.cached.order.takes_priority:
+        if priority and not self.cache.cached.policy.takes_priority:
             return PP_INVALID_ARGUMENT
         if n == 0:
             return PP_OK

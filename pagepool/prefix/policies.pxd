@@ -5,7 +5,7 @@ from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 
 cdef class EvictionPolicy:
     # Every cached node that is not aside (see eviction.pxd) is in one list, as are the ghosts; node.list says which.
-    cdef NodeTable table
+    cdef NodeTable tree
     cdef int64_t capacity  # blocks that the cache could have at most
     cdef NodeList lists[256]
     cdef int num_lists

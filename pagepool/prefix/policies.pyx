@@ -69,8 +69,8 @@ cdef class EvictionPolicy:
     Internal: a cache makes the one it is asked for by name; see `POLICIES` in pagepool.prefix.eviction.
     """
 
-    def __cinit__(self, NodeTable table not None, int64_t capacity):
-        self.table = table
+    def __cinit__(self, NodeTable tree not None, int64_t capacity):
+        self.tree = tree
         self.capacity = capacity
         self.num_lists = 256
         self.c_clear()
@@ -97,31 +97,31 @@ cdef class EvictionPolicy:
         return 0
 
     cdef void c_unlink(self, int32_t node) noexcept:
-        list_remove(&self.lists[self.table.nodes[node].list], self.table.nodes, node)
+        list_remove(&self.lists[self.tree.nodes[node].list], self.tree.nodes, node)
 
     cdef void c_link(self, int32_t node) noexcept:
-        list_push(&self.lists[self.table.nodes[node].list], self.table.nodes, node)
+        list_push(&self.lists[self.tree.nodes[node].list], self.tree.nodes, node)
 
     cdef void c_push(self, int list, int32_t node) noexcept:
-        self.table.nodes[node].list = list
-        list_push(&self.lists[list], self.table.nodes, node)
+        self.tree.nodes[node].list = list
+        list_push(&self.lists[list], self.tree.nodes, node)
 
     cdef void c_move(self, int32_t node, int list) noexcept:
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         list_remove(&self.lists[nodes[node].list], nodes, node)
         nodes[node].list = list
         list_push(&self.lists[list], nodes, node)
 
     cdef void c_keep_ghost(self, int32_t node, int list) noexcept:
         self.c_move(node, list)
-        self.table.nodes[node].ghost = 1
+        self.tree.nodes[node].ghost = 1
 
     cdef void c_forget_oldest(self, int list) noexcept:
         """Drops the oldest ghost of a list, and what only the ghost kept alive."""
         cdef int32_t node = self.lists[list].head
-        list_remove(&self.lists[list], self.table.nodes, node)
-        self.table.nodes[node].ghost = 0
-        self.table.c_collect(node)
+        list_remove(&self.lists[list], self.tree.nodes, node)
+        self.tree.nodes[node].ghost = 0
+        self.tree.c_collect(node)
 
     cdef int level_of(self, priority, str name) except -1:
         level = integer("priority", priority, 0, 255)
@@ -149,7 +149,7 @@ cdef class EvictionPolicy:
 
     cdef str audit(self, int32_t num_linked):
         """The first equation that does not hold, as a sentence, or None. `num_linked`: cached nodes not aside."""
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef int32_t node, linked = 0
         cdef int list
         for list in range(self.num_lists):
@@ -180,7 +180,7 @@ cdef class LevelPolicy(EvictionPolicy):
 
     cdef void c_link(self, int32_t node) noexcept:
         EvictionPolicy.c_link(self, node)
-        self.lowest = min(self.lowest, <int>self.table.nodes[node].list)
+        self.lowest = min(self.lowest, <int>self.tree.nodes[node].list)
 
     cdef int32_t c_victim(self) noexcept:
         while self.lowest < MOST and self.lists[self.lowest].size == 0:
@@ -201,7 +201,7 @@ cdef class LfuPolicy(LevelPolicy):
         self.lowest = 1
 
     cdef void c_touch(self, int32_t node) noexcept:
-        self.c_move(node, min(MOST, self.table.nodes[node].list + 1))
+        self.c_move(node, min(MOST, self.tree.nodes[node].list + 1))
 
 
 @cython.final
@@ -211,11 +211,11 @@ cdef class S3FifoPolicy(EvictionPolicy):
 
     cdef int64_t max_ghosts
 
-    def __cinit__(self, NodeTable table not None, int64_t capacity):
+    def __cinit__(self, NodeTable tree not None, int64_t capacity):
         self.max_ghosts = capacity - capacity // 10
 
     cdef void c_insert(self, int32_t node) noexcept:
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         nodes[node].uses = 0
         if nodes[node].ghost:
             nodes[node].ghost = 0
@@ -224,11 +224,11 @@ cdef class S3FifoPolicy(EvictionPolicy):
             self.c_push(SMALL, node)
 
     cdef void c_touch(self, int32_t node) noexcept:
-        self.table.nodes[node].uses = min(MOST_USES, self.table.nodes[node].uses + 1)
+        self.tree.nodes[node].uses = min(MOST_USES, self.tree.nodes[node].uses + 1)
 
     cdef int32_t c_victim(self) noexcept:
         """Each turn of the loop takes uses from a node or returns one: no more turns than uses were counted."""
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef int64_t small, main
         cdef int32_t node
         while True:
@@ -249,7 +249,7 @@ cdef class S3FifoPolicy(EvictionPolicy):
             self.c_move(node, MAIN)
 
     cdef void c_evicted(self, int32_t node) noexcept:
-        if self.table.nodes[node].list == MAIN:
+        if self.tree.nodes[node].list == MAIN:
             self.c_unlink(node)
             return
         self.c_keep_ghost(node, GHOST)
@@ -268,7 +268,7 @@ cdef class ArcPolicy(EvictionPolicy):
     cdef int64_t target  # nodes that RECENT should have: 0 <= target <= capacity
 
     cdef void c_insert(self, int32_t node) noexcept:
-        cdef Node *nodes = self.table.nodes
+        cdef Node *nodes = self.tree.nodes
         cdef int64_t recent = self.lists[RECENT_GHOSTS].size, frequent = self.lists[FREQUENT_GHOSTS].size
         if nodes[node].ghost:
             if nodes[node].list == RECENT_GHOSTS:
@@ -290,7 +290,7 @@ cdef class ArcPolicy(EvictionPolicy):
         return self.lists[FREQUENT].head
 
     cdef void c_evicted(self, int32_t node) noexcept:
-        self.c_keep_ghost(node, RECENT_GHOSTS if self.table.nodes[node].list == RECENT else FREQUENT_GHOSTS)
+        self.c_keep_ghost(node, RECENT_GHOSTS if self.tree.nodes[node].list == RECENT else FREQUENT_GHOSTS)
         self.trim()
 
     cdef void trim(self) noexcept:
@@ -471,7 +471,7 @@ cdef class PriorityPolicy(LevelPolicy):
 
     cdef int c_reserve(self, int64_t n) except -1:
         if self.end:
-            self.expiries.c_reserve(self.table.room)
+            self.expiries.c_reserve(self.tree.room)
         return 0
 
     cdef void c_insert(self, int32_t node) noexcept:
@@ -483,7 +483,7 @@ cdef class PriorityPolicy(LevelPolicy):
             self.expiries.c_add(node, self.end)
 
     cdef void c_touch(self, int32_t node) noexcept:
-        self.c_move(node, self.table.nodes[node].list)
+        self.c_move(node, self.tree.nodes[node].list)
 
     cdef void c_evicted(self, int32_t node) noexcept:
         self.expiries.c_remove(node)
@@ -494,8 +494,8 @@ cdef class PriorityPolicy(LevelPolicy):
         cdef int64_t count = 0
         cdef int32_t node = self.expiries.c_expired(now)
         while node >= 0:
-            if self.table.nodes[node].place != LISTED:
-                self.table.nodes[node].list = 0
+            if self.tree.nodes[node].place != LISTED:
+                self.tree.nodes[node].list = 0
             else:
                 self.c_move(node, 0)
                 self.lowest = 0
@@ -511,7 +511,7 @@ cdef class PriorityPolicy(LevelPolicy):
         cdef int64_t node
         for node in range(self.expiries.room):
             if self.expiries.expiries[node].bucket >= 0:
-                if self.table.nodes[node].block < 0 or self.table.nodes[node].list == 0:
+                if self.tree.nodes[node].block < 0 or self.tree.nodes[node].list == 0:
                     return f"node {node} has an expiry without a block, or with priority 0"
         return self.expiries.audit() or EvictionPolicy.audit(self, num_linked)
 
