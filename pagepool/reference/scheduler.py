@@ -40,7 +40,7 @@ class Scheduler(Admission):
         tenants = Tenants(config, self.blocks_for, self.requests)
         super().__init__(config, allocator, size, prefix_cache, swap, tenants)
         self.finished: list[Request] = []
-        self.out: Batch | None = None
+        self.outstanding: Batch | None = None
         self.next_id = 1
         self.prefill_next = True
 
@@ -121,15 +121,15 @@ class Scheduler(Admission):
     def schedule(self, now: float | None = None) -> Batch:
         """The next step."""
         self.num_steps += 1
-        if self.out is not None:
-            self._close(self.out)
+        if self.outstanding is not None:
+            self._close(self.outstanding)
         self.time = max(self.num_steps, self.time) if now is None else now
         if self.cache is not None:
             self.cache.expire(self.time)
         self._admit()
         batch = self._plan()
         if not batch.is_empty:
-            self.out = batch
+            self.outstanding = batch
             if self.config.policy == "fair":
                 self.tenants.charge(batch)
         return batch
@@ -150,10 +150,10 @@ class Scheduler(Admission):
         for request, row, wants in zip(batch.requests, rows, batch.wants_token, strict=True):
             if request.state != "finished" and wants and row[-1] is not None and row[-1] >= 0:
                 request.output_tokens += row
-                if batch is self.out:
+                if batch is self.outstanding:
                     request.fed += len(row) - 1
                 got.append(request)
-        if batch is self.out:
+        if batch is self.outstanding:
             self._close(batch)
         self._finish([request for request in got if request.at_limit])
 
@@ -163,7 +163,7 @@ class Scheduler(Admission):
 
     def _close(self, batch: Batch) -> None:
         """It was run: slots of drafts go back, and the blocks that it filled are published, in the order of ids."""
-        self.out = None
+        self.outstanding = None
         for row, request in sorted(enumerate(batch.requests), key=lambda pair: pair[1].id):
             if request.kv is None:
                 continue
@@ -179,7 +179,7 @@ class Scheduler(Admission):
         requests.sort(key=lambda request: request.id)
         for request in requests:
             if request.kv is not None:
-                rows = zip(self.out.requests, self.out.tokens, strict=True) if self.out else ()
+                rows = zip(self.outstanding.requests, self.outstanding.tokens, strict=True) if self.outstanding else ()
                 unsure = sum(len(tokens) for other, tokens in rows if other is request)
                 self.publish(request, request.fed - unsure, self.time)
         for request in requests:

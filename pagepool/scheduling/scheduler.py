@@ -50,18 +50,18 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        # Each call pops the one item and puts it back. list.pop is atomic with and without the GIL; so is a lock, but a
-        # lock cannot be copied.
-        self._token = [True]
+        # Has one item while no call is under way: a call takes it out and puts it back. A list, whose pop is atomic
+        # with and without the GIL, since a scheduler can be copied and a lock cannot.
+        self._free = [True]
         self.thread: int | None = None  # of the call that is under way
-        self.is_cut = False
+        self.is_interrupted = False
         self.is_checking = False
         self.undo: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
         thread = get_ident()
         try:
-            self._token.pop()
+            self._free.pop()
         except IndexError:
             raise RuntimeError(self._reason(thread)) from None
         self.thread = thread
@@ -69,21 +69,21 @@ class Guard:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is None or self.is_checking:
             self.undo = self.thread = None
-            self.is_cut = self.is_checking = False
-            self._token[:] = (True,)
+            self.is_interrupted = self.is_checking = False
+            self._free[:] = (True,)
         else:
-            self.is_cut = True
+            self.is_interrupted = True
 
     def take_over(self) -> None:
-        """Go on with a call that was cut short, until `__exit__`. RuntimeError when another thread is inside one."""
+        """Enter although an exception has cut a call short. RuntimeError while another thread is inside a call."""
         thread = get_ident()
-        if not self._token and not self.is_cut and self.thread not in (None, thread):
+        if not self._free and not self.is_interrupted and self.thread not in (None, thread):
             raise RuntimeError(self._reason(thread))
-        self._token.clear()
-        self.thread, self.is_cut = thread, True
+        self._free.clear()
+        self.thread, self.is_interrupted = thread, True
 
     def _reason(self, thread: int) -> str:
-        if self.is_cut:
+        if self.is_interrupted:
             return "an exception has cut a call of the scheduler short: call recover()"
         if self.thread not in (None, thread):
             return "another thread is inside a call of the scheduler"
@@ -154,7 +154,7 @@ class Scheduler:
         self._last_time = float("-inf")  # of `schedule(now)`
         self._sequences: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}
-        self._out: ScheduledBatch | None = None  # the last batch, until it is committed
+        self._outstanding: ScheduledBatch | None = None  # the last batch, until it is committed
         self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
         self._active = ActiveSequences(config, self._blocks.blocks_for)
         self._tenants = Tenants(config, self._blocks)
@@ -274,8 +274,8 @@ class Scheduler:
             now = max(step, self._last_time) if now is None else read_time(now, self._last_time)
             self._guard.is_checking = False
             self.num_steps, self._last_time = step, now
-            if self._out is not None:
-                self._close(self._out)
+            if self._outstanding is not None:
+                self._close(self._outstanding)
             self._prefix.set_time(now)
             self._admission.admit(step)
             active = self._active
@@ -289,7 +289,7 @@ class Scheduler:
                     active.feed(batch)
                     if self.config.policy == "fair":
                         self._tenants.charge(batch)
-                    self._out = batch
+                    self._outstanding = batch
                     return batch
                 self._guard.undo = None
                 if not self._preemption.make_room(batch, step):
@@ -333,7 +333,7 @@ class Scheduler:
                     continue
                 if drafts and type(result) is list:
                     output += result
-                    if batch is self._out:
+                    if batch is self._outstanding:
                         seq.fed += len(result) - 1  # the drafts are in the slots that they had
                 elif result >= 0:
                     output.append(result)
@@ -343,7 +343,7 @@ class Scheduler:
                     ended.append(seq)
             batch._committed = True
             self._guard.undo = None
-            if batch is self._out:
+            if batch is self._outstanding:
                 self._close(batch)
             if ended:
                 self._finish(ended)
@@ -358,7 +358,7 @@ class Scheduler:
 
         A caller that was interrupted may run it again: that stores the same keys and values.
         """
-        return None if self._out is None or self._out._committed else self._out
+        return None if self._outstanding is None or self._outstanding._committed else self._outstanding
 
     @property
     def active_count(self) -> int:
@@ -460,7 +460,7 @@ class Scheduler:
         self._blocks.recount([seq for seq in alive if seq.kv is not None])
         if self._swap is not None:
             self._swap.reclaim(self._blocks, [seq._swapped.ticket for seq in alive if seq._swapped is not None])
-        self._connect(*self._count(alive))
+        self._connect(*self._rebuilt(alive))
         ended = {seq.id: seq for seq in self._sequences.values() if seq.state is FINISHED}
         self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
         guard.undo = None
@@ -468,8 +468,8 @@ class Scheduler:
         guard.__exit__(None, None, None)
 
     def _close(self, batch: ScheduledBatch) -> None:
-        """`batch` was run: slots that were for drafts are taken back, and what it filled can be published."""
-        self._out = None
+        """Once `batch` was run: take back the slots of its drafts and publish the blocks that it filled."""
+        self._outstanding = None
         if self.config.lookahead:
             for seq in batch._sequences:
                 if seq.kv is not None and seq.kv.len > seq.fed:
@@ -482,7 +482,7 @@ class Scheduler:
         for seq in sequences:
             if seq.kv is not None:
                 # What is in a batch that is out may not have been stored yet.
-                self._prefix.publish(seq, seq.fed - (self._out.tokens_of(seq) if self._out else 0))
+                self._prefix.publish(seq, seq.fed - (self._outstanding.tokens_of(seq) if self._outstanding else 0))
         self._blocks.close(sequences)
         for seq in sequences:
             if seq._is_active:
@@ -514,14 +514,14 @@ class Scheduler:
         self._sequences.pop(seq_id, None)
 
     def _undo_step(self, batch: ScheduledBatch) -> None:
-        """`batch` was not returned."""
+        """Take back a step whose batch was not returned to the caller."""
         for seq, fed in zip(batch._sequences, batch._fed_before, strict=True):
             seq.fed = fed
         self._tenants.refund(batch)
-        self._out = None
+        self._outstanding = None
 
     def _undo_commit(self, batch: ScheduledBatch, num_outputs: list[int], fed: list[int]) -> None:
-        """Not all results of `batch` were taken: these are the counts of its sequences from before."""
+        """Take back the results of `batch`, whose sequences had `num_outputs` outputs and had been fed `fed` tokens."""
         for output, count in zip(batch._outputs, num_outputs, strict=True):
             del output[count:]
         for seq, count in zip(batch._sequences, fed, strict=False):
@@ -554,8 +554,8 @@ class Scheduler:
         elif seq._swapped is not None and seq._swapped.first != seq.fed:
             seq._swapped = None
 
-    def _count(self, alive: list[Sequence]) -> tuple[WaitingQueue, ActiveSequences, Tenants, Reservations]:
-        """The structures that follow from `alive`, all sequences that wait or are active, made anew."""
+    def _rebuilt(self, alive: list[Sequence]) -> tuple[WaitingQueue, ActiveSequences, Tenants, Reservations]:
+        """New structures, built from `alive`: all sequences that wait or are active."""
         waiting = WaitingQueue(self._policy, self.config.max_wait_steps)
         active = ActiveSequences(self.config, self._blocks.blocks_for)
         tenants = Tenants(self.config, self._blocks)
@@ -572,7 +572,7 @@ class Scheduler:
     def _connect(
         self, waiting: WaitingQueue, active: ActiveSequences, tenants: Tenants, reservations: Reservations
     ) -> None:
-        """From now on these are the structures of the scheduler."""
+        """Use these structures from now on, in everything that holds a reference to the old ones too."""
         tenants.inherit(self._tenants)
         self._waiting, self._active, self._tenants, self._reservations = waiting, active, tenants, reservations
         blocks, prefix = self._blocks, self._prefix
@@ -599,7 +599,7 @@ class Scheduler:
             if broken is not None:
                 return f"sequence {seq.id}, {seq.state.value}: {broken}"
         found = {**self._waiting.summary(), **self._active.summary(), **self._tenants.summary()}
-        waiting, active, tenants, _ = self._count(alive)
+        waiting, active, tenants, _ = self._rebuilt(alive)
         for name, expected in {**waiting.summary(), **active.summary(), **tenants.summary()}.items():
             if found[name] != expected:
                 return f"the {name} are {expected}, not {found[name]}"

@@ -82,7 +82,7 @@ class Interrupter:
 
 def refuses_until_recovered(scheduler):
     """Unless the exception came when all was done."""
-    if scheduler._guard._token:
+    if scheduler._guard._free:
         return
     for call in (
         scheduler.schedule,

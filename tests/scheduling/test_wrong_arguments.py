@@ -41,7 +41,11 @@ def test_a_scheduler_names_what_is_wrong():
         ),
         (lambda: scheduler.schedule(1.0), ValueError, "now must be 5.0 or more, not 1.0"),
         (lambda: scheduler.commit(None, []), TypeError, "batch must be a ScheduledBatch, not None"),
-        (lambda: scheduler.commit(scheduler._out, 5), TypeError, "tokens must be a sequence of integers, not int: 5"),
+        (
+            lambda: scheduler.commit(scheduler.outstanding, 5),
+            TypeError,
+            "tokens must be a sequence of integers, not int: 5",
+        ),
         (lambda: scheduler.add_request(5, 4), TypeError, "prompt_tokens must be a sequence of integers, not int: 5"),
         (lambda: scheduler.add_request([1], 4, "x"), TypeError, "priority must be an integer, not str: 'x'"),
         (lambda: scheduler.add_request([1], 1.5), TypeError, "max_tokens must be an integer, not float: 1.5"),
