@@ -16,7 +16,7 @@ from pagepool.config import SchedulerConfig
 from pagepool.replay import picture, plot, report
 from pagepool.replay.attend import GEOMETRIES, Attention
 from pagepool.replay.clock import Users
-from pagepool.replay.driver import MeteredAccount, MeteredCache, Replay
+from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay
 from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
 from pagepool.replay.order import in_order
 from pagepool.replay.output import STDOUT, check_writable, written_to
@@ -111,7 +111,7 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
     trace = read_trace(path, options.requests, prefixes=bool(options.policy))
     with _as_usage_errors(path):
         replay = _make_replay(trace, options)
-    timeline = picture.Timeline(replay.account.allocator.capacity) if options.plot or options.html else None
+    timeline = picture.Timeline(replay.block_manager.allocator.capacity) if options.plot or options.html else None
     with Progress(len(trace)) as progress:
         replay.run(progress, *([timeline] if timeline else []))
     numbers = report.results(replay, options.users)
@@ -157,11 +157,11 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
     if options.reference:
         plain = importlib.import_module("pagepool.replay.plain")
         scheduler = plain.PlainScheduler(config, allocator, cache)
-        account = plain.PlainAccount(scheduler)
+        block_manager = plain.PlainBlockManager(scheduler)
     else:
-        account = MeteredAccount(allocator, size)
+        block_manager = MeteredBlockManager(allocator, size)
     arrivals = Users(trace, options.users) if options.users else None
-    return Replay(trace, config, account, options.cost, attention, arrivals, cache, tokens, scheduler)
+    return Replay(trace, config, block_manager, options.cost, attention, arrivals, cache, tokens, scheduler)
 
 
 def _run_passes(options: argparse.Namespace) -> Outcome:

@@ -16,7 +16,7 @@ from pagepool.replay.ptrace import Trace
 from pagepool.scheduling import ScheduledBatch, Scheduler
 from pagepool.scheduling.block_manager import BlockManager
 
-__all__ = ["MeteredAccount", "MeteredCache", "Replay", "ReplayFailed", "Totals"]
+__all__ = ["MeteredBlockManager", "MeteredCache", "Replay", "ReplayFailed", "Totals"]
 
 CHOICE = 1024
 TOKEN = 0  # every token of a trace that gives only lengths
@@ -44,24 +44,24 @@ class Totals:
 
 
 class Replay:
-    """One replay of one trace. `run` does all of it; observers may read `totals`, `account` and `scheduler` meanwhile.
+    """A replay of a trace, which `run` runs. Observers may read `totals`, `block_manager` and `scheduler`.
 
     trace      the requests; those that can never fit the pool are counted as refused
     config     the scheduler's
-    account    a metered account over the pool's allocator, or the account of `scheduler`
+    block_manager  a `MeteredBlockManager` over the pool's allocator, or what `scheduler` has instead
     cost       the virtual clock
     attention  stores K/V and decodes on real memory, or None
     arrivals   when requests arrive; None: at their recorded times
-    cache      a metered `PrefixCache` over the account's allocator, or None
+    cache      a metered `PrefixCache` over the same allocator, or None
     tokens     token ids for the cache to compare; None without a cache
-    scheduler  None: a `Scheduler` over the account and the cache
+    scheduler  None: a `Scheduler` over the block manager and the cache
     """
 
     def __init__(
         self,
         trace: Trace,
         config: SchedulerConfig,
-        account: MeteredAccount | PlainAccount,
+        block_manager: MeteredBlockManager | PlainBlockManager,
         cost: CostModel,
         attention: Attention | None = None,
         arrivals: Arrivals | None = None,
@@ -72,11 +72,11 @@ class Replay:
         self.trace = trace
         self._arrivals: Arrivals = OpenLoop(trace) if arrivals is None else arrivals
         self._requests: dict[int, int] = {}  # sequence -> request of the trace
-        self.account = account
+        self.block_manager = block_manager
         self.attention = attention
         self.totals = Totals()
         self.cache = cache
-        self.scheduler: Any = Scheduler(config, account, cache) if scheduler is None else scheduler
+        self.scheduler: Any = Scheduler(config, block_manager, cache) if scheduler is None else scheduler
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # sequence -> its output tokens, with a cache
         self._cost = cost
@@ -120,7 +120,7 @@ class Replay:
             self._submitted += 1
             # A model that has read a prompt has a first token: a request for none stops there, too.
             prompt, limit = trace.prompt[index], trace.prompt[index] + max(1, trace.output[index])
-            if self.account.refusal(limit) is None:
+            if self.block_manager.refusal(limit) is None:
                 seq_id = self._add(index, prompt, limit)
                 self._requests[seq_id] = index
                 self.totals.latency.arrive(seq_id, time)
@@ -167,7 +167,7 @@ class Replay:
 
     def _count(self, batch: ScheduledBatch) -> None:
         """Let the virtual time of the step pass, with the blocks that are in use during it."""
-        totals, account = self.totals, self.account
+        totals, block_manager = self.totals, self.block_manager
         prefill_tokens = batch.total_tokens - batch.num_decodes
         duration = self._cost.of(prefill_tokens, batch.num_decodes)
         self.last_step_us = duration
@@ -176,8 +176,8 @@ class Replay:
         totals.decode_tokens += batch.num_decodes
         totals.time_us += duration
         totals.occupied_us += duration
-        places = account.allocator.in_use * account.block_size
-        totals.utilization_us += duration * account.num_tokens / places
+        places = block_manager.allocator.in_use * block_manager.block_size
+        totals.utilization_us += duration * block_manager.num_tokens / places
         # Every decode gets a token, and so does the last chunk of a prompt.
         ids, first = batch.seq_ids, batch.num_decodes
         if prefill_tokens:
@@ -186,7 +186,7 @@ class Replay:
 
     def _check_end(self) -> None:
         """Every block must be free, once the cache has given back its own, and every request must have ended."""
-        allocator = self.account.allocator
+        allocator = self.block_manager.allocator
         allocator.check()
         if self.cache is not None:
             self.cache.check()
@@ -198,7 +198,7 @@ class Replay:
             raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")
 
 
-class MeteredAccount(BlockManager):
+class MeteredBlockManager(BlockManager):
     """Counts blocks allocated and freed, and the wall time of the calls that do it.
 
     The time is that of `append_batch` and `release_batch` as the scheduler calls them: taking and freeing ids, filling
@@ -262,4 +262,4 @@ class MeteredCache:
 
 
 if TYPE_CHECKING:
-    from pagepool.replay.plain import PlainAccount, PlainScheduler
+    from pagepool.replay.plain import PlainBlockManager, PlainScheduler

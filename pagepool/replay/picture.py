@@ -140,16 +140,16 @@ class Timeline:
 
     def end(self, replay: Replay) -> None:
         """Close the current window; call it once more when the replay has ended."""
-        window, account, scheduler = self._window, replay.account, replay.scheduler
+        window, block_manager, scheduler = self._window, replay.block_manager, replay.scheduler
         if not window.steps:
             return
         window.end = replay.totals.time_us
         window.running, window.waiting = scheduler.active_count, scheduler.waiting_count
-        window.in_use = account.allocator.in_use
+        window.in_use = block_manager.allocator.in_use
         window.cached_only = 0 if replay.cache is None else replay.cache.evictable
-        window.held_tokens = account.num_tokens
+        window.held_tokens = block_manager.num_tokens
         window.preemptions = scheduler.num_preemptions
-        window.column = self._column(account.allocator)
+        window.column = self._column(block_manager.allocator)
         self.windows.append(window)
         self._window = Window(window.end)
         if len(self.windows) >= MOST_WINDOWS:

@@ -8,13 +8,13 @@ from typing import Any
 
 from pagepool import reference
 
-__all__ = ["PlainAccount", "PlainScheduler"]
+__all__ = ["PlainBlockManager", "PlainScheduler"]
 
 
 class PlainScheduler(reference.Scheduler):
     """The reference scheduler; it counts blocks taken and given back and times the calls that do it.
 
-    As in `MeteredAccount`, a call is a whole batch of appends, or a state that ends or is cut. Evictions do not
+    As in `MeteredBlockManager`, a call is a whole batch of appends, or a state that ends or is cut. Evictions do not
     count.
     """
 
@@ -71,8 +71,8 @@ class _State(reference.PagedSeqState):
         self._scheduler.give_back(super().close)
 
 
-class PlainAccount:
-    """The attributes of `MeteredAccount` that a replay reads, for a `PlainScheduler`."""
+class PlainBlockManager:
+    """The attributes of `MeteredBlockManager` that a replay reads, for a `PlainScheduler`."""
 
     def __init__(self, scheduler: PlainScheduler) -> None:
         self.allocator = scheduler.allocator

@@ -38,7 +38,7 @@ class Progress:
         """Show the state of `replay` after a step."""
         if monotonic() < self._next:
             return
-        allocator, scheduler, totals = replay.account.allocator, replay.scheduler, replay.totals
+        allocator, scheduler, totals = replay.block_manager.allocator, replay.scheduler, replay.totals
         state = (
             f"{scheduler.active_count} running, {scheduler.waiting_count} waiting, "
             f"{allocator.in_use}/{allocator.capacity} blocks"

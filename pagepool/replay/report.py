@@ -59,10 +59,10 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
     included. `memory_s`: block operations, look-ups and insertions in a prefix cache, and with attention the tables
     that kernels read; `memory_share`: its share of `wall_s`.
     """
-    totals, account, attention = replay.totals, replay.account, replay.attention
-    operations = account.block_allocs + account.block_frees
+    totals, block_manager, attention = replay.totals, replay.block_manager, replay.attention
+    operations = block_manager.block_allocs + block_manager.block_frees
     seconds = attention.seconds if attention else 0.0
-    memory_seconds = account.nanoseconds / 1e9 + (attention.table_seconds if attention else 0.0)
+    memory_seconds = block_manager.nanoseconds / 1e9 + (attention.table_seconds if attention else 0.0)
     if replay.cache is not None:
         memory_seconds += replay.cache.nanoseconds / 1e9
     cache = replay.cache.stats() if replay.cache is not None else None
@@ -77,15 +77,15 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
         "steps": totals.steps,
         "prefill_tokens": totals.prefill_tokens,
         "decode_tokens": totals.decode_tokens,
-        "blocks": account.allocator.capacity,
-        "block_size": account.block_size,
-        "block_allocs": account.block_allocs,
-        "block_frees": account.block_frees + (cache["evicted"] + cache["cleared"] if cache else 0),
-        "peak_blocks": account.allocator.peak_in_use,
+        "blocks": block_manager.allocator.capacity,
+        "block_size": block_manager.block_size,
+        "block_allocs": block_manager.block_allocs,
+        "block_frees": block_manager.block_frees + (cache["evicted"] + cache["cleared"] if cache else 0),
+        "peak_blocks": block_manager.allocator.peak_in_use,
         "mean_utilization": _ratio(totals.utilization_us, totals.occupied_us),
         "prefix": {
             "policy": cache["policy"],
-            "capacity_blocks": account.allocator.capacity,
+            "capacity_blocks": block_manager.allocator.capacity,
             "full_blocks": cache["looked_up"],
             "hit_blocks": cache["hits"],
             "evictions": cache["evicted"],
@@ -97,7 +97,7 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
         "ttft_ms": _percentiles(totals.latency.ttft),
         "tbt_ms": _percentiles(totals.latency.tbt),
         "wall_s": totals.wall_ns / 1e9,
-        "ns_per_block_op": _ratio(account.nanoseconds, operations),
+        "ns_per_block_op": _ratio(block_manager.nanoseconds, operations),
         "sched_us_per_step": _ratio(totals.schedule_ns / 1e3, totals.steps),
         "memory_s": memory_seconds,
         "memory_share": _ratio(memory_seconds * 1e9, totals.wall_ns),

@@ -10,7 +10,7 @@ from pagepool import BlockTables, KvCachePool, SchedulerConfig
 from pagepool.cli import main
 from pagepool.replay.attend import GEOMETRIES, Attention, Geometry
 from pagepool.replay.clock import CostModel
-from pagepool.replay.driver import MeteredAccount, Replay
+from pagepool.replay.driver import MeteredBlockManager, Replay
 from pagepool.replay.ptrace import read_trace
 
 SMALL = Geometry(num_layers=3, num_qo_heads=4, num_kv_heads=2, head_dim=16)
@@ -51,7 +51,7 @@ def test_every_layer_stores_and_reads_every_token(make_trace, dtype):
 
     attention.run = run
     path = make_trace([[0, 10, 4, []], [0, 7, 3, []], [0, 5, 1, []]])
-    replay = Replay(read_trace(path), config, MeteredAccount(pool.allocator, 4), CostModel(), attention)
+    replay = Replay(read_trace(path), config, MeteredBlockManager(pool.allocator, 4), CostModel(), attention)
     replay.run()
     assert stored and all(stored)
     # Decodes of A see 11, 12, 13 tokens, those of B 8 and 9; the first token comes from the prompt.

@@ -17,14 +17,14 @@ from pagepool.replay import output, report
 from pagepool.replay import progress as progress_module
 from pagepool.replay.clock import CostModel
 from pagepool.replay.command import bundled_trace
-from pagepool.replay.driver import MeteredAccount, Replay
+from pagepool.replay.driver import MeteredBlockManager, Replay
 from pagepool.replay.progress import Progress
 from pagepool.replay.ptrace import read_trace
 
 
 def run(report=lambda replay: None):
-    account = MeteredAccount(BlockAllocator(500), 16)
-    replay = Replay(read_trace(bundled_trace(), 5), SchedulerConfig(), account, CostModel())
+    block_manager = MeteredBlockManager(BlockAllocator(500), 16)
+    replay = Replay(read_trace(bundled_trace(), 5), SchedulerConfig(), block_manager, CostModel())
     replay.run(report)
     return replay
 

@@ -19,7 +19,7 @@ from pagepool.cli import main
 from pagepool.replay import picture as picture_module
 from pagepool.replay.clock import CostModel
 from pagepool.replay.command import bundled_trace
-from pagepool.replay.driver import MeteredAccount, Replay
+from pagepool.replay.driver import MeteredBlockManager, Replay
 from pagepool.replay.picture import Timeline, lru_curve, page, replay_picture
 from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import read_trace
@@ -63,13 +63,13 @@ def replayed(monkeypatch, blocks=700, requests=60, windows=32):
     monkeypatch.setattr(picture_module, "MOST_WINDOWS", windows)
     config = SchedulerConfig(block_size=16, max_sequences=32, max_batch_sequences=32)
     replay = Replay(
-        read_trace(bundled_trace(), requests), config, MeteredAccount(BlockAllocator(blocks), 16), CostModel()
+        read_trace(bundled_trace(), requests), config, MeteredBlockManager(BlockAllocator(blocks), 16), CostModel()
     )
     timeline = Timeline(blocks)
     used = []
 
     def see(replay):
-        used.append(replay.account.allocator.in_use)
+        used.append(replay.block_manager.allocator.in_use)
         timeline(replay)
 
     replay.run(see)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pagepool import SchedulerConfig, cli, reference
-from pagepool.replay.plain import PlainAccount, PlainScheduler
+from pagepool.replay.plain import PlainBlockManager, PlainScheduler
 
 WALL = ("wall_s", "ns_per_block_op", "sched_us_per_step", "memory_s", "memory_share")
 WALL_OF_ATTENTION = ("seconds", "append_seconds", "gb_per_s")
@@ -90,5 +90,5 @@ def watched(call, seen):
 
 
 def test_what_does_not_fit_is_refused():
-    account = PlainAccount(PlainScheduler(SchedulerConfig(block_size=4), reference.BlockAllocator(3), None))
-    assert account.refusal(12) is None and account.refusal(13) == "13 tokens need 4 blocks, the pool has 3"
+    block_manager = PlainBlockManager(PlainScheduler(SchedulerConfig(block_size=4), reference.BlockAllocator(3), None))
+    assert block_manager.refusal(12) is None and block_manager.refusal(13) == "13 tokens need 4 blocks, the pool has 3"

@@ -10,7 +10,7 @@ from pagepool.cli import main
 from pagepool.replay import driver
 from pagepool.replay.clock import CostModel
 from pagepool.replay.command import bundled_trace
-from pagepool.replay.driver import MeteredAccount, Replay, ReplayFailed
+from pagepool.replay.driver import MeteredBlockManager, Replay, ReplayFailed
 from pagepool.replay.ptrace import read_trace
 from pagepool.replay.report import results
 
@@ -19,8 +19,8 @@ WALL = ("wall_s", "ns_per_block_op", "sched_us_per_step", "memory_s", "memory_sh
 
 def replay(path, blocks=100, block_size=4, cost=None, allocator=BlockAllocator, limit=None, **config):
     config = SchedulerConfig(block_size=block_size, watermark=0.0, **config)
-    account = MeteredAccount(allocator(blocks), block_size)
-    run = Replay(read_trace(path, limit), config, account, cost or CostModel())
+    block_manager = MeteredBlockManager(allocator(blocks), block_size)
+    run = Replay(read_trace(path, limit), config, block_manager, cost or CostModel())
     run.run()
     return results(run)
 
@@ -119,7 +119,7 @@ def leak(monkeypatch):
             kept.append(seq.kv)
             seq.kv = None
 
-    monkeypatch.setattr(MeteredAccount, "close", close)
+    monkeypatch.setattr(MeteredBlockManager, "close", close)
 
 
 def test_a_leak_fails_the_replay(make_trace, leak):
@@ -129,8 +129,8 @@ def test_a_leak_fails_the_replay(make_trace, leak):
 
 def test_a_replay_that_is_stuck_says_so(make_trace):
     allocator = BlockAllocator(4)
-    account = MeteredAccount(allocator, 4)
-    run = Replay(read_trace(make_trace([[0, 12, 2, []]])), SchedulerConfig(block_size=4), account, CostModel())
+    block_manager = MeteredBlockManager(allocator, 4)
+    run = Replay(read_trace(make_trace([[0, 12, 2, []]])), SchedulerConfig(block_size=4), block_manager, CostModel())
     allocator.allocate_n(4)
     with pytest.raises(ReplayFailed, match="stuck at step 0: 1 requests wait"):
         run.run()

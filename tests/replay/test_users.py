@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
 from pagepool.replay.clock import CostModel, OpenLoop, Users
-from pagepool.replay.driver import MeteredAccount, Replay
+from pagepool.replay.driver import MeteredBlockManager, Replay
 from pagepool.replay.picture import Timeline
 from pagepool.replay.ptrace import read_trace
 
@@ -81,9 +81,9 @@ def test_no_more_than_the_users_are_served_at_once(tmp_path_factory, thinks, use
 @pytest.mark.parametrize("users", [1, 2, 3])
 def test_a_replay_with_users_serves_everything(make_trace, users):
     records = [session((40, 9, 0), (60, 3, 1), (80, 5, 2)) for _ in range(5)]
-    account = MeteredAccount(BlockAllocator(40), 4)
+    block_manager = MeteredBlockManager(BlockAllocator(40), 4)
     trace = read_trace(make_trace(records, unit="s"))
-    replay = Replay(trace, SchedulerConfig(block_size=4), account, CostModel(), arrivals=Users(trace, users))
+    replay = Replay(trace, SchedulerConfig(block_size=4), block_manager, CostModel(), arrivals=Users(trace, users))
     most = []
     replay.run(lambda replay: most.append(replay.scheduler.active_count + replay.scheduler.waiting_count))
     assert replay.totals.finished == 15 and max(most) <= users
@@ -92,8 +92,8 @@ def test_a_replay_with_users_serves_everything(make_trace, users):
 
 def test_a_refused_request_lets_its_user_go_on(make_trace):
     trace = read_trace(make_trace([session((9, 1, 0), (900, 1, 0), (9, 1, 0)), session((9, 1, 0))], unit="s"))
-    account = MeteredAccount(BlockAllocator(10), 4)
-    replay = Replay(trace, SchedulerConfig(block_size=4), account, CostModel(), arrivals=Users(trace, 1))
+    block_manager = MeteredBlockManager(BlockAllocator(10), 4)
+    replay = Replay(trace, SchedulerConfig(block_size=4), block_manager, CostModel(), arrivals=Users(trace, 1))
     replay.run(Timeline(10))
     assert (replay.totals.finished, replay.totals.refused) == (3, 1)
 
