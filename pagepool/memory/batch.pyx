@@ -7,7 +7,7 @@ from libc.string cimport memcpy
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_OK, PP_OVER_MAXIMUM, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.arrays cimport read_count, read_counts
-from pagepool.memory.block_table cimport PagedSeqState, snapshot_needs, snapshot_takes
+from pagepool.memory.block_table cimport PagedSeqState, snapshot_needs, snapshot_take_over
 from pagepool.memory.page_buffer cimport PageBuffer
 
 from collections import Counter
@@ -211,7 +211,7 @@ cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, i
         block = state.c_blocks[i]
         if met < count and moved[met] == block:
             met += 1
-        elif state.snapshot == NULL or not snapshot_takes(state.snapshot, i, block):
+        elif state.snapshot == NULL or not snapshot_take_over(state.snapshot, i, block):
             state.allocator.c_free(block)
         state.c_blocks[i] = -1
     state.first_block = first

@@ -5,11 +5,11 @@ from pagepool.memory.allocator cimport BlockAllocator, Link
 from pagepool.memory.page_buffer cimport PageBuffer
 
 
-# A table as it was when a transaction began. While it is open, for each of its places i:
+# A table as it was when a transaction began. While the transaction is open, for each place i of the snapshot:
 #   owned[i] == 0:  the table has blocks[i] at i, with the table's own reference
-#   owned[i] == 1:  this has a reference to blocks[i], whatever the table has at i
-# so that nothing which an abort needs can be freed or, since what others share is copied first, be written. `outer` is
-# that of the transaction around.
+#   owned[i] == 1:  the snapshot has a reference of its own to blocks[i], whatever the table has at i
+# Either way the block has a reference, so it cannot be freed; and it cannot be overwritten, since appending to a block
+# with two references copies its page first. `outer` is the snapshot of the enclosing transaction.
 cdef struct TableSnapshot:
     TableSnapshot *outer
     int64_t length
@@ -24,22 +24,23 @@ cdef struct TableSnapshot:
 cdef TableSnapshot *snapshot_new(
     const int32_t *table, int32_t first, int32_t end, int64_t length, int64_t generation, TableSnapshot *outer
 ) noexcept nogil
-# Takes over the table's reference to its block at a place: False when it has no claim to it.
-cdef bint snapshot_takes(TableSnapshot *self, int32_t place, int32_t block) noexcept nogil
-# Whether an abort needs the block that the table has at a place, and only the table has it.
+# Takes over the table's reference to its block at a place, if an abort needs the block; False if not.
+cdef bint snapshot_take_over(TableSnapshot *self, int32_t place, int32_t block) noexcept nogil
+# Whether an abort needs the block that the table has at a place, and the snapshot has no reference to it yet.
 cdef bint snapshot_needs(const TableSnapshot *self, int32_t place, int32_t block) noexcept nogil
-# Drops the table's references at begin to end - 1, to the allocator or to this; all or PP_INVALID_BLOCK.
+# Gives up the table's references to its blocks at begin to end - 1: those that an abort needs pass to the snapshot, the
+# others are freed. All, or PP_INVALID_BLOCK.
 cdef pp_status snapshot_give_back(
     TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
 ) noexcept nogil
-# Both free self, and cannot fail. After the first the table is as it is, after the second as it was.
+# Both free the snapshot and cannot fail. A commit leaves the table as it is, an abort restores it.
 cdef void snapshot_commit(
     TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
 ) noexcept nogil
 cdef void snapshot_abort(
     TableSnapshot *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
 ) noexcept nogil
-# The ids that this and those around it have references to.
+# The ids that this snapshot and the outer ones have references to.
 cdef list snapshot_references(const TableSnapshot *self)
 
 

@@ -1,4 +1,4 @@
-"""PagedSeqState: the block table of one sequence, and all that moves it, without the GIL too."""
+"""PagedSeqState: the block table of one sequence. The methods that change it have `c_` forms that need no GIL."""
 
 cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -52,7 +52,7 @@ cdef bint snapshot_needs(const TableSnapshot *self, int32_t place, int32_t block
     return self.first <= place < self.end and self.blocks[i] == block and not self.owned[i]
 
 
-cdef bint snapshot_takes(TableSnapshot *self, int32_t place, int32_t block) noexcept nogil:
+cdef bint snapshot_take_over(TableSnapshot *self, int32_t place, int32_t block) noexcept nogil:
     if not snapshot_needs(self, place, block):
         return False
     self.owned[place - self.first] = 1
@@ -62,13 +62,13 @@ cdef bint snapshot_takes(TableSnapshot *self, int32_t place, int32_t block) noex
 cdef pp_status snapshot_give_back(
     TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
 ) noexcept nogil:
-    """Looks at all of them first, since a block that someone else freed must stop it before anything changes."""
+    """Checks all counts before any changes: one of the blocks may have been freed by someone else."""
     cdef int32_t i
     for i in range(begin, end):
         if allocator.c_ref_count(table[i]) < 1:
             return PP_INVALID_BLOCK
     for i in range(begin, end):
-        if not snapshot_takes(self, i, table[i]):
+        if not snapshot_take_over(self, i, table[i]):
             allocator.c_free(table[i])
     return PP_OK
 
@@ -76,19 +76,20 @@ cdef pp_status snapshot_give_back(
 cdef void snapshot_commit(
     TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
 ) noexcept nogil:
-    """What the transaction around it needs as well goes there.
+    """Passes the references that the outer snapshot also needs on to it, and drops all others.
 
-    A block that the table has still was shared with this one because it was cut within: the one around needs that too
-    only if the cut is within its tokens.
+    The table may still have a block that this snapshot owns: c_truncate took a second reference, because it cut within
+    the block's tokens. The outer snapshot needs that reference only when the cut is within its own tokens.
     """
     cdef TableSnapshot *outer = self.outer
     cdef int32_t i, place
-    cdef bint uncut
+    cdef bint whole
     for i in range(self.end - self.first):
         if self.owned[i]:
             place = self.first + i
-            uncut = outer != NULL and length >= outer.length and place < end and table[place] == self.blocks[i]
-            if outer == NULL or uncut or not snapshot_takes(outer, place, self.blocks[i]):
+            # The table still has the block, and all of the outer snapshot's tokens in it.
+            whole = outer != NULL and length >= outer.length and place < end and table[place] == self.blocks[i]
+            if outer == NULL or whole or not snapshot_take_over(outer, place, self.blocks[i]):
                 allocator.c_free(self.blocks[i])
     free(self)
 
@@ -96,7 +97,7 @@ cdef void snapshot_commit(
 cdef void snapshot_abort(
     TableSnapshot *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
 ) noexcept nogil:
-    """The last block first: those that the transaction took come out again in the order in which they did."""
+    """Frees blocks from the last to the first, so that the allocator hands them out again in the same order."""
     cdef int32_t i
     for i in range(end - 1, first - 1, -1):
         if not snapshot_needs(self, i, table[i]):
@@ -160,7 +161,7 @@ cdef class PagedSeqState:
             self.label = label
         allocator.c_enlist(&self.link, self)
 
-    def __del__(self):  # not __dealloc__, which shows weak references an object that is going as one that lives
+    def __del__(self):  # not __dealloc__, during which weak references still return the object that is being freed
         if self.link.next != NULL:
             self.allocator.c_delist(&self.link)
         while self.snapshot != NULL:
@@ -242,7 +243,7 @@ cdef class PagedSeqState:
                     self.allocator.c_copy_page(taken[used], old)
                 self.c_blocks[i] = taken[used]
                 used += 1
-                if self.snapshot == NULL or not snapshot_takes(self.snapshot, <int32_t>i, old):
+                if self.snapshot == NULL or not snapshot_take_over(self.snapshot, <int32_t>i, old):
                     self.allocator.c_free(old)
         while self.num_blocks < needed:
             self.c_blocks[self.num_blocks] = taken[used]
@@ -274,7 +275,8 @@ cdef class PagedSeqState:
         return snapshot_give_back(self.snapshot, self.allocator, self.c_blocks, begin, end)
 
     cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil:
-        """In a transaction, a last block that is cut within is shared with it: what comes next is written elsewhere."""
+        """When a transaction needs the last block and the cut is within the block's tokens, takes a second reference
+        for the transaction, so that the next append copies the page instead of overwriting it."""
         cdef pp_status status
         cdef int32_t keep, last
         cdef bint cut = False
@@ -293,7 +295,7 @@ cdef class PagedSeqState:
         status = self.c_give_back(max(keep, self.first_block), self.num_blocks)
         if status == PP_OK:
             if cut:
-                snapshot_takes(self.snapshot, keep - 1, last)
+                snapshot_take_over(self.snapshot, keep - 1, last)
             self.c_forget(keep)
             self.length = new_len
         elif cut:
