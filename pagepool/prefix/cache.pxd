@@ -19,6 +19,7 @@ cdef class PrefixCache:
     cdef object __weakref__
 
     cdef EventLog log(self)
+    cdef object atomically(self, function)
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held)
 
     # One of `drain_events`, without the GIL, while no other thread is in a call of the cache: see EventLog.c_next.

@@ -334,25 +334,13 @@ cdef class PrefixCache:
         >>> [(event.sequence, event.kind, event.block) for event in cache.drain_events()]
         [(1, 'stored', 0), (2, 'removed', 0)]
         """
-        cdef int paused
         cdef EventLog log = self.log()
-        with cython.critical_section(self):
-            paused = pause_collector()
-            try:
-                return log.drain()
-            finally:
-                resume_collector(paused)
+        return self.atomically(lambda: log.drain())
 
     def snapshot(self):
         """Returns a `PrefixSnapshot` of all that is cached, for a replica. O(nodes). Raises as `drain_events`."""
-        cdef int paused
         cdef EventLog log = self.log()
-        with cython.critical_section(self):
-            paused = pause_collector()
-            try:
-                return log.snapshot()
-            finally:
-                resume_collector(paused)
+        return self.atomically(lambda: log.snapshot())
 
     cdef int64_t c_next_event(self, Event *event, int32_t *tokens) noexcept nogil:
         if self.cached.log is None:
@@ -370,13 +358,7 @@ cdef class PrefixCache:
         Sequences of a `Scheduler` do not cache again what they held before. The lowest free id is then the next to be
         handed out. O(n log n).
         """
-        cdef int paused
-        with cython.critical_section(self):
-            paused = pause_collector()
-            try:
-                self.cached.reset()
-            finally:
-                resume_collector(paused)
+        self.atomically(lambda: self.cached.reset())
 
     @property
     def label(self):
@@ -385,13 +367,7 @@ cdef class PrefixCache:
 
     def references(self):
         """Returns a list of the ids of its blocks; it holds one reference to each."""
-        cdef int paused
-        with cython.critical_section(self):
-            paused = pause_collector()
-            try:
-                return self.cached.list_blocks()
-            finally:
-                resume_collector(paused)
+        return self.atomically(lambda: self.cached.list_blocks())
 
     @property
     def num_cached(self):
@@ -505,15 +481,20 @@ cdef class PrefixCache:
 
         O(nodes + tokens cached). Changes nothing.
         """
+        broken = self.atomically(lambda: self.cached.audit())
+        if broken is not None:
+            raise PoolError(f"broken invariant: {broken}")
+
+    cdef object atomically(self, function):
+        """What the function returns, called with the cache locked and the garbage collector paused: otherwise
+        finalizers and other threads could run in between."""
         cdef int paused
         with cython.critical_section(self):
             paused = pause_collector()
             try:
-                broken = self.cached.audit()
+                return function()
             finally:
                 resume_collector(paused)
-        if broken is not None:
-            raise PoolError(f"broken invariant: {broken}")
 
     cdef int c_reserve_path(self, int64_t n) except -1:
         cdef void *memory
