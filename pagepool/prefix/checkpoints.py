@@ -353,15 +353,20 @@ class CheckpointIndex:
 class StateCheckpoints:
     """Keeps recurrent states where they save most, so that a hybrid model can go on from a cached prefix.
 
-    layout        of the states
+    layout        the `StateLayout` of one sequence's states
     pool          the engine's `SsmStatePool.from_layout(layout, ...)`: states are copied out of its slots and into them
-    budget_bytes  for the copies and the tokens that find them, up to that of 2**31 - 1 states. Their memory is
-                  committed as it is used
-    grid, spacing, align    where states may be kept: as `CheckpointIndex` has them
+    budget_bytes  bytes for the copies and for the tokens by which they are found, at most those of 2**31 - 1 states.
+                  Memory is committed as it is used
+    grid          tokens from one position of the grid to the next; 0: no grid
+    spacing       the fewest tokens between two states of one prompt, at least 1
+    align         states are kept only at multiples of this many tokens: where the kernels can stop
 
-    A state is kept at the end of requests, where prompts part, and on a sparse grid. For the order of dropping see
-    the top of this file. The size of a state and that of a KV block have nothing to do with each other.
-    A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps the arguments:
+    States are kept at the end of requests, where prompts part, and on a sparse grid. When the budget is full, the
+    states that save the fewest tokens per byte are dropped first, those that were used often or lately later. The size
+    of a state is independent of that of a KV block. Raises `ValueError` when the layout has no state or is not that of
+    the pool, and for a number out of range, `TypeError` for anything else, `MemoryError`.
+
+    A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps its arguments:
 
         blocks, kv_tokens = cache.match_tokens(tokens)           # keys and values, parts of a block included
         begin = checkpoints.resume(slot, tokens, kv_tokens)      # the state: go on from token `begin`
@@ -406,8 +411,8 @@ class StateCheckpoints:
         names = [(layer, name) for layer, states in enumerate(layout.layers) for name in states]
         empty = StateMemory(layout, 0)
         views = [empty.view(layer, name) for layer, name in names]
-        self._theirs = [pool.view(layer, name) for layer, name in names]
-        for ours, theirs, (layer, name) in zip(views, self._theirs, names, strict=True):
+        self._pool_views = [pool.view(layer, name) for layer, name in names]
+        for ours, theirs, (layer, name) in zip(views, self._pool_views, names, strict=True):
             if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
                 raise ValueError(
                     f"state {name!r} of layer {layer} is {ours.dtype}{ours.shape[1:]} in the layout, "
@@ -426,17 +431,21 @@ class StateCheckpoints:
         self.index = CheckpointIndex(self.state_bytes, budget, grid=grid, spacing=spacing, align=align)
         self._pool = pool
         copies = StateMemory(layout, most)
-        self._ours = [copies.view(layer, name) for layer, name in names]
+        self._copies = [copies.view(layer, name) for layer, name in names]
 
     def resume(
         self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> int:
         """Copies the state of the longest kept prefix of `tokens` within `kv_tokens` into `slot`; returns its length.
 
+        slot       a slot of the pool that a request has
+        tokens     the tokens of the prompt, as `PrefixCache.match_prefix` takes them, `cache_salt` and `extra_keys` too
+        kv_tokens  the first tokens whose keys and values are there: no longer prefix is taken
+
         Returns 0, and leaves the slot as it was, when there is none. The slot's position becomes the length. At least
-        one token is left to compute. Raises `InvalidSlot` for a slot that is out of range or free, `TypeError` for a
-        `kv_tokens` that is no integer; then nothing has changed. A signal or `MemoryError` during the copy resets the
-        slot.
+        one token is left to compute. The state counts as used. Raises `InvalidSlot` for a slot that is out of range or
+        free, `TypeError` for a `kv_tokens` that is no integer; then nothing has changed. A signal or `MemoryError`
+        during the copy resets the slot.
         """
         theirs = self._acquired(slot)
         found = self.index.find(tokens, integer("kv_tokens", kv_tokens), cache_salt=cache_salt, extra_keys=extra_keys)
@@ -444,7 +453,7 @@ class StateCheckpoints:
             return 0
         position, kept = found
         try:
-            for target, source in zip(self._theirs, self._ours, strict=True):
+            for target, source in zip(self._pool_views, self._copies, strict=True):
                 target[slot] = source[kept]
         except BaseException:
             theirs.state.reset()
@@ -464,10 +473,12 @@ class StateCheckpoints:
     ) -> list[Stop]:
         """Returns the positions beyond `begin` at which to `save` while this prompt is read, in order.
 
+        tokens, cache_salt, extra_keys  those of the prompt, as in `resume`
         kv_tokens  leading tokens that the prefix cache had; 0 without a cache
         begin      what `resume` returned
 
-        Changes nothing. There are as many as the grid has, and at most two more.
+        Returns a list of `Stop`, each with the `position` and the `reason` that `save` takes: as many as the grid has,
+        and at most two more. Changes nothing. Raises `TypeError` and `ValueError` for wrong tokens, keys or numbers.
         """
         return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt, extra_keys=extra_keys)
 
@@ -483,11 +494,16 @@ class StateCheckpoints:
     ) -> bool:
         """Copies the state in `slot`, which has passed over exactly `tokens[:position]`; False if it is not kept.
 
-        reason  the reason of the stop, or "end" when the request has ended
+        slot      a slot of the pool that a request has
+        tokens    at least the first `position` tokens of the request, outputs included, as in `resume`
+        position  a multiple of `align`
+        reason    the reason of the stop, or "end" when the request has ended
 
-        Drops states of less value when the budget is full. Raises `InvalidSlot`, and `ValueError` for a wrong position
-        or reason; then nothing has changed. A signal or `MemoryError` during the copy makes it forget every state, so
-        that none is kept that was copied in part.
+        It is not kept when the same state is there, another one is fewer than `spacing` tokens before it, or only
+        states of more value could make room. Drops states of less value when the budget is full. Raises `InvalidSlot`
+        for a slot that is out of range or free, `ValueError` for a wrong position or reason; then nothing has changed.
+        A signal or `MemoryError` during the copy makes it forget every state, so that none is kept that was copied in
+        part.
         """
         self._acquired(slot)
         asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
@@ -495,7 +511,7 @@ class StateCheckpoints:
             kept = self.index.place(*asked)
             if kept < 0:
                 return False
-            for target, source in zip(self._ours, self._theirs, strict=True):
+            for target, source in zip(self._copies, self._pool_views, strict=True):
                 target[kept] = source[slot]
         except BaseException:
             self.index.reset()
@@ -507,7 +523,8 @@ class StateCheckpoints:
         self.index.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Returns a dict of what is kept and what was done."""
+        """Returns a dict of counters: what is kept, bytes and states, and how many were saved and used for each reason,
+        dropped and rejected."""
         return {"state_bytes": self.state_bytes, **self.index.stats()}
 
     def check(self) -> None:

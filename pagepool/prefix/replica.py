@@ -20,7 +20,10 @@ __all__ = ["PrefixReplica"]
 class PrefixReplica:
     """Follows one `PrefixCache` by its events, as a router does that sends prompts to where their beginnings are.
 
-    block_size  that of the cache
+    block_size     tokens per block, from 1 to 1,024, as the cache has it
+    next_sequence  the number of the event that comes next
+
+    Raises `ValueError` for another block size, `TypeError` for what is no integer.
 
     blocks == {name of each cached prefix: (block, parent's name, the block's tokens)}
 

@@ -89,8 +89,14 @@ class SwapFile:
         return self.num_blocks - self._fresh + len(self._free)
 
     def store(self, blocks: Iterable[int], owner: Any = None) -> Ticket:
-        """Write the pages of `blocks`; they may be freed then. Raises `SwapError`, and holds nothing, when the file is
-        full or cannot be written. `owner`: who may ask for what is lost, see `reclaim`."""
+        """Writes the pages of blocks into the file; returns the `Ticket` that `load` and `drop` take.
+
+        blocks  ids of the blocks, in any order, each in all pools; they may be freed and written to afterwards
+        owner   any object that `reclaim` and `audit` can name later, compared by identity; None: nobody
+
+        Raises `SwapError` when fewer blocks are free in the file or the file cannot be written, `TypeError` for what is
+        no integer, `InvalidBlock` for an id out of range; then the file holds what it held before.
+        """
         ids = [operator.index(block) for block in blocks]
         if len(ids) > self.free_blocks:
             raise SwapError(f"{len(ids)} blocks do not fit into the swap file: {self.free_blocks} are free")
@@ -108,8 +114,15 @@ class SwapFile:
         return ticket
 
     def reclaim(self, owner: Any, tickets: Iterable[Ticket]) -> None:
-        """Forget what was stored for `owner` and is in none of `tickets`, all that it has: where a call was interrupted
-        a ticket may be lost, or a place both free and held."""
+        """Forgets every block that was stored for an owner and is in none of the tickets that it still has.
+
+        owner    the object that was given to `store`
+        tickets  all tickets that it has; what they hold stays
+
+        Call it when an exception has cut `store`, `load` or `drop` short: then a ticket may never have been returned,
+        or a place of the file be both free and in use. Counts the free places anew; blocks of other owners stay. Raises
+        nothing.
+        """
         known = {place for ticket in tickets for place in ticket.places}
         for place in [place for place, (_, who) in self._held.items() if who is owner and place not in known]:
             del self._held[place]
