@@ -222,19 +222,17 @@ def group_append(list states not None, n, list positions not None):
     """Appends n tokens to every state; returns their slots, one int64 array (n,) for each.
 
     The blocks before positions[i] of state i are given back first, and those that were not shared hold new tokens at
-    once: a window moves without free blocks. The states are distinct and may have several
-    allocators. Raises as `PagedSeqState.append`; then nothing has changed, and nothing was given back either.
+    once: a window moves without free blocks. The states are distinct and may have several allocators. Raises as
+    `PagedSeqState.append`; then nothing has changed, and nothing was given back either.
     """
     cdef PagedSeqState state
     cdef BlockAllocator allocator
-    cdef int64_t number = read_count(n), wanted, used, total, own
-    cdef Py_ssize_t i, k
+    cdef int64_t number = read_count(n), start, wanted, met, used, total, own
+    cdef Py_ssize_t i
     cdef int32_t place
     cdef PageBuffer blocks
-    cdef list counts = [], slots = [], allocators = [], plans, spare
-    cdef int64_t met
-    cdef int64_t[::1] starts = np.array(positions, dtype=np.int64)
-    cdef list views = []
+    cdef list slots = [], views = [], plans = [], spare, members
+    cdef dict by_allocator = {}
     cdef int64_t[::1] row
     cdef bint moves = False
     for i in range(len(states)):
@@ -244,52 +242,43 @@ def group_append(list states not None, n, list positions not None):
             if number < 0 or state.is_closed:
                 raise state.failed(PP_INVALID_ARGUMENT, n, 0)
             raise state.failed(PP_OVER_MAXIMUM, state.length + n, 0)
-        counts.append(wanted)
         if wanted > state.allocator.max_capacity:  # rather than no memory for the slots
             raise exhausted(wanted, state.allocator.c_available(), state.allocator.max_capacity)
-        moves = moves or wanted > 0 or first_needed(state, positions[i]) > state.first_block
+        start = positions[i]
+        moves = moves or wanted > 0 or first_needed(state, start) > state.first_block
         row = empty(number, INT64)
         slots.append(row.base)
         views.append(row)
-        if not any([state.allocator is known for known in allocators]):
-            allocators.append(state.allocator)
+        by_allocator.setdefault(state.allocator, []).append((state, start, wanted))
     if moves:
-        plans = [None] * len(allocators)
-        for k in range(len(allocators)):
-            allocator = <BlockAllocator>allocators[k]
+        for allocator, members in by_allocator.items():
             spare = []
             total = 0
-            for i in range(len(states)):
-                state = <PagedSeqState>states[i]
-                if state.allocator is allocator:
-                    total += counts[i]
-                    for place in range(state.first_block, first_needed(state, positions[i])):
-                        if can_move(state, place):
-                            spare.append(state.c_blocks[place])
+            for state, start, wanted in members:
+                total += wanted
+                for place in range(state.first_block, first_needed(state, start)):
+                    if can_move(state, place):
+                        spare.append(state.c_blocks[place])
             blocks = PageBuffer(total, "i")
             own = min(len(spare), total)
-            plans[k] = (allocator, blocks, own, total)
+            plans.append((allocator, members, blocks, own, total))
             for i in range(own):
                 (<int32_t *>blocks.base)[i] = spare[i]
-        for allocator, _, own, total in plans:  # before any grows
+        for allocator, _, _, own, total in plans:  # before any grows
             if total - own > allocator.c_available():
                 raise exhausted(total - own, allocator.c_available(), allocator.max_capacity)
-        for k in range(len(plans)):  # only now is anything taken, and nothing but another thread can make it fail
-            allocator, blocks, own, total = plans[k]
+        for i in range(len(plans)):  # only now is anything taken, and nothing but another thread can make it fail
+            allocator, _, blocks, own, total = plans[i]
             if total > own and allocator.c_allocate_n(<int32_t>(total - own), <int32_t *>blocks.base + own) != PP_OK:
-                give_back(plans, k)
+                give_back(plans, i)
                 raise exhausted(total - own, allocator.c_available(), allocator.max_capacity)
-        for allocator, blocks, own, total in plans:
+        for allocator, members, blocks, own, total in plans:
             met = 0
-            for i in range(len(states)):
-                state = <PagedSeqState>states[i]
-                if state.allocator is allocator:
-                    met += move(state, starts[i], <int32_t *>blocks.base + met, own - met)
+            for state, start, _ in members:
+                met += move(state, start, <int32_t *>blocks.base + met, own - met)
             used = 0
-            for i in range(len(states)):
-                state = <PagedSeqState>states[i]
-                if state.allocator is allocator:
-                    used += state.c_append_taken(number, <int32_t *>blocks.base + used)
+            for state, _, _ in members:
+                used += state.c_append_taken(number, <int32_t *>blocks.base + used)
             while used < total:
                 total -= 1
                 allocator.c_free((<int32_t *>blocks.base)[total])
@@ -310,7 +299,7 @@ cdef int give_back(list plans, Py_ssize_t count) except -1:
     cdef PageBuffer blocks
     cdef int64_t own, total
     for count in range(count - 1, -1, -1):
-        allocator, blocks, own, total = plans[count]
+        allocator, _, blocks, own, total = plans[count]
         while total > own:
             total -= 1
             allocator.c_free((<int32_t *>blocks.base)[total])
