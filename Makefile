@@ -213,22 +213,23 @@ test-sdist: build/dist  ## build the sdist and use it on every other Python from
 	done
 
 # A CPython without a GIL, 3.13 or later: PYTHON=... on this command line, or what is found. Of each package it takes the
-# newest that is built for it. Warnings are errors: a module that does not declare that it needs no GIL fails.
+# newest that is built for it. Warnings are errors: a module that does not declare that it needs no GIL fails. So does
+# the test in which the GIL comes back on (tests/conftest.py), in whatever way.
 FREE_THREADED := $(or $(if $(filter command,$(origin PYTHON)),$(PYTHON)),$(PYTHON_FREE_THREADED),$(shell \
 	command -v python3.14t || command -v python3.13t))
-FREE_TESTS ?= test_free_threading.py test_threads.py attention memory prefix scheduling
+FREE_TESTS ?= .
 ifeq ($(FREE_THREADED),)
 test-free-threaded:
 	@echo "free-threaded: skipped, there is no python3.14t or python3.13t"
 else
 test-free-threaded: build $(FREE)/.test  ## the tests without the GIL: PYTHON=/path/to/python3.13t
 	$(FREE)/bin/python setup.py -q build --build-lib $(FREE)/lib
-	$(call test_in,$(FREE),$(abspath $(FREE)/bin/python),--ignore=tests/attention/test_isas.py $(addprefix tests/,$(FREE_TESTS)))
+	$(call test_in,$(FREE),$(abspath $(FREE)/bin/python),-n auto --maxprocesses 8 $(addprefix tests/,$(FREE_TESTS)))
 endif
 
 $(FREE)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	rm -rf $(FREE) && $(FREE_THREADED) -m venv $(FREE)
-	$(PY) .ci/requirements.py build run test > $@.txt
+	$(PY) .ci/requirements.py build run progress test > $@.txt
 	$(FREE)/bin/python -m pip install -q --disable-pip-version-check --only-binary :all: -r $@.txt
 	@touch $@
 

@@ -1,10 +1,12 @@
-"""What several test folders share: building Cython modules outside the package, as its users do."""
+"""What several test folders share: building Cython modules outside the package, as its users do; and no GIL comes back.
+"""
 
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,14 @@ directives = {"language_level": 3, "boundscheck": False, "wraparound": False, "c
 directives["freethreading_compatible"] = True
 setup(name=name, ext_modules=cythonize([extension], compiler_directives=directives, quiet=True))
 """
+
+
+@pytest.fixture(autouse=True)
+def no_gil_comes_back():
+    """On CPython without a GIL, an extension module that does not declare that it needs none turns it on for good."""
+    yield
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        assert not sys._is_gil_enabled(), "an extension module has turned the GIL on"
 
 
 @pytest.fixture(scope="session")
