@@ -50,42 +50,40 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        # Has one item while no call is under way: a call takes it out and puts it back. A list, whose pop is atomic
-        # with and without the GIL, since a scheduler can be copied and a lock cannot.
-        self._free = [True]
-        self.thread: int | None = None  # of the call that is under way
+        # The call that is under way: "call" leads to its own tuple, of its thread. dict.setdefault is atomic with and
+        # without the GIL, and nobody sees a call whose thread is not known; a lock could not be copied.
+        self._inside: dict[str, tuple[int]] = {}
         self.is_interrupted = False
         self.is_checking = False
         self.undo: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
-        thread = get_ident()
-        try:
-            self._free.pop()
-        except IndexError:
-            raise RuntimeError(self._reason(thread)) from None
-        self.thread = thread
+        call = (get_ident(),)
+        inside = self._inside.setdefault("call", call)
+        if inside is not call:
+            raise RuntimeError(self._reason(inside, call))
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is None or self.is_checking:
-            self.undo = self.thread = None
+            self.undo = None
             self.is_interrupted = self.is_checking = False
-            self._free[:] = (True,)
+            self._inside.clear()
         else:
             self.is_interrupted = True
 
     def take_over(self) -> None:
         """Enter although an exception has cut a call short. RuntimeError while another thread is inside a call."""
-        thread = get_ident()
-        if not self._free and not self.is_interrupted and self.thread not in (None, thread):
-            raise RuntimeError(self._reason(thread))
-        self._free.clear()
-        self.thread, self.is_interrupted = thread, True
+        call = (get_ident(),)
+        inside = self._inside.setdefault("call", call)
+        if inside != call and not self.is_interrupted:
+            raise RuntimeError(self._reason(inside, call))
+        self._inside["call"] = call
+        self.is_interrupted = self.is_checking = False
 
-    def _reason(self, thread: int) -> str:
+    def _reason(self, inside: tuple[int], call: tuple[int]) -> str:
         if self.is_interrupted:
             return "an exception has cut a call of the scheduler short: call recover()"
-        if self.thread not in (None, thread):
+        if inside != call:
             return "another thread is inside a call of the scheduler"
         return "the scheduler is in the middle of a call: a finalizer or handler calls it, or the call was cut short"
 
@@ -451,6 +449,15 @@ class Scheduler:
         """
         guard = self._guard
         guard.take_over()
+        try:
+            self._rebuild()
+        except BaseException:
+            guard.is_interrupted = True
+            raise
+        guard.__exit__(None, None, None)
+
+    def _rebuild(self) -> None:
+        guard = self._guard
         if guard.undo is not None:
             guard.undo()
         slots = self._slots()
@@ -465,7 +472,6 @@ class Scheduler:
         self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
         guard.undo = None
         self._finish([seq for seq in alive if seq.stopped or seq.at_limit])
-        guard.__exit__(None, None, None)
 
     def _close(self, batch: ScheduledBatch) -> None:
         """Once `batch` was run: take back the slots of its drafts and publish the blocks that it filled."""
