@@ -9,7 +9,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from pagepool.memory.arrays cimport IdArray, list_ids, new_int32, read_id, read_ids, release_ids
+from pagepool.memory.arrays cimport HAS_GIL, IdArray, list_ids, new_int32, read_id, read_ids, release_ids
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
     PP_INVALID_ARGUMENT,
@@ -47,17 +47,6 @@ cdef extern from "regions.h" nogil:
     void pp_regions_detach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_copy_block(const pp_regions *regions, void *lock, int32_t dst, int32_t src)
     int32_t pp_regions_other_size(const pp_regions *regions, void *lock, int32_t block_size)
-
-
-cdef extern from *:
-    """
-    #ifdef Py_GIL_DISABLED
-    #define PP_HAS_GIL 0
-    #else
-    #define PP_HAS_GIL 1
-    #endif
-    """
-    const bint HAS_GIL "PP_HAS_GIL"
 
 
 # Two arrays that both begin at a page have their n-th entries at the same place in it, and a load behind a store to the
@@ -545,9 +534,17 @@ cdef class BlockAllocator:
         """
         holder.references()
         reference = weakref.ref(holder)
-        with cython.critical_section(self):
-            if not any([known() is holder for known in self.others]):
-                self.others = [known for known in self.others if known() is not None] + [reference]
+        while True:
+            with cython.critical_section(self):
+                seen = self.others
+            kept = [known for known in seen if known() is not None]
+            if any([known() is holder for known in kept]):
+                return
+            kept.append(reference)
+            with cython.critical_section(self):
+                if self.others is seen:  # else another thread added one, perhaps while the finalizer of one ran here
+                    self.others = kept
+                    return
 
     cdef int c_enlist(self, Link *link, object sequence) except -1:
         reference = sequence if HAS_GIL else PyWeakref_NewRef(sequence, None)

@@ -3,6 +3,17 @@ from cpython.ref cimport Py_DECREF, PyObject
 from libc.stdint cimport int32_t, int64_t
 
 
+cdef extern from *:
+    """
+    #ifdef Py_GIL_DISABLED
+    #define PP_HAS_GIL 0
+    #else
+    #define PP_HAS_GIL 1
+    #endif
+    """
+    const bint HAS_GIL "PP_HAS_GIL"
+
+
 # The buffer of an object, with its format and strides; `view` points into it, so that it must stay where it is.
 cdef struct Buffer:
     Py_buffer view

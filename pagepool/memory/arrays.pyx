@@ -20,6 +20,7 @@ from cpython.number cimport PyIndex_Check, PyNumber_Index
 from cpython.ref cimport Py_INCREF, PyObject
 from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_SIZE, PySequence_Fast_ITEMS
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
+from libc.string cimport memcpy
 
 cimport numpy as cnp
 
@@ -145,7 +146,7 @@ cdef int64_t read_count(object value) except? -1:
 
 
 cdef list read_counts(object values):
-    cdef list counts = values if type(values) is list else list(values)
+    cdef list counts = values if HAS_GIL and type(values) is list else list(values)
     for value in counts:
         if not PyLong_CheckExact(value):
             return [read_count(number) for number in list(counts)]
@@ -175,6 +176,21 @@ cdef int take_room(IdArray *array, Py_ssize_t count) except -1:
     return 0
 
 
+cdef void copy_ids(const int32_t *ids, Py_ssize_t count, IdArray *array) noexcept:
+    """A copy, as another thread may write to the array: NumPy does so without the GIL.
+
+    Without memory the ids are read where they are: what ends a transaction has them to itself and must not fail.
+    """
+    array.count = count
+    array.ids = array.room
+    if count > ROOM:
+        array.ids = array.heap = <int32_t *>PyMem_Malloc(<size_t>count * sizeof(int32_t))
+    if array.ids == NULL:
+        array.ids = <int32_t *>ids
+    else:
+        memcpy(array.ids, ids, <size_t>count * sizeof(int32_t))
+
+
 cdef bint has_format(const char *format, const char *codes) noexcept:
     """Whether a buffer's format is one of these codes in this machine's byte order."""
     if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
@@ -200,8 +216,7 @@ cdef int read_buffer(object blocks, IdArray *array) except -1:
     if (<size_t>view.buf | <size_t>view.strides[0]) % <size_t>view.itemsize:
         return 0
     if view.itemsize == 4 and view.strides[0] == 4:
-        array.ids = <int32_t *>view.buf
-        array.count = view.shape[0]
+        copy_ids(<const int32_t *>view.buf, view.shape[0], array)
         return 1
     take_room(array, view.shape[0])
     cell = <const char *>view.buf

@@ -67,7 +67,7 @@ class World:
         self.checkpoints.save(self.lent.index, PROMPT, 500, "end")
         self.new = HybridSequence(self.groups, self.pool)
         self.transaction = Transaction()
-        self.transaction.free(self.allocator, self.many[:3])
+        self.transaction.free(self.allocator, self.many[-99:])
 
     def picture(self):
         for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new, self.pins, self.checkpoints):
