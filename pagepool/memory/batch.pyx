@@ -6,7 +6,7 @@ from libc.string cimport memcpy
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_OK, PP_OVER_MAXIMUM, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.arrays cimport read_count, read_counts
+from pagepool.memory.arrays cimport HAS_GIL, read_count, read_counts
 from pagepool.memory.block_table cimport PagedSeqState, snapshot_needs, snapshot_take_over
 from pagepool.memory.page_buffer cimport PageBuffer
 
@@ -100,6 +100,8 @@ def append_batch(list states not None, list counts not None):
     cdef int64_t wanted, total = 0, used = 0
     cdef int32_t *taken
     counts = read_counts(counts)
+    if not HAS_GIL:  # another thread may change the list meanwhile
+        states = list(states)
     if len(counts) != n or len(states) != n:
         raise ValueError(f"{len(states)} sequences and {len(counts)} counts do not match")
     allocator = common_allocator(states)
@@ -108,7 +110,7 @@ def append_batch(list states not None, list counts not None):
         state.pending = read_count(counts[i])
         wanted = state.c_blocks_to_append(state.pending)
         if state.is_closed:
-            raise closed(f"sequence {i}", state._label)
+            raise closed(f"sequence {i}", state.label)
         if wanted < 0:
             raise ValueError(
                 f"cannot append {counts[i]} tokens to the {state.length} of sequence {i}: "
@@ -147,19 +149,23 @@ def release_batch(list states not None, bint close=False):
     >>> allocator.free_count
     8
     """
-    cdef BlockAllocator allocator = common_allocator(states)
+    cdef BlockAllocator allocator
     cdef PagedSeqState state
-    cdef Py_ssize_t i, n = len(states)
+    cdef Py_ssize_t i, n
     cdef int64_t total = 0
     cdef int32_t *blocks
     cdef int32_t held
     cdef pp_status status
+    if not HAS_GIL:
+        states = list(states)
+    n = len(states)
     if n == 0:
         return
+    allocator = common_allocator(states)
     for i in range(n):
         state = <PagedSeqState>states[i]
         if state.is_closed:
-            raise closed(f"sequence {i}", state._label)
+            raise closed(f"sequence {i}", state.label)
         if state.snapshot == NULL:
             total += state.num_blocks - state.first_block
         elif not state.c_holds_all():

@@ -389,7 +389,8 @@ cdef class PagedSeqState:
         refuse_copy(self)
 
     def __repr__(self):
-        name = type(self).__name__ if self._label is None else f"{type(self).__name__} {self._label!r}"
+        label = self.label
+        name = type(self).__name__ if label is None else f"{type(self).__name__} {label!r}"
         if self.is_closed:
             return f"<{name}: closed>"
         held = self.num_blocks - self.first_block
@@ -535,7 +536,8 @@ cdef class PagedSeqState:
         if status != PP_OK:
             raise self.failed(status, self.length, 0)
         memcpy(child.c_blocks, self.c_blocks, <size_t>held * sizeof(int32_t))
-        child._label = self._label
+        with cython.critical_section(self):
+            child._label = self._label
         child.first_block = first
         child.num_blocks = held
         child.length = self.length
@@ -668,7 +670,7 @@ cdef class PagedSeqState:
     cdef object failed(self, pp_status status, object number, object wanted):
         """The exception for a status: `number` tokens were asked for (in all, or more), and `wanted` blocks."""
         if self.is_closed:
-            return closed("the sequence", self._label)
+            return closed("the sequence", self.label)
         if status == PP_OVER_MAXIMUM:
             needed = needed_blocks(number, self.block_size)
             return ValueError(f"{number} tokens need {needed} blocks, the maximum is {self.max_blocks_per_seq}")
@@ -715,7 +717,8 @@ cdef class SequenceHandle:
         """The state. Raises `StaleHandle` once it was released, even if another request uses it now."""
         if self.sequence.generation != self.generation or self.sequence.is_closed:
             now = "closed" if self.sequence.is_closed else f"in generation {self.sequence.generation}"
-            who = "the sequence" if self.sequence._label is None else f"the sequence {self.sequence._label!r}"
+            label = self.sequence.label
+            who = "the sequence" if label is None else f"the sequence {label!r}"
             raise StaleHandle(f"the handle is of generation {self.generation}, {who} is {now}")
         return self.sequence
 

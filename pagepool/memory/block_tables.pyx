@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.memory.arrays cimport read_count, read_counts
+from pagepool.memory.arrays cimport HAS_GIL, read_count, read_counts
 from pagepool.memory.block_table cimport PagedSeqState
 
 from collections.abc import Iterable
@@ -74,7 +74,7 @@ cdef class BlockTables:
             num_tokens = read_counts(num_tokens)
         if not isinstance(states, Iterable):
             raise wrong("states", "a ScheduledBatch or a sequence of PagedSeqState", states)
-        rows = states if type(states) is list else list(states)
+        rows = states if HAS_GIL and type(states) is list else list(states)
         n = len(rows)
         if n > self.max_seqs:
             raise ValueError(f"cannot fill {n} sequences into {self.max_seqs} rows")
@@ -86,7 +86,7 @@ cdef class BlockTables:
                 raise TypeError(f"sequence {i} must be a PagedSeqState, not {type(item).__name__}")
             state = <PagedSeqState>item
             if state.is_closed:
-                raise closed(f"sequence {i}", state._label)
+                raise closed(f"sequence {i}", state.label)
             if state.length > self.max_blocks_per_seq * <int64_t>state.block_size:
                 raise ValueError(
                     f"sequence {i} has {(state.length + state.block_size - 1) // state.block_size} blocks of tokens, "
