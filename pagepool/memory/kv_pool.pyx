@@ -609,8 +609,12 @@ cdef class KvCachePool:
         if dl_device is not None and tuple(dl_device) != (PP_DL_CPU, 0):
             raise BufferError(f"the pool is on DLPack device {(PP_DL_CPU, 0)}, not on {tuple(dl_device)}")
         if copy:
-            shown = PageBuffer(self.buffer.count(), FORMATS[kind], True)
-            memcpy(shown.base, self.buffer.base, <size_t>self.nbytes)
+            self.pin()
+            try:
+                shown = PageBuffer(self.buffer.count(), FORMATS[kind], True)
+                memcpy(shown.base, self.buffer.base, <size_t>self.nbytes)
+            finally:
+                self.unpin()
         return export_capsule(
             shown, PP_DL_BFLOAT if kind == PP_BF16 else PP_DL_FLOAT, max_version is not None and max_version[0] >= 1,
             PP_DL_IS_COPIED if copy else 0,
