@@ -69,7 +69,8 @@ class PrefixPins:
 
     def references(self) -> list[int]:
         """The ids of its blocks, one entry for each reference."""
-        return [block for _, blocks in self._pins.values() for block in blocks]
+        pins = list(self._pins.values())  # at once: other threads ask while a pin is made or dropped
+        return [block for _, blocks in pins for block in blocks]
 
     def pin(
         self,
