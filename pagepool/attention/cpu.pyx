@@ -12,22 +12,21 @@ import warnings
 
 __all__ = ["cpu_info"]
 
-cdef object warned_of = None  # the last value of PAGEPOOL_NUM_THREADS that a warning named
+cdef dict warned = {"of": None}  # the last value of PAGEPOOL_NUM_THREADS that a warning named
 
 
 cdef int c_num_threads() except -1:
-    global warned_of
     cdef int num_threads = c_default_num_threads()
     if c_num_threads_forced_unusable():
         asked = os.environ.get("PAGEPOOL_NUM_THREADS")
-        if asked != warned_of:
+        if asked != warned.get("of"):
             warnings.warn(
                 f"PAGEPOOL_NUM_THREADS={asked!r} is not a number from 1 to {PP_MAX_THREADS}: "
                 f"as many threads are used as this process has CPUs, {num_threads}",
                 RuntimeWarning,
                 stacklevel=1,
             )
-            warned_of = asked
+            warned["of"] = asked
     return num_threads
 
 
