@@ -1,17 +1,34 @@
-"""Threads that share one prefix cache, one allocator and one pool of pages: what each reads is what its tokens say.
+"""Threads that share one object: prefix cache, allocator, pool, pins, states, scheduler. Each stays whole.
 
-These run with a GIL, too. Without one, the threads are inside the cache, the allocator and the pool at the same time.
+These run with a GIL, too. Without one, the threads are inside of the same object at the same time.
 """
 
 import random
 import sys
-import sysconfig
 import threading
 
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, KvCachePool, KvLayout, PagedSeqState, PoolExhausted, PrefixCache
+from pagepool import (
+    BlockAllocator,
+    BlockTables,
+    InvalidBlock,
+    KvCachePool,
+    KvLayout,
+    PagedSeqState,
+    PoolExhausted,
+    PrefixCache,
+    PrefixPins,
+    PrefixReplica,
+    Scheduler,
+    SchedulerConfig,
+    SsmStatePool,
+    StateLayout,
+    Transaction,
+    decode,
+)
+from pagepool.memory.batch import append_batch, release_batch
 
 THREADS = 4
 ROUNDS = 300
@@ -21,13 +38,12 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=BLOCK, dt
 
 
 @pytest.fixture(autouse=True)
-def no_gil_comes_back():
+def switching():
+    """With a GIL: threads switch wherever they may."""
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # with a GIL: threads switch wherever they may
+    sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(interval)
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        assert not sys._is_gil_enabled(), "an extension module has turned the GIL on"
 
 
 def run_together(work, threads=THREADS):
@@ -129,3 +145,401 @@ def test_every_page_that_a_thread_reads_is_what_its_tokens_say(policy):
     cache.check()
     allocator.check(others=0)
     assert allocator.in_use == 0 and allocator.free_count == BLOCKS
+
+
+def test_blocks_of_one_allocator_are_never_two_threads_own():
+    """Each thread writes its number beside the blocks that it has, while all calls of the allocator come and go."""
+    allocator = BlockAllocator(8, max_blocks=120)
+    owner = np.full(120, -1)
+
+    def work(number):
+        rng, held = random.Random(number), []
+        for _ in range(ROUNDS * 4):
+            kind = rng.randrange(6)
+            try:
+                if kind == 0:
+                    held.append(allocator.allocate())
+                    new = held[-1:]
+                elif kind == 1:
+                    new = allocator.allocate_n(rng.randrange(12)).tolist()
+                    held += new
+                else:
+                    new = []
+            except PoolExhausted:
+                continue
+            assert (owner[new] == -1).all()
+            owner[new] = number
+            if kind == 2 and held:
+                some = rng.sample(held, rng.randrange(1, len(held) + 1))
+                allocator.share(some)
+                assert {allocator.ref_count(block) for block in some} == {2}
+                allocator.free(some)
+            elif kind == 3:
+                rng.shuffle(held)
+                some, held = held[:6], held[6:]
+                assert (owner[some] == number).all()
+                owner[some] = -1
+                allocator.free(np.array(some, np.int32) if rng.randrange(2) else some)
+            elif kind == 4:
+                allocator.shrink()
+            elif kind == 5:
+                stats = allocator.stats()
+                assert stats["used"] + stats["free"] == stats["capacity"] <= 120
+                assert stats["used"] >= len(held)
+        owner[held] = -1
+        allocator.free(held)
+
+    run_together(work)
+    allocator.check(others=0)
+    assert allocator.in_use == 0 and (owner == -1).all()
+
+
+class Holds:
+    """An owner of one block, in whose finalizer other threads run."""
+
+    kind, label = "other", None
+
+    def __init__(self, allocator):
+        self.allocator, self.block = allocator, allocator.allocate()
+        allocator.add_owner(self)
+
+    def references(self):
+        return [self.block]
+
+    def __del__(self):
+        threading.Event().wait(1e-5)
+        self.allocator.free(self.block)
+
+
+def test_no_owner_is_lost_while_others_are_added_and_go():
+    allocator = BlockAllocator(100 * THREADS)
+    kept = [[] for _ in range(THREADS)]
+
+    def work(number):
+        for _ in range(40):
+            gone = Holds(allocator)
+            kept[number].append(Holds(allocator))
+            del gone
+
+    run_together(work)
+    allocator.check(others=0)  # every reference has an owner that is listed
+    assert len(allocator.owners()) == 40 * THREADS
+
+
+def test_owners_may_be_asked_for_while_prefixes_are_pinned():
+    """One thread at a time uses the pins; the allocator asks them on any."""
+    allocator = BlockAllocator(64)
+    cache = PrefixCache(allocator, 1)
+    pins = PrefixPins(cache, budget=64)
+    lock = threading.Lock()
+    cache.touch(range(16))
+
+    def work(number):
+        held = []
+        for turn in range(ROUNDS):
+            if number % 2:
+                for owners in allocator.owners().values():
+                    assert {owner.kind for owner in owners} <= {"cache", "pin", "other"}
+                allocator.leaks()
+            else:
+                with lock:
+                    held.append(pins.pin(range(1 + turn % 16)))
+                    if len(held) > 3:
+                        pins.unpin(held.pop(0))
+        with lock:
+            for pin in held:
+                pins.unpin(pin)
+
+    run_together(work)
+    pins.check()
+    assert len(pins) == 0
+    cache.check()
+    allocator.check(others=0)
+
+
+@pytest.mark.parametrize("policy", ["gittins", "lru", "lfu", "s3fifo", "arc", "priority"])
+def test_all_calls_of_one_cache_come_at_once_and_events_tell_all_of_it(policy):
+    """A replica that follows the events has at the end what the cache has; groups keep what they have reserved."""
+    allocator = BlockAllocator(BLOCKS)
+    cache = PrefixCache(allocator, BLOCK, policy, max_events=100_000)
+    replica = PrefixReplica(BLOCK)
+
+    def work(number):
+        rng = random.Random(number)
+        for turn in range(ROUNDS):
+            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
+            salt = rng.choice([None, "a", "b"])
+            found = cache.match_prefix(prompt, cache_salt=salt)
+            missing = len(prompt) // BLOCK - len(found)
+            try:
+                own = allocator.allocate_n(missing)
+            except PoolExhausted:
+                cache.evict(missing, group=number)
+            else:
+                blocks = [*found.tolist(), *own.tolist()]
+                cache.cache_blocks(prompt, blocks, cache_salt=salt, start=len(found), group=number)
+                allocator.free(own)
+            allocator.free(found)
+            kind = rng.randrange(10)
+            if kind == 0:
+                cache.discard(rng.sample(range(BLOCKS), 3))
+            elif kind == 1:
+                cache.touch(prompt, cache_salt=salt)
+            elif kind == 2:
+                assert 0 <= cache.cached_tokens(prompt, cache_salt=salt) <= len(prompt)
+            elif kind == 3:
+                cache.reservations.set(number, rng.randrange(8))
+                assert 0 <= cache.reservations.evictable(number) <= BLOCKS
+                assert 0 <= cache.reservations.protected(number) <= 8
+            elif kind == 4:
+                assert len(set(cache.references())) <= BLOCKS
+                assert 0 <= cache.count_cached(range(BLOCKS)) <= BLOCKS
+            elif kind == 5:
+                stats = cache.stats()
+                assert stats["inserted"] == stats["cached"] + stats["evicted"] + stats["cleared"]
+                assert stats["used"] + stats["evictable"] + stats["free"] == BLOCKS
+            elif kind == 6 and turn % 7 == 0:
+                cache.reset_prefix_cache()
+            elif kind == 7:
+                cache.check()
+            elif kind == 8 and policy == "priority":
+                cache.expire(turn)
+            elif kind == 9:
+                snapshot = cache.snapshot()
+                assert len({event.block for event in snapshot.stored}) == len(snapshot.stored)
+            if number == 0:
+                replica.apply(cache.drain_events())
+
+    run_together(work)
+    replica.apply(cache.drain_events())
+    assert sorted(block for block, _, _ in replica.blocks.values()) == sorted(cache.references())
+    cache.check()
+    allocator.check(others=0)
+    cache.reset_prefix_cache()
+    assert allocator.in_use == 0
+
+
+def test_a_pool_is_closed_while_others_use_it():
+    """Each call has done its work or raises, as after `close`; no memory is read that is gone."""
+    k = np.ones((4, 1, 8), np.float32)
+    for _ in range(60):
+        pool = KvCachePool.from_layout(LAYOUT, 8)
+        closed = []
+
+        def work(number, pool=pool, closed=closed):
+            try:
+                while not closed:
+                    if number == 0:
+                        pool.append(0, np.arange(4), k, k)
+                        pool.gather(0, [0], 4)
+                    elif number == 1:
+                        assert np.from_dlpack(pool, copy=True).shape == (pool.page_size * 8,)
+                        pool.page(3)[:] = 1
+                    elif number == 2:
+                        pool.stats(), pool.trim(), repr(pool)
+                    else:
+                        try:
+                            pool.close()
+                            closed.append(True)
+                        except BufferError:  # others are inside
+                            pass
+            except (ValueError, BufferError) as error:
+                assert "closed" in str(error)
+
+        run_together(work)
+        assert closed and pool.max_blocks == 0
+
+
+def test_threads_append_to_one_pool_and_decode_their_sequences_to_the_same_bits():
+    layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16)
+    pool = KvCachePool.from_layout(layout, 64 * THREADS)
+    inputs = []
+    for seed in range(THREADS):
+        generator = np.random.default_rng(seed)
+        inputs.append([generator.standard_normal(shape, np.float32) for shape in ((300, 2, 64), (300, 2, 64), (1, 4, 64))])
+
+    def outputs(number):
+        k, v, q = inputs[number]
+        state = PagedSeqState(pool.allocator)
+        tables = BlockTables(1, 64)
+        found = []
+        for at in range(0, 300, 15):
+            pool.append(0, state.append(15), k[at : at + 15], v[at : at + 15])
+            tables.fill([state])
+            for num_threads in (1, 2):
+                found.append(decode(q, pool, 0, tables.block_tables, tables.seq_lens, num_threads=num_threads))
+        state.close()
+        return np.array(found)
+
+    expected = [outputs(number) for number in range(THREADS)]
+
+    def work(number):
+        for _ in range(3):
+            np.testing.assert_array_equal(outputs(number).view(np.uint32), expected[number].view(np.uint32))
+
+    run_together(work)
+    pool.allocator.check(others=0)
+    assert pool.allocator.in_use == 0
+
+
+def test_a_slot_of_a_state_pool_is_made_once_whoever_asks_first():
+    for _ in range(100):
+        pool = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 2000)
+        seen = [None] * THREADS
+
+        def work(number, pool=pool, seen=seen):
+            seen[number] = [pool.slot(i) for i in (0, 1, 1023, 1024, 1999)]
+            for turn in range(20):
+                handle = pool.acquire(number + 1)
+                handle.view(0, "h")[:] = turn
+                assert handle.slot.request_id == number + 1 and handle.view(0, "h").tolist() == [turn] * 2
+                handle.release()
+
+        run_together(work)
+        assert all(mine is theirs for others in seen for mine, theirs in zip(seen[0], others, strict=True))
+        assert pool.used_count == 0
+        pool.check()
+
+
+def test_a_transaction_undoes_the_last_step_first_whatever_other_threads_do():
+    def work(number):
+        for turn in range(ROUNDS):
+            done, transaction = [], Transaction()
+            for step in range(0, 12, 3):
+                transaction.on_abort(lambda step=step, done=done: done.append(step))
+                with transaction.nested() as inner:
+                    inner.on_abort(lambda step=step, done=done: done.append(step + 1))
+                    inner.on_abort(lambda step=step, done=done: done.append(step + 2))
+            transaction.abort()
+            assert done == list(range(11, -1, -1)), (number, turn)
+
+    run_together(work)
+
+
+def test_a_label_is_set_while_others_read_it():
+    states = [PagedSeqState(BlockAllocator(4), 4, label=10**30) for _ in range(2)]
+    handles = [state.handle() for state in states]
+    states[1].close()
+
+    def work(number):
+        for turn in range(ROUNDS * 10):
+            for state, handle in zip(states, handles, strict=True):
+                if number == 0:
+                    state.label = 10**30 + turn
+                elif number == 1:
+                    assert str(10**29)[:20] in repr(state) and state.label >= 10**30
+                elif number == 2 and state.closed:
+                    with pytest.raises(Exception, match="1000000000000000000"):
+                        _ = handle.state
+                elif number == 3 and not state.closed:
+                    assert state.fork().label >= 10**30
+
+    run_together(work)
+
+
+def test_ids_that_another_thread_changes_meanwhile_break_nothing():
+    """A call reads them once: what it has taken of them is what it gives back when it refuses them."""
+    allocator = BlockAllocator(4)
+    allocator.allocate_n(2)
+    ids = np.array([0] * 3000 + [-1], np.int32)
+    others = np.random.default_rng(0).integers(-(2**31), 2**31 - 1, 3000).astype(np.int32)
+    done = []
+
+    def work(number):
+        while number == 0 and len(done) < THREADS - 1:
+            ids[:3000] = others
+            ids[:3000] = 0
+        for _ in range(ROUNDS if number else 0):
+            for call in (allocator.share, allocator.free):
+                with pytest.raises(InvalidBlock):
+                    call(ids)
+        done.append(number)
+
+    run_together(work)
+    allocator.check()
+    assert [allocator.ref_count(block) for block in range(4)] == [1, 1, 0, 0]
+
+
+def test_lists_of_sequences_that_another_thread_changes_meanwhile_break_nothing():
+    allocator = BlockAllocator(4000)
+    batches = [([PagedSeqState(allocator, 4) for _ in range(50)], [1] * 50) for _ in range(THREADS - 1)]
+    done = []
+
+    def work(number):
+        while number == 0 and len(done) < THREADS - 1:
+            for batch, counts in batches:
+                some = batch[1:]
+                del batch[1:], counts[1:]
+                batch += some
+                counts += [1] * 49
+        if number:
+            tables, (batch, counts) = BlockTables(50, 4000), batches[number - 1]
+            for _ in range(ROUNDS * 3):
+                for call in (append_batch, tables.fill):
+                    try:
+                        call(batch, counts)
+                    except ValueError:  # lists of two lengths, or a sequence without tokens yet
+                        pass
+                release_batch(batch)
+        done.append(number)
+
+    run_together(work)
+    allocator.check(others=0)
+
+
+def test_threads_that_share_a_scheduler_are_refused_in_the_middle_of_a_call_and_corrupt_nothing():
+    """Whoever is refused tries again: at the end every request has all its tokens, and every block is free."""
+    allocator = BlockAllocator(48)
+    cache = PrefixCache(allocator, BLOCK)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, max_batch_sequences=6), allocator, cache)
+    ids, refused, drained = [[] for _ in range(THREADS)], [0] * THREADS, [[] for _ in range(THREADS)]
+
+    def insist(number, call, *arguments):
+        while True:
+            try:
+                return call(*arguments)
+            except RuntimeError as error:
+                assert "another thread is inside a call" in str(error) or "in the middle of a call" in str(error)
+                refused[number] += 1
+
+    def step(number):
+        batch = insist(number, scheduler.schedule)
+        try:
+            insist(number, scheduler.commit, batch, [number] * len(batch))
+        except ValueError as error:  # another thread has scheduled meanwhile, and its batch has the same sequences
+            assert "committed before" in str(error)
+
+    def work(number):
+        rng = random.Random(number)
+        for turn in range(ROUNDS):
+            kind = rng.randrange(8)
+            if kind == 0 and len(ids[number]) < 40:
+                prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
+                ids[number].append(insist(number, scheduler.add_request, prompt, len(prompt) + 8))
+            elif kind == 1 and ids[number]:
+                insist(number, scheduler.append_token, rng.choice(ids[number]), 7)
+            elif kind == 2:
+                drained[number] += insist(number, scheduler.drain_finished)
+            elif kind == 3 and ids[number] and turn % 5 == 0:
+                insist(number, scheduler.finish_sequence, rng.choice(ids[number]))
+            elif kind == 4 and turn % 20 == 0:
+                insist(number, scheduler.recover)
+            elif kind == 5 and turn % 10 == 0:
+                insist(number, scheduler.check)
+            elif kind == 6:
+                assert 0 <= scheduler.active_count <= 4 * 40 and scheduler.stats()["capacity"] == 48
+            else:
+                step(number)
+
+    run_together(work)
+    scheduler.check()
+    while scheduler.has_work:
+        step(0)
+    drained[0] += scheduler.drain_finished()
+    scheduler.check()
+    assert sorted(seq.id for seqs in drained for seq in seqs) == sorted(number for some in ids for number in some)
+    assert len({number for some in ids for number in some}) == sum(map(len, ids))
+    cache.check()
+    cache.reset_prefix_cache()
+    allocator.check(others=0)
+    assert allocator.in_use == 0
