@@ -1,5 +1,4 @@
-"""What several test folders share: building Cython modules outside the package, as its users do; and no GIL comes back.
-"""
+"""What all tests share: building Cython modules outside the package, as its users do, and that no GIL comes back."""
 
 import importlib.util
 import os

@@ -356,7 +356,8 @@ def test_threads_append_to_one_pool_and_decode_their_sequences_to_the_same_bits(
     inputs = []
     for seed in range(THREADS):
         generator = np.random.default_rng(seed)
-        inputs.append([generator.standard_normal(shape, np.float32) for shape in ((300, 2, 64), (300, 2, 64), (1, 4, 64))])
+        shapes = (300, 2, 64), (300, 2, 64), (1, 4, 64)
+        inputs.append([generator.standard_normal(shape, np.float32) for shape in shapes])
 
     def outputs(number):
         k, v, q = inputs[number]
