@@ -428,9 +428,8 @@ cdef class PagedSeqState:
 
     def references(self):
         """The ids of its blocks, one entry for each reference: those that an open transaction needs still, too."""
-        return list_ids(self.c_blocks + self.first_block, self.num_blocks - self.first_block) + snapshot_references(
-            self.snapshot
-        )
+        cdef int32_t first = self.first_block, end = self.num_blocks  # read once: the allocator asks on any thread
+        return list_ids(self.c_blocks + first, end - first) + snapshot_references(self.snapshot)
 
     def ensure_capacity(self, target_len):
         """Reserves blocks for `target_len` tokens in all; `len` does not change.
