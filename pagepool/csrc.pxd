@@ -108,7 +108,7 @@ cdef extern from "pagepool/attention.h" nogil:
         int32_t layer
         int32_t num_seqs
         int32_t num_qo_heads
-        const float *q
+        const void *q
         int64_t q_stride_seq
         int64_t q_stride_head
         const int32_t *query_start_loc
@@ -125,10 +125,12 @@ cdef extern from "pagepool/attention.h" nogil:
         const float *alibi_slopes
         const float *sinks
         int32_t num_threads
-        float *out
+        void *out
         float *lse
         float *block_scores
         int32_t arithmetic
+        int32_t q_dtype
+        int32_t out_dtype
 
     ctypedef struct pp_decode_plan:
         pp_decode_args args

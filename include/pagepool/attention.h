@@ -82,7 +82,7 @@ typedef struct pp_decode_args {
     int32_t layer;
     int32_t num_seqs;
     int32_t num_qo_heads;         /* a multiple of the pool's num_kv_heads */
-    const float *q;               /* (num_queries, num_qo_heads, head_dim); the last axis is contiguous */
+    const void *q;                /* (num_queries, num_qo_heads, head_dim); the last axis is contiguous */
     int64_t q_stride_seq;         /* from one query token to the next, in elements */
     int64_t q_stride_head;
     const int32_t *query_start_loc; /* NULL: one query token per sequence; else (num_seqs + 1,), from 0 upwards:
@@ -102,23 +102,25 @@ typedef struct pp_decode_args {
     const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - position) is added, after the cap */
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
     int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
-    float *out;                   /* (num_queries, num_qo_heads, v_head_dim), C-contiguous */
+    void *out;                    /* (num_queries, num_qo_heads, v_head_dim), C-contiguous */
     float *lse;                   /* NULL, or (num_queries, num_qo_heads): log of the sum of exp(scores), with sinks */
     float *block_scores;          /* NULL, or (num_queries, num_qo_heads, block_tables_width): the weights block by
                                      block, 0 for blocks outside of what a query may see.  No two of the three may
                                      overlap, nor anything that is read */
     int32_t arithmetic;           /* pp_arithmetic */
+    int32_t q_dtype, out_dtype;   /* pp_dtype of q, widened exactly, and of out, rounded to nearest even */
 } pp_decode_args;
 
 typedef struct pp_decode_plan {
     pp_decode_args args;
     int64_t num_units;
     /* private */
-    int32_t slices;
-    int64_t row_stride, row_elements, blocks_per_chunk;
+    int32_t slices, block_queries, num_slots;
+    int64_t row_stride, row_elements, blocks_per_chunk, slot_bytes;
     float *q, *partial;
-    int64_t *unit_begin, *ids_begin, *record_begin;
-    int32_t *remaining, *query_begin, *seq_lens, *ids;
+    unsigned char *slots;
+    int64_t *unit_begin, *ids_begin, *packed_begin, *record_begin;
+    int32_t *remaining, *query_begin, *seq_lens, *ids, *slot_taken;
 } pp_decode_plan;
 
 /* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Depends only on the layout, the

@@ -182,27 +182,29 @@ cdef class Arguments:
         return 0
 
     cdef int read_queries(self) except -1:
-        """Takes q in place when it is f32 with whole strides, and a copy widened to f32 when it is not."""
+        """Takes q in place when its strides are whole elements, and a copy in f32 when they are not."""
         cdef Py_ssize_t item = self.q.item_bytes, seq, head, dim = self.q.shape[2]
         cdef pp_dtype dtype = kind_of(&self.q)
         cdef float *to
         if dim > 1 and self.q.strides[2] != item:
             raise ValueError(f"the last axis of q must be contiguous: {item} bytes a step, not {self.q.strides[2]}")
-        if (dtype == PP_F32 and self.q.strides[0] % item == 0 and self.q.strides[1] % item == 0
-                and <size_t>self.q.data % sizeof(float) == 0):
-            self.args.q = <const float *>self.q.data
+        if (self.q.strides[0] % item == 0 and self.q.strides[1] % item == 0
+                and <size_t>self.q.data % <size_t>item == 0):
+            self.args.q = self.q.data
+            self.args.q_dtype = dtype
             self.args.q_stride_seq = self.q.strides[0] // item
             self.args.q_stride_head = self.q.strides[1] // item
             return 0
         self.widened = to = <float *>PyMem_Malloc(
             <size_t>(self.q.shape[0] * self.q.shape[1] * dim + 1) * sizeof(float))
         if to == NULL:
-            raise MemoryError(f"no memory to widen q of {self.q.shape[0]} query tokens")
+            raise MemoryError(f"no memory for a copy of q of {self.q.shape[0]} query tokens")
         for seq in range(self.q.shape[0]):
             for head in range(self.q.shape[1]):
                 c_widen(to, self.q.data + seq * self.q.strides[0] + head * self.q.strides[1], dim, dtype)
                 to += dim
         self.args.q = self.widened
+        self.args.q_dtype = PP_F32
         self.args.q_stride_seq = self.q.shape[1] * dim
         self.args.q_stride_head = dim
         return 0

@@ -14,6 +14,7 @@ pp_status pp_check_decode(const pp_decode_args *args) {
         !(scale <= 2e38f) || (cap != 0.0f && !(cap >= 1e-30f && cap <= 1e30f)) ||
         (args->num_seqs && (!args->seq_lens || (args->block_tables_width && !args->block_tables))) ||
         (args->arithmetic != PP_EXACT && (args->arithmetic != PP_ROUNDED_BF16 || layout->dtype != PP_BF16)) ||
+        args->q_dtype < PP_F32 || args->q_dtype > PP_BF16 || args->out_dtype < PP_F32 || args->out_dtype > PP_BF16 ||
         (args->custom_mask && (!args->mask_indptr || !args->mask_widths)))
         return PP_INVALID_ARGUMENT;
     for (int32_t s = 0; args->custom_mask && s < args->num_seqs; s++)
@@ -85,13 +86,14 @@ pp_status pp_check_apart(const pp_decode_args *args, int64_t num_queries, const 
     const int64_t heads = args->num_qo_heads, masked = args->custom_mask ? seqs : 0, bits = mask_bytes(args);
     int beyond = bits < 0;
     const int64_t rows = times(num_queries, heads, &beyond), row_bytes = times(rows, item, &beyond);
+    const int64_t out_item = pp_dtype_bytes((pp_dtype)args->out_dtype);
     enum { WRITTEN = 4, ALL = 14 };
     const span spans[ALL] = {
-        span_of(args->out, times(row_bytes, pool->layout.v_head_dim, &beyond)),
+        span_of(args->out, times(rows, pool->layout.v_head_dim * out_item, &beyond)),
         span_of(args->lse, row_bytes),
         span_of(args->block_scores, args->block_scores ? times(row_bytes, width, &beyond) : 0),
         span_of(workspace, (int64_t)bytes),
-        span_of_pieces(args->q, item, pool->layout.head_dim, num_queries, args->q_stride_seq, heads,
+        span_of_pieces(args->q, pp_dtype_bytes((pp_dtype)args->q_dtype), pool->layout.head_dim, num_queries, args->q_stride_seq, heads,
                        args->q_stride_head, &beyond),
         span_of(pool->base, times(pool->num_blocks, pool->layout.block_bytes, &beyond)),
         span_of_pieces(args->block_tables, ids, width, seqs, args->block_tables_stride, 1, 0, &beyond),

@@ -172,6 +172,10 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
     PP_NAME(walk)(work, &tiled);
 }
 
+#ifdef PP_DOT
+#include "prefill_kernel.h"
+#endif
+
 #undef PP_NAME
 #undef PP_OF_PAGES
 #undef PP_DTYPE

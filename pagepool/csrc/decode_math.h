@@ -46,7 +46,10 @@ PP_INLINE pp_v highest_of(const float *s) {
 /* Raises the shifts m of `heads` heads to the maxima of their scores s where these are higher by more than the slack:
  * rescale becomes 2^(old - new), or 1, of each head, and its running sums are scaled.  Rare but in a chunk's first
  * tile: all heads at once, so that neither the exps nor the branches are one head's. */
-enum { PP_RESCALES = (PP_MAX_HEADS + PP_LANES - 1) / PP_LANES * PP_LANES };
+enum {
+    PP_MOST_ROWS = PP_PANEL > PP_MAX_HEADS ? PP_PANEL : PP_MAX_HEADS,
+    PP_RESCALES = (PP_MOST_ROWS + PP_LANES - 1) / PP_LANES * PP_LANES
+};
 static __attribute__((noinline)) void raise_shifts(int heads, const float *s, float *m, float *rows,
                                                    int64_t row_stride, float *rescale) {
     for (int g = 0; g < PP_RESCALES; g++) rescale[g] = 0.0f;
@@ -282,43 +285,44 @@ typedef struct merged_row {
     pp_v total;
     float m;
     int empty;        /* no chunk had a token that the row sees */
-    const float *sum; /* one chunk's where it lies, or `scaled` */
-    float scaled[PP_MAX_HEAD_DIM];
+    const float *sum; /* a chunk's where it lies, or what merging left */
 } merged_row;
 
-static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged_row *merged) {
+/* Merges the next chunk's sums, `width` floats, into those of the chunks before, which are in `to` then. */
+PP_INLINE void merge_record(merged_row *merged, float *to, const float *sums, float total, float m, int64_t width) {
+    const float both = m > merged->m ? m : merged->m;
+    const pp_v old_scale = v_exp2(v_set1(merged->m - both)), scale = v_exp2(v_set1(m - both));
+    merged->total = v_add(v_mul(merged->total, old_scale), v_mul(v_set1(total), scale));
+    merged->m = both;
+    for (int64_t d = 0; d < width; d += PP_LANES)
+        v_store(to + d, v_fma(v_load(sums + d), scale, v_mul(v_load(merged->sum + d), old_scale)));
+    merged->sum = to;
+}
+
+/* The same for a sink: a chunk that has a weight and no value. */
+PP_INLINE void merge_sink(merged_row *merged, float *to, float sink, int64_t width) {
+    const float m = pp_in_base_2(sink), both = m > merged->m ? m : merged->m;
+    const pp_v old_scale = v_exp2(v_set1(merged->m - both));
+    merged->total = v_add(v_mul(merged->total, old_scale), v_exp2(v_set1(m - both)));
+    merged->m = both;
+    for (int64_t d = 0; d < width; d += PP_LANES) v_store(to + d, v_mul(v_load(merged->sum + d), old_scale));
+    merged->sum = to;
+}
+
+static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged_row *merged, float *scaled) {
     const pp_chunk *chunk = work->chunk;
     const int64_t width = chunk->row_stride - PP_GROUP;
-    float *scaled = merged->scaled;
     merged->empty = 1;
     for (int64_t c = 0; c < work->num_chunks; c++) {
         const float *row = chunk->rows + r * chunk->row_stride + c * work->record_stride;
         const float m = chunk->m[r + c * work->record_stride];
         if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
-        if (merged->empty) {
-            merged->empty = 0;
-            merged->m = m;
-            merged->total = v_set1(row[width]);
-            merged->sum = row;
-            continue;
-        }
-        const float both = m > merged->m ? m : merged->m;
-        const pp_v old_scale = v_exp2(v_set1(merged->m - both)), scale = v_exp2(v_set1(m - both));
-        merged->total = v_add(v_mul(merged->total, old_scale), v_mul(v_set1(row[width]), scale));
-        merged->m = both;
-        for (int64_t d = 0; d < width; d += PP_LANES)
-            v_store(scaled + d, v_fma(v_load(row + d), scale, v_mul(v_load(merged->sum + d), old_scale)));
-        merged->sum = scaled;
+        if (merged->empty)
+            *merged = (merged_row){.total = v_set1(row[width]), .m = m, .sum = row};
+        else
+            merge_record(merged, scaled, row, row[width], m, width);
     }
-    if (sink && !merged->empty) { /* as a chunk that has a weight and no value */
-        const float m = pp_in_base_2(*sink), both = m > merged->m ? m : merged->m;
-        const pp_v old_scale = v_exp2(v_set1(merged->m - both));
-        merged->total = v_add(v_mul(merged->total, old_scale), v_exp2(v_set1(m - both)));
-        merged->m = both;
-        for (int64_t d = 0; d < width; d += PP_LANES)
-            v_store(scaled + d, v_mul(v_load(merged->sum + d), old_scale));
-        merged->sum = scaled;
-    }
+    if (sink && !merged->empty) merge_sink(merged, scaled, *sink, width);
 }
 
 /* out[:dims] = the row's result. */
@@ -334,6 +338,17 @@ static void write_row(const merged_row *merged, float *out, int64_t dims) {
         v_store(rest, v_div(v_load(merged->sum + d), merged->total));
         memcpy(out + d, rest, (size_t)(dims - d) * sizeof(float));
     }
+}
+
+/* The same in elements of `dtype`, from element `at` of `out` on. */
+static void write_result(const merged_row *merged, void *out, int32_t dtype, int64_t at, int64_t dims) {
+    if (dtype == PP_F32) {
+        write_row(merged, (float *)out + at, dims);
+        return;
+    }
+    float row[PP_MAX_HEAD_DIM];
+    write_row(merged, row, dims);
+    (dtype == PP_F16 ? narrow_f16 : narrow_bf16)((uint16_t *)out + at, row, dims);
 }
 
 /* Block by block the row's weights, out of the sums of its chunks; 0 for blocks outside of what it may see. */
@@ -364,11 +379,12 @@ static void merge_chunks(const pp_merge *work) {
     const int32_t group_size = chunk->group_size, head_rows = group_size * chunk->view.num_queries;
     const int32_t last = row_of_part(head_rows, chunk->part_end);
     merged_row merged;
+    float scaled[PP_MAX_HEAD_DIM];
     for (int32_t r = row_of_part(head_rows, chunk->part_begin); r < last; r++) {
         const int32_t query = r % head_rows / group_size, head = r / head_rows * group_size + r % group_size;
         const int64_t at = (int64_t)query * work->num_qo_heads + head;
-        merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged);
-        write_row(&merged, work->out + at * work->v_head_dim, work->v_head_dim);
+        merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged, scaled);
+        write_result(&merged, work->out, work->out_dtype, at * work->v_head_dim, work->v_head_dim);
         if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, v_first(merged.total));
         if (work->block_scores) merge_block_scores(work, r, query, &merged, work->block_scores + at * work->width);
     }

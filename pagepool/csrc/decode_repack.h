@@ -68,6 +68,54 @@ static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const 
     }
 }
 
+#if PP_ITEM == 2
+/* A pair of neighbouring rows, `width` elements wide, as f32: a vector of each. */
+PP_INLINE void PP_NAME(load_pair)(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+#if PP_16_REGISTERS
+    *a = EVEN_ROW(rows + column * PP_COLUMN);
+    *b = ODD_ROW(rows + column * PP_COLUMN, width);
+#else
+    LOAD2(rows, width, column, a, b);
+#endif
+}
+
+/* K of a group of 16 tokens in f32, in the order of a page of f32. */
+static __attribute__((noinline)) void PP_NAME(widen_k)(int head_dim, const unsigned char *k, float *to) {
+    for (int d = 0; d < head_dim; d += 2, k += 2 * PP_GROUP * PP_ITEM, to += 2 * PP_GROUP)
+        for (int j = 0; j < PP_GROUP; j += PP_LANES) {
+            pp_v a, b;
+            PP_NAME(load_pair)(k, PP_GROUP, j, &a, &b);
+            v_store(to + j, a);
+            v_store(to + PP_GROUP + j, b);
+        }
+}
+
+/* The same of V. */
+static __attribute__((noinline)) void PP_NAME(widen_v)(int v_head_dim, const unsigned char *v, float *to) {
+    for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
+        const int width = v_head_dim - d < PP_V_RUN ? v_head_dim - d : PP_V_RUN;
+        for (int t = 0; t < PP_GROUP; t += 2, v += 2 * width * PP_ITEM, to += 2 * width) {
+            int c = 0;
+            pp_v a, b;
+            for (; c + PP_LANES <= width; c += PP_LANES) {
+                PP_NAME(load_pair)(v, width, c, &a, &b);
+                v_store(to + c, a);
+                v_store(to + width + c, b);
+            }
+#if PP_HALF_TAIL
+            if (c == width) continue;
+            float rest[2][PP_LANES];
+            LOAD2_HALF(v, width, c, &a, &b);
+            v_store(rest[0], a);
+            v_store(rest[1], b);
+            memcpy(to + c, rest[0], (size_t)(width - c) * sizeof(float));
+            memcpy(to + width + c, rest[1], (size_t)(width - c) * sizeof(float));
+#endif
+        }
+    }
+}
+#endif
+
 #undef PP_WORD
 #undef PP_TRANSPOSE
 #undef PP_SQUARE_BITS

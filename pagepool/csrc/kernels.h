@@ -84,12 +84,36 @@ typedef struct pp_merge {
     int64_t record_stride;   /* in elements */
     int64_t num_chunks;      /* at least 1 */
     int32_t num_qo_heads, v_head_dim;
-    float *out;              /* (num_queries, num_qo_heads, v_head_dim) */
+    void *out;               /* (num_queries, num_qo_heads, v_head_dim) */
+    int32_t out_dtype;
     float *lse;              /* NULL or (num_queries, num_qo_heads) */
     float *block_scores;     /* NULL or (num_queries, num_qo_heads, width) */
     int64_t width;
     const float *sinks;      /* NULL or (num_qo_heads,) */
 } pp_merge;
+
+/* Queries of a sequence as a caller has them: element d of a head at index token * stride_token + head * stride_head + d
+ * of elements of `dtype`. */
+typedef struct pp_queries {
+    const void *q;
+    int64_t stride_token, stride_head;
+    int32_t dtype;
+    float *widened; /* room for 8 heads' queries in f32, unless dtype is PP_F32 */
+} pp_queries;
+
+/* Prefill: query tokens [query_begin, query_end) of a sequence, for the query heads of one kv head, over all tokens
+ * that they see.  Writes their results, which have the bits that chunks and merging would give. */
+typedef struct pp_prefill {
+    pp_chunk chunk;     /* of the sequence: pool, layer, blocks, first_block, view, group_size, sm_scale, soft cap, slopes;
+                           the rest is set as the walk goes */
+    pp_queries queries; /* from the sequence's first query token on */
+    int32_t kv_head, query_begin, query_end, num_qo_heads;
+    void *out;          /* of the sequence's first query token */
+    int32_t out_dtype;
+    float *lse;         /* NULL, or of the sequence's first query token */
+    const float *sinks; /* NULL or (num_qo_heads,) */
+    unsigned char *scratch; /* prefill_bytes of it */
+} pp_prefill;
 
 /* K or V of one kv head for neighbouring tokens, all of one group of a tiled page. */
 typedef struct pp_rows {
@@ -115,10 +139,12 @@ typedef struct pp_kernels {
     /* By pp_arithmetic.  Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each
      * float being one element, scaled, so that products with K are scores, or, in arithmetic of bf16, the two of the
      * last axis, not scaled. */
-    void (*pack_queries[2])(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                            int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                            float sm_scale);
+    void (*pack_queries[2])(float *to, const pp_queries *from, int32_t num_kv_heads, int32_t group_size,
+                            int32_t num_queries, int32_t head_dim, float sm_scale);
     int32_t max_rows; /* of a part */
+    void (*prefill[2])(const pp_prefill *); /* by pp_arithmetic */
+    int32_t panel_rows;                     /* rows that prefill computes at once */
+    int64_t (*prefill_bytes)(const pp_kv_layout *layout, int exact, int32_t rows); /* of scratch */
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */

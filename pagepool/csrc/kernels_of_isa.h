@@ -1,8 +1,8 @@
 /* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its
  * target region and after its vocabulary. */
+#include "convert_rows.h"
 #include "decode_math.h"
 #include "prefetch.h"
-#include "convert_rows.h"
 
 #define PP_WORD_BITS 16
 #define PP_SIDE 8
@@ -41,6 +41,11 @@
 #define PP_IN_STEPS PP_STEPS
 #include "decode_kernel.h"
 
+#include "prefill_common.h"
+
+#define PP_DTYPE exact
+#include "prefill_kernel.h"
+
 /* Once more for bf16 pages, whose decode_repack.h it shares: where there is no instruction for it, and no other
  * instruction set whose kernels have the same bits. */
 #if defined(PP_DOT_BY_FMA) || defined(PP_DOT_BY_DOUBLE)
@@ -51,16 +56,16 @@
 #define PP_DOT 1
 #define PP_IN_STEPS 0
 #include "decode_kernel.h"
-#define PP_OWN_DOT chunk_bf16_dot, PP_CAT(pp_kernels_, PP_ISA, )
+#define PP_OWN_DOT chunk_bf16_dot, prefill_bf16_dot, PP_CAT(pp_kernels_, PP_ISA, )
 #else
-#define PP_OWN_DOT NULL, pp_kernels_avx2
+#define PP_OWN_DOT NULL, NULL, pp_kernels_avx2
 #endif
 
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-/* All of them, with a kernel of dot products, or NULL, and whose that is. */
-#define PP_KERNELS(isa, own, others)                            \
+/* All of them, with the kernels of dot products, or NULLs, and whose those are. */
+#define PP_KERNELS(isa, own, own_prefill, others)               \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
@@ -70,6 +75,9 @@
         .merge_rows = merge_rows,                               \
         .pack_queries = {pack_queries, pack_rounded_queries},   \
         .max_rows = PP_MAX_HEADS,                               \
+        .prefill = {prefill_exact, own_prefill},                \
+        .panel_rows = PP_PANEL,                                 \
+        .prefill_bytes = prefill_bytes,                         \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
         .write_rows = write_rows,                               \
         .widen = {copy_to_f32, widen_f16, widen_bf16},          \

@@ -25,12 +25,12 @@ PP_INLINE void transpose_squares(unsigned char *to, int64_t to_step, const unsig
 enum { PP_PAIR_FLOATS = 2 };
 _Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_PAIRS == 0, "8 rows are whole squares");
 
-/* Transposes PP_LANES dims times `scale` of all rows at once, in squares of PP_PAIRS rows and as many pairs; there
- * are 8 pointers, those past `rows` as good as any.  Whole vectors are written for each pair: what is beyond its rows
- * is where pairs behind it come, but for the last ones. */
-static void transpose_queries(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
+/* Transposes PP_LANES dims times `scale` of all rows at once, in squares of PP_PAIRS rows and as many pairs, from one
+ * pair to the next `step` floats apart; there are 8 pointers, those past `rows` as good as any.  Whole vectors are
+ * written for each pair: what is beyond its rows is where pairs behind it come, but for the last ones before `end`. */
+static void transpose_queries(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
+                              int32_t head_dim, float scale) {
     enum { SQUARES = (PP_MAX_HEADS + PP_PAIRS - 1) / PP_PAIRS };
-    const float *end = to + (int64_t)rows * head_dim;
     const int squares = (rows + PP_PAIRS - 1) / PP_PAIRS;
     int32_t d = 0;
     for (; d + PP_LANES <= head_dim; d += PP_LANES) {
@@ -41,7 +41,7 @@ static void transpose_queries(float *to, const float *const *row, int32_t rows, 
                 transposed[s][i] = v_mul(v_load(row[s * PP_PAIRS + i] + d), v_set1(scale));
             v_transpose_pairs(transposed[s]);
         }
-        PP_UNROLL for (int i = 0; i < PP_PAIRS; i++, to += PP_PAIR_FLOATS * rows)
+        PP_UNROLL for (int i = 0; i < PP_PAIRS; i++, to += step)
             PP_UNROLL for (int s = 0; s < SQUARES; s++) {
                 float *at = to + s * PP_LANES;
                 if (s >= squares) continue;
@@ -51,52 +51,77 @@ static void transpose_queries(float *to, const float *const *row, int32_t rows, 
                     memcpy(at, &transposed[s][i], (size_t)(end - at) * sizeof *at);
             }
     }
-    for (; d < head_dim; d += PP_PAIR_FLOATS)
-        for (int32_t r = 0; r < rows; r++, to += PP_PAIR_FLOATS)
-            for (int i = 0; i < PP_PAIR_FLOATS; i++) to[i] = row[r][d + i] * scale;
+    for (; d < head_dim; d += PP_PAIR_FLOATS, to += step)
+        for (int32_t r = 0; r < rows; r++)
+            for (int i = 0; i < PP_PAIR_FLOATS; i++) to[r * PP_PAIR_FLOATS + i] = row[r][d + i] * scale;
 }
 
 /* The same of pairs of numbers of bfloat16, to which they are rounded first. */
-static void transpose_rounded(float *to, const float *const *row, int32_t rows, int32_t head_dim, float scale) {
+static void transpose_rounded(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
+                              int32_t head_dim, float scale) {
     float rounded[PP_MAX_HEAD_DIM / 2];
-    (void)scale; /* what are numbers of bf16 shall stay so */
+    (void)end, (void)scale; /* what are numbers of bf16 shall stay so */
     for (int32_t r = 0; r < rows; r++) {
         round_to_pairs(rounded, row[r], head_dim);
-        for (int32_t p = 0; p < head_dim / 2; p++) to[p * rows + r] = rounded[p];
+        for (int32_t p = 0; p < head_dim / 2; p++) to[p * step + r] = rounded[p];
     }
 }
 
-PP_INLINE void pack_parts(void (*transpose)(float *, const float *const *, int32_t, int32_t, float),
-                          const int pair_floats, float *to, const float *q, int64_t q_stride_token,
-                          int64_t q_stride_head, int32_t num_kv_heads, int32_t group_size, int32_t num_queries,
-                          int32_t head_dim, float scale) {
+/* A head's query as f32: where it lies, or in `widened`. */
+static const float *query_row(const pp_queries *from, int64_t token, int64_t head, float *widened, int32_t dims) {
+    const int64_t at = token * from->stride_token + head * from->stride_head;
+    if (from->dtype == PP_F32) return (const float *)from->q + at;
+    (from->dtype == PP_F16 ? widen_f16 : widen_bf16)(widened, (const uint16_t *)from->q + at, dims);
+    return widened;
+}
+
+typedef void transpose_rows(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
+                            int32_t head_dim, float scale);
+
+PP_INLINE void pack_parts(transpose_rows *transpose, const int pair_floats, float *to, const pp_queries *from,
+                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
+                          float scale) {
     const int32_t head_rows = group_size * num_queries;
     for (int32_t kv = 0; kv < num_kv_heads; kv++) {
         int64_t query = 0, head = 0; /* row by row: the heads of a query, then those of the next one */
         for (int32_t part = 0; part < num_parts(head_rows); part++) {
             const int32_t rows = part_border(head_rows, part + 1) - part_border(head_rows, part);
-            const float *row[8] = {q, q, q, q, q, q, q, q};
+            const int64_t size = (int64_t)rows * (head_dim / 2) * pair_floats;
+            const float *row[8] = {NULL};
             for (int32_t r = 0; r < rows; r++) {
-                row[r] = q + query * q_stride_token + ((int64_t)kv * group_size + head) * q_stride_head;
+                row[r] = query_row(from, query, (int64_t)kv * group_size + head, from->widened + r * head_dim, head_dim);
                 if (++head < group_size) continue;
                 head = 0;
                 query++;
             }
-            transpose(to, row, rows, head_dim, scale);
-            to += rows * (head_dim / 2) * pair_floats;
+            for (int32_t r = rows; r < 8; r++) row[r] = row[0];
+            transpose(to, to + size, (int64_t)pair_floats * rows, row, rows, head_dim, scale);
+            to += size;
         }
     }
 }
 
-static void pack_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head, int32_t num_kv_heads,
-                         int32_t group_size, int32_t num_queries, int32_t head_dim, float sm_scale) {
-    pack_parts(transpose_queries, PP_PAIR_FLOATS, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size,
-               num_queries, head_dim, pp_in_base_2(sm_scale));
+static void pack_queries(float *to, const pp_queries *from, int32_t num_kv_heads, int32_t group_size,
+                         int32_t num_queries, int32_t head_dim, float sm_scale) {
+    pack_parts(transpose_queries, PP_PAIR_FLOATS, to, from, num_kv_heads, group_size, num_queries, head_dim,
+               pp_in_base_2(sm_scale));
 }
 
-static void pack_rounded_queries(float *to, const float *q, int64_t q_stride_token, int64_t q_stride_head,
-                                 int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                                 float sm_scale) {
-    pack_parts(transpose_rounded, 1, to, q, q_stride_token, q_stride_head, num_kv_heads, group_size, num_queries,
-               head_dim, sm_scale);
+static void pack_rounded_queries(float *to, const pp_queries *from, int32_t num_kv_heads, int32_t group_size,
+                                 int32_t num_queries, int32_t head_dim, float sm_scale) {
+    pack_parts(transpose_rounded, 1, to, from, num_kv_heads, group_size, num_queries, head_dim,
+               pp_in_base_2(sm_scale));
+}
+
+/* Lays out the queries of a panel (prefill_common.h): [head_dim / 2][PP_PANEL][2], or in arithmetic of bf16 pairs.  The
+ * last rows first: whole vectors of theirs end in the next pair's first rows. */
+enum { PP_QUERY_ROWS = (PP_PANEL + 7) / 8 * 8 }; /* pointers that are read */
+_Static_assert(PP_PANEL <= PP_MAX_HEADS || PP_MAX_HEADS % PP_PAIRS == 0, "the first rows write no others' places");
+static void transpose_panel(int exact, float *to, const float *const *row, int32_t head_dim, float scale) {
+    const int64_t step = (exact ? PP_PAIR_FLOATS : 1) * PP_PANEL;
+    const float *end = to + step * (head_dim / 2);
+    transpose_rows *const transpose = exact ? transpose_queries : transpose_rounded;
+    for (int first = (PP_PANEL - 1) / PP_MAX_HEADS * PP_MAX_HEADS; first >= 0; first -= PP_MAX_HEADS)
+        transpose(to + (exact ? PP_PAIR_FLOATS : 1) * first, end, step, row + first,
+                  PP_PANEL - first < PP_MAX_HEADS ? PP_PANEL - first : PP_MAX_HEADS, head_dim, scale);
 }

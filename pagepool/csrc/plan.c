@@ -16,10 +16,15 @@
  * mask, and block_sums (R, blocks of a chunk) if scores are asked for.  A chunk's record depends on its tokens alone
  * and records are merged in order, so no bit depends on who ran what.
  *
- * Before the records lies scratch for each unit, if the layout needs any.  Ranges that run are disjoint, so each uses
- * that of its first unit for all of its units. */
+ * A sequence of many query tokens (takes_prefill) is cut otherwise: a unit is a block of its query tokens for one kv
+ * head, over all chunks, and writes results and no records.  Its queries are read where they lie.  Units are numbered
+ * from the last block, which sees most, to the first, in a block head by head.
+ *
+ * There is scratch for num_threads ranges, if the units need any: a range takes a piece until it ends, and waits for one
+ * when more ranges run. */
 #define _GNU_SOURCE
 #include <math.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -39,17 +44,24 @@ enum { PRODUCTS_PER_FETCH = 4, PRODUCTS_PER_THREAD = 1 << 18 };
  * prefetched, and heads that lie next to each other are read best by one thread. */
 enum { PRODUCTS_PER_UNIT = 1 << 20 };
 
+/* Query tokens take the way of prefill if a kv head has so many rows: with fewer, most of a panel would be empty.  A
+ * block of query tokens has about so many rows, fewer when there are too few blocks for the threads: K and V that are
+ * widened serve all of them. */
+enum { PREFILL_ROWS = 24, BLOCK_ROWS = 240, LEAST_BLOCK_ROWS = 48 };
+
 typedef struct measures {
-    int64_t num_chunks, num_blocks, num_queries; /* of all sequences */
+    int64_t num_chunks, num_blocks, num_queries; /* of all sequences; chunks of those that are cut into chunks */
+    int64_t num_packed, num_prefilled;           /* query tokens of sequences cut into chunks, and of the others */
     int64_t num_records;                         /* elements of all records */
     double products;                             /* what computing takes, or fetching if that takes longer */
     int64_t row_stride, row_elements;            /* of a row in a record: its sums; all that a row has */
     int64_t blocks_per_chunk;                    /* 0 unless scores are asked for */
     int32_t most_queries;                        /* of a sequence */
     int32_t slices;
-    /* Sizes: remaining; unit_begin, ids_begin and record_begin each; query_begin; seq_lens; ids; slopes; queries; all
-     * scratch; all. */
-    size_t counters, begins, starts, lengths, ids, slopes, queries, scratch, bytes;
+    int32_t block_queries, num_slots;            /* query tokens of a block; pieces of scratch */
+    /* Sizes: remaining; unit_begin, ids_begin, packed_begin and record_begin each; query_begin; seq_lens; ids; slopes;
+     * queries; 8 widened ones; flags of slots; a slot; all slots; all. */
+    size_t counters, begins, starts, lengths, ids, slopes, queries, widened, flags, slot, slots, bytes;
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
@@ -89,6 +101,13 @@ static extent extent_of(const pp_decode_args *args, int32_t seq_len, int32_t num
     return (extent){first / PP_CHUNK, ceil_div(seq_len, PP_CHUNK), first / size, ceil_div(seq_len, size)};
 }
 
+/* Whether a sequence is cut into blocks of query tokens: then nothing but its results is written.  Weights of blocks are
+ * known when all chunks are. */
+static int takes_prefill(const pp_decode_args *args, int64_t num_queries) {
+    const int64_t group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
+    return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;
+}
+
 static int64_t record_of(const measures *all, int32_t num_qo_heads, int32_t num_queries) {
     return ((int64_t)num_qo_heads * num_queries * all->row_elements + 15) / 16 * 16;
 }
@@ -104,12 +123,17 @@ static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int64
     if (seen.end_block > args->block_tables_width) return PP_INVALID_ARGUMENT;
     if (ceil_div(seq_len, args->pool->layout.block_size) > args->block_tables_width) return PP_INVALID_ARGUMENT;
     all->num_queries += num_queries;
-    all->num_chunks += seen.end_chunk - seen.first_chunk;
     all->num_blocks += seen.end_block - seen.first_block;
-    if (num_queries > all->most_queries) all->most_queries = num_queries;
     all->products += (double)(seen.end_block - seen.first_block) * args->pool->layout.block_size *
                      (args->pool->layout.head_dim + args->pool->layout.v_head_dim) *
                      (double)(rows > fetching ? rows : fetching);
+    if (takes_prefill(args, queries)) {
+        all->num_prefilled += num_queries;
+        return PP_OK;
+    }
+    all->num_packed += num_queries;
+    all->num_chunks += seen.end_chunk - seen.first_chunk;
+    if (num_queries > all->most_queries) all->most_queries = num_queries;
     if (__builtin_mul_overflow(seen.end_chunk - seen.first_chunk, record_of(all, args->num_qo_heads, num_queries),
                                &records) ||
         __builtin_add_overflow(records, all->num_records, &all->num_records))
@@ -152,6 +176,20 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     return PP_OK;
 }
 
+/* Chooses blocks of query tokens that make at least `wanted` units, if they can. */
+static void cut_into_blocks(const pp_decode_args *args, measures *all, int64_t wanted) {
+    const pp_kv_layout *layout = &args->pool->layout;
+    const int64_t heads = layout->num_kv_heads, group_size = args->num_qo_heads / heads;
+    int64_t rows = BLOCK_ROWS;
+    while (rows > LEAST_BLOCK_ROWS && ceil_div(all->num_prefilled * group_size, rows) * heads < wanted) rows /= 2;
+    int64_t queries = rows / group_size;
+    if (queries > all->num_prefilled) queries = all->num_prefilled;
+    all->block_queries = (int32_t)(queries > 1 ? queries : 1);
+    const size_t bytes = (size_t)kernels_of(args)->prefill_bytes(layout, args->arithmetic == PP_EXACT,
+                                                                (int32_t)(all->block_queries * group_size));
+    if (all->slot < bytes) all->slot = aligned(bytes);
+}
+
 /* Cuts what was measured into slices for the threads, and says how much memory that takes. */
 static pp_status cut(const pp_decode_args *args, measures *all) {
     const pp_kv_layout *layout = &args->pool->layout;
@@ -162,6 +200,10 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     if (most < args->num_threads) most *= parts_of(args, (int32_t)(group_size * all->most_queries));
     all->slices = (int32_t)(slices < most ? slices : most);
     if (all->slices < 1) all->slices = 1;
+    all->slot = all->num_chunks ? aligned(scratch_of(layout)) : 0;
+    if (all->num_prefilled) cut_into_blocks(args, all, wanted);
+    if (all->slot) all->num_slots = args->num_threads > 1 ? args->num_threads : 1;
+    all->flags = aligned(sizeof(int32_t) * (size_t)all->num_slots);
     const size_t num_seqs = (size_t)args->num_seqs;
     all->counters = aligned(sizeof(int32_t) * num_seqs * (size_t)all->slices);
     all->begins = aligned(sizeof(int64_t) * (num_seqs + 1));
@@ -172,12 +214,14 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     if (all->counters > SIZE_MAX / 4 || all->ids > SIZE_MAX / 4) return PP_INVALID_ARGUMENT; /* their sum fits */
     size_t queries, records;
     const size_t query_bytes = (size_t)args->num_qo_heads * (size_t)layout->head_dim * sizeof(float);
-    if (__builtin_mul_overflow((size_t)all->num_queries, query_bytes, &queries)) return PP_INVALID_ARGUMENT;
+    if (__builtin_mul_overflow((size_t)all->num_packed, query_bytes, &queries)) return PP_INVALID_ARGUMENT;
     all->queries = aligned(queries);
-    const size_t tables = all->counters + 3 * all->begins + all->starts + all->lengths + all->ids + all->slopes;
-    if (__builtin_mul_overflow((size_t)all->num_chunks * (size_t)all->slices, scratch_of(layout), &all->scratch) ||
+    all->widened = args->q_dtype == PP_F32 ? 0 : aligned(8 * (size_t)layout->head_dim * sizeof(float));
+    const size_t tables = all->counters + 4 * all->begins + all->starts + all->lengths + all->ids + all->slopes +
+                          all->widened + all->flags;
+    if (__builtin_mul_overflow((size_t)all->num_slots, all->slot, &all->slots) ||
         __builtin_add_overflow(tables, all->queries, &all->bytes) ||
-        __builtin_add_overflow(all->scratch, all->bytes, &all->bytes) ||
+        __builtin_add_overflow(all->slots, all->bytes, &all->bytes) ||
         __builtin_mul_overflow((size_t)all->num_records, sizeof(float), &records) ||
         __builtin_add_overflow(records, all->bytes, &all->bytes))
         return PP_INVALID_ARGUMENT;
@@ -204,6 +248,7 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
         if (args->query_start_loc)
             queries = __atomic_load_n(&args->query_start_loc[s + 1], __ATOMIC_RELAXED) - (int64_t)plan->query_begin[s];
         plan->ids_begin[s] = sum.num_blocks;
+        plan->packed_begin[s] = sum.num_packed;
         plan->record_begin[s] = sum.num_records;
         const pp_status status = add_sequence(args, seq_len, queries, &sum);
         if (status != PP_OK) return status;
@@ -221,7 +266,8 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
         if (bad) return PP_INVALID_BLOCK;
     }
     return sum.num_blocks == all->num_blocks && sum.num_chunks == all->num_chunks &&
-                   sum.num_queries == all->num_queries && sum.num_records == all->num_records
+                   sum.num_queries == all->num_queries && sum.num_records == all->num_records &&
+                   sum.num_packed == all->num_packed
                ? PP_OK
                : PP_INVALID_ARGUMENT;
 }
@@ -235,23 +281,40 @@ static void write_nothing(const pp_decode_plan *plan, int32_t s) {
     const pp_decode_args *args = &plan->args;
     const int64_t first = (int64_t)plan->query_begin[s] * args->num_qo_heads;
     const int64_t rows = (int64_t)queries_of(plan, s) * args->num_qo_heads, dims = args->pool->layout.v_head_dim;
+    const int64_t item = pp_dtype_bytes((pp_dtype)args->out_dtype);
     if (!rows) return; /* there may be no array either */
-    memset(args->out + first * dims, 0, (size_t)(rows * dims) * sizeof(float));
+    memset((char *)args->out + first * dims * item, 0, (size_t)(rows * dims * item));
     for (int64_t r = first; args->lse && r < first + rows; r++) args->lse[r] = -INFINITY;
     if (args->block_scores)
         memset(args->block_scores + first * args->block_tables_width, 0,
                (size_t)(rows * args->block_tables_width) * sizeof(float));
 }
 
+/* The queries of a sequence as the caller has them. */
+static pp_queries queries_from(const pp_decode_plan *plan, int32_t s, float *widened) {
+    const pp_decode_args *args = &plan->args;
+    const int64_t first = plan->query_begin[s] * args->q_stride_seq;
+    return (pp_queries){.q = (const char *)args->q + first * pp_dtype_bytes((pp_dtype)args->q_dtype),
+                        .stride_token = args->q_stride_seq,
+                        .stride_head = args->q_stride_head,
+                        .dtype = args->q_dtype,
+                        .widened = widened};
+}
+
 /* Lays out the queries of a sequence. */
-static void pack(const pp_decode_plan *plan, const float *q, int32_t s) {
+static void pack(const pp_decode_plan *plan, int32_t s, float *widened) {
     const pp_decode_args *args = &plan->args;
     const int32_t dims = args->pool->layout.head_dim, num_kv_heads = args->pool->layout.num_kv_heads;
-    const int64_t first = plan->query_begin[s];
-    kernels_of(args)->pack_queries[args->arithmetic](
-        plan->q + first * args->num_qo_heads * dims, q + first * args->q_stride_seq, args->q_stride_seq,
-        args->q_stride_head, num_kv_heads, args->num_qo_heads / num_kv_heads, queries_of(plan, s), dims,
-        args->sm_scale);
+    const pp_queries from = queries_from(plan, s, widened);
+    kernels_of(args)->pack_queries[args->arithmetic](plan->q + plan->packed_begin[s] * args->num_qo_heads * dims, &from,
+                                                     num_kv_heads, args->num_qo_heads / num_kv_heads,
+                                                     queries_of(plan, s), dims, args->sm_scale);
+}
+
+/* Blocks of query tokens of a sequence that is cut into these, or 0. */
+static int64_t blocks_of(const pp_decode_plan *plan, int32_t s) {
+    if (!plan->block_queries || !takes_prefill(&plan->args, queries_of(plan, s))) return 0;
+    return ceil_div(queries_of(plan, s), plan->block_queries);
 }
 
 /* Plans what was measured and cut, in a workspace of all->bytes. */
@@ -261,23 +324,29 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
     char *at = workspace;
     *plan = (pp_decode_plan){.args = *args,
                              .slices = all->slices,
+                             .block_queries = all->block_queries,
+                             .num_slots = all->num_slots,
+                             .slot_bytes = (int64_t)all->slot,
                              .row_stride = all->row_stride,
                              .row_elements = all->row_elements,
                              .blocks_per_chunk = all->blocks_per_chunk};
     plan->remaining = (int32_t *)at;
     plan->unit_begin = (int64_t *)(at += all->counters);
     plan->ids_begin = (int64_t *)(at += all->begins);
+    plan->packed_begin = (int64_t *)(at += all->begins);
     plan->record_begin = (int64_t *)(at += all->begins);
     plan->query_begin = (int32_t *)(at += all->begins);
     plan->seq_lens = (int32_t *)(at += all->starts);
     plan->ids = (int32_t *)(at += all->lengths);
     float *slopes = (float *)(at += all->ids);
-    plan->q = (float *)(at += all->slopes);
-    at += all->queries;
-    plan->partial = (float *)(at += all->scratch);
+    float *widened = (float *)(at += all->slopes);
+    plan->slot_taken = (int32_t *)(at += all->widened);
+    plan->slots = (unsigned char *)(at += all->flags);
+    plan->q = (float *)(at += all->slots);
+    plan->partial = (float *)(at += all->queries);
+    memset(plan->slot_taken, 0, all->flags);
     status = copy_tables(plan, args, all);
     if (status != PP_OK) return status;
-    plan->args.q = NULL;
     const uint64_t modes = pp_modes_enter();
     if (args->alibi_slopes) {
         for (int32_t h = 0; h < args->num_qo_heads; h++) slopes[h] = pp_in_base_2(args->alibi_slopes[h]);
@@ -286,15 +355,19 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t num_queries = queries_of(plan, s);
         const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
-        const int64_t chunks = seen.end_chunk - seen.first_chunk;
+        const int64_t chunks = seen.end_chunk - seen.first_chunk, blocks = blocks_of(plan, s);
         plan->unit_begin[s] = plan->num_units;
+        if (chunks && blocks) {
+            plan->num_units += blocks * args->pool->layout.num_kv_heads;
+            continue;
+        }
         plan->num_units += chunks * all->slices;
         for (int32_t slice = 0; slice < all->slices; slice++)
             plan->remaining[(int64_t)s * all->slices + slice] = (int32_t)chunks;
         if (!chunks)
             write_nothing(plan, s);
         else
-            pack(plan, args->q, s);
+            pack(plan, s, widened);
     }
     pp_modes_leave(modes);
     plan->unit_begin[args->num_seqs] = plan->num_units;
@@ -359,7 +432,7 @@ static void fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int
                        .sm_scale = args->sm_scale,
                        .logits_soft_cap = args->logits_soft_cap,
                        .alibi_slopes = args->alibi_slopes,
-                       .q = plan->q + (int64_t)plan->query_begin[s] * args->num_qo_heads * layout->head_dim,
+                       .q = plan->q + plan->packed_begin[s] * args->num_qo_heads * layout->head_dim,
                        .rows = record,
                        .m = m,
                        .seen = num_queries > 1 || view.mask ? after_m : NULL,
@@ -391,7 +464,8 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
         .num_chunks = seen.end_chunk - seen.first_chunk,
         .num_qo_heads = args->num_qo_heads,
         .v_head_dim = v_head_dim,
-        .out = args->out + row * v_head_dim,
+        .out = (char *)args->out + row * v_head_dim * pp_dtype_bytes((pp_dtype)args->out_dtype),
+        .out_dtype = args->out_dtype,
         .lse = args->lse ? args->lse + row : NULL,
         .block_scores = args->block_scores ? args->block_scores + row * width : NULL,
         .width = width,
@@ -407,30 +481,74 @@ static void first_read(const pp_decode_plan *plan, const pp_chunk *work, const u
     for (int i = 0; i < 4; i++) k[i] = groups[i] + work->part_begin / parts * work->pool->layout.head_bytes;
 }
 
-void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
+/* A piece of scratch that nobody else uses, until it is given back. */
+static int32_t take_slot(pp_decode_plan *plan) {
+    for (;; sched_yield())
+        for (int32_t i = 0; i < plan->num_slots; i++)
+            if (!__atomic_exchange_n(&plan->slot_taken[i], 1, __ATOMIC_ACQUIRE)) return i;
+}
+
+static void give_slot_back(pp_decode_plan *plan, int32_t slot) {
+    if (slot >= 0) __atomic_store_n(&plan->slot_taken[slot], 0, __ATOMIC_RELEASE);
+}
+
+/* Runs unit `index` of a sequence that is cut into blocks. */
+static void run_block(const pp_decode_plan *plan, int32_t s, int64_t index, unsigned char *scratch) {
+    const pp_decode_args *args = &plan->args;
+    const int64_t heads = args->pool->layout.num_kv_heads, block = blocks_of(plan, s) - 1 - index / heads;
+    const int64_t row = (int64_t)plan->query_begin[s] * args->num_qo_heads, end = (block + 1) * plan->block_queries;
+    pp_prefill work = {
+        .queries = queries_from(plan, s, NULL),
+        .kv_head = (int32_t)(index % heads),
+        .query_begin = (int32_t)(block * plan->block_queries),
+        .query_end = (int32_t)(end < queries_of(plan, s) ? end : queries_of(plan, s)),
+        .num_qo_heads = args->num_qo_heads,
+        .out = (char *)args->out +
+               row * args->pool->layout.v_head_dim * pp_dtype_bytes((pp_dtype)args->out_dtype),
+        .out_dtype = args->out_dtype,
+        .lse = args->lse ? args->lse + row : NULL,
+        .sinks = args->sinks,
+        .scratch = scratch,
+    };
+    fill_chunk(plan, s, 0, 0, &work.chunk);
+    kernels_of(args)->prefill[args->arithmetic](&work);
+}
+
+/* The same for a chunk: `next` is the one that runs after it, or NULL. */
+static void run_chunk(pp_decode_plan *plan, pp_chunk *work, int32_t sequence, int32_t slice, const pp_chunk *next) {
     const pp_kernels *kernels = kernels_of(&plan->args);
-    void (*kernel)(const pp_chunk *) = plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype]
-                                                                         : kernels->chunk_dot;
+    if (next && next->part_begin < next->part_end && next->pool->layout.tiled) first_read(plan, next, work->next);
+    if (work->part_begin < work->part_end)
+        (plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype] : kernels->chunk_dot)(work);
+    int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
+    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, slice);
+}
+
+void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     pp_chunk work, after;
-    int32_t sequence, slice, sequence_after, slice_after;
+    int32_t sequence = 0, slice = 0, sequence_after = 0, slice_after = 0, slot = -1;
+    int is_known = 0; /* `after` is the unit at hand */
     const uint64_t modes = pp_modes_enter();
-    const size_t scratch_bytes = scratch_of(&plan->args.pool->layout);
-    unsigned char *scratch =
-        scratch_bytes ? (unsigned char *)plan->partial - (size_t)(begin + 1) * scratch_bytes : NULL;
-    if (begin < end) chunk_of(plan, begin, &after, &sequence_after, &slice_after);
+    if (begin < end && plan->num_slots) slot = take_slot(plan);
+    unsigned char *scratch = slot < 0 ? NULL : plan->slots + slot * plan->slot_bytes;
     for (int64_t unit = begin; unit < end; unit++) {
+        if (!is_known) {
+            sequence_after = sequence_of(plan, unit);
+            if (blocks_of(plan, sequence_after)) {
+                run_block(plan, sequence_after, unit - plan->unit_begin[sequence_after], scratch);
+                continue;
+            }
+            chunk_of(plan, unit, &after, &sequence_after, &slice_after);
+        }
         work = after;
-        work.scratch = scratch;
+        work.scratch = scratch_of(&work.pool->layout) ? scratch : NULL;
         sequence = sequence_after;
         slice = slice_after;
-        if (unit + 1 < end) {
-            chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
-            if (after.part_begin < after.part_end && after.pool->layout.tiled) first_read(plan, &after, work.next);
-        }
-        if (work.part_begin < work.part_end) kernel(&work);
-        int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
-        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, slice);
+        is_known = unit + 1 < end && !(plan->block_queries && blocks_of(plan, sequence_of(plan, unit + 1)));
+        if (is_known) chunk_of(plan, unit + 1, &after, &sequence_after, &slice_after);
+        run_chunk(plan, &work, sequence, slice, is_known ? &after : NULL);
     }
+    give_slot_back(plan, slot);
     pp_modes_leave(modes);
 }
 

@@ -1,6 +1,9 @@
 /* simd_avx2.h: the kernels' vocabulary in AVX2, FMA and F16C: 8 lanes.  Included inside a target region. */
 #define PP_LANES 8
 #define PP_MAX_HEADS 6 /* query heads that share a load */
+#define PP_PANEL 6       /* rows of a panel of prefill, vectors of its scores and values: 12 accumulators of 16 registers */
+#define PP_PANEL_SCORES 2
+#define PP_PANEL_VALUES 2
 #define PP_STEPS 0
 #define PP_HALF_TAIL 0 /* 8 divides every head_dim */
 #define PP_16_REGISTERS 1 /* decode_few.h */
@@ -19,6 +22,13 @@ static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, 
  * then run out of registers. */
 static inline void v_add_product(pp_v *sum, pp_v a, pp_v b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
+}
+/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
+typedef pp_v pp_broadcast;
+static inline pp_broadcast v_broadcast(const float *b) { return _mm256_set1_ps(*b); }
+static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) {
+    v_add_product(&c, a, b);
+    return c;
 }
 /* sum[i] += x[i] * *b for three sums, in one piece: compilers find no place for 12 sums and 4 operands otherwise. */
 static inline void v_add_products_3(pp_v *sum, const pp_v *x, const float *b) {

@@ -1,6 +1,9 @@
 /* simd_neon.h: the kernels' vocabulary in AArch64 Advanced SIMD: 4 lanes. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 8 /* query heads that share a load */
+#define PP_PANEL 6       /* rows of a panel of prefill, vectors of its scores and values: 24 accumulators of 32 registers */
+#define PP_PANEL_SCORES 4
+#define PP_PANEL_VALUES 4
 #define PP_STEPS 0
 #define PP_16_REGISTERS 0
 #define PP_HALF_TAIL 0

@@ -1,0 +1,231 @@
+/* prefill_common.h: what prefill does in every arithmetic.  Once per ISA, after the decode kernels of all dtypes.
+ *
+ * A panel is PP_PANEL rows of one kv head (a row: one query head of one query token), a tile of a matrix product.  No
+ * canonical sum (reference/canonical.py) runs across rows, so their number is free: enough to keep all accumulators of
+ * the CPU busy while each K and V serves all of them.  A panel goes through a chunk in three steps:
+ *
+ *   scores   of all tiles of the chunk, PP_PANEL rows x PP_PANEL_SCORES vectors of tokens in registers
+ *   softmax  tile by tile, as decode does it, by the same functions
+ *   values   PP_VALUE_ROWS rows x PP_PANEL_VALUES vectors of dims, in registers over the whole chunk
+ *
+ * and its result is merged into what the chunks before left, in order, as decode merges its records. */
+
+enum { PP_TILES = PP_CHUNK / PP_TILE, PP_VALUE_ROWS = 6 };
+_Static_assert(PP_PANEL % PP_VALUE_ROWS == 0, "a panel is whole passes of values");
+
+typedef struct pp_panel {
+    float s[PP_TILES][PP_PANEL * PP_TILE]; /* scores, then weights, row by row */
+    float rescale[PP_TILES][PP_RESCALES];  /* of each row, where the tile's `raised` is set */
+    float m[PP_RESCALES];
+    uint32_t seen[PP_TILES][PP_PANEL];     /* the tokens that a row sees, where not all rows see all */
+    uint8_t whole[PP_TILES];               /* all rows see all tokens */
+    uint8_t raised[PP_TILES];
+    int first, end;                        /* the tiles of which some row sees something */
+    int rows;                              /* at most PP_PANEL; the others compute nothing that counts */
+    const float *q;                        /* packed: transpose_panel */
+    float *sums;                           /* PP_PANEL rows of a record as in pp_chunk */
+    int64_t row_stride;
+    int head_dim, v_head_dim;
+    pp_tile tile;                          /* what transform_scores is told */
+} pp_panel;
+
+/* The result of a row over the chunks so far: `m`, `total` and a row of weighted sums. */
+typedef struct pp_running {
+    float m, total;
+    int some; /* a chunk had a token that the row sees */
+} pp_running;
+
+/* The pieces of a unit's scratch. */
+typedef struct prefill_scratch {
+    pp_panel *panel;
+    pp_running *running; /* of each row */
+    float *q, *rows, *sums, *widened;
+    unsigned char *groups, *staging;
+} prefill_scratch;
+
+/* K and V of a group of a chunk as prefill reads them, in bytes, and those of one head of a tiled page. */
+static int64_t wide_bytes(const pp_kv_layout *layout, int exact) {
+    return PP_GROUP * (int64_t)(layout->head_dim + layout->v_head_dim) * (exact ? (int64_t)sizeof(float) : 2);
+}
+
+static void *carve(unsigned char **at, int64_t bytes) {
+    void *piece = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return piece;
+}
+
+/* Lays the pieces for `rows` rows out from `at` on, and returns where they end. */
+static unsigned char *lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsigned char *at,
+                              prefill_scratch *scratch) {
+    const int64_t padded = (rows + PP_PANEL - 1) / PP_PANEL * PP_PANEL, item = sizeof(float);
+    const int64_t row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP, dims = layout->head_dim;
+    scratch->panel = carve(&at, sizeof(pp_panel));
+    scratch->running = carve(&at, padded * (int64_t)sizeof(pp_running));
+    scratch->q = carve(&at, padded * dims * item);
+    scratch->rows = carve(&at, padded * row_stride * item);
+    scratch->sums = carve(&at, PP_PANEL * row_stride * item);
+    scratch->widened = carve(&at, PP_PANEL * dims * item);
+    const int in_place = layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32);
+    scratch->groups = carve(&at, in_place ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, exact));
+    scratch->staging = carve(&at, in_place ? 0 : 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes);
+    return at;
+}
+
+static int64_t prefill_bytes(const pp_kv_layout *layout, int exact, int32_t rows) {
+    prefill_scratch scratch;
+    return lay_out(layout, exact, rows, NULL, &scratch) - (unsigned char *)NULL;
+}
+
+/* How pages of a dtype are brought into the order of a tiled page, and widened to f32 in that order. */
+static const struct {
+    void (*pack)(const pp_chunk *, const pp_kv_layout *, int64_t, int32_t, unsigned char *);
+    void (*transpose_v)(int, const unsigned char *, unsigned char *);
+    void (*widen_k)(int, const unsigned char *, float *);
+    void (*widen_v)(int, const unsigned char *, float *);
+} page_readers[] = {
+    [PP_F32] = {pack_f32, transpose_v_f32, NULL, NULL},
+    [PP_F16] = {pack_f16, transpose_v_f16, widen_k_f16, widen_v_f16},
+    [PP_BF16] = {pack_bf16, transpose_v_bf16, widen_k_bf16, widen_v_bf16},
+};
+
+/* Lists K and V of one head of the chunk's groups, from the tile of its first token on: in the pages where these can be
+ * read as they are, else in the scratch. */
+static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, const prefill_scratch *scratch,
+                       const unsigned char **k, const unsigned char **v) {
+    const pp_kv_layout *layout = &chunk->pool->layout;
+    const int widens = exact && layout->dtype != PP_F32;
+    const int64_t first = chunk->first / PP_TILE * PP_TILE, at = head * layout->head_bytes;
+    const int64_t k_bytes = PP_GROUP * (int64_t)layout->head_dim * layout->item_bytes; /* of one head of a tiled page */
+    const int64_t v_bytes = PP_GROUP * (int64_t)layout->v_head_dim * layout->item_bytes;
+    const int64_t step = wide_bytes(layout, exact);
+    const pp_kv_layout tiled = {.k_bytes = k_bytes, .v_bytes = v_bytes, .head_bytes = k_bytes + v_bytes};
+    const unsigned char *list[PP_CHUNK_GROUPS];
+    if (layout->tiled) pp_list_groups(chunk, chunk->end, list);
+    const int groups = (int)((chunk->end - first + PP_TILE - 1) / PP_TILE * 2);
+    for (int i = 0; i < groups; i++) {
+        unsigned char *const to = scratch->groups + i * step;
+        unsigned char *const staged = widens ? scratch->staging + i % 2 * tiled.head_bytes : to;
+        if (layout->tiled) {
+            k[i] = list[i] + at;
+            v[i] = k[i] + layout->k_bytes;
+            if (layout->v_in_k) {
+                page_readers[layout->dtype].transpose_v(layout->v_head_dim, k[i], staged + k_bytes);
+                v[i] = staged + k_bytes;
+            }
+        } else {
+            if (i % 2 == 0) page_readers[layout->dtype].pack(chunk, &tiled, first + i * PP_GROUP, head, staged);
+            k[i] = staged;
+            v[i] = staged + k_bytes;
+        }
+        if (widens) {
+            float *const wide = (float *)to, *const wide_v = wide + PP_GROUP * layout->head_dim;
+            page_readers[layout->dtype].widen_k(layout->head_dim, k[i], wide);
+            page_readers[layout->dtype].widen_v(layout->v_head_dim, v[i], wide_v);
+            k[i] = to;
+            v[i] = (const unsigned char *)wide_v;
+        }
+    }
+    for (int i = groups; i < groups + 2; i++) { /* what is prefetched behind the last ones */
+        k[i] = k[i - 2];
+        v[i] = v[i - 2];
+    }
+}
+
+/* What the rows from `row` on see of the chunk's tiles; tile 0 begins at `begin`. */
+static void look_at_tiles(pp_panel *panel, const pp_chunk *chunk, int64_t begin, int64_t row) {
+    const pp_view *view = &chunk->view;
+    const int64_t first = row / chunk->group_size, last = (row + panel->rows - 1) / chunk->group_size;
+    const int64_t low = pp_first_seen(view, first), high = pp_end_seen(view, last);
+    const int64_t all_from = pp_first_seen(view, last), end = high < chunk->end ? high : chunk->end;
+    int64_t all_to = view->mask ? view->mask_first : pp_end_seen(view, first);
+    if (all_to > chunk->end) all_to = chunk->end;
+    panel->first = low > begin ? (int)((low - begin) / PP_TILE < PP_TILES ? (low - begin) / PP_TILE : PP_TILES) : 0;
+    panel->end = end > begin ? (int)((end - begin + PP_TILE - 1) / PP_TILE) : 0;
+    for (int t = panel->first; t < panel->end; t++) {
+        const int64_t at = begin + t * PP_TILE;
+        panel->whole[t] = at >= all_from && at + PP_TILE <= all_to;
+        if (panel->whole[t]) continue;
+        int64_t query = -1;
+        uint32_t seen = 0;
+        for (int r = 0; r < PP_PANEL; r++) {
+            if (r < panel->rows && (row + r) / chunk->group_size != query) {
+                query = (row + r) / chunk->group_size;
+                seen = pp_tile_seen(view, query, at);
+            }
+            panel->seen[t][r] = r < panel->rows ? seen : 0;
+        }
+    }
+}
+
+/* Whether the row sees something of the chunk. */
+static int sees_chunk(const pp_panel *panel, int r) {
+    for (int t = panel->first; t < panel->end; t++)
+        if (panel->whole[t] || panel->seen[t][r]) return 1;
+    return 0;
+}
+
+/* The leading tokens of a tile that all rows of a pass of values see, as far as they are whole pairs. */
+static int tokens_in_common(const pp_panel *panel, int t, int r0) {
+    uint32_t all = ALL_SEEN;
+    if (panel->whole[t]) return PP_TILE;
+    for (int r = r0; r < r0 + PP_VALUE_ROWS && r < panel->rows; r++) all &= panel->seen[t][r];
+    return all == ALL_SEEN ? PP_TILE : __builtin_ctz(~all) & ~1;
+}
+
+static void mask_panel(const pp_panel *panel, int t, float *s) {
+    for (int r = 0; r < PP_PANEL; r++)
+        for (uint32_t hidden = ~panel->seen[t][r]; hidden; hidden &= hidden - 1)
+            s[r * PP_TILE + __builtin_ctz(hidden)] = -INFINITY;
+}
+
+/* Merges the panel's result of a chunk into what the chunks before it left. */
+static void merge_panel(const pp_panel *panel, pp_running *running, float *rows) {
+    const int64_t width = panel->row_stride - PP_GROUP;
+    for (int r = 0; r < panel->rows; r++) {
+        const float *sums = panel->sums + r * panel->row_stride;
+        float *row = rows + r * panel->row_stride;
+        pp_v sum[PP_GROUP / PP_LANES];
+        if (!sees_chunk(panel, r)) continue;
+        for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + width + j * PP_LANES);
+        const float total = tree_sum(sum);
+        if (!running[r].some) {
+            running[r] = (pp_running){.m = panel->m[r], .total = total, .some = 1};
+            memcpy(row, sums, (size_t)width * sizeof(float));
+            continue;
+        }
+        merged_row merged = {.total = v_set1(running[r].total), .m = running[r].m, .sum = row};
+        merge_record(&merged, row, sums, total, panel->m[r], width);
+        running[r].m = merged.m;
+        running[r].total = v_first(merged.total);
+    }
+}
+
+/* Writes the results of the unit's rows. */
+static void write_rows_of_unit(const pp_prefill *work, const prefill_scratch *scratch, int64_t row_stride) {
+    const pp_chunk *chunk = &work->chunk;
+    const int64_t dims = chunk->pool->layout.v_head_dim, width = row_stride - PP_GROUP;
+    for (int32_t r = 0, query = work->query_begin; query < work->query_end; query++)
+        for (int32_t h = 0; h < chunk->group_size; h++, r++) {
+            const int64_t head = (int64_t)work->kv_head * chunk->group_size + h;
+            const int64_t at = query * work->num_qo_heads + head;
+            float *row = scratch->rows + r * row_stride;
+            merged_row merged = {.total = v_set1(scratch->running[r].total),
+                                 .m = scratch->running[r].m,
+                                 .empty = !scratch->running[r].some,
+                                 .sum = row};
+            if (work->sinks && !merged.empty) merge_sink(&merged, row, work->sinks[head], width);
+            write_result(&merged, work->out, work->out_dtype, at * dims, dims);
+            if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, v_first(merged.total));
+        }
+}
+
+/* The unit's query rows from `row` on as f32, those past its last one as good as any. */
+static void list_queries(const pp_prefill *work, int32_t row, int count, const prefill_scratch *scratch,
+                         const float **rows) {
+    const int32_t dims = work->chunk.pool->layout.head_dim, group_size = work->chunk.group_size;
+    for (int r = 0; r < count; r++)
+        rows[r] = query_row(&work->queries, work->query_begin + (row + r) / group_size,
+                            (int64_t)work->kv_head * group_size + (row + r) % group_size, scratch->widened + r * dims,
+                            dims);
+    for (int r = count; r < PP_QUERY_ROWS; r++) rows[r] = rows[0];
+}

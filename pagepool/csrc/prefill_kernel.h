@@ -1,0 +1,305 @@
+/* prefill_kernel.h: query tokens of one sequence and kv head over all tokens that they see, in one arithmetic.
+ *
+ * Included once per arithmetic and ISA after prefill_common.h, with PP_DTYPE defined: exact, which reads groups of f32
+ * (other dtypes are widened chunk by chunk, once for all rows of the unit), and with PP_DOT the pairs of bf16. */
+#ifdef PP_DOT
+#define IS_EXACT 0
+enum { PP_NAME(TOKENS) = 2 }; /* tokens of V that one product takes */
+#else
+#define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
+#define IS_EXACT 1
+#define WEIGH weigh
+enum { PP_NAME(TOKENS) = 1 };
+#endif
+
+/* Where subnormals are flushed by a mode: decode_dot.h.  What is called is no function that is inlined. */
+#if defined(PP_DOT) && PP_FLUSHES
+#define FLUSHED(call) \
+    do { \
+        const unsigned before = flush_begin(); \
+        call; \
+        flush_end(before); \
+    } while (0)
+static __attribute__((noinline)) void PP_NAME(sum_panel)(const pp_panel *panel, const float *p) {
+    for (int r = 0; r < PP_PANEL; r++)
+        PP_NAME(sum_weights)(p + r * PP_TILE, panel->sums + (r + 1) * panel->row_stride - PP_GROUP);
+}
+#else
+#define FLUSHED(call) call
+#endif
+
+/* sum[r][j] += x[j] * y[r * step], for rows x vectors that are in registers. */
+PP_INLINE void PP_NAME(add_outer)(const int ROWS, const int NV, const pp_v *x, const float *y, const int64_t step,
+                                  pp_v *sum) {
+    PP_UNROLL for (int r = 0; r < ROWS; r++) {
+#ifdef PP_DOT
+        const pp_v all = v_set1(y[r * step]);
+        PP_UNROLL for (int j = 0; j < NV; j++) sum[r * NV + j] = v_dot(sum[r * NV + j], x[j], all);
+#else
+        const pp_broadcast all = v_broadcast(y + r * step);
+        PP_UNROLL for (int j = 0; j < NV; j++) sum[r * NV + j] = v_fma_broadcast(x[j], all, sum[r * NV + j]);
+#endif
+    }
+}
+
+/* Scores of NV vectors of tokens for all rows: the chain over even dims or that over ODD ones, which is added to it. */
+PP_INLINE void PP_NAME(panel_chain)(const int NV, const int ODD, const pp_panel *panel, const unsigned char *const *k,
+                                    float *s) {
+    enum { FLOATS = IS_EXACT ? 2 : 1, PAIR_BYTES = PP_GROUP * 4 * FLOATS }; /* of packed queries; of K */
+    const int64_t bytes = panel->head_dim / 2 * PAIR_BYTES;
+    const float *q = panel->q + ODD;
+    const unsigned char *at[4];
+    pp_v sum[PP_PANEL * 4];
+    int64_t ahead[4];
+    PP_UNROLL for (int j = 0; j < NV; j++) {
+        at[j] = k[j] + ODD * PP_GROUP * 4;
+        ahead[j] = distance_of(k[j + PP_TILE / PP_LANES] + ODD * PP_GROUP * 4, at[j]);
+    }
+    PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
+        PP_UNROLL for (int j = 0; j < NV; j++) sum[r * NV + j] = v_set1(0.0f);
+    for (int64_t i = 0; i < bytes; i += PAIR_BYTES, q += FLOATS * PP_PANEL) {
+        pp_v x[4];
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            x[j] = v_load((const float *)(at[j] + i));
+            if (j * PP_LANES * 4 % 64 == 0) prefetch_into_l1(at_distance(at[j] + i, ahead[j]));
+        }
+        PP_NAME(add_outer)(PP_PANEL, NV, x, q, FLOATS, sum);
+    }
+    PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            float *to = s + r * PP_TILE + j * PP_LANES;
+            v_store(to, ODD ? v_add(v_load(to), sum[r * NV + j]) : sum[r * NV + j]);
+        }
+}
+
+static __attribute__((noinline)) void PP_NAME(panel_chains)(const pp_panel *panel, const unsigned char *const *k,
+                                                            float *s) {
+    PP_NAME(panel_chain)(PP_PANEL_SCORES, 0, panel, k, s);
+    PP_OPAQUE(s); /* or the first chain's sums stay in registers, which the second one needs */
+    if (IS_EXACT) PP_NAME(panel_chain)(PP_PANEL_SCORES, 1, panel, k, s);
+}
+
+#if PP_PANEL_SCORES * PP_LANES > PP_GROUP
+/* The same of one group: at the diagonal the other one is often not seen. */
+static __attribute__((noinline)) void PP_NAME(panel_chains_of_group)(const pp_panel *panel,
+                                                                     const unsigned char *const *k, float *s) {
+    PP_NAME(panel_chain)(PP_GROUP / PP_LANES, 0, panel, k, s);
+    PP_OPAQUE(s);
+    if (IS_EXACT) PP_NAME(panel_chain)(PP_GROUP / PP_LANES, 1, panel, k, s);
+}
+#endif
+
+/* Scores of the tiles that are seen; of one whose second group nobody sees, those of the first. */
+static void PP_NAME(panel_scores)(pp_panel *panel, const unsigned char *const *k) {
+    enum { PER_GROUP = PP_GROUP / PP_LANES, VECTORS = PP_TILE / PP_LANES };
+    for (int t = panel->first; t < panel->end; t++) {
+        uint32_t seen = 0;
+        for (int r = 0; !panel->whole[t] && r < panel->rows; r++) seen |= panel->seen[t][r];
+        const int vectors = panel->whole[t] || seen >> PP_GROUP ? VECTORS : VECTORS / 2;
+        const unsigned char *at[2 * VECTORS];
+        for (int j = 0; j < 2 * VECTORS; j++)
+            at[j] = k[2 * t + j / PER_GROUP] + j % PER_GROUP * PP_LANES * 4;
+#if PP_PANEL_SCORES * PP_LANES > PP_GROUP
+        if (vectors < VECTORS) {
+            PP_NAME(panel_chains_of_group)(panel, at, panel->s[t]);
+            continue;
+        }
+#endif
+        for (int j = 0; j < vectors; j += PP_PANEL_SCORES)
+            PP_NAME(panel_chains)(panel, at + j, panel->s[t] + j * PP_LANES);
+    }
+}
+
+/* Makes scores weights, and adds these up. */
+static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, int64_t distance) {
+    float *sums = panel->sums;
+    const int64_t stride = panel->row_stride;
+    for (int t = panel->first; t < panel->end; t++) {
+        float *s = panel->s[t];
+#ifdef PP_DOT
+        const pp_v scale = v_set1(panel->tile.scale);
+        for (int i = 0; i < PP_PANEL * PP_TILE; i += PP_LANES) v_store(s + i, v_mul(v_load(s + i), scale));
+#endif
+        panel->tile.distance = distance + t * PP_TILE;
+        transform_scores(&panel->tile, 0, panel->rows, s);
+        if (!panel->whole[t]) mask_panel(panel, t, s);
+        panel->raised[t] = (uint8_t)raise_if_above(PP_PANEL, s, panel->m, sums, stride, panel->rescale[t]);
+        PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
+            WEIGH(s + r * PP_TILE, panel->m[r], sums + (r + 1) * stride - PP_GROUP);
+#if defined(PP_DOT) && PP_FLUSHES
+        FLUSHED(PP_NAME(sum_panel)(panel, s)); /* which WEIGH leaves */
+#endif
+    }
+}
+
+/* Adds p V of the chunk's tokens [from, to), which begin and end at pairs and of which a pass of rows sees all, to NV
+ * vectors of dims.  `offset` leads to them in a group, rows of which are `width` words wide. */
+PP_INLINE void PP_NAME(run_of_values)(const int NV, const pp_panel *panel, const unsigned char *const *v, int from,
+                                      int to, int r0, int64_t offset, int64_t width, float *sums) {
+    enum { TOKENS = PP_NAME(TOKENS) };
+    pp_v sum[PP_VALUE_ROWS * 4];
+    PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            sum[r * NV + j] = v_load(sums + r * panel->row_stride + j * PP_LANES);
+    for (int at = from; at < to;) {
+        const int t = at / PP_TILE;
+        if (at % PP_TILE == 0 && panel->raised[t])
+            PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
+                PP_UNROLL for (int j = 0; j < NV; j++)
+                    sum[r * NV + j] = v_mul(sum[r * NV + j], v_set1(panel->rescale[t][r0 + r]));
+        const int group_end = (at / PP_GROUP + 1) * PP_GROUP, end = group_end < to ? group_end : to;
+        const unsigned char *row = v[at / PP_GROUP] + offset + at % PP_GROUP / TOKENS * width * 4;
+        const int64_t ahead = distance_of(v[at / PP_GROUP + 1], v[at / PP_GROUP]);
+        const float *p = panel->s[t] + r0 * PP_TILE + at % PP_TILE / TOKENS;
+        for (; at < end; at += TOKENS, row += width * 4, p++) {
+            pp_v x[4];
+            PP_UNROLL for (int j = 0; j < NV; j++) {
+                x[j] = v_load((const float *)row + j * PP_LANES);
+                if (j * PP_LANES * 4 % 64 == 0) prefetch_into_l1(at_distance(row, ahead) + j * PP_LANES * 4);
+            }
+            PP_NAME(add_outer)(PP_VALUE_ROWS, NV, x, p, PP_TILE, sum);
+        }
+    }
+    PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
+        PP_UNROLL for (int j = 0; j < NV; j++)
+            v_store(sums + r * panel->row_stride + j * PP_LANES, sum[r * NV + j]);
+}
+
+/* Adds p V of the tokens of a tile that one row sees to its dims from `column` on. */
+static __attribute__((noinline)) void PP_NAME(values_of_row)(const unsigned char *const *v, int dims, int column,
+                                                             uint32_t seen, const float *p, float *sums) {
+    for (int d = column, next; d < dims; d = next) {
+        const int run = d / PP_V_RUN * PP_V_RUN, width = dims - run < PP_V_RUN ? dims - run : PP_V_RUN;
+        const int left = run + width - d;
+        const int64_t offset = (int64_t)run * PP_GROUP * (IS_EXACT ? 4 : 2) + (d - run) * 4;
+        pp_v sum = v_load(sums + d);
+        next = left < PP_LANES ? d + left : d + PP_LANES;
+        for (uint32_t bits = seen; bits;) {
+            const int token = __builtin_ctz(bits), place = token % PP_GROUP / PP_NAME(TOKENS);
+            const unsigned char *row = v[token / PP_GROUP] + offset + place * width * 4;
+            pp_v x;
+            if (left < PP_LANES) { /* behind the last dims nothing need be */
+                float lanes[PP_LANES] = {0};
+                memcpy(lanes, row, (size_t)left * sizeof(float));
+                x = v_load(lanes);
+            } else {
+                x = v_load((const float *)row);
+            }
+#ifdef PP_DOT
+            const uint32_t pair = bits >> (token & ~1) & 3;
+            if (pair != 3) x = keep_bits(x, pair == 1 ? 0x0000ffffu : 0xffff0000u);
+            bits &= ~(3u << (token & ~1));
+#else
+            bits &= bits - 1;
+#endif
+            PP_NAME(add_outer)(1, 1, &x, p + token / PP_NAME(TOKENS), 0, &sum);
+        }
+        v_store(sums + d, sum);
+    }
+}
+
+/* The chunk's tokens [from, to), all of which a pass of rows sees. */
+static __attribute__((noinline)) void PP_NAME(common_values)(const pp_panel *panel, const unsigned char *const *v,
+                                                             int from, int to, int r0) {
+    enum { COLUMNS = PP_PANEL_VALUES * PP_LANES, RUN_BYTES = PP_V_RUN * PP_GROUP * (IS_EXACT ? 4 : 2) };
+    _Static_assert(PP_V_RUN % COLUMNS == 0, "passes of values are within runs");
+    float *sums = panel->sums + r0 * panel->row_stride;
+    const int dims = panel->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN, width = dims - whole;
+    int d = 0;
+    for (; d < whole; d += COLUMNS)
+        PP_NAME(run_of_values)(PP_PANEL_VALUES, panel, v, from, to, r0,
+                               (int64_t)(d / PP_V_RUN) * RUN_BYTES + d % PP_V_RUN * 4, PP_V_RUN, sums + d);
+    for (; d + PP_LANES <= dims; d += PP_LANES)
+        PP_NAME(run_of_values)(1, panel, v, from, to, r0, (int64_t)(whole / PP_V_RUN) * RUN_BYTES + (d - whole) * 4,
+                               width, sums + d);
+    for (int t = from / PP_TILE; d < dims && t * PP_TILE < to; t++)
+        for (int r = 0; r < PP_VALUE_ROWS; r++) { /* the last 8 dims of rows that are no multiple of a vector */
+            float *row = sums + r * panel->row_stride;
+            if (panel->raised[t]) v_store(row + d, v_mul(v_load(row + d), v_set1(panel->rescale[t][r0 + r])));
+            PP_NAME(values_of_row)(v + 2 * t, dims, d, pp_bits_between(0, to - t * PP_TILE),
+                                   panel->s[t] + (r0 + r) * PP_TILE, row);
+        }
+}
+
+/* Adds p V of the chunk: the tokens that all rows of a pass see together, the others row by row. */
+static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *const *v) {
+    for (int r0 = 0; r0 < panel->rows; r0 += PP_VALUE_ROWS)
+        for (int t = panel->first; t < panel->end;) {
+            const int from = t * PP_TILE;
+            int to = from, all = PP_TILE;
+            for (; t < panel->end && all == PP_TILE; t++) {
+                all = tokens_in_common(panel, t, r0);
+                to = t * PP_TILE + all;
+            }
+            if (from < to) PP_NAME(common_values)(panel, v, from, to, r0);
+            if (all == PP_TILE) continue;
+            const int last = t - 1;
+            for (int r = r0; r < r0 + PP_VALUE_ROWS && r < panel->rows; r++) {
+                float *sums = panel->sums + r * panel->row_stride;
+                const uint32_t left = panel->seen[last][r] & ~pp_bits_between(0, all);
+                if (!all && panel->raised[last])
+                    for (int d = 0; d < panel->row_stride - PP_GROUP; d += PP_LANES)
+                        v_store(sums + d, v_mul(v_load(sums + d), v_set1(panel->rescale[last][r])));
+                if (left)
+                    PP_NAME(values_of_row)(v + 2 * last, panel->v_head_dim, 0, left, panel->s[last] + r * PP_TILE,
+                                           sums);
+            }
+        }
+}
+
+static void PP_NAME(prefill)(const pp_prefill *work) {
+    const pp_kv_layout *layout = &work->chunk.pool->layout;
+    const int32_t group_size = work->chunk.group_size, rows = (work->query_end - work->query_begin) * group_size;
+    const int64_t first_row = (int64_t)work->query_begin * group_size;
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
+    prefill_scratch scratch;
+    pp_chunk chunk = work->chunk;
+    lay_out(layout, IS_EXACT, rows, work->scratch, &scratch);
+    pp_panel *panel = scratch.panel;
+    const int64_t q_floats = (int64_t)PP_PANEL * layout->head_dim / (IS_EXACT ? 1 : 2);
+    panel->head_dim = layout->head_dim;
+    panel->v_head_dim = layout->v_head_dim;
+    panel->row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
+    panel->sums = scratch.sums;
+    panel->tile = (pp_tile){.scale = pp_in_base_2(chunk.sm_scale),
+                            .cap = pp_in_base_2(chunk.logits_soft_cap),
+                            .alibi_slopes = chunk.alibi_slopes ? chunk.alibi_slopes + work->kv_head * group_size : NULL,
+                            .group_size = group_size};
+    if (panel->tile.cap != 0.0f) panel->tile.inverse_cap = 1.0f / panel->tile.cap;
+    for (int32_t r = 0; r < rows; r += PP_PANEL) {
+        const float *queries[PP_QUERY_ROWS];
+        list_queries(work, r, rows - r < PP_PANEL ? rows - r : PP_PANEL, &scratch, queries);
+        transpose_panel(IS_EXACT, scratch.q + r / PP_PANEL * q_floats, queries, layout->head_dim, panel->tile.scale);
+    }
+    for (int32_t r = 0; r < rows; r++) scratch.running[r] = (pp_running){.some = 0};
+    const int64_t first = pp_first_seen(&chunk.view, work->query_begin);
+    const int64_t last = pp_end_seen(&chunk.view, work->query_end - 1);
+    for (chunk.begin = first / PP_CHUNK * PP_CHUNK; chunk.begin < last; chunk.begin += PP_CHUNK) {
+        chunk.first = first > chunk.begin ? first : chunk.begin;
+        chunk.end = chunk.begin + PP_CHUNK < last ? chunk.begin + PP_CHUNK : last;
+        const int64_t begin = chunk.first / PP_TILE * PP_TILE;
+        read_chunk(&chunk, work->kv_head, IS_EXACT, &scratch, k, v);
+        for (int32_t r = 0; r < rows; r += PP_PANEL) {
+            panel->rows = rows - r < PP_PANEL ? rows - r : PP_PANEL;
+            panel->q = scratch.q + r / PP_PANEL * q_floats;
+            panel->tile.row = (int32_t)(first_row + r);
+            look_at_tiles(panel, &chunk, begin, first_row + r);
+            if (panel->first >= panel->end) continue;
+            for (int i = 0; i < PP_RESCALES; i++) panel->m[i] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
+            memset(panel->sums, 0, (size_t)(PP_PANEL * panel->row_stride) * sizeof(float));
+            FLUSHED(PP_NAME(panel_scores)(panel, k));
+            PP_NAME(panel_softmax)(panel, begin - pp_position(&chunk.view, 0));
+            FLUSHED(PP_NAME(panel_values)(panel, v));
+            merge_panel(panel, scratch.running + r, scratch.rows + r * panel->row_stride);
+        }
+    }
+    write_rows_of_unit(work, &scratch, panel->row_stride);
+}
+
+#undef IS_EXACT
+#undef FLUSHED
+#ifndef PP_DOT
+#undef PP_NAME
+#undef PP_DTYPE
+#undef WEIGH
+#endif
