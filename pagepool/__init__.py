@@ -3,7 +3,7 @@
 from pagepool._paths import get_include, get_library_dir
 from pagepool._version import __version__
 from pagepool.attention.cpu import cpu_info
-from pagepool.attention.decode import decode
+from pagepool.attention.decode import decode, prefill
 from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, PreemptionCosts, SchedulerConfig, StateLayout, Tenant
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
@@ -97,4 +97,5 @@ __all__ = [
     "get_library_dir",
     "merge_state",
     "merge_states",
+    "prefill",
 ]

@@ -141,6 +141,7 @@ cdef extern from "pagepool/attention.h" nogil:
         pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes) noexcept
     void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) noexcept
     pp_status pp_decode(const pp_decode_args *args, int num_threads) noexcept
+    pp_status pp_prefill(const pp_decode_args *args, int num_threads) noexcept
 
     ctypedef struct pp_merge_args:
         int64_t num_rows

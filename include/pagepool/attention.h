@@ -1,4 +1,4 @@
-/* pagepool/attention.h: decode attention over pages, for callers of C.
+/* pagepool/attention.h: attention over pages, decode and prefill, for callers of C.
  *
  * One query token per sequence, or several, attends over the K and V that the pool holds for it:
  *
@@ -26,6 +26,10 @@
  *     // thread A:  pp_decode_run(&plan, 0, plan.num_units / 2);
  *     // thread B:  pp_decode_run(&plan, plan.num_units / 2, plan.num_units);
  *     // both have ended:  free(workspace);
+ *
+ * Sequences of many query tokens, whole prompts or chunks of them, are cut into blocks of these, whose results are
+ * computed in tiles of many rows (a row: a query head of a query token) and written without partial results, in scratch
+ * that does not grow with the tokens.  Their bits are those of decode, token by token.
  *
  * A thread that runs units must have been started, or woken through a lock, after pp_decode_plan_init; who has waited
  * for all of them sees the results.  Any number of plans of one pool may run at the same time, and so may pp_kv_append
@@ -101,7 +105,8 @@ typedef struct pp_decode_args {
     float logits_soft_cap;        /* 0: none; else, from 1e-30 to 1e30, a score becomes cap * tanh(score / cap) */
     const float *alibi_slopes;    /* NULL, or (num_qo_heads,): slope * (t - position) is added, after the cap */
     const float *sinks;           /* NULL, or (num_qo_heads,): a score that takes weight and has no value */
-    int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit */
+    int32_t num_threads;          /* who share the units: decides how finely they are cut, never a bit.  There may be
+                                     scratch for as many ranges at a time: one more waits until one of them ends */
     void *out;                    /* (num_queries, num_qo_heads, v_head_dim), C-contiguous */
     float *lse;                   /* NULL, or (num_queries, num_qo_heads): log of the sum of exp(scores), with sinks */
     float *block_scores;          /* NULL, or (num_queries, num_qo_heads, block_tables_width): the weights block by
@@ -135,7 +140,7 @@ PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
  * too small or not aligned, results or a workspace that overlap each other or anything that is read, whatever the
  * strides; PP_INVALID_BLOCK: an id out of range, of a block that is not before all windows of its sequence) and plans;
  * nothing is written on failure but the workspace. `workspace` is 64-byte aligned and must live until the last unit is
- * done; so must the pool, the mask with its two arrays, sinks and the results.  q, block_tables, seq_lens,
+ * done; so must q, the pool, the mask with its two arrays, sinks and the results.  block_tables, seq_lens,
  * query_start_loc and slopes are copied.  Running a unit takes up to 20 KB of stack. */
 PP_API pp_status pp_decode_plan_init(pp_decode_plan *plan, const pp_decode_args *args, void *workspace, size_t bytes);
 
@@ -171,6 +176,10 @@ PP_API pp_status pp_merge_states(const pp_merge_args *args);
 /* Plans and runs on up to `num_threads` threads, fewer for work of a few microseconds, with scratch of its own.
  * PP_NO_MEMORY when there is none.  The calling thread keeps up to 8 MB of scratch for its next call, until it ends. */
 PP_API pp_status pp_decode(const pp_decode_args *args, int num_threads);
+
+/* The same for the new tokens of prompts, or of chunks of them: query_start_loc must be there, or it is
+ * PP_INVALID_ARGUMENT.  Sequences with one new token may be among them. */
+PP_API pp_status pp_prefill(const pp_decode_args *args, int num_threads);
 
 #ifdef __cplusplus
 }

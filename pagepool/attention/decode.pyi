@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from pagepool.memory.kv_pool import KvCachePool
 
-__all__ = ["decode"]
+__all__ = ["decode", "prefill"]
 
 @overload
 def decode(
@@ -27,7 +27,7 @@ def decode(
     return_block_scores: Literal[False] = False,
     arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
-) -> NDArray[np.float32]: ...
+) -> NDArray[Any]: ...
 @overload
 def decode(
     q: Any,
@@ -48,7 +48,7 @@ def decode(
     return_block_scores: Literal[False] = False,
     arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 @overload
 def decode(
     q: Any,
@@ -69,7 +69,7 @@ def decode(
     return_block_scores: Literal[True],
     arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 @overload
 def decode(
     q: Any,
@@ -90,4 +90,44 @@ def decode(
     return_block_scores: Literal[True],
     arithmetic: Literal["exact", "bf16"] = "exact",
     num_threads: int | None = None,
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]: ...
+) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.float32]]: ...
+@overload
+def prefill(
+    q: Any,
+    pool: KvCachePool,
+    layer: int,
+    block_tables: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    *,
+    custom_mask: Any = None,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    out: Any = None,
+    return_lse: Literal[False] = False,
+    arithmetic: Literal["exact", "bf16"] = "exact",
+    num_threads: int | None = None,
+) -> NDArray[Any]: ...
+@overload
+def prefill(
+    q: Any,
+    pool: KvCachePool,
+    layer: int,
+    block_tables: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    *,
+    custom_mask: Any = None,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    out: Any = None,
+    return_lse: Literal[True],
+    arithmetic: Literal["exact", "bf16"] = "exact",
+    num_threads: int | None = None,
+) -> tuple[NDArray[Any], NDArray[np.float32]]: ...

@@ -1,4 +1,4 @@
-"""Decode attention over pages: the last query tokens of each sequence.
+"""Attention over pages: the last query tokens of each sequence, one (decode) or many (prefill).
 
 Checks arguments before anything is written, releases the GIL and hands the work to pagepool/csrc; the arithmetic and
 its order are written down in `pagepool.reference.canonical`.
@@ -16,6 +16,7 @@ from pagepool.attention.masks cimport MaskBits
 from pagepool.csrc cimport (
     PP_BF16,
     PP_EXACT,
+    PP_F16,
     PP_F32,
     PP_MAX_THREADS,
     PP_NO_MEMORY,
@@ -46,7 +47,7 @@ import numpy as np
 
 from pagepool.errors import InvalidBlock
 
-__all__ = ["decode"]
+__all__ = ["decode", "prefill"]
 
 cdef object FLOAT32 = np.dtype(np.float32)
 cdef object empty = np.empty
@@ -57,8 +58,15 @@ cdef pp_dtype kind_of(const Tensor *tensor) noexcept:
     return PP_BF16 if tensor.kind == TENSOR_BITS16 else <pp_dtype>tensor.kind
 
 
-cdef bint is_float32(const Py_buffer *view) noexcept:
-    return view.format != NULL and view.itemsize == sizeof(float) and has_format(view.format, b"f")
+cdef int kind_of_view(const Py_buffer *view) noexcept:
+    """The pp_dtype of a buffer's elements, or -1."""
+    if view.format == NULL:
+        return -1
+    if view.itemsize == sizeof(float):
+        return PP_F32 if has_format(view.format, b"f") else -1
+    if view.itemsize != 2:
+        return -1
+    return PP_F16 if has_format(view.format, b"e") else PP_BF16 if has_format(view.format, b"H") else -1
 
 
 cdef double read_float(str name, object number) except? -1.0:
@@ -266,17 +274,23 @@ cdef class Arguments:
         return numbers
 
     cdef int read_out(self, object out) except -1:
-        """Holds `out`: writable C-contiguous f32 of q's shape that overlaps nothing that is read."""
-        cdef Py_ssize_t axis, step = sizeof(float), one = 1
+        """Holds `out`: writable, C-contiguous, of q's shape, overlapping nothing that is read."""
+        cdef Py_ssize_t axis, step, one = 1
+        cdef int kind
         cdef const Py_buffer *view = &self.out.view
         if not PyObject_CheckBuffer(out):
-            raise TypeError(f"out must be a float32 array, not {type(out).__name__}")
+            raise TypeError(f"out must be an array of float32, float16 or bfloat16, not {type(out).__name__}")
+        if isinstance(out, np.ndarray) and out.dtype.name == "bfloat16":  # NumPy has no format for it
+            out = out.view(np.uint16)
         get_buffer(out, &self.out)
         self.has_out = True
         if view.readonly:
             raise ValueError("out is read-only: it is where the result is written")
-        if not is_float32(view):
-            raise TypeError(f"out must be float32, not {getattr(out, 'dtype', memoryview(out).format)}")
+        kind = kind_of_view(view)
+        if kind < 0:
+            raise TypeError("out must be float32, float16 or bfloat16 (uint16 bits), not "
+                            f"{getattr(out, 'dtype', memoryview(out).format)}")
+        step = view.itemsize
         if (view.ndim != 3 or view.shape[0] != self.q.shape[0] or view.shape[1] != self.q.shape[1]
                 or view.shape[2] != self.pool.c_pool.layout.v_head_dim):
             shape = self.q.shape[0], self.q.shape[1], self.pool.c_pool.layout.v_head_dim
@@ -288,8 +302,8 @@ cdef class Arguments:
                     f"out must be C-contiguous: axis {axis} steps {view.strides[axis]} bytes, not {step}"
                 )
             step *= view.shape[axis]
-        if <size_t>view.buf % sizeof(float):
-            raise ValueError(f"out must be aligned to {sizeof(float)} bytes")
+        if <size_t>view.buf % <size_t>view.itemsize:
+            raise ValueError(f"out must be aligned to {view.itemsize} bytes")
         self.check_apart("q", self.q.data, self.q.shape, self.q.strides, 3, self.q.item_bytes)
         self.check_apart("block_tables", <const char *>self.tables.data, self.tables.buffer.view.shape,
                          self.tables.buffer.view.strides, 2, sizeof(int32_t))
@@ -302,7 +316,8 @@ cdef class Arguments:
             self.check_apart("custom_mask", <const char *>self.mask.bits, &self.mask.num_bytes, &one, 1, 1)
         cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes
         self.check_apart("the pool's pages", <const char *>self.pool.c_pool.base, &pool_bytes, &one, 1, 1)
-        self.args.out = <float *>view.buf
+        self.args.out = view.buf
+        self.args.out_dtype = kind
         return 0
 
     cdef int check_apart(self, str name, const char *data, const Py_ssize_t *shape, const Py_ssize_t *strides,
@@ -419,7 +434,8 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
                    the cap (ALiBi, Press et al.)
     sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss);
                    -inf for no sink
-    out            an array to write to: float32, C-contiguous, of the result's shape, overlapping no input
+    out            an array to write to: float32, float16 or bfloat16 (or uint16 for its bits), to nearest even,
+                   C-contiguous, of the result's shape, overlapping no input
     return_lse     also return the natural log of the sum of exp(score) of each row, sinks included
     return_block_scores  also return the weight of each block: the sum of the row's weights over its tokens, for
                    attention-based eviction
@@ -428,7 +444,7 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
                    twice as much; slower on a CPU without them. All else stays float32
     num_threads    the most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS
 
-    Returns `out`, float32 (n_tokens, num_qo_heads, v_head_dim). With return_lse or return_block_scores returns a tuple
+    Returns `out`, by default a new array of float32, (n_tokens, num_qo_heads, v_head_dim). With return_lse or return_block_scores returns a tuple
     of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens, num_qo_heads, width), which are 0
     for blocks that the row does not see. A query token that sees nothing gives zeros and the lse -inf: in an empty
     sequence, or when a sequence has more query tokens than seq_len. The bits depend only on the row's own query and the
@@ -468,6 +484,55 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     >>> out.shape, scores[:, 0, 0].tolist()
     ((2, 4, 64), [1.0, 1.0])
     """
+    return attend(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask, sm_scale, window_left,
+                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, return_block_scores, arithmetic, num_threads)
+
+
+def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens, query_start_loc, *, custom_mask=None,
+            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
+            return_lse=False, arithmetic="exact", num_threads=None):
+    """Attends with the new tokens of each sequence, a whole prompt or a chunk of it, over the pages.
+
+    Append the K and V of the new tokens first: `seq_lens` counts them. Any tokens before them are read from the pages,
+    whether an earlier chunk, another sequence or a prefix cache brought them there. Sequences with one new token, which
+    are decoded, may be in the same call.
+
+    q              (n_tokens, num_qo_heads, head_dim), float32, float16 or bfloat16 (or its bits as uint16): the new
+                   tokens of all sequences, one sequence behind the other
+    query_start_loc  (n_seqs + 1,), int32: sequence s has the tokens query_start_loc[s] up to query_start_loc[s + 1] of q
+
+    All else is as for `decode`: arguments, result and errors. A token's result has the same bits whether its prompt
+    comes in one call or in chunks of any size, after a hit in a prefix cache, or token by token through `decode`.
+
+    From 24 rows of a KV head on (query heads of its group times query tokens) scores and values are computed as tiles of
+    many rows, at the rate of the CPU's multiply-adds. A thread needs about 1 MB of scratch, however many tokens there
+    are.
+
+    Sources: chunked prefill (Sarathi-Serve, Agrawal et al., OSDI 2024); online softmax over tiles (FlashAttention, Dao
+    et al., 2022).
+
+    >>> import numpy as np
+    >>> from pagepool import KvCachePool, KvLayout, PagedSeqState, decode, prefill
+    >>> pool = KvCachePool.from_layout(KvLayout(1, 2, 64, dtype="float32"), num_blocks=4)
+    >>> seq = PagedSeqState(pool.allocator, block_size=16)
+    >>> keys = values = np.random.default_rng(1).standard_normal((40, 2, 64), np.float32)
+    >>> pool.append(0, seq.append(40), keys, values)
+    >>> tables, queries = np.asarray(seq.block_table)[None], np.ones((40, 4, 64), np.float32)
+    >>> out = prefill(queries, pool, 0, tables, np.array([40], np.int32), np.array([0, 40], np.int32))
+    >>> last = decode(queries[39:], pool, 0, tables, np.array([40], np.int32))
+    >>> out.shape, bool((out[39:] == last).all())
+    ((40, 4, 64), True)
+    """
+    if query_start_loc is None:
+        raise TypeError("query_start_loc must be an array: it says where each sequence's tokens begin in q")
+    return attend(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask, sm_scale, window_left,
+                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, False, arithmetic, num_threads)
+
+
+cdef object attend(object q, KvCachePool pool, object layer, object block_tables, object seq_lens,
+                   object query_start_loc, object custom_mask, object sm_scale, object window_left,
+                   object logits_soft_cap, object alibi_slopes, object sinks, object out, bint return_lse,
+                   bint return_block_scores, object arithmetic, object num_threads):
     cdef Arguments call = Arguments()
     cdef int threads = read_threads(num_threads)
     cdef pp_status status

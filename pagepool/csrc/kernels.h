@@ -103,7 +103,7 @@ typedef struct pp_queries {
 
 /* Prefill: query tokens [query_begin, query_end) of a sequence, for the query heads of one kv head, over all tokens
  * that they see.  Writes their results, which have the bits that chunks and merging would give. */
-typedef struct pp_prefill {
+typedef struct pp_query_block {
     pp_chunk chunk;     /* of the sequence: pool, layer, blocks, first_block, view, group_size, sm_scale, soft cap, slopes;
                            the rest is set as the walk goes */
     pp_queries queries; /* from the sequence's first query token on */
@@ -113,7 +113,7 @@ typedef struct pp_prefill {
     float *lse;         /* NULL, or of the sequence's first query token */
     const float *sinks; /* NULL or (num_qo_heads,) */
     unsigned char *scratch; /* prefill_bytes of it */
-} pp_prefill;
+} pp_query_block;
 
 /* K or V of one kv head for neighbouring tokens, all of one group of a tiled page. */
 typedef struct pp_rows {
@@ -142,7 +142,7 @@ typedef struct pp_kernels {
     void (*pack_queries[2])(float *to, const pp_queries *from, int32_t num_kv_heads, int32_t group_size,
                             int32_t num_queries, int32_t head_dim, float sm_scale);
     int32_t max_rows; /* of a part */
-    void (*prefill[2])(const pp_prefill *); /* by pp_arithmetic */
+    void (*prefill[2])(const pp_query_block *); /* by pp_arithmetic */
     int32_t panel_rows;                     /* rows that prefill computes at once */
     int64_t (*prefill_bytes)(const pp_kv_layout *layout, int exact, int32_t rows); /* of scratch */
     void (*write_rows)(const pp_rows *);

@@ -497,7 +497,7 @@ static void run_block(const pp_decode_plan *plan, int32_t s, int64_t index, unsi
     const pp_decode_args *args = &plan->args;
     const int64_t heads = args->pool->layout.num_kv_heads, block = blocks_of(plan, s) - 1 - index / heads;
     const int64_t row = (int64_t)plan->query_begin[s] * args->num_qo_heads, end = (block + 1) * plan->block_queries;
-    pp_prefill work = {
+    pp_query_block work = {
         .queries = queries_from(plan, s, NULL),
         .kv_head = (int32_t)(index % heads),
         .query_begin = (int32_t)(block * plan->block_queries),
@@ -579,4 +579,8 @@ pp_status pp_decode(const pp_decode_args *args, int num_threads) {
     if (status == PP_OK) pp_parallel_for(num_threads, plan.num_units, run_range, &plan);
     pp_workspace_return(workspace);
     return status;
+}
+
+pp_status pp_prefill(const pp_decode_args *args, int num_threads) {
+    return args->query_start_loc ? pp_decode(args, num_threads) : PP_INVALID_ARGUMENT;
 }

@@ -201,7 +201,7 @@ static void merge_panel(const pp_panel *panel, pp_running *running, float *rows)
 }
 
 /* Writes the results of the unit's rows. */
-static void write_rows_of_unit(const pp_prefill *work, const prefill_scratch *scratch, int64_t row_stride) {
+static void write_rows_of_unit(const pp_query_block *work, const prefill_scratch *scratch, int64_t row_stride) {
     const pp_chunk *chunk = &work->chunk;
     const int64_t dims = chunk->pool->layout.v_head_dim, width = row_stride - PP_GROUP;
     for (int32_t r = 0, query = work->query_begin; query < work->query_end; query++)
@@ -220,7 +220,7 @@ static void write_rows_of_unit(const pp_prefill *work, const prefill_scratch *sc
 }
 
 /* The unit's query rows from `row` on as f32, those past its last one as good as any. */
-static void list_queries(const pp_prefill *work, int32_t row, int count, const prefill_scratch *scratch,
+static void list_queries(const pp_query_block *work, int32_t row, int count, const prefill_scratch *scratch,
                          const float **rows) {
     const int32_t dims = work->chunk.pool->layout.head_dim, group_size = work->chunk.group_size;
     for (int r = 0; r < count; r++)

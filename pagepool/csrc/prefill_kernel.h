@@ -247,7 +247,7 @@ static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *co
         }
 }
 
-static void PP_NAME(prefill)(const pp_prefill *work) {
+static void PP_NAME(prefill)(const pp_query_block *work) {
     const pp_kv_layout *layout = &work->chunk.pool->layout;
     const int32_t group_size = work->chunk.group_size, rows = (work->query_end - work->query_begin) * group_size;
     const int64_t first_row = (int64_t)work->query_begin * group_size;
