@@ -131,6 +131,7 @@ cdef extern from "pagepool/attention.h" nogil:
         int32_t arithmetic
         int32_t q_dtype
         int32_t out_dtype
+        int32_t no_cascade
 
     ctypedef struct pp_decode_plan:
         pp_decode_args args

@@ -31,6 +31,10 @@
  * computed in tiles of many rows (a row: a query head of a query token) and written without partial results, in scratch
  * that does not grow with the tokens.  Their bits are those of decode, token by token.
  *
+ * Chunks of PP_CHUNK tokens that begin several sequences of the call, with the same block ids, are read once for all of
+ * their query tokens (cascade attention): a system prompt, the common part of parallel samples, a tree of them.  They
+ * are found in the block tables.  No bit depends on it.
+ *
  * A thread that runs units must have been started, or woken through a lock, after pp_decode_plan_init; who has waited
  * for all of them sees the results.  Any number of plans of one pool may run at the same time, and so may pp_kv_append
  * into slots whose tokens none of them sees.  pp_decode() does all of the above with the threads of pagepool/threads.h.
@@ -114,23 +118,26 @@ typedef struct pp_decode_args {
                                      overlap, nor anything that is read */
     int32_t arithmetic;           /* pp_arithmetic */
     int32_t q_dtype, out_dtype;   /* pp_dtype of q, widened exactly, and of out, rounded to nearest even */
+    int32_t no_cascade;           /* 1: chunks that sequences share are read once for each of them; no bit differs */
 } pp_decode_args;
 
 typedef struct pp_decode_plan {
     pp_decode_args args;
     int64_t num_units;
     /* private */
-    int32_t slices, block_queries, num_slots;
+    int32_t slices, block_queries, num_slots, num_shared;
     int64_t row_stride, row_elements, blocks_per_chunk, slot_bytes;
     float *q, *partial;
     unsigned char *slots;
     int64_t *unit_begin, *ids_begin, *packed_begin, *record_begin;
-    int32_t *remaining, *query_begin, *seq_lens, *ids, *slot_taken;
+    int32_t *remaining, *query_begin, *seq_lens, *ids, *slot_taken, *order, *shared_chunks, *common,
+        *heads_left;
+    struct pp_shared_run *shared;
 } pp_decode_plan;
 
 /* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Depends only on the layout, the
- * sizes, seq_lens, query_start_loc, the window, num_threads, the instruction set and whether there are a mask, slopes
- * and block_scores, and reads no other array but mask_widths.  PP_INVALID_ARGUMENT as of pp_decode_plan_init, where it
+ * sizes, seq_lens, query_start_loc, the first block ids, the window, num_threads, the instruction set and whether there
+ * are a mask, slopes and block_scores, and reads no other array but mask_widths.  PP_INVALID_ARGUMENT as of pp_decode_plan_init, where it
  * can be told from these. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 

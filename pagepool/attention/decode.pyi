@@ -26,6 +26,7 @@ def decode(
     return_lse: Literal[False] = False,
     return_block_scores: Literal[False] = False,
     arithmetic: Literal["exact", "bf16"] = "exact",
+    cascade: bool = True,
     num_threads: int | None = None,
 ) -> NDArray[Any]: ...
 @overload
@@ -47,6 +48,7 @@ def decode(
     return_lse: Literal[True],
     return_block_scores: Literal[False] = False,
     arithmetic: Literal["exact", "bf16"] = "exact",
+    cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 @overload
@@ -68,6 +70,7 @@ def decode(
     return_lse: Literal[False] = False,
     return_block_scores: Literal[True],
     arithmetic: Literal["exact", "bf16"] = "exact",
+    cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 @overload
@@ -89,6 +92,7 @@ def decode(
     return_lse: Literal[True],
     return_block_scores: Literal[True],
     arithmetic: Literal["exact", "bf16"] = "exact",
+    cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.float32]]: ...
 @overload
@@ -109,6 +113,7 @@ def prefill(
     out: Any = None,
     return_lse: Literal[False] = False,
     arithmetic: Literal["exact", "bf16"] = "exact",
+    cascade: bool = True,
     num_threads: int | None = None,
 ) -> NDArray[Any]: ...
 @overload
@@ -129,5 +134,6 @@ def prefill(
     out: Any = None,
     return_lse: Literal[True],
     arithmetic: Literal["exact", "bf16"] = "exact",
+    cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...

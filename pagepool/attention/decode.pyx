@@ -409,7 +409,8 @@ cdef int read_threads(object num_threads) except -1:
 
 def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query_start_loc=None, custom_mask=None,
            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
-           return_lse=False, return_block_scores=False, arithmetic="exact", num_threads=None):
+           return_lse=False, return_block_scores=False, arithmetic="exact", cascade=True,
+           num_threads=None):
     """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
 
     q              (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are
@@ -442,6 +443,8 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     arithmetic     "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: rounds q and
                    the softmax's weights to bfloat16 and uses the CPU's bfloat16 dot products (AVX512_BF16), which do
                    twice as much; slower on a CPU without them. All else stays float32
+    cascade        read chunks of 512 tokens once that several sequences begin with (a system prompt, parallel samples, a
+                   tree of them), which is found in the block tables. False: once for each sequence. No bit differs
     num_threads    the most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS
 
     Returns `out`, by default a new array of float32, (n_tokens, num_qo_heads, v_head_dim). With return_lse or return_block_scores returns a tuple
@@ -485,12 +488,13 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     ((2, 4, 64), [1.0, 1.0])
     """
     return attend(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask, sm_scale, window_left,
-                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, return_block_scores, arithmetic, num_threads)
+                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, return_block_scores, arithmetic, cascade,
+                  num_threads)
 
 
 def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens, query_start_loc, *, custom_mask=None,
             sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
-            return_lse=False, arithmetic="exact", num_threads=None):
+            return_lse=False, arithmetic="exact", cascade=True, num_threads=None):
     """Attends with the new tokens of each sequence, a whole prompt or a chunk of it, over the pages.
 
     Append the K and V of the new tokens first: `seq_lens` counts them. Any tokens before them are read from the pages,
@@ -526,13 +530,13 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens, query_s
     if query_start_loc is None:
         raise TypeError("query_start_loc must be an array: it says where each sequence's tokens begin in q")
     return attend(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask, sm_scale, window_left,
-                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, False, arithmetic, num_threads)
+                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, False, arithmetic, cascade, num_threads)
 
 
 cdef object attend(object q, KvCachePool pool, object layer, object block_tables, object seq_lens,
                    object query_start_loc, object custom_mask, object sm_scale, object window_left,
                    object logits_soft_cap, object alibi_slopes, object sinks, object out, bint return_lse,
-                   bint return_block_scores, object arithmetic, object num_threads):
+                   bint return_block_scores, object arithmetic, bint cascade, object num_threads):
     cdef Arguments call = Arguments()
     cdef int threads = read_threads(num_threads)
     cdef pp_status status
@@ -542,6 +546,7 @@ cdef object attend(object q, KvCachePool pool, object layer, object block_tables
     call.read_variant(window_left, logits_soft_cap, alibi_slopes, sinks)
     call.read_scale(sm_scale)
     call.read_arithmetic(arithmetic)
+    call.args.no_cascade = not cascade
     if out is None:
         out = empty((call.q.shape[0], call.q.shape[1], pool.c_pool.layout.v_head_dim), FLOAT32)
     call.read_out(out)

@@ -101,6 +101,28 @@ typedef struct pp_queries {
     float *widened; /* room for 8 heads' queries in f32, unless dtype is PP_F32 */
 } pp_queries;
 
+/* A row of a panel: one query head of one query token, of any sequence. */
+typedef struct pp_row {
+    const pp_view *view;
+    int32_t query;    /* query token of its sequence */
+    int32_t row;      /* its number among the rows of its kv head and sequence */
+    const void *q;    /* head_dim elements of `q_dtype` */
+    float *sums, *m;  /* its places in the chunk's record of its sequence; `seen` may be NULL */
+    float *seen;
+} pp_row;
+
+/* A chunk that several sequences share, for the rows of all of them of one kv head, a panel at a time. */
+typedef struct pp_shared {
+    pp_chunk chunk;         /* as one of the sequences has it */
+    int32_t kv_head, q_dtype;
+    /* Fills in the next rows, at most panel_rows, those of a sequence one behind the other; 0 when there are no more. */
+    int (*next_rows)(void *context, pp_row *rows);
+    void *context;
+    int64_t num_rows;       /* of all panels */
+    int more_heads;         /* the next kv head is read next, to be prefetched */
+    unsigned char *scratch; /* prefill_bytes of a panel's rows */
+} pp_shared;
+
 /* Prefill: query tokens [query_begin, query_end) of a sequence, for the query heads of one kv head, over all tokens
  * that they see.  Writes their results, which have the bits that chunks and merging would give. */
 typedef struct pp_query_block {
@@ -143,6 +165,7 @@ typedef struct pp_kernels {
                             int32_t num_queries, int32_t head_dim, float sm_scale);
     int32_t max_rows; /* of a part */
     void (*prefill[2])(const pp_query_block *); /* by pp_arithmetic */
+    void (*shared[2])(const pp_shared *);       /* the same: leaves what chunk would leave of each sequence */
     int32_t panel_rows;                     /* rows that prefill computes at once */
     int64_t (*prefill_bytes)(const pp_kv_layout *layout, int exact, int32_t rows); /* of scratch */
     void (*write_rows)(const pp_rows *);

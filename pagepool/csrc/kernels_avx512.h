@@ -46,7 +46,8 @@
 
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
 const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) = PP_KERNELS_(
-    PP_TEXT(PP_ISA_BF16), chunk_bf16_instruction, prefill_bf16_instruction, PP_CAT(pp_kernels_, PP_ISA_BF16, ));
+    PP_TEXT(PP_ISA_BF16), chunk_bf16_instruction, prefill_bf16_instruction, shared_bf16_instruction,
+    PP_CAT(pp_kernels_, PP_ISA_BF16, ));
 
 #if defined(__clang__)
 #pragma clang attribute pop

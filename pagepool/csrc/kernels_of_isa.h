@@ -56,16 +56,16 @@
 #define PP_DOT 1
 #define PP_IN_STEPS 0
 #include "decode_kernel.h"
-#define PP_OWN_DOT chunk_bf16_dot, prefill_bf16_dot, PP_CAT(pp_kernels_, PP_ISA, )
+#define PP_OWN_DOT chunk_bf16_dot, prefill_bf16_dot, shared_bf16_dot, PP_CAT(pp_kernels_, PP_ISA, )
 #else
-#define PP_OWN_DOT NULL, NULL, pp_kernels_avx2
+#define PP_OWN_DOT NULL, NULL, NULL, pp_kernels_avx2
 #endif
 
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
 /* All of them, with the kernels of dot products, or NULLs, and whose those are. */
-#define PP_KERNELS(isa, own, own_prefill, others)               \
+#define PP_KERNELS(isa, own, own_prefill, own_shared, others)   \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
@@ -76,6 +76,7 @@
         .pack_queries = {pack_queries, pack_rounded_queries},   \
         .max_rows = PP_MAX_HEADS,                               \
         .prefill = {prefill_exact, own_prefill},                \
+        .shared = {shared_exact, own_shared},                   \
         .panel_rows = PP_PANEL,                                 \
         .prefill_bytes = prefill_bytes,                         \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \

@@ -20,6 +20,15 @@
  * head, over all chunks, and writes results and no records.  Its queries are read where they lie.  Units are numbered
  * from the last block, which sees most, to the first, in a block head by head.
  *
+ * Whole chunks from the first one on that several sequences of the former kind have in common, by their block ids, are
+ * units by themselves, before all others: a run of sequences and a kv head each, which leave the same records as if each
+ * sequence had been on its own.  `order` is sorted by ids, so that what is shared lies side by side, level by level:
+ *
+ *   shared[i]           sequences order[first, first + count) share `chunk`
+ *   shared_chunks[s]    how many of them s has;   common[i] = chunks that order[i] and order[i + 1] have in common
+ *   heads_left[i * slices + slice] = kv heads of the slice that are not done yet; who does the last one counts the chunk
+ *                       in `remaining` of each of them
+ *
  * There is scratch for num_threads ranges, if the units need any: a range takes a piece until it ends, and waits for one
  * when more ranges run. */
 #define _GNU_SOURCE
@@ -49,6 +58,12 @@ enum { PRODUCTS_PER_UNIT = 1 << 20 };
  * widened serve all of them. */
 enum { PREFILL_ROWS = 24, BLOCK_ROWS = 240, LEAST_BLOCK_ROWS = 48 };
 
+/* Sequences order[first, first + count), which share a chunk. */
+struct pp_shared_run {
+    int32_t first, count;
+    int64_t chunk;
+};
+
 typedef struct measures {
     int64_t num_chunks, num_blocks, num_queries; /* of all sequences; chunks of those that are cut into chunks */
     int64_t num_packed, num_prefilled;           /* query tokens of sequences cut into chunks, and of the others */
@@ -59,9 +74,11 @@ typedef struct measures {
     int32_t most_queries;                        /* of a sequence */
     int32_t slices;
     int32_t block_queries, num_slots;            /* query tokens of a block; pieces of scratch */
+    int32_t may_share;                           /* two sequences may have the same first block */
     /* Sizes: remaining; unit_begin, ids_begin, packed_begin and record_begin each; query_begin; seq_lens; ids; slopes;
-     * queries; 8 widened ones; flags of slots; a slot; all slots; all. */
-    size_t counters, begins, starts, lengths, ids, slopes, queries, widened, flags, slot, slots, bytes;
+     * queries; 8 widened ones; flags of slots; a slot; all slots; all runs that share
+     * a chunk; heads left of them; all. */
+    size_t counters, begins, starts, lengths, ids, slopes, queries, widened, flags, slot, slots, shared, left, bytes;
 } measures;
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
@@ -161,6 +178,22 @@ static int64_t units_per_thread(const measures *all, int32_t num_threads) {
     return units < 2 ? 1 : units < UNITS_PER_THREAD ? (int64_t)units : UNITS_PER_THREAD;
 }
 
+/* Whether a sequence's chunks may be shared with others: it has a whole one and is cut into chunks.  With a window each
+ * begins elsewhere; weights of blocks are added up chunk by chunk. */
+static int is_shareable(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
+    return seq_len >= PP_CHUNK && num_queries > 0 && !args->window && !args->block_scores && !args->no_cascade &&
+           !takes_prefill(args, num_queries);
+}
+
+/* Notes a sequence's first block; whether another one may have it, too.  Mostly wrong only if it says so. */
+enum { SEEN_BITS = 1 << 14 };
+static int has_been_seen(uint32_t *bits, int32_t block) {
+    const uint32_t hash = (uint32_t)block * 2654435769u >> 18, mask = 1u << hash % 32;
+    const int seen = (bits[hash / 32] & mask) != 0;
+    bits[hash / 32] |= mask;
+    return seen;
+}
+
 static pp_status measure(const pp_decode_args *args, measures *all) {
     pp_status status = pp_check_decode(args);
     if (status != PP_OK) return status;
@@ -169,9 +202,14 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     *all = (measures){.row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP};
     if (args->block_scores) all->blocks_per_chunk = PP_CHUNK % size ? PP_CHUNK / size + 2 : PP_CHUNK / size;
     all->row_elements = all->row_stride + 1 + may_differ(args) + all->blocks_per_chunk;
+    uint32_t bits[SEEN_BITS / 32];
+    if (args->num_seqs > 1) memset(bits, 0, sizeof bits);
     for (int32_t s = 0; s < args->num_seqs; s++) {
         status = add_sequence(args, args->seq_lens[s], num_queries_of(args, s), all);
         if (status != PP_OK) return status;
+        if (args->num_seqs > 1 && is_shareable(args, args->seq_lens[s], num_queries_of(args, s)))
+            all->may_share |= has_been_seen(
+                bits, __atomic_load_n(&args->block_tables[s * args->block_tables_stride], __ATOMIC_RELAXED));
     }
     return PP_OK;
 }
@@ -197,11 +235,16 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     const int64_t wanted = args->num_threads < 2 ? 0 : args->num_threads * units_per_thread(all, args->num_threads);
     int64_t slices = 1, most = layout->num_kv_heads;
     if (all->num_chunks && all->num_chunks < wanted) slices = ceil_div(wanted, all->num_chunks);
-    if (most < args->num_threads) most *= parts_of(args, (int32_t)(group_size * all->most_queries));
+    if (most < args->num_threads && !all->may_share) most *= parts_of(args, (int32_t)(group_size * all->most_queries));
     all->slices = (int32_t)(slices < most ? slices : most);
     if (all->slices < 1) all->slices = 1;
     all->slot = all->num_chunks ? aligned(scratch_of(layout)) : 0;
     if (all->num_prefilled) cut_into_blocks(args, all, wanted);
+    if (all->may_share) {
+        const size_t bytes = (size_t)kernels_of(args)->prefill_bytes(layout, args->arithmetic == PP_EXACT,
+                                                                    kernels_of(args)->panel_rows);
+        if (all->slot < bytes) all->slot = aligned(bytes);
+    }
     if (all->slot) all->num_slots = args->num_threads > 1 ? args->num_threads : 1;
     all->flags = aligned(sizeof(int32_t) * (size_t)all->num_slots);
     const size_t num_seqs = (size_t)args->num_seqs;
@@ -218,10 +261,14 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
     all->queries = aligned(queries);
     all->widened = args->q_dtype == PP_F32 ? 0 : aligned(8 * (size_t)layout->head_dim * sizeof(float));
     const size_t tables = all->counters + 4 * all->begins + all->starts + all->lengths + all->ids + all->slopes +
-                          all->widened + all->flags;
-    if (__builtin_mul_overflow((size_t)all->num_slots, all->slot, &all->slots) ||
+                          all->widened + all->flags + (all->may_share ? 3 * all->lengths : 0);
+    const size_t most_shared = all->may_share ? (size_t)all->num_chunks / 2 : 0;
+    all->shared = aligned(sizeof(struct pp_shared_run) * most_shared);
+    if (__builtin_mul_overflow(sizeof(int32_t) * most_shared, (size_t)all->slices, &all->left) ||
+        all->left > SIZE_MAX / 4 || __builtin_mul_overflow((size_t)all->num_slots, all->slot, &all->slots) ||
         __builtin_add_overflow(tables, all->queries, &all->bytes) ||
         __builtin_add_overflow(all->slots, all->bytes, &all->bytes) ||
+        __builtin_add_overflow(all->shared + (all->left = aligned(all->left)), all->bytes, &all->bytes) ||
         __builtin_mul_overflow((size_t)all->num_records, sizeof(float), &records) ||
         __builtin_add_overflow(records, all->bytes, &all->bytes))
         return PP_INVALID_ARGUMENT;
@@ -317,6 +364,89 @@ static int64_t blocks_of(const pp_decode_plan *plan, int32_t s) {
     return ceil_div(queries_of(plan, s), plan->block_queries);
 }
 
+/* The first chunk of a sequence that it does not share, counted from the first that is seen. */
+static int64_t own_begin(const pp_decode_plan *plan, int32_t s) {
+    return plan->num_shared ? plan->shared_chunks[s] : 0;
+}
+
+/* Whole chunks that two sequences have in common, from the first one on. */
+static int64_t chunks_in_common(const pp_decode_plan *plan, int32_t a, int32_t b) {
+    const int64_t size = plan->args.pool->layout.block_size;
+    const int32_t len = plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b];
+    const int64_t most = len / PP_CHUNK, blocks = ceil_div(most * PP_CHUNK, size);
+    const int32_t *x = plan->ids + plan->ids_begin[a], *y = plan->ids + plan->ids_begin[b];
+    int64_t same = 0;
+    while (same < blocks && x[same] == y[same]) same++;
+    return same == blocks ? most : same * size / PP_CHUNK;
+}
+
+/* Whether sequence a comes before b: by the ids of their whole chunks, else as they are. */
+static int comes_before(const pp_decode_plan *plan, int32_t a, int32_t b) {
+    const int64_t size = plan->args.pool->layout.block_size;
+    const int32_t len = plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b];
+    const int64_t blocks = len / PP_CHUNK * PP_CHUNK / size;
+    const int way = memcmp(plan->ids + plan->ids_begin[a], plan->ids + plan->ids_begin[b],
+                           sizeof(int32_t) * (size_t)blocks);
+    if (way) return way < 0;
+    return plan->seq_lens[a] != plan->seq_lens[b] ? plan->seq_lens[a] < plan->seq_lens[b] : a < b;
+}
+
+/* Sorts (Shell's way, which needs no memory). */
+static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
+    int32_t gap = 1;
+    while (gap < n / 3) gap = 3 * gap + 1;
+    for (; gap; gap /= 3)
+        for (int32_t i = gap; i < n; i++) {
+            const int32_t s = order[i];
+            int32_t j = i;
+            for (; j >= gap && comes_before(plan, s, order[j - gap]); j -= gap) order[j] = order[j - gap];
+            order[j] = s;
+        }
+}
+
+/* Whether a run gains by sharing, in products for each element: alone, each sequence fetches K and V and computes
+ * meanwhile; together K and V are fetched once and then computed with panel by panel, a row for 0.6 of what it costs
+ * alone.  Measured on Intel and with one thread; what gains less than a quarter is left alone. */
+static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
+    const pp_kv_layout *layout = &plan->args.pool->layout;
+    const int64_t fetch = PRODUCTS_PER_FETCH * layout->item_bytes / 2, panel = kernels_of(&plan->args)->panel_rows;
+    int64_t alone = 0, rows = 0;
+    for (int32_t i = first; i < first + count; i++) {
+        const int64_t own = (int64_t)plan->args.num_qo_heads / layout->num_kv_heads * queries_of(plan, plan->order[i]);
+        alone += own > fetch ? own : fetch;
+        rows += own;
+    }
+    return 4 * alone > 5 * fetch + 3 * panel * ceil_div(rows, panel);
+}
+
+/* Finds what is shared: chunk by chunk the runs of neighbours that have it in common, and gain by it as they did with
+ * all chunks before. */
+static void find_shared(pp_decode_plan *plan) {
+    const pp_decode_args *args = &plan->args;
+    const int64_t heads = args->pool->layout.num_kv_heads;
+    int64_t most = 0;
+    int32_t n = 0;
+    for (int32_t s = 0; s < args->num_seqs; s++) {
+        plan->shared_chunks[s] = 0;
+        if (is_shareable(args, plan->seq_lens[s], queries_of(plan, s))) plan->order[n++] = s;
+    }
+    sort_by_ids(plan, plan->order, n);
+    for (int32_t i = 0; i + 1 < n; i++) {
+        plan->common[i] = (int32_t)chunks_in_common(plan, plan->order[i], plan->order[i + 1]);
+        if (plan->common[i] > most) most = plan->common[i];
+    }
+    for (int64_t chunk = 0; chunk < most; chunk++)
+        for (int32_t i = 0, end; i + 1 < n; i = end) {
+            for (end = i + 1; end < n && plan->common[end - 1] > chunk;) end++;
+            if (end == i + 1 || plan->shared_chunks[plan->order[i]] < chunk || !pays(plan, i, end - i)) continue;
+            int32_t *left = plan->heads_left + (int64_t)plan->num_shared * plan->slices;
+            for (int32_t j = i; j < end; j++) plan->shared_chunks[plan->order[j]]++;
+            for (int32_t slice = 0; slice < plan->slices; slice++)
+                left[slice] = (int32_t)(heads * (slice + 1) / plan->slices - heads * slice / plan->slices);
+            plan->shared[plan->num_shared++] = (struct pp_shared_run){.first = i, .count = end - i, .chunk = chunk};
+        }
+}
+
 /* Plans what was measured and cut, in a workspace of all->bytes. */
 static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, const measures *all, void *workspace) {
     pp_status status = pp_check_apart(args, all->num_queries, workspace, all->bytes);
@@ -342,7 +472,14 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
     float *widened = (float *)(at += all->slopes);
     plan->slot_taken = (int32_t *)(at += all->widened);
     plan->slots = (unsigned char *)(at += all->flags);
-    plan->q = (float *)(at += all->slots);
+    plan->shared = (struct pp_shared_run *)(at += all->slots);
+    plan->heads_left = (int32_t *)(at += all->shared);
+    plan->order = (int32_t *)(at += all->left);
+    const size_t lengths = all->may_share ? all->lengths : 0;
+    plan->shared_chunks = (int32_t *)(at += lengths);
+    plan->common = (int32_t *)(at += lengths);
+    at += lengths;
+    plan->q = (float *)at;
     plan->partial = (float *)(at += all->queries);
     memset(plan->slot_taken, 0, all->flags);
     status = copy_tables(plan, args, all);
@@ -352,6 +489,8 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
         for (int32_t h = 0; h < args->num_qo_heads; h++) slopes[h] = pp_in_base_2(args->alibi_slopes[h]);
         plan->args.alibi_slopes = slopes;
     }
+    if (all->may_share) find_shared(plan);
+    plan->num_units = (int64_t)plan->num_shared * args->pool->layout.num_kv_heads;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t num_queries = queries_of(plan, s);
         const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
@@ -361,7 +500,7 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
             plan->num_units += blocks * args->pool->layout.num_kv_heads;
             continue;
         }
-        plan->num_units += chunks * all->slices;
+        plan->num_units += (chunks - own_begin(plan, s)) * all->slices;
         for (int32_t slice = 0; slice < all->slices; slice++)
             plan->remaining[(int64_t)s * all->slices + slice] = (int32_t)chunks;
         if (!chunks)
@@ -447,7 +586,7 @@ static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, i
     const int32_t s = *sequence = sequence_of(plan, unit);
     const int64_t index = unit - plan->unit_begin[s];
     *slice = (int32_t)(index % plan->slices);
-    fill_chunk(plan, s, index / plan->slices, *slice, work);
+    fill_chunk(plan, s, own_begin(plan, s) + index / plan->slices, *slice, work);
 }
 
 static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
@@ -479,6 +618,78 @@ static void first_read(const pp_decode_plan *plan, const pp_chunk *work, const u
     const unsigned char *groups[PP_CHUNK_GROUPS];
     pp_list_groups(work, work->first / PP_TILE * PP_TILE + 2 * PP_TILE, groups);
     for (int i = 0; i < 4; i++) k[i] = groups[i] + work->part_begin / parts * work->pool->layout.head_bytes;
+}
+
+/* Counts a chunk of a slice as done, and merges when it was the last one. */
+static void count_chunk(pp_decode_plan *plan, int32_t s, int32_t slice) {
+    int32_t *left = &plan->remaining[(int64_t)s * plan->slices + slice];
+    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, s, slice);
+}
+
+/* Where the rows of a shared chunk are listed: row `row` of the kv head in sequence order[at], whose chunk is `work`. */
+typedef struct row_list {
+    const pp_decode_plan *plan;
+    const struct pp_shared_run *run;
+    int32_t kv_head, at, row;
+    pp_chunk work;
+    pp_view views[2 * PP_GROUP]; /* of the sequences that the panel at hand has rows of */
+} row_list;
+
+static int next_rows(void *context, pp_row *rows) {
+    row_list *list = context;
+    const pp_decode_plan *plan = list->plan;
+    const pp_decode_args *args = &plan->args;
+    const int32_t most = kernels_of(args)->panel_rows, group_size = list->work.group_size;
+    int num_rows = 0, num_views = 0;
+    while (list->at < list->run->count) {
+        const int32_t s = plan->order[list->run->first + list->at], head_rows = group_size * queries_of(plan, s);
+        const pp_queries queries = queries_from(plan, s, NULL);
+        const int64_t item = pp_dtype_bytes((pp_dtype)queries.dtype);
+        if (list->row == 0) fill_chunk(plan, s, list->run->chunk, 0, &list->work);
+        list->views[num_views] = list->work.view;
+        for (; list->row < head_rows && num_rows < most; list->row++, num_rows++) {
+            const int64_t query = list->row / group_size, at = (int64_t)list->kv_head * head_rows + list->row;
+            const int64_t head = (int64_t)list->kv_head * group_size + list->row % group_size;
+            const int64_t element = query * queries.stride_token + head * queries.stride_head;
+            rows[num_rows] = (pp_row){.view = &list->views[num_views],
+                                      .query = (int32_t)query,
+                                      .row = list->row,
+                                      .q = (const char *)queries.q + element * item,
+                                      .sums = list->work.rows + at * list->work.row_stride,
+                                      .m = list->work.m + at,
+                                      .seen = list->work.seen ? list->work.seen + at : NULL};
+        }
+        if (list->row < head_rows) break;
+        num_views++;
+        list->row = 0;
+        list->at++;
+        if (num_rows == most) break;
+    }
+    return num_rows;
+}
+
+/* Runs a unit of a chunk that sequences share. */
+static void run_shared(pp_decode_plan *plan, int64_t unit, int is_last, unsigned char *scratch) {
+    const pp_decode_args *args = &plan->args;
+    const int32_t heads = args->pool->layout.num_kv_heads, head = (int32_t)(unit % heads);
+    const struct pp_shared_run *run = &plan->shared[unit / heads];
+    row_list list = {.plan = plan, .run = run, .kv_head = head};
+    pp_shared work = {.kv_head = head,
+                      .q_dtype = args->q_dtype,
+                      .next_rows = next_rows,
+                      .context = &list,
+                      .more_heads = head + 1 < heads && !is_last,
+                      .scratch = scratch};
+    fill_chunk(plan, plan->order[run->first], run->chunk, 0, &work.chunk);
+    list.work.group_size = work.chunk.group_size;
+    for (int32_t i = 0; i < run->count; i++)
+        work.num_rows += (int64_t)work.chunk.group_size * queries_of(plan, plan->order[run->first + i]);
+    kernels_of(args)->shared[args->arithmetic](&work);
+    int32_t slice = 0;
+    while ((int64_t)heads * (slice + 1) / plan->slices <= head) slice++;
+    int32_t *left = &plan->heads_left[unit / heads * plan->slices + slice];
+    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0)
+        for (int32_t i = 0; i < run->count; i++) count_chunk(plan, plan->order[run->first + i], slice);
 }
 
 /* A piece of scratch that nobody else uses, until it is given back. */
@@ -520,8 +731,7 @@ static void run_chunk(pp_decode_plan *plan, pp_chunk *work, int32_t sequence, in
     if (next && next->part_begin < next->part_end && next->pool->layout.tiled) first_read(plan, next, work->next);
     if (work->part_begin < work->part_end)
         (plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype] : kernels->chunk_dot)(work);
-    int32_t *left = &plan->remaining[(int64_t)sequence * plan->slices + slice];
-    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, sequence, slice);
+    count_chunk(plan, sequence, slice);
 }
 
 void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
@@ -531,7 +741,12 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     const uint64_t modes = pp_modes_enter();
     if (begin < end && plan->num_slots) slot = take_slot(plan);
     unsigned char *scratch = slot < 0 ? NULL : plan->slots + slot * plan->slot_bytes;
+    const int64_t shared_units = (int64_t)plan->num_shared * plan->args.pool->layout.num_kv_heads;
     for (int64_t unit = begin; unit < end; unit++) {
+        if (unit < shared_units) {
+            run_shared(plan, unit, unit + 1 == end, scratch);
+            continue;
+        }
         if (!is_known) {
             sequence_after = sequence_of(plan, unit);
             if (blocks_of(plan, sequence_after)) {

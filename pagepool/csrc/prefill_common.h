@@ -22,6 +22,7 @@ typedef struct pp_panel {
     uint8_t raised[PP_TILES];
     int first, end;                        /* the tiles of which some row sees something */
     int rows;                              /* at most PP_PANEL; the others compute nothing that counts */
+    pp_row row[PP_PANEL];
     const float *q;                        /* packed: transpose_panel */
     float *sums;                           /* PP_PANEL rows of a record as in pp_chunk */
     int64_t row_stride;
@@ -131,29 +132,47 @@ static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, const pre
     }
 }
 
-/* What the rows from `row` on see of the chunk's tiles; tile 0 begins at `begin`. */
-static void look_at_tiles(pp_panel *panel, const pp_chunk *chunk, int64_t begin, int64_t row) {
-    const pp_view *view = &chunk->view;
-    const int64_t first = row / chunk->group_size, last = (row + panel->rows - 1) / chunk->group_size;
-    const int64_t low = pp_first_seen(view, first), high = pp_end_seen(view, last);
-    const int64_t all_from = pp_first_seen(view, last), end = high < chunk->end ? high : chunk->end;
-    int64_t all_to = view->mask ? view->mask_first : pp_end_seen(view, first);
-    if (all_to > chunk->end) all_to = chunk->end;
+/* What the panel's rows see of the chunk's tiles; tile 0 begins at `begin`. */
+static void look_at_tiles(pp_panel *panel, const pp_chunk *chunk, int64_t begin) {
+    int64_t low = INT64_MAX, high = 0, all_from = 0, all_to = chunk->end;
+    for (int r = 0; r < panel->rows; r++) {
+        const pp_view *view = panel->row[r].view;
+        const int64_t first = pp_first_seen(view, panel->row[r].query), end = pp_end_seen(view, panel->row[r].query);
+        const int64_t until = view->mask ? view->mask_first : end;
+        if (first < low) low = first;
+        if (first > all_from) all_from = first;
+        if (end > high) high = end;
+        if (until < all_to) all_to = until;
+    }
+    const int64_t end = high < chunk->end ? high : chunk->end;
     panel->first = low > begin ? (int)((low - begin) / PP_TILE < PP_TILES ? (low - begin) / PP_TILE : PP_TILES) : 0;
     panel->end = end > begin ? (int)((end - begin + PP_TILE - 1) / PP_TILE) : 0;
     for (int t = panel->first; t < panel->end; t++) {
         const int64_t at = begin + t * PP_TILE;
         panel->whole[t] = at >= all_from && at + PP_TILE <= all_to;
         if (panel->whole[t]) continue;
-        int64_t query = -1;
         uint32_t seen = 0;
         for (int r = 0; r < PP_PANEL; r++) {
-            if (r < panel->rows && (row + r) / chunk->group_size != query) {
-                query = (row + r) / chunk->group_size;
-                seen = pp_tile_seen(view, query, at);
-            }
-            panel->seen[t][r] = r < panel->rows ? seen : 0;
+            const pp_row *row = &panel->row[r];
+            if (r >= panel->rows)
+                seen = 0;
+            else if (r == 0 || row->query != row[-1].query || row->view != row[-1].view)
+                seen = pp_tile_seen(row->view, row->query, at);
+            panel->seen[t][r] = seen;
         }
+    }
+}
+
+/* Soft cap and ALiBi on the scores of the tile at `begin`, for the latter sequence by sequence. */
+static void transform_panel(pp_panel *panel, int64_t begin, float *s) {
+    pp_tile *tile = &panel->tile;
+    if (tile->cap != 0.0f) cap_scores(tile, panel->rows, s);
+    for (int r = 0, end; tile->alibi_slopes && r < panel->rows; r = end) {
+        const pp_view *view = panel->row[r].view;
+        for (end = r + 1; end < panel->rows && panel->row[end].view == view;) end++;
+        tile->row = panel->row[r].row;
+        tile->distance = begin - pp_position(view, 0);
+        add_slopes(tile, 0, end - r, s + r * PP_TILE);
     }
 }
 
@@ -219,13 +238,64 @@ static void write_rows_of_unit(const pp_query_block *work, const prefill_scratch
         }
 }
 
-/* The unit's query rows from `row` on as f32, those past its last one as good as any. */
-static void list_queries(const pp_query_block *work, int32_t row, int count, const prefill_scratch *scratch,
-                         const float **rows) {
-    const int32_t dims = work->chunk.pool->layout.head_dim, group_size = work->chunk.group_size;
-    for (int r = 0; r < count; r++)
-        rows[r] = query_row(&work->queries, work->query_begin + (row + r) / group_size,
-                            (int64_t)work->kv_head * group_size + (row + r) % group_size, scratch->widened + r * dims,
-                            dims);
-    for (int r = count; r < PP_QUERY_ROWS; r++) rows[r] = rows[0];
+/* Sets up what does not change from panel to panel. */
+static void begin_panel(pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, float *sums) {
+    const pp_kv_layout *layout = &chunk->pool->layout;
+    panel->head_dim = layout->head_dim;
+    panel->v_head_dim = layout->v_head_dim;
+    panel->row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
+    panel->sums = sums;
+    panel->tile =
+        (pp_tile){.scale = pp_in_base_2(chunk->sm_scale),
+                  .cap = pp_in_base_2(chunk->logits_soft_cap),
+                  .alibi_slopes = chunk->alibi_slopes ? chunk->alibi_slopes + kv_head * chunk->group_size : NULL,
+                  .group_size = chunk->group_size};
+    if (panel->tile.cap != 0.0f) panel->tile.inverse_cap = 1.0f / panel->tile.cap;
+}
+
+/* Lays the panel's queries out at `to`. */
+static void pack_panel(const pp_panel *panel, int exact, int32_t q_dtype, float *widened, float *to) {
+    const float *queries[PP_QUERY_ROWS] = {NULL};
+    for (int r = 0; r < panel->rows; r++)
+        queries[r] = widened_query(q_dtype, panel->row[r].q, widened + r * panel->head_dim, panel->head_dim);
+    for (int r = panel->rows; r < PP_QUERY_ROWS; r++) queries[r] = queries[0]; /* as good as any */
+    transpose_panel(exact, to, queries, panel->head_dim, panel->tile.scale);
+}
+
+/* The rows of a block of query tokens from `first` on. */
+static void list_rows(const pp_query_block *work, int32_t first, pp_panel *panel) {
+    const int32_t group_size = work->chunk.group_size;
+    const int32_t all = (work->query_end - work->query_begin) * group_size;
+    panel->rows = all - first < PP_PANEL ? all - first : PP_PANEL;
+    for (int r = 0; r < panel->rows; r++) {
+        const int32_t row = work->query_begin * group_size + first + r, query = row / group_size;
+        const int64_t head = (int64_t)work->kv_head * group_size + row % group_size;
+        panel->row[r] = (pp_row){.view = &work->chunk.view,
+                                 .query = query,
+                                 .row = row,
+                                 .q = query_at(&work->queries, query, head)};
+    }
+}
+
+/* Leaves the panel's result of a chunk in the records of its rows. */
+static void record_panel(const pp_panel *panel) {
+    const int64_t width = panel->row_stride - PP_GROUP;
+    for (int r = 0; r < panel->rows; r++) {
+        const pp_row *row = &panel->row[r];
+        const float *sums = panel->sums + r * panel->row_stride;
+        pp_v sum[PP_GROUP / PP_LANES];
+        if (row->seen) *row->seen = sees_chunk(panel, r) ? 1.0f : 0.0f;
+        for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + width + j * PP_LANES);
+        memcpy(row->sums, sums, (size_t)width * sizeof(float));
+        row->sums[width] = tree_sum(sum);
+        *row->m = panel->m[r];
+    }
+}
+
+/* Prefetches part `part` of `parts` of the next kv head's K and V in the chunk's groups. */
+static void prefetch_next_head(const pp_shared *work, const unsigned char *const *groups, int count, int64_t part,
+                               int64_t parts) {
+    const int64_t bytes = work->chunk.pool->layout.head_bytes;
+    for (int64_t i = count * part / parts; i < count * (part + 1) / parts; i++)
+        prefetch_into_l2(groups[i] + bytes, (int)bytes);
 }

@@ -111,7 +111,7 @@ static void PP_NAME(panel_scores)(pp_panel *panel, const unsigned char *const *k
 }
 
 /* Makes scores weights, and adds these up. */
-static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, int64_t distance) {
+static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, int64_t begin) {
     float *sums = panel->sums;
     const int64_t stride = panel->row_stride;
     for (int t = panel->first; t < panel->end; t++) {
@@ -120,8 +120,7 @@ static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, in
         const pp_v scale = v_set1(panel->tile.scale);
         for (int i = 0; i < PP_PANEL * PP_TILE; i += PP_LANES) v_store(s + i, v_mul(v_load(s + i), scale));
 #endif
-        panel->tile.distance = distance + t * PP_TILE;
-        transform_scores(&panel->tile, 0, panel->rows, s);
+        transform_panel(panel, begin + t * PP_TILE, s);
         if (!panel->whole[t]) mask_panel(panel, t, s);
         panel->raised[t] = (uint8_t)raise_if_above(PP_PANEL, s, panel->m, sums, stride, panel->rescale[t]);
         PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
@@ -247,29 +246,32 @@ static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *co
         }
 }
 
+/* The panel's result of a chunk, whose first tile that is read begins at `begin`; whether some row sees some of it. */
+static int PP_NAME(panel_chunk)(pp_panel *panel, const pp_chunk *chunk, int64_t begin, const unsigned char *const *k,
+                                const unsigned char *const *v) {
+    look_at_tiles(panel, chunk, begin);
+    if (panel->first >= panel->end) return 0;
+    for (int i = 0; i < PP_RESCALES; i++) panel->m[i] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
+    memset(panel->sums, 0, (size_t)(PP_PANEL * panel->row_stride) * sizeof(float));
+    FLUSHED(PP_NAME(panel_scores)(panel, k));
+    PP_NAME(panel_softmax)(panel, begin);
+    FLUSHED(PP_NAME(panel_values)(panel, v));
+    return 1;
+}
+
 static void PP_NAME(prefill)(const pp_query_block *work) {
     const pp_kv_layout *layout = &work->chunk.pool->layout;
-    const int32_t group_size = work->chunk.group_size, rows = (work->query_end - work->query_begin) * group_size;
-    const int64_t first_row = (int64_t)work->query_begin * group_size;
+    const int32_t rows = (work->query_end - work->query_begin) * work->chunk.group_size;
+    const int64_t q_floats = (int64_t)PP_PANEL * layout->head_dim / (IS_EXACT ? 1 : 2);
     const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
     prefill_scratch scratch;
     pp_chunk chunk = work->chunk;
     lay_out(layout, IS_EXACT, rows, work->scratch, &scratch);
     pp_panel *panel = scratch.panel;
-    const int64_t q_floats = (int64_t)PP_PANEL * layout->head_dim / (IS_EXACT ? 1 : 2);
-    panel->head_dim = layout->head_dim;
-    panel->v_head_dim = layout->v_head_dim;
-    panel->row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
-    panel->sums = scratch.sums;
-    panel->tile = (pp_tile){.scale = pp_in_base_2(chunk.sm_scale),
-                            .cap = pp_in_base_2(chunk.logits_soft_cap),
-                            .alibi_slopes = chunk.alibi_slopes ? chunk.alibi_slopes + work->kv_head * group_size : NULL,
-                            .group_size = group_size};
-    if (panel->tile.cap != 0.0f) panel->tile.inverse_cap = 1.0f / panel->tile.cap;
+    begin_panel(panel, &chunk, work->kv_head, scratch.sums);
     for (int32_t r = 0; r < rows; r += PP_PANEL) {
-        const float *queries[PP_QUERY_ROWS];
-        list_queries(work, r, rows - r < PP_PANEL ? rows - r : PP_PANEL, &scratch, queries);
-        transpose_panel(IS_EXACT, scratch.q + r / PP_PANEL * q_floats, queries, layout->head_dim, panel->tile.scale);
+        list_rows(work, r, panel);
+        pack_panel(panel, IS_EXACT, work->queries.dtype, scratch.widened, scratch.q + r / PP_PANEL * q_floats);
     }
     for (int32_t r = 0; r < rows; r++) scratch.running[r] = (pp_running){.some = 0};
     const int64_t first = pp_first_seen(&chunk.view, work->query_begin);
@@ -277,23 +279,36 @@ static void PP_NAME(prefill)(const pp_query_block *work) {
     for (chunk.begin = first / PP_CHUNK * PP_CHUNK; chunk.begin < last; chunk.begin += PP_CHUNK) {
         chunk.first = first > chunk.begin ? first : chunk.begin;
         chunk.end = chunk.begin + PP_CHUNK < last ? chunk.begin + PP_CHUNK : last;
-        const int64_t begin = chunk.first / PP_TILE * PP_TILE;
         read_chunk(&chunk, work->kv_head, IS_EXACT, &scratch, k, v);
         for (int32_t r = 0; r < rows; r += PP_PANEL) {
-            panel->rows = rows - r < PP_PANEL ? rows - r : PP_PANEL;
+            list_rows(work, r, panel);
             panel->q = scratch.q + r / PP_PANEL * q_floats;
-            panel->tile.row = (int32_t)(first_row + r);
-            look_at_tiles(panel, &chunk, begin, first_row + r);
-            if (panel->first >= panel->end) continue;
-            for (int i = 0; i < PP_RESCALES; i++) panel->m[i] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
-            memset(panel->sums, 0, (size_t)(PP_PANEL * panel->row_stride) * sizeof(float));
-            FLUSHED(PP_NAME(panel_scores)(panel, k));
-            PP_NAME(panel_softmax)(panel, begin - pp_position(&chunk.view, 0));
-            FLUSHED(PP_NAME(panel_values)(panel, v));
-            merge_panel(panel, scratch.running + r, scratch.rows + r * panel->row_stride);
+            if (PP_NAME(panel_chunk)(panel, &chunk, chunk.first / PP_TILE * PP_TILE, k, v))
+                merge_panel(panel, scratch.running + r, scratch.rows + r * panel->row_stride);
         }
     }
     write_rows_of_unit(work, &scratch, panel->row_stride);
+}
+
+static void PP_NAME(shared)(const pp_shared *work) {
+    const pp_kv_layout *layout = &work->chunk.pool->layout;
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS], *groups[PP_CHUNK_GROUPS];
+    const int prefetches = work->more_heads && work->chunk.prefetch && layout->tiled;
+    prefill_scratch scratch;
+    lay_out(layout, IS_EXACT, PP_PANEL, work->scratch, &scratch);
+    pp_panel *panel = scratch.panel;
+    begin_panel(panel, &work->chunk, work->kv_head, scratch.sums);
+    panel->q = scratch.q;
+    read_chunk(&work->chunk, work->kv_head, IS_EXACT, &scratch, k, v);
+    if (prefetches) pp_list_groups(&work->chunk, work->chunk.end, groups);
+    for (int i = 0; prefetches && i < PP_CHUNK / PP_GROUP; i++) groups[i] += work->kv_head * layout->head_bytes;
+    for (int64_t part = 0; (panel->rows = work->next_rows(work->context, panel->row)) > 0; part++) {
+        pack_panel(panel, IS_EXACT, work->q_dtype, scratch.widened, scratch.q);
+        PP_NAME(panel_chunk)(panel, &work->chunk, work->chunk.begin, k, v);
+        record_panel(panel);
+        if (prefetches)
+            prefetch_next_head(work, groups, PP_CHUNK / PP_GROUP, part, (work->num_rows + PP_PANEL - 1) / PP_PANEL);
+    }
 }
 
 #undef IS_EXACT
