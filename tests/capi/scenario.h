@@ -183,7 +183,7 @@ static inline void scenario_check_row(const scenario *s, const pp_decode_args *a
     int32_t kv_head = head / (s->num_qo_heads / layout->num_kv_heads);
     int32_t position = length - (s->starts[seq + 1] - s->starts[seq]) + i;
     int64_t row = (int64_t)(s->starts[seq] + i) * s->num_qo_heads + head, source = seq + 1000 * args->layer;
-    const float *q = s->q + row * dims, *out = args->out + row * v_dims;
+    const float *q = s->q + row * dims, *out = (const float *)args->out + row * v_dims;
     double *weight = (double *)scenario_memory((size_t)length * sizeof(double));
     double largest = args->sinks ? (double)args->sinks[head] : -INFINITY, sum = 0.0, error = 0.0, scale = 0.0;
     const double rounding = args->arithmetic == PP_EXACT ? 0.0 : 1.01 / 128;

@@ -83,6 +83,12 @@ def test_no_bit_depends_on_how_threads_round_and_flush(c_program, tmp_path):
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
 
 
+def test_shared_prefixes_are_units_of_their_own_with_the_bits_of_lone_sequences(c_program, tmp_path):
+    program = build(HERE / "cascade.c", tmp_path / "cascade")
+    for isa in run([str(c_program)]).split()[2:]:
+        assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
+
+
 def test_cpp_program_shares_a_plan_among_its_threads(tmp_path):
     program = build(HERE / "program.cpp", tmp_path / "program")
     assert run([str(program)]).startswith("ok ")
