@@ -118,8 +118,6 @@ typedef struct pp_shared {
     /* Fills in the next rows, at most panel_rows, those of a sequence one behind the other; 0 when there are no more. */
     int (*next_rows)(void *context, pp_row *rows);
     void *context;
-    int64_t num_rows;       /* of all panels */
-    int more_heads;         /* the next kv head is read next, to be prefetched */
     unsigned char *scratch; /* prefill_bytes of a panel's rows */
 } pp_shared;
 

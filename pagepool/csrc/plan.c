@@ -669,7 +669,7 @@ static int next_rows(void *context, pp_row *rows) {
 }
 
 /* Runs a unit of a chunk that sequences share. */
-static void run_shared(pp_decode_plan *plan, int64_t unit, int is_last, unsigned char *scratch) {
+static void run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratch) {
     const pp_decode_args *args = &plan->args;
     const int32_t heads = args->pool->layout.num_kv_heads, head = (int32_t)(unit % heads);
     const struct pp_shared_run *run = &plan->shared[unit / heads];
@@ -678,12 +678,9 @@ static void run_shared(pp_decode_plan *plan, int64_t unit, int is_last, unsigned
                       .q_dtype = args->q_dtype,
                       .next_rows = next_rows,
                       .context = &list,
-                      .more_heads = head + 1 < heads && !is_last,
                       .scratch = scratch};
     fill_chunk(plan, plan->order[run->first], run->chunk, 0, &work.chunk);
     list.work.group_size = work.chunk.group_size;
-    for (int32_t i = 0; i < run->count; i++)
-        work.num_rows += (int64_t)work.chunk.group_size * queries_of(plan, plan->order[run->first + i]);
     kernels_of(args)->shared[args->arithmetic](&work);
     int32_t slice = 0;
     while ((int64_t)heads * (slice + 1) / plan->slices <= head) slice++;
@@ -744,7 +741,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
     const int64_t shared_units = (int64_t)plan->num_shared * plan->args.pool->layout.num_kv_heads;
     for (int64_t unit = begin; unit < end; unit++) {
         if (unit < shared_units) {
-            run_shared(plan, unit, unit + 1 == end, scratch);
+            run_shared(plan, unit, scratch);
             continue;
         }
         if (!is_known) {

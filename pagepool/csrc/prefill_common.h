@@ -27,7 +27,7 @@ typedef struct pp_panel {
     float *sums;                           /* PP_PANEL rows of a record as in pp_chunk */
     int64_t row_stride;
     int head_dim, v_head_dim;
-    pp_tile tile;                          /* what transform_scores is told */
+    pp_tile tile;                          /* what cap_scores and add_slopes are told */
 } pp_panel;
 
 /* The result of a row over the chunks so far: `m`, `total` and a row of weighted sums. */
@@ -290,12 +290,4 @@ static void record_panel(const pp_panel *panel) {
         row->sums[width] = tree_sum(sum);
         *row->m = panel->m[r];
     }
-}
-
-/* Prefetches part `part` of `parts` of the next kv head's K and V in the chunk's groups. */
-static void prefetch_next_head(const pp_shared *work, const unsigned char *const *groups, int count, int64_t part,
-                               int64_t parts) {
-    const int64_t bytes = work->chunk.pool->layout.head_bytes;
-    for (int64_t i = count * part / parts; i < count * (part + 1) / parts; i++)
-        prefetch_into_l2(groups[i] + bytes, (int)bytes);
 }

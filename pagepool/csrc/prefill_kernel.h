@@ -292,22 +292,17 @@ static void PP_NAME(prefill)(const pp_query_block *work) {
 
 static void PP_NAME(shared)(const pp_shared *work) {
     const pp_kv_layout *layout = &work->chunk.pool->layout;
-    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS], *groups[PP_CHUNK_GROUPS];
-    const int prefetches = work->more_heads && work->chunk.prefetch && layout->tiled;
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
     prefill_scratch scratch;
     lay_out(layout, IS_EXACT, PP_PANEL, work->scratch, &scratch);
     pp_panel *panel = scratch.panel;
     begin_panel(panel, &work->chunk, work->kv_head, scratch.sums);
     panel->q = scratch.q;
     read_chunk(&work->chunk, work->kv_head, IS_EXACT, &scratch, k, v);
-    if (prefetches) pp_list_groups(&work->chunk, work->chunk.end, groups);
-    for (int i = 0; prefetches && i < PP_CHUNK / PP_GROUP; i++) groups[i] += work->kv_head * layout->head_bytes;
-    for (int64_t part = 0; (panel->rows = work->next_rows(work->context, panel->row)) > 0; part++) {
+    while ((panel->rows = work->next_rows(work->context, panel->row)) > 0) {
         pack_panel(panel, IS_EXACT, work->q_dtype, scratch.widened, scratch.q);
         PP_NAME(panel_chunk)(panel, &work->chunk, work->chunk.begin, k, v);
         record_panel(panel);
-        if (prefetches)
-            prefetch_next_head(work, groups, PP_CHUNK / PP_GROUP, part, (work->num_rows + PP_PANEL - 1) / PP_PANEL);
     }
 }
 
