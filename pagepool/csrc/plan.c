@@ -39,30 +39,22 @@
 
 #include "check_decode.h"
 #include "float_mode.h"
-#include "kernels.h"
+#include "plan.h"
 #include "pagepool/threads.h"
 #include "workspace.h"
 
 enum { UNITS_PER_THREAD = 4, ALIGN = 64 };
 
-/* An element takes about as long to come from memory as so many products; a thread more pays from about 6 us of work
- * on, which is what it may take to wake it. */
-enum { PRODUCTS_PER_FETCH = 4, PRODUCTS_PER_THREAD = 1 << 18 };
+/* A thread more pays from about 6 us of work on, which is what it may take to wake it. */
+enum { PRODUCTS_PER_THREAD = 1 << 18 };
 
 /* Units are not cut smaller than this (about 20 us), but one for each thread: where a unit begins nothing has been
  * prefetched, and heads that lie next to each other are read best by one thread. */
 enum { PRODUCTS_PER_UNIT = 1 << 20 };
 
-/* Query tokens take the way of prefill if a kv head has so many rows: with fewer, most of a panel would be empty.  A
- * block of query tokens has about so many rows, fewer when there are too few blocks for the threads: K and V that are
+/* A block of query tokens has about so many rows, fewer when there are too few blocks for the threads: K and V that are
  * widened serve all of them. */
-enum { PREFILL_ROWS = 24, BLOCK_ROWS = 240, LEAST_BLOCK_ROWS = 48 };
-
-/* Sequences order[first, first + count), which share a chunk. */
-struct pp_shared_run {
-    int32_t first, count;
-    int64_t chunk;
-};
+enum { BLOCK_ROWS = 240, LEAST_BLOCK_ROWS = 48 };
 
 typedef struct measures {
     int64_t num_chunks, num_blocks, num_queries; /* of all sequences; chunks of those that are cut into chunks */
@@ -91,8 +83,6 @@ static size_t scratch_of(const pp_kv_layout *layout) {
     return (size_t)(2 * PP_GROUP * dims * layout->item_bytes);
 }
 
-static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
 static int may_differ(const pp_decode_args *args) { return args->query_start_loc || args->custom_mask; }
 
 /* What the query tokens of a sequence see. */
@@ -116,13 +106,6 @@ static extent extent_of(const pp_decode_args *args, int32_t seq_len, int32_t num
     const int64_t first = pp_first_seen(&view, 0), size = args->pool->layout.block_size;
     if (!seq_len || !num_queries) return (extent){0, 0, 0, 0};
     return (extent){first / PP_CHUNK, ceil_div(seq_len, PP_CHUNK), first / size, ceil_div(seq_len, size)};
-}
-
-/* Whether a sequence is cut into blocks of query tokens: then nothing but its results is written.  Weights of blocks are
- * known when all chunks are. */
-static int takes_prefill(const pp_decode_args *args, int64_t num_queries) {
-    const int64_t group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
-    return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;
 }
 
 static int64_t record_of(const measures *all, int32_t num_qo_heads, int32_t num_queries) {
@@ -158,11 +141,6 @@ static pp_status add_sequence(const pp_decode_args *args, int32_t seq_len, int64
     return PP_OK;
 }
 
-static const pp_kernels *kernels_of(const pp_decode_args *args) {
-    const pp_kernels *kernels = pp_kernels_get();
-    return args->arithmetic == PP_EXACT ? kernels : kernels->dot;
-}
-
 static int32_t parts_of(const pp_decode_args *args, int32_t head_rows) {
     const int32_t most = kernels_of(args)->max_rows;
     return head_rows / most + (head_rows % most != 0);
@@ -178,22 +156,6 @@ static int64_t units_per_thread(const measures *all, int32_t num_threads) {
     return units < 2 ? 1 : units < UNITS_PER_THREAD ? (int64_t)units : UNITS_PER_THREAD;
 }
 
-/* Whether a sequence's chunks may be shared with others: it has a whole one and is cut into chunks.  With a window each
- * begins elsewhere; weights of blocks are added up chunk by chunk. */
-static int is_shareable(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
-    return seq_len >= PP_CHUNK && num_queries > 0 && !args->window && !args->block_scores && !args->no_cascade &&
-           !takes_prefill(args, num_queries);
-}
-
-/* Notes a sequence's first block; whether another one may have it, too.  Mostly wrong only if it says so. */
-enum { SEEN_BITS = 1 << 14 };
-static int has_been_seen(uint32_t *bits, int32_t block) {
-    const uint32_t hash = (uint32_t)block * 2654435769u >> 18, mask = 1u << hash % 32;
-    const int seen = (bits[hash / 32] & mask) != 0;
-    bits[hash / 32] |= mask;
-    return seen;
-}
-
 static pp_status measure(const pp_decode_args *args, measures *all) {
     pp_status status = pp_check_decode(args);
     if (status != PP_OK) return status;
@@ -202,13 +164,13 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     *all = (measures){.row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP};
     if (args->block_scores) all->blocks_per_chunk = PP_CHUNK % size ? PP_CHUNK / size + 2 : PP_CHUNK / size;
     all->row_elements = all->row_stride + 1 + may_differ(args) + all->blocks_per_chunk;
-    uint32_t bits[SEEN_BITS / 32];
+    uint32_t bits[PP_NOTED_BLOCKS / 32];
     if (args->num_seqs > 1) memset(bits, 0, sizeof bits);
     for (int32_t s = 0; s < args->num_seqs; s++) {
         status = add_sequence(args, args->seq_lens[s], num_queries_of(args, s), all);
         if (status != PP_OK) return status;
         if (args->num_seqs > 1 && is_shareable(args, args->seq_lens[s], num_queries_of(args, s)))
-            all->may_share |= has_been_seen(
+            all->may_share |= pp_note_first_block(
                 bits, __atomic_load_n(&args->block_tables[s * args->block_tables_stride], __ATOMIC_RELAXED));
     }
     return PP_OK;
@@ -319,10 +281,6 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
                : PP_INVALID_ARGUMENT;
 }
 
-static int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
-    return plan->query_begin[s + 1] - plan->query_begin[s];
-}
-
 /* The results of a sequence without a token to see: zeros, and the log of nothing. */
 static void write_nothing(const pp_decode_plan *plan, int32_t s) {
     const pp_decode_args *args = &plan->args;
@@ -369,84 +327,6 @@ static int64_t own_begin(const pp_decode_plan *plan, int32_t s) {
     return plan->num_shared ? plan->shared_chunks[s] : 0;
 }
 
-/* Whole chunks that two sequences have in common, from the first one on. */
-static int64_t chunks_in_common(const pp_decode_plan *plan, int32_t a, int32_t b) {
-    const int64_t size = plan->args.pool->layout.block_size;
-    const int32_t len = plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b];
-    const int64_t most = len / PP_CHUNK, blocks = ceil_div(most * PP_CHUNK, size);
-    const int32_t *x = plan->ids + plan->ids_begin[a], *y = plan->ids + plan->ids_begin[b];
-    int64_t same = 0;
-    while (same < blocks && x[same] == y[same]) same++;
-    return same == blocks ? most : same * size / PP_CHUNK;
-}
-
-/* Whether sequence a comes before b: by the ids of their whole chunks, else as they are. */
-static int comes_before(const pp_decode_plan *plan, int32_t a, int32_t b) {
-    const int64_t size = plan->args.pool->layout.block_size;
-    const int32_t len = plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b];
-    const int64_t blocks = len / PP_CHUNK * PP_CHUNK / size;
-    const int way = memcmp(plan->ids + plan->ids_begin[a], plan->ids + plan->ids_begin[b],
-                           sizeof(int32_t) * (size_t)blocks);
-    if (way) return way < 0;
-    return plan->seq_lens[a] != plan->seq_lens[b] ? plan->seq_lens[a] < plan->seq_lens[b] : a < b;
-}
-
-/* Sorts (Shell's way, which needs no memory). */
-static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
-    int32_t gap = 1;
-    while (gap < n / 3) gap = 3 * gap + 1;
-    for (; gap; gap /= 3)
-        for (int32_t i = gap; i < n; i++) {
-            const int32_t s = order[i];
-            int32_t j = i;
-            for (; j >= gap && comes_before(plan, s, order[j - gap]); j -= gap) order[j] = order[j - gap];
-            order[j] = s;
-        }
-}
-
-/* Whether a run gains by sharing, in products for each element: alone, each sequence fetches K and V and computes
- * meanwhile; together K and V are fetched once and then computed with panel by panel, a row for 0.6 of what it costs
- * alone.  Measured on Intel and with one thread; what gains less than a quarter is left alone. */
-static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
-    const pp_kv_layout *layout = &plan->args.pool->layout;
-    const int64_t fetch = PRODUCTS_PER_FETCH * layout->item_bytes / 2, panel = kernels_of(&plan->args)->panel_rows;
-    int64_t alone = 0, rows = 0;
-    for (int32_t i = first; i < first + count; i++) {
-        const int64_t own = (int64_t)plan->args.num_qo_heads / layout->num_kv_heads * queries_of(plan, plan->order[i]);
-        alone += own > fetch ? own : fetch;
-        rows += own;
-    }
-    return 4 * alone > 5 * fetch + 3 * panel * ceil_div(rows, panel);
-}
-
-/* Finds what is shared: chunk by chunk the runs of neighbours that have it in common, and gain by it as they did with
- * all chunks before. */
-static void find_shared(pp_decode_plan *plan) {
-    const pp_decode_args *args = &plan->args;
-    const int64_t heads = args->pool->layout.num_kv_heads;
-    int64_t most = 0;
-    int32_t n = 0;
-    for (int32_t s = 0; s < args->num_seqs; s++) {
-        plan->shared_chunks[s] = 0;
-        if (is_shareable(args, plan->seq_lens[s], queries_of(plan, s))) plan->order[n++] = s;
-    }
-    sort_by_ids(plan, plan->order, n);
-    for (int32_t i = 0; i + 1 < n; i++) {
-        plan->common[i] = (int32_t)chunks_in_common(plan, plan->order[i], plan->order[i + 1]);
-        if (plan->common[i] > most) most = plan->common[i];
-    }
-    for (int64_t chunk = 0; chunk < most; chunk++)
-        for (int32_t i = 0, end; i + 1 < n; i = end) {
-            for (end = i + 1; end < n && plan->common[end - 1] > chunk;) end++;
-            if (end == i + 1 || plan->shared_chunks[plan->order[i]] < chunk || !pays(plan, i, end - i)) continue;
-            int32_t *left = plan->heads_left + (int64_t)plan->num_shared * plan->slices;
-            for (int32_t j = i; j < end; j++) plan->shared_chunks[plan->order[j]]++;
-            for (int32_t slice = 0; slice < plan->slices; slice++)
-                left[slice] = (int32_t)(heads * (slice + 1) / plan->slices - heads * slice / plan->slices);
-            plan->shared[plan->num_shared++] = (struct pp_shared_run){.first = i, .count = end - i, .chunk = chunk};
-        }
-}
-
 /* Plans what was measured and cut, in a workspace of all->bytes. */
 static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, const measures *all, void *workspace) {
     pp_status status = pp_check_apart(args, all->num_queries, workspace, all->bytes);
@@ -489,7 +369,7 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
         for (int32_t h = 0; h < args->num_qo_heads; h++) slopes[h] = pp_in_base_2(args->alibi_slopes[h]);
         plan->args.alibi_slopes = slopes;
     }
-    if (all->may_share) find_shared(plan);
+    if (all->may_share) pp_find_shared(plan);
     plan->num_units = (int64_t)plan->num_shared * args->pool->layout.num_kv_heads;
     for (int32_t s = 0; s < args->num_seqs; s++) {
         const int32_t num_queries = queries_of(plan, s);
