@@ -443,13 +443,13 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     arithmetic     "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: rounds q and
                    the softmax's weights to bfloat16 and uses the CPU's bfloat16 dot products (AVX512_BF16), which do
                    twice as much; slower on a CPU without them. All else stays float32
-    cascade        read chunks of 512 tokens once that several sequences begin with (a system prompt, parallel samples, a
-                   tree of them), which is found in the block tables. False: once for each sequence. No bit differs
+    cascade        reads chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples, a
+                   tree of them) once for all; they are found in the block tables. False: for each. No bit differs
     num_threads    the most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS
 
-    Returns `out`, by default a new array of float32, (n_tokens, num_qo_heads, v_head_dim). With return_lse or return_block_scores returns a tuple
-    of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens, num_qo_heads, width), which are 0
-    for blocks that the row does not see. A query token that sees nothing gives zeros and the lse -inf: in an empty
+    Returns `out`, by default a new array of float32, (n_tokens, num_qo_heads, v_head_dim). With return_lse or
+    return_block_scores returns a tuple of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens,
+    num_qo_heads, width), which are 0 for blocks that the row does not see. A query token that sees nothing gives zeros and the lse -inf: in an empty
     sequence, or when a sequence has more query tokens than seq_len. The bits depend only on the row's own query and the
     keys and values that it sees: not on the batch, the other query tokens, the order, the threads, the block size or
     the instruction set. Without fma ("baseline") each product is rounded, so its bits differ.
@@ -503,14 +503,15 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens, query_s
 
     q              (n_tokens, num_qo_heads, head_dim), float32, float16 or bfloat16 (or its bits as uint16): the new
                    tokens of all sequences, one sequence behind the other
-    query_start_loc  (n_seqs + 1,), int32: sequence s has the tokens query_start_loc[s] up to query_start_loc[s + 1] of q
+    query_start_loc  (n_seqs + 1,), int32: sequence s has the tokens query_start_loc[s] up to query_start_loc[s + 1]
+                   of q
 
     All else is as for `decode`: arguments, result and errors. A token's result has the same bits whether its prompt
     comes in one call or in chunks of any size, after a hit in a prefix cache, or token by token through `decode`.
 
-    From 24 rows of a KV head on (query heads of its group times query tokens) scores and values are computed as tiles of
-    many rows, at the rate of the CPU's multiply-adds. A thread needs about 1 MB of scratch, however many tokens there
-    are.
+    From 24 rows of a KV head on (query heads of its group times query tokens) scores and values are computed as tiles
+    of many rows, at the rate of the CPU's multiply-adds. A thread needs about 1 MB of scratch, however many tokens
+    there are.
 
     Sources: chunked prefill (Sarathi-Serve, Agrawal et al., OSDI 2024); online softmax over tiles (FlashAttention, Dao
     et al., 2022).

@@ -92,8 +92,8 @@ typedef struct pp_merge {
     const float *sinks;      /* NULL or (num_qo_heads,) */
 } pp_merge;
 
-/* Queries of a sequence as a caller has them: element d of a head at index token * stride_token + head * stride_head + d
- * of elements of `dtype`. */
+/* Queries of a sequence as a caller has them: element d of a head at token * stride_token + head * stride_head + d, in
+ * elements of `dtype`. */
 typedef struct pp_queries {
     const void *q;
     int64_t stride_token, stride_head;
@@ -115,7 +115,7 @@ typedef struct pp_row {
 typedef struct pp_shared {
     pp_chunk chunk;         /* as one of the sequences has it */
     int32_t kv_head, q_dtype;
-    /* Fills in the next rows, at most panel_rows, those of a sequence one behind the other; 0 when there are no more. */
+    /* Fills in the next rows, at most panel_rows, sequence by sequence; 0 when there are no more. */
     int (*next_rows)(void *context, pp_row *rows);
     void *context;
     unsigned char *scratch; /* prefill_bytes of a panel's rows */
@@ -124,8 +124,7 @@ typedef struct pp_shared {
 /* Prefill: query tokens [query_begin, query_end) of a sequence, for the query heads of one kv head, over all tokens
  * that they see.  Writes their results, which have the bits that chunks and merging would give. */
 typedef struct pp_query_block {
-    pp_chunk chunk;     /* of the sequence: pool, layer, blocks, first_block, view, group_size, sm_scale, soft cap, slopes;
-                           the rest is set as the walk goes */
+    pp_chunk chunk;     /* as fill_chunk has it for the first chunk: what differs is set as the walk goes */
     pp_queries queries; /* from the sequence's first query token on */
     int32_t kv_head, query_begin, query_end, num_qo_heads;
     void *out;          /* of the sequence's first query token */

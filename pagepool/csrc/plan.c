@@ -21,16 +21,16 @@
  * from the last block, which sees most, to the first, in a block head by head.
  *
  * Whole chunks from the first one on that several sequences of the former kind have in common, by their block ids, are
- * units by themselves, before all others: a run of sequences and a kv head each, which leave the same records as if each
- * sequence had been on its own.  `order` is sorted by ids, so that what is shared lies side by side, level by level:
+ * units by themselves, before all others: each is a run of sequences and a kv head, and leaves the records that each
+ * sequence on its own would.  `order` is sorted by ids, so that what is shared lies side by side, level by level:
  *
  *   shared[i]           sequences order[first, first + count) share `chunk`
  *   shared_chunks[s]    how many of them s has;   common[i] = chunks that order[i] and order[i + 1] have in common
- *   heads_left[i * slices + slice] = kv heads of the slice that are not done yet; who does the last one counts the chunk
- *                       in `remaining` of each of them
+ *   heads_left[i * slices + slice] = kv heads of the slice that are not done yet; who does the last one counts the
+ *                       chunk in `remaining` of each of them
  *
- * There is scratch for num_threads ranges, if the units need any: a range takes a piece until it ends, and waits for one
- * when more ranges run. */
+ * There is scratch for num_threads ranges, if the units need any: a range takes a piece until it ends, and waits for
+ * one when more ranges run. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <sched.h>
@@ -506,7 +506,8 @@ static void count_chunk(pp_decode_plan *plan, int32_t s, int32_t slice) {
     if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) merge(plan, s, slice);
 }
 
-/* Where the rows of a shared chunk are listed: row `row` of the kv head in sequence order[at], whose chunk is `work`. */
+/* Where the list of a shared chunk's rows is: at row `row` of the kv head in sequence order[at], whose chunk is
+ * `work`. */
 typedef struct row_list {
     const pp_decode_plan *plan;
     const struct pp_shared_run *run;

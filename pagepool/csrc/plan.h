@@ -27,8 +27,8 @@ static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
     return plan->query_begin[s + 1] - plan->query_begin[s];
 }
 
-/* Whether a sequence is cut into blocks of query tokens: then nothing but its results is written.  Weights of blocks are
- * known when all chunks are. */
+/* Whether a sequence is cut into blocks of query tokens: then nothing but its results is written.  Weights of its
+ * pages' blocks are known only when all chunks are. */
 static inline int takes_prefill(const pp_decode_args *args, int64_t num_queries) {
     const int64_t group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
     return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;

@@ -1,7 +1,7 @@
 /* simd_avx2.h: the kernels' vocabulary in AVX2, FMA and F16C: 8 lanes.  Included inside a target region. */
 #define PP_LANES 8
 #define PP_MAX_HEADS 6 /* query heads that share a load */
-#define PP_PANEL 6       /* rows of a panel of prefill, vectors of its scores and values: 12 accumulators of 16 registers */
+#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values 12 of 16 registers are sums */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 2
 #define PP_STEPS 0

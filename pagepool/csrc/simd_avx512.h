@@ -1,7 +1,7 @@
 /* simd_avx512.h: the kernels' vocabulary in AVX-512 F, BW, DQ, VL: 16 lanes.  Included inside a target region. */
 #define PP_LANES 16
 #define PP_MAX_HEADS 8 /* query heads that share a load */
-#define PP_PANEL 12       /* rows of a panel of prefill, vectors of its scores and values: 24 accumulators of 32 registers */
+#define PP_PANEL 12 /* rows of a panel of prefill; with vectors of scores and values 24 of 32 registers are sums */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 4
 #define PP_STEPS 1      /* the walk takes two tiles at a time where it can */

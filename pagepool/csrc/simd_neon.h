@@ -1,7 +1,7 @@
 /* simd_neon.h: the kernels' vocabulary in AArch64 Advanced SIMD: 4 lanes. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 8 /* query heads that share a load */
-#define PP_PANEL 6       /* rows of a panel of prefill, vectors of its scores and values: 24 accumulators of 32 registers */
+#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values 24 of 32 registers are sums */
 #define PP_PANEL_SCORES 4
 #define PP_PANEL_VALUES 4
 #define PP_STEPS 0
