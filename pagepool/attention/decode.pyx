@@ -451,8 +451,9 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     return_block_scores returns a tuple of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens,
     num_qo_heads, width), which are 0 for blocks that the row does not see. A query token that sees nothing gives zeros
     and the lse -inf: in an empty sequence, or when a sequence has more query tokens than seq_len. The bits depend only
-    on the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the order, the threads, the block size or
-    the instruction set. Without fma ("baseline") each product is rounded, so its bits differ.
+    on the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the order,
+    the threads, the block size or the instruction set. Without fma ("baseline") each product is rounded, so its bits
+    differ.
 
     In exact arithmetic a head's error is below 1e-5 of its largest output while scores stay below about 20; scores are
     float32, and errors grow with their size. With "bf16", rounding changes a score by at most

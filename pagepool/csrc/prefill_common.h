@@ -49,32 +49,34 @@ static int64_t wide_bytes(const pp_kv_layout *layout, int exact) {
     return PP_GROUP * (int64_t)(layout->head_dim + layout->v_head_dim) * (exact ? (int64_t)sizeof(float) : 2);
 }
 
-static void *carve(unsigned char **at, int64_t bytes) {
-    void *piece = *at;
+/* The next piece of `memory`, or NULL of none. */
+static void *carve(unsigned char *memory, int64_t *at, int64_t bytes) {
+    void *piece = memory ? memory + *at : NULL;
     *at += (bytes + 63) / 64 * 64;
     return piece;
 }
 
-/* Lays the pieces for `rows` rows out from `at` on, and returns where they end. */
-static unsigned char *lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsigned char *at,
-                              prefill_scratch *scratch) {
+/* Lays the pieces for `rows` rows out in `memory`, and returns how many bytes they take. */
+static int64_t lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsigned char *memory,
+                       prefill_scratch *scratch) {
+    int64_t at = 0;
     const int64_t padded = (rows + PP_PANEL - 1) / PP_PANEL * PP_PANEL, item = sizeof(float);
     const int64_t row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP, dims = layout->head_dim;
-    scratch->panel = carve(&at, sizeof(pp_panel));
-    scratch->running = carve(&at, padded * (int64_t)sizeof(pp_running));
-    scratch->q = carve(&at, padded * dims * item);
-    scratch->rows = carve(&at, padded * row_stride * item);
-    scratch->sums = carve(&at, PP_PANEL * row_stride * item);
-    scratch->widened = carve(&at, PP_PANEL * dims * item);
+    scratch->panel = carve(memory, &at, sizeof(pp_panel));
+    scratch->running = carve(memory, &at, padded * (int64_t)sizeof(pp_running));
+    scratch->q = carve(memory, &at, padded * dims * item);
+    scratch->rows = carve(memory, &at, padded * row_stride * item);
+    scratch->sums = carve(memory, &at, PP_PANEL * row_stride * item);
+    scratch->widened = carve(memory, &at, PP_PANEL * dims * item);
     const int in_place = layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32);
-    scratch->groups = carve(&at, in_place ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, exact));
-    scratch->staging = carve(&at, in_place ? 0 : 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes);
+    scratch->groups = carve(memory, &at, in_place ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, exact));
+    scratch->staging = carve(memory, &at, in_place ? 0 : 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes);
     return at;
 }
 
 static int64_t prefill_bytes(const pp_kv_layout *layout, int exact, int32_t rows) {
     prefill_scratch scratch;
-    return lay_out(layout, exact, rows, NULL, &scratch) - (unsigned char *)NULL;
+    return lay_out(layout, exact, rows, NULL, &scratch);
 }
 
 /* How pages of a dtype are brought into the order of a tiled page, and widened to f32 in that order. */
