@@ -1,0 +1,110 @@
+"""Decode of sequences with a common prefix, read once (cascade) and once for each, and the limit of the machine.
+
+    python bench/cascade.py [--dtype bfloat16,float32] [--threads 1,2] [--rounds N]
+
+In each round both ways take turns, over as many layers as fill 300 MB, so that nobody finds K and V in a cache. The
+limit is the longer of two times: all multiply-adds at the FMA rate, and all bytes, what is shared counted once, at the
+stream's rate; both are measured in the same round. `share` is the limit over the time of cascade, `gain` the time of
+the other way over that of cascade; medians of the rounds. Where nothing is shared, `gain` is what looking for it costs.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+from machine import Machine
+
+import pagepool
+
+BLOCK_SIZE = 16
+COLD = 300e6
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# sequences, shared tokens, own tokens, query heads, kv heads, head_dim
+CASES = [
+    (32, 8192, 512, 32, 8, 128),
+    (32, 8192, 512, 32, 32, 128),
+    (8, 8192, 512, 32, 8, 128),
+    (32, 2048, 512, 14, 2, 64),
+    (32, 0, 2048, 32, 8, 128),
+]
+
+
+class Case:
+    """Sequences in a pool of several layers with the same tables."""
+
+    def __init__(self, case, dtype):
+        num_seqs, shared, own, self.num_qo_heads, num_kv_heads, self.head_dim = case
+        shared_blocks, own_blocks = shared // BLOCK_SIZE, own // BLOCK_SIZE
+        num_blocks = shared_blocks + num_seqs * own_blocks
+        self.num_bytes = num_blocks * BLOCK_SIZE * num_kv_heads * self.head_dim * 2 * ITEM_BYTES[dtype]
+        self.flops = 4 * num_seqs * (shared + own) * self.num_qo_heads * self.head_dim
+        self.layers = max(1, int(COLD / self.num_bytes))
+        layout = pagepool.KvLayout(self.layers, num_kv_heads, self.head_dim, BLOCK_SIZE, dtype)
+        self.pool = pagepool.KvCachePool.from_layout(layout, num_blocks)
+        rng = np.random.default_rng(1)
+        ids = rng.permutation(num_blocks).astype(np.int32)
+        common = np.repeat(ids[None, :shared_blocks], num_seqs, 0)
+        self.tables = np.concatenate([common, ids[shared_blocks:].reshape(num_seqs, own_blocks)], 1)
+        self.seq_lens = np.full(num_seqs, shared + own, np.int32)
+        for layer in range(self.layers):
+            for begin in range(0, num_blocks * BLOCK_SIZE, 1 << 16):
+                slots = np.arange(begin, min(begin + (1 << 16), num_blocks * BLOCK_SIZE))
+                kv = rng.standard_normal((len(slots), num_kv_heads, self.head_dim), np.float32)
+                self.pool.append(layer, slots, kv, kv)
+        self.q = rng.standard_normal((num_seqs, self.num_qo_heads, self.head_dim), np.float32)
+        self.out = np.empty_like(self.q)
+
+    def seconds(self, threads, cascade):
+        """The time of a layer."""
+        begin = time.perf_counter()
+        for layer in range(self.layers):
+            pagepool.decode(
+                self.q, self.pool, layer, self.tables, self.seq_lens, out=self.out, num_threads=threads, cascade=cascade
+            )
+        return (time.perf_counter() - begin) / self.layers
+
+
+def measure(machine, case, threads, rounds):
+    """Medians over the rounds of the seconds of cascade, its gain and its share of the limit."""
+    case.seconds(threads, True)  # faults the workspace in
+    spent, gains, shares = [], [], []
+    stretch = min(case.num_bytes, 100 << 20)
+    for turn in range(rounds):
+        ways = {way: case.seconds(threads, way) for way in ((True, False), (False, True))[turn % 2]}
+        stream = machine.stream(stretch, 4, threads, 3) * case.num_bytes / stretch
+        limit = max(case.flops / machine.rate("fma", threads), stream)
+        spent.append(ways[True])
+        gains.append(ways[False] / ways[True])
+        shares.append(limit / ways[True])
+    return median(spent), median(gains), median(shares)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16,float32")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    machine = Machine()
+    print("sequences  shared    own  heads   dim  dtype     threads        ms   gain  share")
+    for shape in CASES:
+        num_seqs, shared, own, num_qo_heads, num_kv_heads, head_dim = shape
+        for dtype in options.dtype.split(","):
+            case = Case(shape, dtype)
+            for threads in map(int, options.threads.split(",")):
+                seconds, gain, share = measure(machine, case, threads, options.rounds)
+                print(
+                    f"{num_seqs:9} {shared:7} {own:6}  {num_qo_heads:2}/{num_kv_heads:<2} {head_dim:6}  {dtype:9} "
+                    f"{threads:6} {seconds * 1e3:9.3f} {gain:6.2f} {share:6.2f}",
+                    flush=True,
+                )
+            case.pool.close()
+
+
+if __name__ == "__main__":
+    main()
