@@ -219,3 +219,8 @@ def assert_close(got, expected, limit=LIMIT):
 def assert_same_bits(got, expected):
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def assert_same(got, expected):
+    """The same bits, and NaN where there is NaN."""
+    assert_same_bits(*([np.where(np.isnan(x), np.float32(np.nan), x) for x in each] for each in (got, expected)))

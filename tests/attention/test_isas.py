@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 KERNEL_TESTS = ["test_decode_accuracy.py", "test_decode_bits.py", "test_decode_special.py"]
 KERNEL_TESTS += ["test_decode_variants.py", "test_head_dims.py", "test_several_queries.py", "test_block_scores.py"]
 KERNEL_TESTS += ["test_merge.py", "test_page_conversion.py", "test_arithmetic_bf16.py", "test_any_call.py"]
-KERNEL_TESTS += ["../memory/test_append_runs.py"]
+KERNEL_TESTS += ["test_prefill.py", "../memory/test_append_runs.py"]
 
 
 def test_the_forced_instruction_set_is_in_use():
@@ -28,13 +28,15 @@ def test_the_forced_instruction_set_is_in_use():
 @pytest.mark.parametrize("isa", [isa for isa in cpu_info()["available"] if isa != cpu_info()["isa"]])
 def test_kernels_with(isa):
     # Its kernels but those for dot products are, function by function, those of the same set with such an instruction.
-    tests = ["test_arithmetic_bf16.py"] if f"{isa}_bf16" in cpu_info()["available"] else KERNEL_TESTS
+    only_dots = f"{isa}_bf16" in cpu_info()["available"]
+    tests = ["test_arithmetic_bf16.py", "test_prefill.py"] if only_dots else KERNEL_TESTS
     files = [str(FOLDER / name) for name in [*tests, "test_isas.py::test_the_forced_instruction_set_is_in_use"]]
     # What is compared with the canonical order in plain Python reaches no code that the others do not, and sanitizers
     # make that slow.
-    chosen = ["-k", "not canonical_order"] if "asan" in os.environ.get("LD_PRELOAD", "") else []
+    words = ["bf16 or forced"] * only_dots + ["not canonical_order"] * ("asan" in os.environ.get("LD_PRELOAD", ""))
+    chosen = " and ".join(f"({word})" for word in words)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, *files],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files],
         env={**os.environ, "PAGEPOOL_ISA": isa},
         capture_output=True,
         text=True,
