@@ -1,22 +1,24 @@
-"""Bad input to decode: a clear error, and `out` is as it was."""
+"""Bad input to decode and prefill: a clear error, and `out` is as it was."""
 
 import mmap
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from paged_cases import make_case
 
-from pagepool import InvalidBlock, KvCachePool, KvLayout, decode
+from pagepool import InvalidBlock, KvCachePool, KvLayout, decode, prefill
 
 SENTINEL = np.float32(12345.0)
+NARROW = [np.float16, ml_dtypes.bfloat16, np.uint16]
 LAYOUT = KvLayout(2, 2, 16, dtype="float32")
 NORESERVE = 0x4000  # of Linux; mmap names it from Python 3.13 on
 
 
-@pytest.fixture
-def call():
-    """decode with good arguments but for those given; they can also be functions of the good one."""
+@pytest.fixture(params=[decode, prefill], ids=["decode", "prefill"])
+def call(request):
+    """decode or prefill with good arguments but for those given; they can also be functions of the good one."""
     case = make_case(LAYOUT, 2, [40, 0, 17])
     good = dict(zip(("q", "pool", "layer", "block_tables", "seq_lens"), case.args, strict=True))
 
@@ -26,8 +28,12 @@ def call():
         for name, value in changed.items():
             args[name] = value(args[name]) if callable(value) else value
         positional = [args.pop(name) for name in good]
+        if request.param is prefill:
+            if "query_start_loc" not in args:
+                args["query_start_loc"] = np.arange(len(positional[-1]) + 1, dtype=np.int32)
+            args.pop("return_block_scores", None)  # which prefill does not have
         try:
-            return decode(*positional, **args)
+            return request.param(*positional, **args)
         finally:
             call.untouched = bool((out == SENTINEL).all())
 
@@ -103,9 +109,12 @@ def test_q_of_another_dtype(call, dtype):
     refused(call, TypeError, "q", q=lambda q: q.astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32])
+@pytest.mark.parametrize(
+    "dtype", [np.float64, np.int32, np.uint32, np.int16, np.uint8, bool, ">f4", ">f2", ">u2", "S2"]
+)
 def test_out_of_another_dtype(call, dtype):
-    refused(call, TypeError, "out", out=np.zeros((3, 4, 16), dtype))
+    match = r"out must be float32, float16 or bfloat16 \(uint16 bits\), not "
+    refused(call, TypeError, match, out=np.zeros((3, 4, 16), dtype))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +177,45 @@ def test_an_out_that_overlaps_q():
     decode(memory[:2], *two.args[1:], out=memory[2:4])  # neighbours do not overlap
 
 
+@pytest.mark.parametrize("narrow", NARROW)
+def test_an_out_of_16_bit_is_as_long_as_its_elements(narrow):
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    expected = case.decode().astype(ml_dtypes.bfloat16 if narrow is np.uint16 else narrow).view(narrow)
+    memory = np.zeros(2 * case.q.size, np.float32)
+    q = memory[: case.q.size].reshape(case.q.shape)
+    q[:] = case.q
+    halves = memory.view(narrow)
+    for first, overlaps in ((0, True), (2 * q.size - 1, True), (2 * q.size, False)):
+        out = halves[first : first + q.size].reshape(q.shape)
+        for call in (decode, prefill):
+            before = memory.copy()
+            starts = {"query_start_loc": np.arange(4, dtype=np.int32)} if call is prefill else {}
+            if overlaps:
+                with pytest.raises(ValueError, match="out overlaps q"):
+                    call(q, *case.args[1:], out=out, **starts)
+                np.testing.assert_array_equal(memory.view(np.uint32), before.view(np.uint32))
+            else:
+                np.testing.assert_array_equal(call(q, *case.args[1:], out=out, **starts), expected)
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_an_out_of_16_bit_that_overlaps_what_is_read(narrow):
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    page = case.pool.page(int(case.block_tables[0, 0])).reshape(-1).view(np.uint8)
+    memory = np.zeros(3 * 4 * 16 * 2, np.uint8)
+    lens, starts = memory.view(np.int32)[:3], memory.view(np.int32)[4:8]
+    lens[:], starts[:] = case.seq_lens, range(4)
+    for name, place in (("the pool's pages", page), ("seq_lens", memory), ("query_start_loc", memory)):
+        out = place[: memory.size].view(narrow).reshape(case.q.shape)
+        before = out.view(np.uint16).copy()
+        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+            if name == "seq_lens":
+                decode(*case.args[:4], lens, out=out)
+            else:
+                prefill(*case.args, starts, out=out)
+        np.testing.assert_array_equal(out.view(np.uint16), before)
+
+
 def test_an_out_that_overlaps_the_pages():
     case = make_case(LAYOUT, 2, [40, 0, 17])
     page = case.pool.page(int(case.block_tables[0, 0]))
@@ -218,6 +266,73 @@ def test_strides_below_zero_are_walked_where_elements_lie_whole():
     same = decode(np.repeat(q[:1], 3, axis=0), pool, layer, tables_of_one, np.repeat(lens[:1], 3))
     for row in same:
         np.testing.assert_array_equal(row, right[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, *NARROW])
+def test_an_out_between_two_addresses_of_its_elements(call, dtype):
+    item = np.dtype(dtype).itemsize
+    memory = np.zeros(3 * 4 * 16 * item + item, np.uint8)
+    for behind in range(1, item):
+        out = memory[behind : behind - item].view(dtype).reshape(3, 4, 16)
+        refused(call, ValueError, f"out must be aligned to {item} bytes", out=out)
+        assert not memory.any()
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_an_out_of_16_bit_that_cannot_be_written_so(call, narrow):
+    out = np.zeros((3, 4, 16), narrow)
+    wide = np.zeros((3, 4, 32), narrow)
+    for turned in (out[::-1], out[:, ::-1], out[:, :, ::-1], wide[:, :, ::2], wide[:, :, :16]):
+        refused(call, ValueError, "out must be C-contiguous", out=turned)
+    for shape in ((3, 4, 8), (4, 3, 16), (3, 4)):
+        refused(call, ValueError, r"out must have the shape \(3, 4, 16\), not", out=np.zeros(shape, narrow))
+    refused(call, ValueError, "out is read-only", out=np.broadcast_to(narrow(0), (3, 4, 16)))
+    assert not out.any() and not wide.any()
+
+
+@pytest.mark.parametrize(
+    ("starts", "error", "match"),
+    [
+        (None, TypeError, "query_start_loc must be an array: it says where each sequence's tokens begin in q"),
+        (3, TypeError, "query_start_loc"),
+        ([0, 1, 2, 3], TypeError, "query_start_loc"),
+        (np.arange(4), TypeError, "query_start_loc must be int32"),
+        (np.arange(4, dtype=np.int32)[::-1], ValueError, "query_start_loc"),
+        (np.zeros((4, 1), np.int32), ValueError, "query_start_loc must have 1 dimension, not 2"),
+        (np.arange(3, dtype=np.int32), ValueError, "must have 4 entries for 3 sequences, not 3"),
+        (np.array([0, 1, 2, 4], np.int32), ValueError, "the 3 query tokens of q, not from 0 to 4"),
+        (np.array([1, 1, 2, 3], np.int32), ValueError, "not from 1 to 3"),
+        (np.array([0, 2, 1, 3], np.int32), ValueError, "query_start_loc falls from 2 to 1 at entry 2"),
+        (np.array([0, -1, 2, 3], np.int32), ValueError, "query_start_loc falls from 0 to -1 at entry 1"),
+    ],
+)
+def test_prefill_names_a_bad_query_start_loc(starts, error, match):
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    out = np.full(case.q.shape, SENTINEL, np.float32)
+    with pytest.raises(error, match=match):
+        prefill(*case.args, starts, out=out)
+    assert (out == SENTINEL).all()
+
+
+def test_prefill_needs_query_start_loc_and_has_no_block_scores():
+    case = make_case(LAYOUT, 2, [40, 0, 17])
+    with pytest.raises(TypeError, match="positional"):
+        prefill(*case.args)
+    with pytest.raises(TypeError, match="return_block_scores"):
+        prefill(*case.args, np.arange(4, dtype=np.int32), return_block_scores=True)
+    with pytest.raises(TypeError, match="positional"):
+        prefill(*case.args, np.arange(4, dtype=np.int32), None)
+
+
+@pytest.mark.parametrize("block", [-1, 100, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_block_out_of_range_of_a_long_prompt(place, block):
+    case, starts = make_case(LAYOUT, 2, [40, 1]).with_queries([40, 1])
+    case.block_tables[0, place] = block
+    out = np.full(case.q.shape, SENTINEL, np.float32)
+    with pytest.raises(InvalidBlock, match=rf"block_tables\[0, {place}\] is {block}"):
+        prefill(*case.args, starts, out=out)
+    assert (out == SENTINEL).all()
 
 
 def test_results_step_forwards_only(call):
@@ -313,7 +428,8 @@ def test_an_arithmetic_that_is_no_name_is_refused_as_that(call, value):
 
 @pytest.mark.parametrize("value", [[0.0], "out", 1.0], ids=str)
 def test_an_out_that_is_no_array_is_named(call, value):
-    refused(call, TypeError, f"out must be a float32 array, not {type(value).__name__}", out=value)
+    match = f"out must be an array of float32, float16 or bfloat16, not {type(value).__name__}"
+    refused(call, TypeError, match, out=value)
 
 
 @pytest.mark.parametrize("shape", [(), (3, 1, 1, 1)])
