@@ -190,6 +190,16 @@ static void cut_into_blocks(const pp_decode_args *args, measures *all, int64_t w
     if (all->slot < bytes) all->slot = aligned(bytes);
 }
 
+/* How many ranges may run at a time: no more than there are threads or, at most, units. */
+static int32_t most_ranges(const pp_decode_args *args, const measures *all) {
+    const double heads = args->pool->layout.num_kv_heads;
+    double units = (double)all->num_chunks * all->slices;
+    if (all->num_prefilled) units += ((double)all->num_prefilled / all->block_queries + args->num_seqs) * heads;
+    if (all->may_share) units += (double)all->num_chunks / 2 * heads;
+    const double ranges = units < args->num_threads ? units : args->num_threads;
+    return ranges > 1 ? (int32_t)ranges : 1;
+}
+
 /* Cuts what was measured into slices for the threads, and says how much memory that takes. */
 static pp_status cut(const pp_decode_args *args, measures *all) {
     const pp_kv_layout *layout = &args->pool->layout;
@@ -207,7 +217,7 @@ static pp_status cut(const pp_decode_args *args, measures *all) {
                                                                     kernels_of(args)->panel_rows);
         if (all->slot < bytes) all->slot = aligned(bytes);
     }
-    if (all->slot) all->num_slots = args->num_threads > 1 ? args->num_threads : 1;
+    if (all->slot) all->num_slots = most_ranges(args, all);
     all->flags = aligned(sizeof(int32_t) * (size_t)all->num_slots);
     const size_t num_seqs = (size_t)args->num_seqs;
     all->counters = aligned(sizeof(int32_t) * num_seqs * (size_t)all->slices);
