@@ -1,6 +1,7 @@
-/* plans.c: plans at random.  However finely one is cut, whoever runs which ranges in whatever order, beside another
- * plan of the same pool or one that nobody ends, results are right and have the bits of one thread; and what is refused
- * leaves results and plan as they were.  Arrays begin anywhere and end, for sanitizers, where their memory does.
+/* plans.c: plans at random.  However finely one is cut, whoever runs which ranges in whatever order, on more threads
+ * than it was made for, beside another plan of the same pool or one that nobody ends, results are right and have the
+ * bits of one thread and of decode with scores of blocks; and what is refused leaves results and plan as they were.
+ * Arrays begin anywhere and end, for sanitizers, where their memory does.
  * Arguments: rounds (default 200), the first one's number (default 0).  Prints a sum of all results' bits. */
 #include <pthread.h>
 
@@ -104,6 +105,7 @@ typedef struct results {
     size_t out, lse, scores; /* bytes */
 } results;
 
+/* Room for all results. */
 static void take_results(const results *sizes, pp_decode_args *args) {
     args->out = take(sizes->out);
     args->lse = take(sizes->lse);
@@ -112,7 +114,20 @@ static void take_results(const results *sizes, pp_decode_args *args) {
 
 static int same(const results *sizes, const pp_decode_args *a, const pp_decode_args *b) {
     return !memcmp(a->out, b->out, sizes->out) && !memcmp(a->lse, b->lse, sizes->lse) &&
-           !memcmp(a->block_scores, b->block_scores, sizes->scores);
+           (!a->block_scores || !memcmp(a->block_scores, b->block_scores, sizes->scores));
+}
+
+/* Queries in a dtype that holds them as they are. */
+static const void *take_queries(const float *q, size_t count, pp_dtype dtype) {
+    if (dtype == PP_F32) return take_copy(q, count * sizeof(float));
+    uint16_t *to = take(count * sizeof *to);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &q[i], sizeof bits);
+        const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+        to[i] = (uint16_t)(dtype == PP_BF16 ? bits >> 16 : size ? sign | ((size - (112u << 23)) >> 13) : sign);
+    }
+    return to;
 }
 
 /* A plan, its units in ranges that are to be run in the order in which they are here, and what runs them. */
@@ -141,19 +156,21 @@ static void start(const scenario *s, running *run, const pp_decode_args *args, c
     const size_t numbers = (size_t)(scenario_row_count(s) * s->pool.layout.head_dim);
     size_t bytes;
     int64_t cut = 0;
-    lent lost[5]; /* what a plan copies need not be there any more when it runs */
+    lent lost[4]; /* what a plan copies need not be there any more when it runs */
     run->args = *args;
     take_results(sizes, &run->args);
+    if (below(2)) run->args.block_scores = NULL; /* many query tokens of a sequence are computed in blocks then */
+    run->args.q_dtype = below(3);
+    run->args.q = take_queries(args->q, numbers, (pp_dtype)run->args.q_dtype);
     run->args.num_threads = ONE_OF(-5, 0, 1, 2, 3, 5, 8, 64, 100000, INT32_MAX);
-    run->args.q = lend(args->q, numbers, &lost[0]);
-    run->args.block_tables = lend(args->block_tables, seqs * (size_t)s->width, &lost[1]);
-    run->args.seq_lens = lend(args->seq_lens, seqs, &lost[2]);
-    run->args.query_start_loc = lend(args->query_start_loc, seqs + 1, &lost[3]);
-    run->args.alibi_slopes = lend(args->alibi_slopes, heads, &lost[4]);
+    run->args.block_tables = lend(args->block_tables, seqs * (size_t)s->width, &lost[0]);
+    run->args.seq_lens = lend(args->seq_lens, seqs, &lost[1]);
+    run->args.query_start_loc = lend(args->query_start_loc, seqs + 1, &lost[2]);
+    run->args.alibi_slopes = lend(args->alibi_slopes, heads, &lost[3]);
     CHECK(pp_decode_workspace(&run->args, &bytes) == PP_OK && bytes > 0 && bytes % 64 == 0);
     run->workspace = taken[num_taken++] = scenario_memory(bytes);
     CHECK(pp_decode_plan_init(&run->plan, &run->args, run->workspace, bytes) == PP_OK);
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < 4; i++)
         if (lost[i].bytes) memset(lost[i].copy, 0xff, lost[i].bytes);
     run->num_ranges = 1 + below(MOST_RANGES);
     run->next = 0;
@@ -214,18 +231,21 @@ static void check_refused(const scenario *s, const pp_decode_args *args, const r
     pp_decode_args bad = *args, before = *args;
     pp_decode_plan plan, untouched;
     pp_status status = PP_INVALID_ARGUMENT;
-    const int32_t seq = below(s->num_seqs), blocks = scenario_blocks_of(s, seq), way = below(6);
+    const int32_t seq = below(s->num_seqs), blocks = scenario_blocks_of(s, seq), way = below(8);
     int32_t *lens = take_copy(s->seq_lens, (size_t)s->num_seqs * sizeof(int32_t));
     int32_t *tables = take_copy(s->tables, (size_t)s->num_seqs * (size_t)s->width * sizeof(int32_t));
     size_t bytes;
     take_results(sizes, &bad);
     take_results(sizes, &before);
+    if (below(2)) bad.block_scores = NULL;
     CHECK(pp_decode_workspace(&bad, &bytes) == PP_OK);
     void *workspace = taken[num_taken++] = scenario_memory(bytes);
     if (way == 0) lens[seq] = ONE_OF(-1, INT32_MIN, s->width * s->pool.layout.block_size + 1);
     if (way == 1) bad.window = below(2) ? -1 : INT64_MIN;
     if (way == 2) bytes -= 64;
     if (way == 3) bad.num_seqs = -1;
+    if (way == 6) bad.q_dtype = ONE_OF(-1, 3, INT32_MAX);
+    if (way == 7) bad.out_dtype = ONE_OF(-1, 3, INT32_MIN);
     if (way == 4) bad.num_qo_heads = ONE_OF(0, -s->num_qo_heads);
     if (way == 5 && blocks && s->starts[seq + 1] > s->starts[seq]) { /* the last block is seen, unless all is masked */
         tables[seq * s->width + blocks - 1] = ONE_OF(-1, INT32_MAX, (int32_t)s->pool.num_blocks);

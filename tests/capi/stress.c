@@ -17,7 +17,7 @@ static void decode_one(int32_t seq, int32_t length, int num_threads, float *out)
     pp_decode_args args;
     scenario_args(&shared, 0, out, NULL, &args);
     args.num_seqs = 1;
-    args.q += seq * args.q_stride_seq;
+    args.q = (const float *)args.q + seq * args.q_stride_seq;
     args.block_tables += seq * args.block_tables_stride;
     args.seq_lens = &length;
     CHECK(pp_decode(&args, num_threads) == PP_OK);

@@ -58,6 +58,12 @@ def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(c_pr
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
 
 
+def test_scratch_of_prefill_grows_with_threads_alone_and_more_threads_wait_for_it(c_program, tmp_path):
+    program = build(HERE / "prefill.c", tmp_path / "prefill")
+    for isa in run([str(c_program)]).split()[2:]:
+        assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
+
+
 def test_merged_states_are_right_and_bad_ones_are_refused(c_program, tmp_path):
     program = build(HERE / "merge.c", tmp_path / "merge")
     for isa in run([str(c_program)]).split()[2:]:

@@ -1,5 +1,6 @@
-/* variants.c: every variant of decode, for every dtype, against a plain double loop, and every byte that is read at the
- * end of a mapping: the page behind the pool, the queries, the tables, the mask, ... may not be touched.
+/* variants.c: every variant of decode, for every dtype, against a plain double loop, and prefill beside decode; and
+ * every byte that is read at the end of a mapping: the page behind the pool, the queries, the tables, the mask, ... may
+ * not be touched.
  *
  * A read of one byte too many ends the program by a signal, whatever the instruction set and without a sanitizer; that
  * it does is checked first, for each array, in processes of their own. */
@@ -17,6 +18,7 @@
 
 static const int32_t SEQ_LENS[NUM_SEQS] = {0, 1, 17, 33, 512, 530, 600};
 static const int32_t COUNTS[NUM_SEQS] = {1, 1, 5, 2, 0, 9, 3};
+static const int32_t PROMPTS[NUM_SEQS] = {30, 25, 17, 33, 40, 1, 50};
 
 /* `bytes` that end where a page begins that cannot be read: all of `from`.  Freed with the process. */
 static void *at_the_end(const void *from, size_t bytes) {
@@ -82,9 +84,83 @@ static void check_variant(const scenario *s, int variant, pp_arithmetic arithmet
     CHECK(memcmp(args.block_scores, again.block_scores, score_bytes) == 0);
 }
 
+static uint16_t rounded(float value, pp_dtype dtype) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (dtype == PP_BF16) return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    const uint32_t sign = bits >> 16 & 0x8000;
+    const float size = fabsf(value);
+    CHECK(size < 65504.0f);
+    int exponent; /* of the highest digit; f16 has 10 more digits, and none below 2^-24 */
+    frexpf(size, &exponent);
+    if (size < 0x1p-14f) return (uint16_t)(sign | (uint32_t)rintf(size * 0x1p24f));
+    return (uint16_t)((sign | (uint32_t)(exponent + 13) << 10) + (uint32_t)rintf(ldexpf(size, 11 - exponent)));
+}
+
+/* Numbers of 16 bit, at the end of a mapping. */
+static uint16_t *narrowed(const float *from, size_t count, pp_dtype dtype) {
+    uint16_t *to = at_the_end(NULL, count * sizeof *to);
+    for (size_t i = 0; i < count; i++) to[i] = rounded(from[i], dtype);
+    return to;
+}
+
+/* Prompts: the bits of decode with scores of blocks, which knows no blocks of query tokens; with queries and results of
+ * every dtype. */
+static void check_prompts(const scenario *s, int variant, pp_arithmetic arithmetic) {
+    const size_t rows = (size_t)scenario_row_count(s), elements = (size_t)scenario_out_count(s);
+    pp_decode_args right;
+    scenario_args(s, 0, scenario_memory(elements * sizeof(float)), scenario_memory(rows * sizeof(float)), &right);
+    set_variant(s, variant, &right);
+    right.query_start_loc = s->starts;
+    right.arithmetic = arithmetic;
+    right.block_scores = scenario_memory(rows * (size_t)s->width * sizeof(float));
+    CHECK(pp_decode(&right, 1) == PP_OK);
+    for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
+        for (int num_threads = 1; num_threads <= 4; num_threads += 3) {
+            pp_decode_args args = right;
+            const size_t item = dtype == PP_F32 ? sizeof(float) : sizeof(uint16_t);
+            args.block_scores = NULL;
+            args.q_dtype = args.out_dtype = dtype;
+            if (dtype != PP_F32) /* as exact as in f32 */
+                args.q = narrowed(s->q, rows * (size_t)s->pool.layout.head_dim, (pp_dtype)dtype);
+            args.out = at_the_end(NULL, elements * item);
+            args.lse = at_the_end(NULL, rows * sizeof(float));
+            CHECK(pp_prefill(&args, num_threads) == PP_OK);
+            CHECK(memcmp(args.lse, right.lse, rows * sizeof(float)) == 0);
+            if (dtype == PP_F32)
+                CHECK(memcmp(args.out, right.out, elements * item) == 0);
+            else
+                for (size_t i = 0; i < elements; i++)
+                    CHECK(((uint16_t *)args.out)[i] == rounded(((float *)right.out)[i], (pp_dtype)dtype));
+        }
+    free(right.out);
+    free(right.lse);
+    free(right.block_scores);
+}
+
 static const int32_t *zeros_within(float *memory, int32_t count) {
     memset(memory, 0, (size_t)count * sizeof(int32_t));
     return (const int32_t *)(uintptr_t)memory;
+}
+
+/* Results of 16 bit end where their elements do: lse may begin there, and no two bytes before. */
+static void check_ends_of_results(const scenario *s, const pp_decode_args *args) {
+    pp_decode_args bad = *args;
+    const size_t elements = (size_t)scenario_out_count(s), rows = (size_t)scenario_row_count(s);
+    unsigned char *memory = scenario_memory(elements * sizeof(float) + rows * sizeof(float)), before = memory[0];
+    bad.out = memory;
+    bad.out_dtype = PP_BF16;
+    bad.block_scores = NULL;
+    bad.lse = (float *)(memory + elements * sizeof(uint16_t) - sizeof(float));
+    CHECK(pp_prefill(&bad, 1) == PP_INVALID_ARGUMENT && memory[0] == before);
+    bad.lse = (float *)(memory + elements * sizeof(uint16_t));
+    CHECK(pp_prefill(&bad, 1) == PP_OK);
+    bad.q_dtype = PP_F16;
+    bad.q = memory + elements * sizeof(uint16_t) - sizeof(uint16_t);
+    bad.lse = NULL;
+    before = memory[0];
+    CHECK(pp_prefill(&bad, 1) == PP_INVALID_ARGUMENT && memory[0] == before);
+    free(memory);
 }
 
 /* Results that overlap each other or what is read, and arrays that are missing: refused before anything is written. */
@@ -96,12 +172,12 @@ static void check_overlaps(const scenario *s) {
     args.block_scores = scenario_memory(rows * (size_t)s->width * sizeof(float));
     args.query_start_loc = s->starts;
     make_masks(s, &args);
-    float first = args.out[0];
+    float *out = args.out, first = out[0];
     const pp_kv_pool nothing = {.num_blocks = 0};
-    for (int way = 0; way < 26; way++) {
+    for (int way = 0; way < 30; way++) {
         bad = args;
         if (way == 0) bad.out = (float *)(uintptr_t)s->q;
-        if (way == 1) bad.lse = args.out + scenario_out_count(s) - 1;
+        if (way == 1) bad.lse = out + scenario_out_count(s) - 1;
         if (way == 2) bad.block_scores = args.lse;
         if (way == 3) bad.out = (float *)(s->pool.base + s->pool.num_blocks * s->pool.layout.block_bytes - 4);
         if (way == 4) bad.lse = (float *)(uintptr_t)s->tables;
@@ -126,16 +202,24 @@ static void check_overlaps(const scenario *s) {
         if (way == 23) bad.sm_scale = NAN;
         if (way == 24) bad.sm_scale = -INFINITY;
         if (way == 25) bad.sm_scale = 2.4e38f;
-        first = args.out[0];
+        if (way == 26) bad.q_dtype = -1;
+        if (way == 27) bad.q_dtype = PP_BF16 + 1;
+        if (way == 28) bad.out_dtype = -1;
+        if (way == 29) bad.out_dtype = PP_BF16 + 1;
+        first = out[0];
         CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
-        CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
+        CHECK(memcmp(out, &first, sizeof first) == 0);
     }
     bad = args;
     bad.arithmetic = s->pool.layout.dtype == PP_BF16 ? PP_ROUNDED_BF16 + 1 : PP_ROUNDED_BF16;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
     bad.arithmetic = -1;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
-    CHECK(memcmp(&args.out[0], &first, sizeof first) == 0);
+    bad = args;
+    bad.query_start_loc = NULL;
+    CHECK(pp_prefill(&bad, 1) == PP_INVALID_ARGUMENT);
+    check_ends_of_results(s, &args);
+    CHECK(memcmp(out, &first, sizeof first) == 0);
     size_t bytes;
     pp_decode_plan plan;
     CHECK(pp_decode_workspace(&args, &bytes) == PP_OK);
@@ -182,8 +266,9 @@ static void count_queries(scenario *s, const int32_t *counts) {
 static void check_layout(const pp_kv_layout *layout, int32_t group) {
     scenario s, guarded;
     scenario_make_of(&s, layout, group, NUM_SEQS, SEQ_LENS);
-    for (int several = 0; several < 2; several++) {
-        count_queries(&s, several ? COUNTS : NULL);
+    static const int32_t *const counts[] = {NULL, COUNTS, PROMPTS};
+    for (int several = 0; several < 3; several++) {
+        count_queries(&s, counts[several]);
         guarded = s;
         guarded.pool.base = at_the_end(s.pool.base, (size_t)(s.pool.num_blocks * layout->block_bytes));
         guarded.tables = at_the_end(s.tables, (size_t)s.num_seqs * (size_t)s.width * sizeof(int32_t));
@@ -191,10 +276,11 @@ static void check_layout(const pp_kv_layout *layout, int32_t group) {
         guarded.starts = at_the_end(s.starts, (size_t)(s.num_seqs + 1) * sizeof(int32_t));
         guarded.q = at_the_end(s.q, (size_t)scenario_row_count(&s) * (size_t)layout->head_dim * sizeof(float));
         for (int32_t seq = 0; seq < s.num_seqs; seq++) scenario_append(&guarded, seq, 0, s.seq_lens[seq]);
-        for (int variant = several ? 5 : 0; variant < (several ? NUM_VARIANTS : 5); variant++)
+        for (int variant = several == 1 ? 5 : 0; variant < (several ? NUM_VARIANTS : 5); variant++)
             for (int way = PP_EXACT; way <= (layout->dtype == PP_BF16 ? PP_ROUNDED_BF16 : PP_EXACT); way++)
-                check_variant(&guarded, variant, (pp_arithmetic)way);
+                (several == 2 ? check_prompts : check_variant)(&guarded, variant, (pp_arithmetic)way);
     }
+    count_queries(&s, COUNTS);
     check_overlaps(&s);
     scenario_free(&s);
 }
@@ -217,16 +303,19 @@ static void check_fault(const pp_decode_args *args, const volatile char *behind)
 }
 
 /* Each array but query_start_loc, which begins with 0, moved by an element (pages by 4 bytes), so that the last one
- * read or written lies behind the end of its mapping: the guards catch it. */
-static void check_guards(pp_dtype dtype) {
+ * read or written lies behind the end of its mapping: the guards catch it.  Of decode, or with `prompts` of prefill. */
+static void check_guards(pp_dtype dtype, int prompts) {
     static const int32_t lens[2] = {16, 16};
     scenario s;
     pp_kv_layout layout;
     float numbers[6] = {1, 1, 1, 1, 1, 1};
-    const int64_t indptr[2] = {0, 2};
+    const int64_t indptr[2] = {0, prompts ? 32 : 2};
     const int32_t widths[2] = {16, 16};
+    uint8_t bits[64];
+    memset(bits, 0xff, sizeof bits);
     CHECK(pp_kv_layout_init(&layout, 1, 2, 64, 16, dtype) == PP_OK);
     scenario_make_of(&s, &layout, 3, 2, lens);
+    if (prompts) count_queries(&s, lens);
     pp_kv_pool pool = s.pool;
     const size_t out_bytes = (size_t)scenario_out_count(&s) * sizeof(float), rows = (size_t)scenario_row_count(&s);
     pool.base = at_the_end(s.pool.base, (size_t)(pool.num_blocks * layout.block_bytes));
@@ -236,22 +325,22 @@ static void check_guards(pp_dtype dtype) {
     const int32_t ids[2] = {s.tables[0], s.tables[s.width]};
     good.block_tables_stride = good.block_tables_width = 1;
     good.block_tables = at_the_end(ids, sizeof ids);
-    good.block_scores = at_the_end(NULL, rows * sizeof(float));
+    if (!prompts) good.block_scores = at_the_end(NULL, rows * sizeof(float));
     good.q = at_the_end(s.q, rows * 64 * sizeof(float));
     good.seq_lens = at_the_end(s.seq_lens, sizeof lens);
     good.query_start_loc = at_the_end(s.starts, 3 * sizeof(int32_t));
-    good.custom_mask = at_the_end("\377\377\377\377", 4);
+    good.custom_mask = at_the_end(bits, 2 * (size_t)indptr[1]);
     good.mask_indptr = at_the_end(indptr, sizeof indptr);
     good.mask_widths = at_the_end(widths, sizeof widths);
     good.alibi_slopes = at_the_end(numbers, sizeof numbers);
     good.sinks = at_the_end(numbers, sizeof numbers);
     CHECK(pp_decode(&good, 1) == PP_OK);
     check_fault(NULL, (const char *)good.sinks + sizeof numbers);
-    for (int which = 0; which < 12; which++) {
+    for (int which = 0; which < (prompts ? 11 : 12); which++) {
         pp_decode_args moved = good;
         pp_kv_pool moved_pool = pool;
         if (which == 0) moved_pool.base += 4;
-        if (which == 1) moved.q++;
+        if (which == 1) moved.q = (const float *)good.q + 1;
         if (which == 2) moved.block_tables++;
         if (which == 3) moved.seq_lens++;
         if (which == 4) moved.custom_mask++;
@@ -259,7 +348,7 @@ static void check_guards(pp_dtype dtype) {
         if (which == 6) moved.mask_widths++;
         if (which == 7) moved.alibi_slopes++;
         if (which == 8) moved.sinks++;
-        if (which == 9) moved.out++;
+        if (which == 9) moved.out = (float *)good.out + 1;
         if (which == 10) moved.lse++;
         if (which == 11) moved.block_scores++;
         moved.pool = &moved_pool;
@@ -269,7 +358,8 @@ static void check_guards(pp_dtype dtype) {
 }
 
 int main(void) {
-    for (int dtype = PP_F32; dtype <= PP_BF16; dtype++) check_guards((pp_dtype)dtype);
+    for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
+        for (int prompts = 0; prompts < 2; prompts++) check_guards((pp_dtype)dtype, prompts);
     static const struct {
         int32_t num_kv_heads, group, head_dim, v_head_dim, v_in_k, block_size;
     } shapes[] = {{2, 3, 64, 64, 0, 16},  {1, 7, 8, 24, 0, 32}, {1, 16, 72, 64, 1, 16},
