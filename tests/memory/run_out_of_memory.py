@@ -21,6 +21,7 @@ from pagepool import (
     SsmStatePool,
     StateLayout,
     decode,
+    prefill,
 )
 from pagepool.memory.batch import group_append
 from pagepool.memory.block_tables import append_batch, release_batch
@@ -32,6 +33,11 @@ PROMPT = list(range(400))
 ROW = np.arange(400, dtype=np.int32)
 NO_MEMORY = 5
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
+# Prefill of so large heads wants more scratch than a thread keeps for its next call.
+LARGE = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1024, block_size=4, dtype="float32")
+QUERIES, RESULTS = np.ones((2, 600, 1024), np.float32), np.ones((2, 600, 1024), np.float32)
+STARTS, LENS, TABLES = np.array([0, 2], np.int32), np.array([6], np.int32), np.array([[0, 1]], np.int32)
+MESSAGES = set()
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
 
 
@@ -51,6 +57,7 @@ class World:
         self.strided = np.ones((3, 2, 8), np.float32)[:, :1]
         self.slots = np.array([0, 1, 2])
         self.views = [memoryview(array) for array in (self.slots, self.k, self.k)]
+        self.large = KvCachePool.from_layout(LARGE, 2)
         self.ssm = SsmStatePool.from_layout(STATES, 3)
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
@@ -68,6 +75,16 @@ class World:
         tables = np.array([self.parent.blocks] * 2, np.int32)
         lens = np.array([6, 6], np.int32)
         return decode(q, self.pool, 0, tables, lens, query_start_loc=starts, num_threads=1, **options)
+
+    def prefill(self):
+        """Writes results that are not yet there, or nothing."""
+        RESULTS[:] = 12345.0
+        try:
+            prefill(QUERIES, self.large, 0, TABLES, LENS, STARTS, out=RESULTS, num_threads=1)
+        except MemoryError as error:
+            MESSAGES.add(str(error))
+            assert (RESULTS == 12345.0).all()
+            raise
 
     def picture(self):
         self.allocator.check()
@@ -121,6 +138,7 @@ OPERATIONS = {
     "decode of trees": lambda world: world.decode(custom_mask=[np.ones((2, 2), bool), None]),
     "decode of bits": lambda world: world.decode(custom_mask=np.full(4, 255, np.uint8)),
     "decode with every result": lambda world: world.decode(return_lse=True, return_block_scores=True),
+    "prefill": lambda world: world.prefill(),
     "page": lambda world: world.pool.page(3),
     "numpy": lambda world: world.pool.numpy(),
     "dlpack": lambda world: world.pool.__dlpack__(),
@@ -164,3 +182,4 @@ PLAIN_PYTHON = ["bad free", *list(OPERATIONS)[list(OPERATIONS).index("prefix cac
 
 if __name__ == "__main__":
     fail_all(World, OPERATIONS, plain_python=PLAIN_PYTHON, refused=["bad free"])
+    assert "no memory for the partial results of 1 sequences" in MESSAGES, MESSAGES
