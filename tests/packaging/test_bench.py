@@ -98,6 +98,20 @@ def test_a_build_is_compared_with_itself(tmp_path):
     assert all(row["ratio"] == pytest.approx(row["new"] / row["old"]) for row in rows)
 
 
+@needs_gcc
+def test_prefill_is_a_share_of_the_rate_beside_it(tmp_path):
+    command = [sys.executable, "-W", "error", str(BENCH / "prefill.py"), "--cell", "8/2x64:2x64+100:48"]
+    command += ["--threads", "1", "--rounds", "1", "--seconds", "0.001", "--dtype", "bfloat16"]
+    command += ["--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert row["cell"] == "8/2x64:2x64+100:48" and row["threads"] == 1
+    operations = 4 * 8 * 64 * 2 * (64 * 100 + 64 * 65 // 2)
+    assert row["gflops"] == pytest.approx(operations / row["ms"] / 1e6)
+    assert row["share"] == pytest.approx(row["gflops"] / row["bound_gflops"])
+
+
 def test_bytes_and_flops_of_a_shape():
     assert shapes.kv_bytes("S1", "bfloat16") == 2 * 16 * 4096 * 8 * 128 * 2
     assert shapes.page_bytes("S1", "bfloat16") == 64 << 10

@@ -1,0 +1,305 @@
+"""prefill as a share of the rate of multiply-adds, in turn with that rate in one process.
+
+    python bench/prefill.py [--threads 1,2] [--all] [--json FILE]
+    python bench/prefill.py --cell 32/8x128:8x512+3584 [--dtype bfloat16]    one cell: heads, sequences x new + cached
+    python bench/prefill.py --peer [--peers build/peers]                     beside torch's scaled_dot_product_attention
+
+A round is the rate, prefill, and the rate again; it is repeated while the two rates differ by over 10 %. Of the larger
+one a share is taken, and the median of the rounds is printed. An operation is a product or a sum, of the tokens that
+are seen: 4 * heads * dim * (new * cached + new * (new + 1) / 2) of a sequence. Arithmetic of bf16 is compared with
+bfloat16 dot products, AVX2 with multiply-adds in vectors of 8.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+
+from interleave import Process, bound_of, counts
+from machine import Machine, cpu_name
+from peers import PEERS, python_of
+
+import pagepool
+
+MOST_DIFFERENCE = 0.10  # between the rates before and after
+ATTEMPTS = 20  # at a round
+CELL = re.compile(r"(\d+)/(\d+)x(\d+):(\d+)x(\d+)(?:\+(\d+))?(?::(\d+))?")
+PEER_LENGTHS = (128, 512, 2048, 8192)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Sequences of `new` tokens behind `cached` ones."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    sequences: int
+    new: int
+    cached: int = 0
+    block_size: int = 16
+    dtype: str = "float32"
+    arithmetic: str = "exact"
+
+    @classmethod
+    def parse(cls, text):
+        found = CELL.fullmatch(text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text} is not HEADS/KV_HEADSxDIM:SEQUENCESxNEW[+CACHED][:BLOCK_SIZE]")
+        return cls(*(int(number) for number in found.groups(default="0")[:6]), int(found[7] or 16))
+
+    @property
+    def operations(self):
+        seen = self.new * self.cached + self.new * (self.new + 1) // 2
+        return 4 * self.heads * self.dim * self.sequences * seen
+
+    def __str__(self):
+        cached = f"+{self.cached}" if self.cached else ""
+        block = f":{self.block_size}" if self.block_size != 16 else ""
+        return f"{self.heads}/{self.kv_heads}x{self.dim}:{self.sequences}x{self.new}{cached}{block}"
+
+
+PLAIN = [Cell.parse(text) for text in ("32/8x128:1x4096", "14/2x64:1x4096", "32/8x128:8x512+3584")]
+PLAIN += [Cell.parse(text) for text in ("32/8x128:1x512", "32/8x128:1x128")]
+LONG = PLAIN[0]
+OTHERS = [replace(LONG, dim=dim) for dim in (80, 96, 112, 256)]
+OTHERS += [replace(LONG, heads=4 * group, kv_heads=4, new=2048) for group in range(1, 13)]
+OTHERS += [replace(LONG, block_size=block_size) for block_size in (32, 64, 128, 256)]
+OTHERS += [replace(LONG, sequences=256, new=300)]
+LONGEST = Cell(4, 1, 128, 1, 131072)
+MINUTES = 1e13  # operations of a call that takes minutes: it is measured once, without one to warm up
+
+
+class Prefill:
+    """The pages of a cell in shuffled blocks, and its queries."""
+
+    def __init__(self, cell, wide=True):
+        rng = np.random.default_rng(1)
+        length = cell.cached + cell.new
+        blocks = -(-length // cell.block_size)
+        layout = pagepool.KvLayout(1, cell.kv_heads, cell.dim, cell.block_size, cell.dtype)
+        self.cell = cell
+        self.pool = pagepool.KvCachePool.from_layout(layout, blocks * cell.sequences)
+        self.tables = rng.permutation(blocks * cell.sequences).astype(np.int32).reshape(cell.sequences, blocks)
+        for table in self.tables:
+            k, v = rng.standard_normal((2, length, cell.kv_heads, cell.dim), np.float32)
+            slots = (table.astype(np.int64)[:, None] * cell.block_size + np.arange(cell.block_size)).reshape(-1)
+            self.pool.append(0, slots[:length], k, v)
+        self.q = rng.standard_normal((cell.sequences * cell.new, cell.heads, cell.dim), np.float32)
+        if not wide and cell.dtype == "bfloat16":  # as its bits
+            self.q = (self.q.view(np.uint32) >> 16).astype(np.uint16)
+        self.out = np.empty_like(self.q)
+        self.starts = (np.arange(cell.sequences + 1) * cell.new).astype(np.int32)
+        self.lens = np.full(cell.sequences, length, np.int32)
+
+    def run(self, threads):
+        pagepool.prefill(
+            self.q,
+            self.pool,
+            0,
+            self.tables,
+            self.lens,
+            self.starts,
+            out=self.out,
+            arithmetic=self.cell.arithmetic,
+            num_threads=threads,
+        )
+
+    def seconds(self, threads, least):
+        """Of a call: the mean of as many as take at least so long."""
+        calls, begin = 0, time.perf_counter()
+        while calls == 0 or time.perf_counter() - begin < least:
+            self.run(threads)
+            calls += 1
+        return (time.perf_counter() - begin) / calls
+
+
+def share_of(prefill, machine, threads, options):
+    """A row of the table: medians of the rounds."""
+    cell, rounds, repeated = prefill.cell, [], 0
+    bound = bound_of("ours:Bf16" if cell.arithmetic == "bf16" else "ours", {})
+    if not machine.rate(bound, 1, 0.001):
+        bound = "fma"  # no such instruction
+    wanted = options.rounds
+    if cell.operations > MINUTES:
+        wanted = 1
+    else:
+        prefill.run(threads)  # wakes the workers
+    while len(rounds) < wanted:
+        before = machine.rate(bound, threads)
+        took = prefill.seconds(threads, options.seconds)
+        after = machine.rate(bound, threads)
+        calm = abs(before - after) <= MOST_DIFFERENCE * max(before, after)
+        if calm or repeated == ATTEMPTS:
+            rounds.append((took, cell.operations / took / max(before, after), max(before, after)))
+        else:
+            repeated += 1
+    took, share, rate = (median(column) for column in zip(*rounds, strict=True))
+    return {
+        "cell": str(cell),
+        "dtype": cell.dtype,
+        "arithmetic": cell.arithmetic,
+        "isa": pagepool.cpu_info()["isa"],
+        "threads": threads,
+        "ms": 1e3 * took,
+        "gflops": cell.operations / took / 1e9,
+        "bound": bound,
+        "bound_gflops": rate / 1e9,
+        "share": share,
+        "repeated": repeated,
+        "disturbed": repeated == ATTEMPTS,
+    }
+
+
+HEAD = (
+    f"{'heads:prompts':24} {'dtype':9} {'arithmetic':10} {'isa':16} {'threads':>7} {'ms':>10} {'GFLOP/s':>8} "
+    f"{'bound':9} {'share':>5}"
+)
+
+
+def print_row(row):
+    print(
+        f"{row['cell']:24} {row['dtype']:9} {row['arithmetic']:10} {row['isa']:16} {row['threads']:7} "
+        f"{row['ms']:10.2f} {row['gflops']:8.1f} {row['bound']:9} {row['share']:5.2f}",
+        flush=True,
+    )
+
+
+def cells_of(options):
+    """Each cell with the numbers of threads that it is measured with."""
+    if options.cell:
+        plain = options.cell
+    else:
+        plain = PLAIN + (OTHERS if options.all else [])
+    cells = [(replace(cell, dtype=dtype), options.threads) for cell in plain for dtype in options.dtype]
+    if not options.cell and "bfloat16" in options.dtype:
+        cells.append((replace(LONG, dtype="bfloat16", arithmetic="bf16"), options.threads))
+    if not options.cell and options.all:
+        cells.append((LONGEST, [1]))
+    return cells
+
+
+def measure(cells, machine, options):
+    rows = []
+    for cell, threads in cells:
+        prefill = Prefill(cell)
+        for count in threads:
+            rows.append(share_of(prefill, machine, count, options))
+            print_row(rows[-1])
+    return rows
+
+
+def measure_avx2(options):
+    """The long prompt on AVX2: a process has one instruction set."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        command = [sys.executable, __file__, "--cell", str(LONG), "--dtype", "float32", "--json", str(found)]
+        command += ["--threads", ",".join(map(str, options.threads)), "--seconds", str(options.seconds)]
+        command += ["--rounds", str(options.rounds)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PAGEPOOL_ISA": "avx2"})
+        rows = json.loads(found.read_text())["rows"]
+    for row in rows:
+        print_row(row)
+    return rows
+
+
+def python_with_torch(folder):
+    """The interpreter of a peer that has torch, or None."""
+    for name in ("sdpa", "vllm"):
+        python = python_of(PEERS[name], folder)
+        if python.exists() and subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0:
+            return python
+    return None
+
+
+def compare(options):
+    """Ours beside torch, round by round, over pages and K, V, queries and results of the same dtype."""
+    python = python_with_torch(options.peers)
+    if python is None:
+        print(f"no environment in {options.peers} has torch: python bench/peers.py --install makes one")
+        return []
+    rows = []
+    peer = Process(python, "", {}, "sides/torch_prefill.py")
+    print(f"{'heads:prompts':24} {'dtype':9} {'threads':>7} {'ours, ms':>10} {'torch, ms':>10} {'times':>6}")
+    for length in PEER_LENGTHS:
+        for dtype in options.dtype:
+            cell = replace(LONG, new=length, dtype=dtype)
+            ours = Prefill(cell, wide=False)
+            for threads in options.threads:
+                ours.run(threads)
+                pairs = []
+                for _ in range(options.rounds):
+                    peer.tell(
+                        heads=cell.heads,
+                        kv_heads=cell.kv_heads,
+                        dim=cell.dim,
+                        length=length,
+                        dtype=dtype,
+                        threads=threads,
+                        seconds=options.seconds,
+                    )
+                    answer = peer.answer()
+                    if "failed" in answer:
+                        print(f"torch: {answer['failed']}")
+                        return rows
+                    pairs.append((ours.seconds(threads, options.seconds), answer["seconds"]))
+                mine, theirs = (1e3 * median(column) for column in zip(*pairs, strict=True))
+                times = median(b / a for a, b in pairs)
+                rows.append(
+                    {
+                        "cell": str(cell),
+                        "dtype": dtype,
+                        "threads": threads,
+                        "ms": mine,
+                        "torch_ms": theirs,
+                        "times": times,
+                    }
+                )
+                print(f"{cell!s:24} {dtype:9} {threads:7} {mine:10.2f} {theirs:10.2f} {times:6.2f}", flush=True)
+    peer.quit()
+    return rows
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="also other dims, groups and blocks, and the longest prompt")
+    parser.add_argument("--cell", type=Cell.parse, action="append", help="HEADS/KV_HEADSxDIM:SEQUENCESxNEW[+CACHED]")
+    parser.add_argument("--dtype", type=lambda text: text.split(","), default="float32,bfloat16", help="comma list")
+    parser.add_argument("--threads", type=counts, default="1,2", help="comma list of numbers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.15, help="of prefill in a round, at least")
+    parser.add_argument("--peer", action="store_true", help="beside torch instead, if an environment has it")
+    parser.add_argument("--peers", default="build/peers", metavar="DIR", help="where the environments are")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
+    options = parser.parse_args(arguments)
+    machine = Machine()
+    result = {"machine": cpu_name(), "cpu_info": pagepool.cpu_info()}
+    if options.peer:
+        result["peers"] = compare(options)
+    else:
+        print(HEAD)
+        result["rows"] = measure(cells_of(options), machine, options)
+        info = pagepool.cpu_info()
+        if not options.cell and info["isa"].startswith("avx512") and "avx2" in info["available"]:
+            result["rows"] += measure_avx2(options)
+        if any(row["disturbed"] for row in result["rows"]):
+            print(f"neighbours disturbed some rounds {ATTEMPTS} times: the rows marked in --json are to be repeated")
+    machine.close()
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
