@@ -1,6 +1,6 @@
 """Chunks that sequences begin with in common are read once for all of them, with the bits of each on its own."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ class Tree:
         out, lse = decode(
             q, self.pool, 0, tables, self.seq_lens[order], query_start_loc=chosen, return_lse=True, **options
         )
-        return [(out[a:b].tobytes(), lse[a:b].tobytes()) for a, b in zip(chosen, chosen[1:], strict=False)]
+        return [(out[a:b].tobytes(), lse[a:b].tobytes()) for a, b in pairwise(chosen)]
 
 
 PIECES = {"system": 1024, "tools": 600, "few shots": 1536}
