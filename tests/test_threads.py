@@ -25,7 +25,7 @@ from pagepool import (
 STATES = StateLayout(layers=[{"h": ((4,), "float32")}])
 THREADS = 5
 ROUNDS = 20  # of each thread at least
-PATIENCE = 120  # seconds: longer than any machine should need
+PATIENCE = 600  # seconds: longer than any machine should need
 
 
 class Litter:
