@@ -13,11 +13,17 @@ static void narrow_f16(void *to, const float *from, int64_t n) {
     for (; i < n; i++) half[i] = pp_f32_to_f16(from[i]);
 }
 
+/* Element i of 16 bit, wherever it lies: a caller's rows may begin at any byte. */
+static inline uint16_t half_at(const void *from, int64_t i) {
+    uint16_t half;
+    memcpy(&half, (const char *)from + 2 * i, sizeof half);
+    return half;
+}
+
 static void widen_f16(float *to, const void *from, int64_t n) {
-    const uint16_t *half = from;
     int64_t i = 0;
-    for (; i + PP_LANES <= n; i += PP_LANES) v_store(to + i, v_load_f16(half + i));
-    for (; i < n; i++) to[i] = pp_f16_to_f32(half[i]);
+    for (; i + PP_LANES <= n; i += PP_LANES) v_store(to + i, v_load_f16((const uint16_t *)from + i));
+    for (; i < n; i++) to[i] = pp_f16_to_f32(half_at(from, i));
 }
 
 static void narrow_bf16(void *to, const float *from, int64_t n) {
@@ -26,8 +32,7 @@ static void narrow_bf16(void *to, const float *from, int64_t n) {
 }
 
 static void widen_bf16(float *to, const void *from, int64_t n) {
-    const uint16_t *half = from;
-    for (int64_t i = 0; i < n; i++) to[i] = pp_bf16_to_f32(half[i]);
+    for (int64_t i = 0; i < n; i++) to[i] = pp_bf16_to_f32(half_at(from, i));
 }
 
 /* Pairs of bf16 in the lanes of a vector of f32: what arithmetic of bf16 works on.  A lane holds two neighbours, the
