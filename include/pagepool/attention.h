@@ -136,7 +136,7 @@ typedef struct pp_decode_plan {
 } pp_decode_plan;
 
 /* The bytes of scratch that a plan for `args` needs: 0 < bytes, a multiple of 64.  Depends only on the layout, the
- * sizes, dtypes, seq_lens, query_start_loc, the first block ids, the window, num_threads, the instruction set and
+ * sizes, dtypes, arithmetic, seq_lens, query_start_loc, first block ids, window, num_threads, the instruction set and
  * whether there are a mask, slopes and block_scores, and reads no other array but mask_widths.  PP_INVALID_ARGUMENT as
  * of pp_decode_plan_init, where it can be told from these. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);

@@ -282,7 +282,11 @@ cdef class Arguments:
             raise TypeError(f"out must be an array of float32, float16 or bfloat16, not {type(out).__name__}")
         if isinstance(out, np.ndarray) and out.dtype.name == "bfloat16":  # NumPy has no format for it
             out = out.view(np.uint16)
-        get_buffer(out, &self.out)
+        try:
+            get_buffer(out, &self.out)
+        except (BufferError, ValueError):  # NumPy has no format for dates and the like
+            raise TypeError("out must be float32, float16 or bfloat16 (uint16 bits), not "
+                            f"{getattr(out, 'dtype', type(out).__name__)}") from None
         self.has_out = True
         if view.readonly:
             raise ValueError("out is read-only: it is where the result is written")

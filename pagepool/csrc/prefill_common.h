@@ -69,8 +69,9 @@ static int64_t lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsi
     scratch->sums = carve(memory, &at, PP_PANEL * row_stride * item);
     scratch->widened = carve(memory, &at, PP_PANEL * dims * item);
     const int in_place = layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32);
+    const int64_t page_bytes = 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes;
     scratch->groups = carve(memory, &at, in_place ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, exact));
-    scratch->staging = carve(memory, &at, in_place ? 0 : 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes);
+    scratch->staging = carve(memory, &at, in_place ? 0 : page_bytes);
     return at;
 }
 

@@ -110,7 +110,7 @@ def test_q_of_another_dtype(call, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [np.float64, np.int32, np.uint32, np.int16, np.uint8, bool, ">f4", ">f2", ">u2", "S2"]
+    "dtype", [np.float64, np.int32, np.uint32, np.int16, np.uint8, bool, ">f4", ">f2", ">u2", "S2", "M8[s]"]
 )
 def test_out_of_another_dtype(call, dtype):
     match = r"out must be float32, float16 or bfloat16 \(uint16 bits\), not "
