@@ -280,13 +280,13 @@ cdef class Arguments:
         cdef const Py_buffer *view = &self.out.view
         if not PyObject_CheckBuffer(out):
             raise TypeError(f"out must be an array of float32, float16 or bfloat16, not {type(out).__name__}")
-        if isinstance(out, np.ndarray) and out.dtype.name == "bfloat16":  # NumPy has no format for it
-            out = out.view(np.uint16)
         try:
             get_buffer(out, &self.out)
-        except (BufferError, ValueError):  # NumPy has no format for dates and the like
-            raise TypeError("out must be float32, float16 or bfloat16 (uint16 bits), not "
-                            f"{getattr(out, 'dtype', type(out).__name__)}") from None
+        except (BufferError, ValueError):  # NumPy has no format for bfloat16, dates and the like
+            if getattr(getattr(out, "dtype", None), "name", None) != "bfloat16":
+                raise TypeError("out must be float32, float16 or bfloat16 (uint16 bits), not "
+                                f"{getattr(out, 'dtype', type(out).__name__)}") from None
+            get_buffer(out.view(np.uint16), &self.out)
         self.has_out = True
         if view.readonly:
             raise ValueError("out is read-only: it is where the result is written")
