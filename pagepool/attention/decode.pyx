@@ -58,6 +58,10 @@ cdef pp_dtype kind_of(const Tensor *tensor) noexcept:
     return PP_BF16 if tensor.kind == TENSOR_BITS16 else <pp_dtype>tensor.kind
 
 
+cdef object wrong_out(object dtype):
+    return TypeError(f"out must be float32, float16 or bfloat16 (uint16 bits), not {dtype}")
+
+
 cdef int kind_of_view(const Py_buffer *view) noexcept:
     """The pp_dtype of a buffer's elements, or -1."""
     if view.format == NULL:
@@ -284,16 +288,14 @@ cdef class Arguments:
             get_buffer(out, &self.out)
         except (BufferError, ValueError):  # NumPy has no format for bfloat16, dates and the like
             if getattr(getattr(out, "dtype", None), "name", None) != "bfloat16":
-                raise TypeError("out must be float32, float16 or bfloat16 (uint16 bits), not "
-                                f"{getattr(out, 'dtype', type(out).__name__)}") from None
+                raise wrong_out(getattr(out, "dtype", type(out).__name__)) from None
             get_buffer(out.view(np.uint16), &self.out)
         self.has_out = True
         if view.readonly:
             raise ValueError("out is read-only: it is where the result is written")
         kind = kind_of_view(view)
         if kind < 0:
-            raise TypeError("out must be float32, float16 or bfloat16 (uint16 bits), not "
-                            f"{getattr(out, 'dtype', memoryview(out).format)}")
+            raise wrong_out(getattr(out, "dtype", memoryview(out).format))
         step = view.itemsize
         if (view.ndim != 3 or view.shape[0] != self.q.shape[0] or view.shape[1] != self.q.shape[1]
                 or view.shape[2] != self.pool.c_pool.layout.v_head_dim):
@@ -413,8 +415,7 @@ cdef int read_threads(object num_threads) except -1:
 
 def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query_start_loc=None, custom_mask=None,
            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
-           return_lse=False, return_block_scores=False, arithmetic="exact", cascade=True,
-           num_threads=None):
+           return_lse=False, return_block_scores=False, arithmetic="exact", cascade=True, num_threads=None):
     """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
 
     q              (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are

@@ -151,9 +151,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     }
     for (int32_t h = first; h < last; h++) {
         float *sums = work->rows + (h + 1) * work->row_stride - PP_GROUP;
-        pp_v sum[PP_GROUP / PP_LANES];
-        for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + j * PP_LANES);
-        *sums = tree_sum(sum);
+        *sums = total_of(sums);
     }
 }
 

@@ -239,6 +239,13 @@ PP_INLINE float tree_sum(const pp_v *x) {
     return v_sum(sum[0]);
 }
 
+/* The sum of the 16 running sums of a row. */
+PP_INLINE float total_of(const float *sums) {
+    pp_v sum[PP_GROUP / PP_LANES];
+    for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + j * PP_LANES);
+    return tree_sum(sum);
+}
+
 /* Adds the weights p of a tile to the sums of its blocks, piece by piece: a piece is what a block has of a group of 16
  * tokens, whatever the block size. */
 static __attribute__((noinline)) void add_to_blocks(const pp_tile *tile, int heads, const float *p,

@@ -50,6 +50,11 @@ typedef struct pp_chunk {
     const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
 } pp_chunk;
 
+/* Elements from one row of a record to the next. */
+static inline int64_t pp_row_stride(const pp_kv_layout *layout) {
+    return (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
+}
+
 /* The first byte (of all heads) of the group, in a tiled layout, of the token at `offset` of page blocks[index]. */
 static inline const unsigned char *pp_group(const pp_chunk *work, int64_t index, int64_t offset) {
     const pp_kv_layout *layout = &work->pool->layout;
@@ -100,6 +105,12 @@ typedef struct pp_queries {
     int32_t dtype;
     float *widened; /* room for 8 heads' queries in f32, unless dtype is PP_F32 */
 } pp_queries;
+
+/* Where the query of a token and head lies. */
+static inline const void *pp_query_at(const pp_queries *from, int64_t token, int64_t head) {
+    const int64_t at = token * from->stride_token + head * from->stride_head;
+    return (const char *)from->q + at * (from->dtype == PP_F32 ? (int64_t)sizeof(float) : 2);
+}
 
 /* A row of a panel: one query head of one query token, of any sequence. */
 typedef struct pp_row {

@@ -67,11 +67,6 @@ static void transpose_rounded(float *to, const float *end, int64_t step, const f
     }
 }
 
-static const void *query_at(const pp_queries *from, int64_t token, int64_t head) {
-    const int64_t at = token * from->stride_token + head * from->stride_head;
-    return (const char *)from->q + at * (from->dtype == PP_F32 ? (int64_t)sizeof(float) : 2);
-}
-
 /* A head's query as f32: where it lies, or in `widened`. */
 static const float *widened_query(int32_t dtype, const void *q, float *widened, int32_t dims) {
     if (dtype == PP_F32) return q;
@@ -93,7 +88,7 @@ PP_INLINE void pack_parts(transpose_rows *transpose, const int pair_floats, floa
             const int64_t size = (int64_t)rows * (head_dim / 2) * pair_floats;
             const float *row[8] = {NULL};
             for (int32_t r = 0; r < rows; r++) {
-                row[r] = widened_query(from->dtype, query_at(from, query, (int64_t)kv * group_size + head),
+                row[r] = widened_query(from->dtype, pp_query_at(from, query, (int64_t)kv * group_size + head),
                                        from->widened + r * head_dim, head_dim);
                 if (++head < group_size) continue;
                 head = 0;

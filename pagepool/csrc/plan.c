@@ -161,7 +161,7 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     if (status != PP_OK) return status;
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t size = layout->block_size;
-    *all = (measures){.row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP};
+    *all = (measures){.row_stride = pp_row_stride(layout)};
     if (args->block_scores) all->blocks_per_chunk = PP_CHUNK % size ? PP_CHUNK / size + 2 : PP_CHUNK / size;
     all->row_elements = all->row_stride + 1 + may_differ(args) + all->blocks_per_chunk;
     uint32_t bits[PP_NOTED_BLOCKS / 32];
@@ -535,17 +535,15 @@ static int next_rows(void *context, pp_row *rows) {
     while (list->at < list->run->count) {
         const int32_t s = plan->order[list->run->first + list->at], head_rows = group_size * queries_of(plan, s);
         const pp_queries queries = queries_from(plan, s, NULL);
-        const int64_t item = pp_dtype_bytes((pp_dtype)queries.dtype);
         if (list->row == 0) fill_chunk(plan, s, list->run->chunk, 0, &list->work);
         list->views[num_views] = list->work.view;
         for (; list->row < head_rows && num_rows < most; list->row++, num_rows++) {
             const int64_t query = list->row / group_size, at = (int64_t)list->kv_head * head_rows + list->row;
             const int64_t head = (int64_t)list->kv_head * group_size + list->row % group_size;
-            const int64_t element = query * queries.stride_token + head * queries.stride_head;
             rows[num_rows] = (pp_row){.view = &list->views[num_views],
                                       .query = (int32_t)query,
                                       .row = list->row,
-                                      .q = (const char *)queries.q + element * item,
+                                      .q = pp_query_at(&queries, query, head),
                                       .sums = list->work.rows + at * list->work.row_stride,
                                       .m = list->work.m + at,
                                       .seen = list->work.seen ? list->work.seen + at : NULL};

@@ -61,7 +61,7 @@ static int64_t lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsi
                        prefill_scratch *scratch) {
     int64_t at = 0;
     const int64_t padded = (rows + PP_PANEL - 1) / PP_PANEL * PP_PANEL, item = sizeof(float);
-    const int64_t row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP, dims = layout->head_dim;
+    const int64_t row_stride = pp_row_stride(layout), dims = layout->head_dim;
     scratch->panel = carve(memory, &at, sizeof(pp_panel));
     scratch->running = carve(memory, &at, padded * (int64_t)sizeof(pp_running));
     scratch->q = carve(memory, &at, padded * dims * item);
@@ -206,10 +206,8 @@ static void merge_panel(const pp_panel *panel, pp_running *running, float *rows)
     for (int r = 0; r < panel->rows; r++) {
         const float *sums = panel->sums + r * panel->row_stride;
         float *row = rows + r * panel->row_stride;
-        pp_v sum[PP_GROUP / PP_LANES];
         if (!sees_chunk(panel, r)) continue;
-        for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + width + j * PP_LANES);
-        const float total = tree_sum(sum);
+        const float total = total_of(sums + width);
         if (!running[r].some) {
             running[r] = (pp_running){.m = panel->m[r], .total = total, .some = 1};
             memcpy(row, sums, (size_t)width * sizeof(float));
@@ -246,7 +244,7 @@ static void begin_panel(pp_panel *panel, const pp_chunk *chunk, int32_t kv_head,
     const pp_kv_layout *layout = &chunk->pool->layout;
     panel->head_dim = layout->head_dim;
     panel->v_head_dim = layout->v_head_dim;
-    panel->row_stride = (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
+    panel->row_stride = pp_row_stride(layout);
     panel->sums = sums;
     panel->tile =
         (pp_tile){.scale = pp_in_base_2(chunk->sm_scale),
@@ -276,7 +274,7 @@ static void list_rows(const pp_query_block *work, int32_t first, pp_panel *panel
         panel->row[r] = (pp_row){.view = &work->chunk.view,
                                  .query = query,
                                  .row = row,
-                                 .q = query_at(&work->queries, query, head)};
+                                 .q = pp_query_at(&work->queries, query, head)};
     }
 }
 
@@ -286,11 +284,9 @@ static void record_panel(const pp_panel *panel) {
     for (int r = 0; r < panel->rows; r++) {
         const pp_row *row = &panel->row[r];
         const float *sums = panel->sums + r * panel->row_stride;
-        pp_v sum[PP_GROUP / PP_LANES];
         if (row->seen) *row->seen = sees_chunk(panel, r) ? 1.0f : 0.0f;
-        for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = v_load(sums + width + j * PP_LANES);
         memcpy(row->sums, sums, (size_t)width * sizeof(float));
-        row->sums[width] = tree_sum(sum);
+        row->sums[width] = total_of(sums + width);
         *row->m = panel->m[r];
     }
 }
