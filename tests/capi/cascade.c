@@ -7,17 +7,6 @@
 
 enum { NUM_SEQS = 7, GROUP = 6, HEAD_DIM = 72, SHARED = 1536, MOST_LENGTH = 2100 };
 
-typedef struct range {
-    pp_decode_plan *plan;
-    int64_t begin, end;
-} range;
-
-static void *run_range(void *argument) {
-    const range *own = argument;
-    pp_decode_run(own->plan, own->begin, own->end);
-    return NULL;
-}
-
 /* Gives sequence `to` the first `tokens` tokens of sequence `from`. */
 static void share(scenario *s, int32_t to, int32_t from, int32_t tokens) {
     const size_t blocks = (size_t)(tokens / s->pool.layout.block_size);
@@ -28,14 +17,14 @@ static void share(scenario *s, int32_t to, int32_t from, int32_t tokens) {
 static int64_t attend(const pp_decode_args *args, int threads) {
     pp_decode_plan plan;
     pthread_t ids[8];
-    range ranges[8];
+    scenario_range ranges[8];
     size_t bytes;
     CHECK(pp_decode_workspace(args, &bytes) == PP_OK);
     void *workspace = scenario_memory(bytes);
     CHECK(pp_decode_plan_init(&plan, args, workspace, bytes) == PP_OK);
     for (int i = 0; i < threads; i++)
-        ranges[i] = (range){&plan, plan.num_units * i / threads, plan.num_units * (i + 1) / threads};
-    for (int i = 0; i < threads; i++) CHECK(pthread_create(&ids[i], NULL, run_range, &ranges[i]) == 0);
+        ranges[i] = (scenario_range){&plan, plan.num_units * i / threads, plan.num_units * (i + 1) / threads};
+    for (int i = 0; i < threads; i++) CHECK(pthread_create(&ids[i], NULL, scenario_run_range, &ranges[i]) == 0);
     for (int i = 0; i < threads; i++) CHECK(pthread_join(ids[i], NULL) == 0);
     free(workspace);
     return plan.num_units;

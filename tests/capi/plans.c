@@ -190,26 +190,15 @@ static void run_next(running *run) {
     pp_decode_run(&run->plan, run->begin[range], run->end[range]);
 }
 
-typedef struct range {
-    pp_decode_plan *plan;
-    int64_t begin, end;
-} range;
-
-static void *run_range(void *argument) {
-    const range *own = argument;
-    pp_decode_run(own->plan, own->begin, own->end);
-    return NULL;
-}
-
 /* All ranges of both, each on a thread of its own. */
 static void run_on_threads(running *runs) {
     pthread_t threads[2 * MOST_RANGES];
-    range ranges[2 * MOST_RANGES];
+    scenario_range ranges[2 * MOST_RANGES];
     int count = 0;
     for (int i = 0; i < 2; i++)
         for (; runs[i].next < runs[i].num_ranges; runs[i].next++)
-            ranges[count++] = (range){&runs[i].plan, runs[i].begin[runs[i].next], runs[i].end[runs[i].next]};
-    for (int i = 0; i < count; i++) CHECK(pthread_create(&threads[i], NULL, run_range, &ranges[i]) == 0);
+            ranges[count++] = (scenario_range){&runs[i].plan, runs[i].begin[runs[i].next], runs[i].end[runs[i].next]};
+    for (int i = 0; i < count; i++) CHECK(pthread_create(&threads[i], NULL, scenario_run_range, &ranges[i]) == 0);
     for (int i = 0; i < count; i++) CHECK(pthread_join(threads[i], NULL) == 0);
 }
 

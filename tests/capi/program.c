@@ -135,17 +135,6 @@ static void check_bad_input(scenario *s, pp_decode_args *args) {
     free(row);
 }
 
-typedef struct range_job {
-    pp_decode_plan *plan;
-    int64_t begin, end;
-} range_job;
-
-static void *run_range(void *argument) {
-    range_job *job = argument;
-    pp_decode_run(job->plan, job->begin, job->end);
-    return NULL;
-}
-
 /* One plan, run by three threads: the ranges are of uneven size and the last ones start first. */
 static void decode_in_ranges(const pp_decode_args *args) {
     size_t bytes;
@@ -155,11 +144,11 @@ static void decode_in_ranges(const pp_decode_args *args) {
     CHECK(pp_decode_plan_init(&plan, args, workspace, bytes) == PP_OK);
     int64_t cut[] = {0, plan.num_units / 5, plan.num_units / 2 + 1, plan.num_units};
     if (cut[2] > cut[3]) cut[2] = cut[3];
-    range_job jobs[3];
+    scenario_range jobs[3];
     pthread_t threads[3];
     for (int i = 2; i >= 0; i--) {
-        jobs[i] = (range_job){&plan, cut[i], cut[i + 1]};
-        CHECK(pthread_create(&threads[i], NULL, run_range, &jobs[i]) == 0);
+        jobs[i] = (scenario_range){&plan, cut[i], cut[i + 1]};
+        CHECK(pthread_create(&threads[i], NULL, scenario_run_range, &jobs[i]) == 0);
     }
     for (int i = 0; i < 3; i++) CHECK(pthread_join(threads[i], NULL) == 0);
     free(workspace);

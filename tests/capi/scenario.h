@@ -165,6 +165,18 @@ static inline void scenario_args(const scenario *s, int32_t layer, float *out, f
     args->lse = lse;
 }
 
+/* Units of a plan that a thread runs: start it with scenario_run_range. */
+typedef struct scenario_range {
+    pp_decode_plan *plan;
+    int64_t begin, end;
+} scenario_range;
+
+static inline void *scenario_run_range(void *argument) {
+    const scenario_range *own = (const scenario_range *)argument;
+    pp_decode_run(own->plan, own->begin, own->end);
+    return NULL;
+}
+
 /* Whether query token i of a sequence sees token t. */
 static inline int scenario_sees(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t i, int32_t t) {
     int32_t count = s->starts[seq + 1] - s->starts[seq], position = s->seq_lens[seq] - count + i;
