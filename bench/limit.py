@@ -30,6 +30,7 @@ RATE_NAMES = {
     "fma": "f32 FMA, GFLOP/s",
     "fma_of_8": "f32 FMA of 8 lanes (AVX2), GFLOP/s",
     "dot": "bf16 dot (vdpbf16ps), GFLOP/s",
+    "int8": "8-bit dot (vpdpbusd), 10^9 operations/s",
     "widen": "bf16 load + widen + FMA, GFLOP/s",
     "exp": "exp, degree 5, 10^9 values/s",
 }

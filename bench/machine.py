@@ -24,7 +24,7 @@ CHUNK_WAYS = (
     (4096, 1, True),
     (4096, 2, True),
 )
-RATES = ("fma", "fma_of_8", "dot", "widen", "exp")
+RATES = ("fma", "fma_of_8", "dot", "int8", "widen", "exp")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread"]
 
 

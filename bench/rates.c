@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
@@ -134,6 +134,19 @@ static double dot_stretch(void) {
 }
 #endif
 
+#if defined(__AVX512VNNI__)
+/* vpdpbusd: four products of bytes and their sum added to each integer, eight operations a lane. */
+static double int8_stretch(void) {
+    __m512i x[SUMS];
+    const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(-5);
+    for (int i = 0; i < SUMS; i++) x[i] = _mm512_set1_epi32(i);
+    for (int round = 0; round < 10 * ROUNDS; round++)
+        for (int i = 0; i < SUMS; i++) __asm__("vpdpbusd %2, %1, %0" : "+v"(x[i]) : "v"(a), "v"(b));
+    use((const floats *)x, SUMS);
+    return 10.0 * ROUNDS * SUMS * LANES * 8;
+}
+#endif
+
 double rate_fma(double seconds) { return rate(fma_stretch, seconds); }
 
 /* Vectors of AVX2, of which some machines start no more in a cycle than of longer ones; 0 where there are none. */
@@ -152,6 +165,14 @@ double rate_exp(double seconds) { return rate(exp_stretch, seconds); }
 double rate_dot(double seconds) {
 #if defined(__AVX512BF16__)
     return rate(dot_stretch, seconds);
+#else
+    (void)seconds;
+    return 0;
+#endif
+}
+double rate_int8(double seconds) {
+#if defined(__AVX512VNNI__)
+    return rate(int8_stretch, seconds);
 #else
     (void)seconds;
     return 0;

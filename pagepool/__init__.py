@@ -13,6 +13,7 @@ from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.owners import Leak, Owner
+from pagepool.memory.quantisation import calibrate_channels, widen_fp8
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state import (
@@ -91,6 +92,7 @@ __all__ = [
     "Transaction",
     "__version__",
     "calibrate",
+    "calibrate_channels",
     "cpu_info",
     "decode",
     "get_include",
@@ -98,4 +100,5 @@ __all__ = [
     "merge_state",
     "merge_states",
     "prefill",
+    "widen_fp8",
 ]

@@ -15,6 +15,10 @@ __all__ = ["KV_DTYPES", "KvLayout", "PreemptionCosts", "SchedulerConfig", "State
 
 # Bytes of an element of each dtype that pages may have.
 KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Bits of an element of each quantised one; a token's row of a head has a float32 scale beside.
+QUANTISED_BITS = {"int8": 8, "int4": 4}
+SCALE_BYTES = 4
+GROUP = 16
 
 MAX_BLOCK_SIZE = 1024
 MAX_COUNT = 2**31 - 1
@@ -51,7 +55,10 @@ class KvLayout:
     num_kv_heads  KV heads of a layer
     head_dim      dims of queries and keys, a multiple of 8 from 8 to 1,024
     block_size    tokens per block, from 1 to 1,024; multiples of 16 take the vector path, others are slower
-    dtype         of the stored elements: "float32", "float16" or "bfloat16"
+    dtype         of the stored keys: "float32", "float16", "bfloat16", or quantised: "int8" or "int4", integers that
+                  share a float32 scale with the other dims of a token and head
+    v_dtype       of the stored values; None, as which the keys' own is kept: that of the keys. Where it is another one,
+                  or one of the two is quantised, `block_size` must be a multiple of 16
     v_head_dim    dims of values and results, by default those of keys
     v_in_k        whether the first `v_head_dim` dims of a key are its value, stored once: the latent cache of
                   multi-head latent attention
@@ -62,6 +69,8 @@ class KvLayout:
     8192
     >>> KvLayout(num_layers=1, num_kv_heads=1, head_dim=576, v_head_dim=512, v_in_k=True).page_size
     9216
+    >>> KvLayout(num_layers=1, num_kv_heads=1, head_dim=64, dtype="int8").block_bytes
+    2176
     """
 
     num_layers: int
@@ -71,6 +80,7 @@ class KvLayout:
     dtype: str = "bfloat16"
     v_head_dim: int = None  # type: ignore[assignment]  # None is taken for head_dim
     v_in_k: bool = False
+    v_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, high in (("num_layers", MAX_COUNT), ("num_kv_heads", MAX_COUNT), ("block_size", MAX_BLOCK_SIZE)):
@@ -86,10 +96,20 @@ class KvLayout:
             raise TypeError(f"v_in_k must be True or False, not {self.v_in_k!r}")
         if self.v_in_k and self.v_head_dim > self.head_dim:
             raise ValueError(f"K of {self.head_dim} dims cannot hold a V of {self.v_head_dim}")
-        if not isinstance(self.dtype, str):
-            raise TypeError(f"dtype must be the name of a dtype, not {type(self.dtype).__name__}")
-        if self.dtype not in KV_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(KV_DTYPES)}, not {self.dtype!r}")
+        if self.v_dtype == self.dtype:
+            object.__setattr__(self, "v_dtype", None)
+        for name in ("dtype", "v_dtype"):
+            dtype = getattr(self, name)
+            if name == "v_dtype" and dtype is None:
+                continue
+            if not isinstance(dtype, str):
+                raise TypeError(f"{name} must be the name of a dtype, not {type(dtype).__name__}")
+            if dtype not in KV_DTYPES and dtype not in QUANTISED_BITS:
+                known = ", ".join((*KV_DTYPES, *QUANTISED_BITS))
+                raise ValueError(f"{name} must be one of {known}, not {dtype!r}")
+        if self.is_mixed and (self.v_in_k or self.block_size % GROUP):
+            reason = "V in K" if self.v_in_k else f"a block_size of {self.block_size}, no multiple of {GROUP}"
+            raise ValueError(f"K of {self.dtype} and V of {self.v_dtype or self.dtype} cannot be stored with {reason}")
         if self.block_bytes >= MAX_BLOCK_BYTES:
             raise ValueError(f"a block of {self.block_bytes} bytes is not below the limit of {MAX_BLOCK_BYTES}")
 
@@ -104,9 +124,27 @@ class KvLayout:
         return self.num_kv_heads * (self.head_dim + (0 if self.v_in_k else self.v_head_dim))
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether keys or values are quantised, or their dtypes differ. Such a pool shows its pages as bytes."""
+        return self.v_dtype is not None or self.dtype in QUANTISED_BITS
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in all layers, scales included."""
+        v_bytes = 0 if self.v_in_k else _row_bytes(self.v_dtype or self.dtype, self.v_head_dim)
+        return self.num_layers * self.num_kv_heads * (_row_bytes(self.dtype, self.head_dim) + v_bytes)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a page."""
-        return self.page_size * KV_DTYPES[self.dtype]
+        return self.token_bytes * self.block_size
+
+
+def _row_bytes(dtype: str, dims: int) -> int:
+    """Bytes of one token's dims of a head."""
+    if dtype in QUANTISED_BITS:
+        return dims * QUANTISED_BITS[dtype] // 8 + SCALE_BYTES
+    return dims * KV_DTYPES[dtype]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ cdef extern from "pagepool/layout.h" nogil:
         PP_F32
         PP_F16
         PP_BF16
+        PP_INT8
+        PP_INT4
 
     ctypedef struct pp_kv_layout:
         int32_t num_layers
@@ -42,6 +44,7 @@ cdef extern from "pagepool/layout.h" nogil:
         int32_t v_in_k
         int32_t block_size
         int32_t dtype
+        int32_t v_dtype
         int32_t tiled
         int64_t item_bytes
         int64_t k_bytes
@@ -55,6 +58,7 @@ cdef extern from "pagepool/layout.h" nogil:
         pp_kv_layout layout
         unsigned char *base
         int64_t num_blocks
+        const float *k_channel_scale
 
     pp_status pp_kv_layout_init(
         pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
@@ -62,6 +66,9 @@ cdef extern from "pagepool/layout.h" nogil:
     pp_status pp_kv_layout_init_v(
         pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t v_head_dim,
         int v_in_k, int32_t block_size, pp_dtype dtype) noexcept
+    pp_status pp_kv_layout_init_dtypes(
+        pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t v_head_dim,
+        int32_t block_size, pp_dtype dtype, pp_dtype v_dtype) noexcept
     int64_t pp_dtype_bytes(pp_dtype dtype) noexcept
     pp_status pp_kv_append(
         const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens, const void *k,

@@ -4,7 +4,7 @@
 
 /* Raised whenever a struct or a function below changes shape.  A program compiled against one ABI version must
  * link a library of the same: compare PP_ABI_VERSION with pp_abi_version(). */
-#define PP_ABI_VERSION 3
+#define PP_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define PP_API __attribute__((visibility("default")))

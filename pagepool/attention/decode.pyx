@@ -252,8 +252,9 @@ cdef class Arguments:
             return 0
         if not isinstance(arithmetic, str) or arithmetic != "bf16":
             raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
-        if self.pool.c_pool.layout.dtype != PP_BF16:
-            raise ValueError(f"arithmetic 'bf16' is for pages of bfloat16, and the pool has {self.pool.layout.dtype}")
+        for name in (self.pool.dtype, self.pool.v_dtype):
+            if name != "bfloat16":
+                raise ValueError(f"arithmetic 'bf16' is for pages of bfloat16, and the pool has {name}")
         self.args.arithmetic = PP_ROUNDED_BF16
         return 0
 

@@ -64,9 +64,84 @@ PP_INLINE void write_woven(const pp_rows *work, unsigned char *to, const unsigne
     }
 }
 
+/* Elements of a row in another dtype, both wide; n is at most PP_V_RUN. */
+static void convert_row(int32_t dtype, unsigned char *to, int32_t from_dtype, const unsigned char *from, int n) {
+    float wide[PP_V_RUN];
+    const float *row = (const float *)(const void *)from;
+    if (from_dtype != PP_F32) {
+        (from_dtype == PP_F16 ? widen_f16 : widen_bf16)(wide, from, n);
+        row = wide;
+    }
+    if (dtype == PP_F32)
+        memcpy(to, row, (size_t)n * sizeof(float));
+    else
+        (dtype == PP_F16 ? narrow_f16 : narrow_bf16)(to, row, n);
+}
+
+/* The largest |x| of a row; NaN or infinite when one is not finite. */
+static float largest_of(const float *row, int n) {
+    pp_v most = v_set1(0.0f), sum = most;
+    for (int i = 0; i < n; i += PP_LANES) {
+        float lanes[PP_LANES] = {0};
+        memcpy(lanes, row + i, (size_t)(n - i < PP_LANES ? n - i : PP_LANES) * sizeof(float));
+        const pp_v x = v_load(lanes), size = v_max(x, v_sub(v_set1(0.0f), x));
+        most = v_max(size, most);
+        sum = v_add(sum, v_sub(x, x)); /* 0 unless one is not finite */
+    }
+    return v_sum(sum) == 0.0f ? v_highest(most) : NAN;
+}
+
+/* Integers of a row to be quantised, and its scale. */
+static float quantise_row(const pp_rows *work, const unsigned char *from, int32_t most, int32_t *integers) {
+    float wide[PP_MAX_HEAD_DIM];
+    const int n = work->dims;
+    if (work->from_dtype == PP_F32)
+        memcpy(wide, from, (size_t)n * sizeof(float));
+    else
+        (work->from_dtype == PP_F16 ? widen_f16 : widen_bf16)(wide, from, n);
+    for (int i = 0; work->channel_scale && i < n; i++) wide[i] /= work->channel_scale[i];
+    const float largest = largest_of(wide, n);
+    if (!(largest >= PP_LEAST_QUANTISED)) { /* or NaN */
+        memset(integers, 0, (size_t)n * sizeof *integers);
+        return largest == largest ? 0.0f : largest;
+    }
+    const float inverse = (float)most / largest;
+    for (int i = 0; i < n; i++) {
+        const float x = wide[i] * inverse + PP_ROUND;
+        memcpy(integers + i, &x, sizeof x);
+        integers[i] -= PP_ROUND_BITS;
+    }
+    return largest / (float)most;
+}
+
+/* Elements of quantised pages, token by token. */
+static void write_quantised(const pp_rows *work) {
+    const int is_4 = work->dtype == PP_INT4, bias = is_4 ? 8 : work->is_v ? 0 : 128;
+    int32_t integers[PP_MAX_HEAD_DIM];
+    prefetch_into_l2(work->ahead, (int)pp_scales_at(work->dtype, work->dims) + 64);
+    for (int t = 0; t < work->count; t++) {
+        const int token = work->token + t;
+        const float scale = quantise_row(work, work->from + t * work->step, is_4 ? 7 : 127, integers);
+        memcpy(work->to + pp_scales_at(work->dtype, work->dims) + token * (int)sizeof scale, &scale, sizeof scale);
+        for (int d = 0, width; d < work->dims; d += width) {
+            int unused;
+            width = !work->is_v ? is_4 ? 8 : 4 : pp_run_width(work->dims, d); /* dims that lie in order, step apart */
+            const int columns = is_4 ? width / 2 : width, step = work->is_v ? 4 : 1;
+            const int32_t *of = integers + d;
+            unsigned char *to = work->to + pp_quantised_at(work->dtype, work->is_v, work->dims, token, d, &unused);
+            for (int i = 0; i < columns; i++)
+                to[i * step] = (unsigned char)(is_4 ? (of[i] + bias) | (of[columns + i] + bias) << 4 : of[i] + bias);
+        }
+    }
+}
+
 static void write_rows(const pp_rows *work) {
-    const int item = work->dtype == PP_F32 ? 4 : 2, from_item = work->narrow ? (int)sizeof(float) : item;
-    unsigned char rounded[PP_GROUP * PP_V_RUN * 2] __attribute__((aligned(64)));
+    if (pp_is_quantised(work->dtype)) {
+        write_quantised(work);
+        return;
+    }
+    const int item = work->dtype == PP_F32 ? 4 : 2, from_item = work->from_dtype == PP_F32 ? 4 : 2;
+    unsigned char converted[PP_GROUP * PP_V_RUN * 4] __attribute__((aligned(64)));
     for (int d = 0; d < work->dims; d += PP_V_RUN) {
         const int left = work->dims - d, dims = left < PP_V_RUN ? left : PP_V_RUN;
         const unsigned char *from = work->from + (int64_t)d * from_item;
@@ -77,16 +152,11 @@ static void write_rows(const pp_rows *work) {
         if (work->count == PP_GROUP) prefetch_into_l2(ahead, dims * PP_GROUP * item);
         for (int t = 0; t < work->next_count; t++)
             prefetch_into_l2(work->next + t * step + d * from_item, dims * from_item);
-        if (work->narrow) {
-            for (int t = 0; t < work->count; t++) {
-                const float *row = (const float *)(const void *)(from + t * step);
-                if (work->dtype == PP_BF16)
-                    narrow_bf16(rounded + t * PP_V_RUN * 2, row, dims);
-                else
-                    narrow_f16(rounded + t * PP_V_RUN * 2, row, dims);
-            }
-            from = rounded;
-            step = PP_V_RUN * 2;
+        if (work->from_dtype != work->dtype) {
+            for (int t = 0; t < work->count; t++)
+                convert_row(work->dtype, converted + t * PP_V_RUN * item, work->from_dtype, from + t * step, dims);
+            from = converted;
+            step = PP_V_RUN * item;
         }
         if (work->is_v && work->dtype == PP_BF16)
             write_woven(work, to, from, step, dims, ahead);

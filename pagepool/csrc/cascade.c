@@ -50,7 +50,9 @@ static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
  * alone.  Measured on Intel and with one thread; what gains less than a quarter is left alone. */
 static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
     const pp_kv_layout *layout = &plan->args.pool->layout;
-    const int64_t fetch = PRODUCTS_PER_FETCH * layout->item_bytes / 2, panel = kernels_of(&plan->args)->panel_rows;
+    const int64_t elements = (int64_t)PP_GROUP * (layout->head_dim + (layout->v_in_k ? 0 : layout->v_head_dim));
+    const int64_t fetch = ceil_div(PRODUCTS_PER_FETCH * layout->head_bytes, 2 * elements);
+    const int64_t panel = kernels_of(&plan->args)->panel_rows;
     int64_t alone = 0, rows = 0;
     for (int32_t i = first; i < first + count; i++) {
         const int64_t own = (int64_t)plan->args.num_qo_heads / layout->num_kv_heads * queries_of(plan, plan->order[i]);

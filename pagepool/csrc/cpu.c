@@ -34,7 +34,19 @@ static int runs_avx512(void) {
 static int runs_avx512_bf16(void) {
     unsigned a, b, c, d;
     if (!runs_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return 0; /* a: the last subleaf */
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+    const int vnni = c >> 11 & 1; /* no CPU has bf16 without it */
+    return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+
+static int runs_vnni(void) {
+    static _Atomic int known; /* 1 more than the answer; CPUID takes long under a hypervisor */
+    int answer = atomic_load_explicit(&known, memory_order_relaxed);
+    if (!answer) {
+        unsigned a, b, c, d;
+        answer = 1 + (runs_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1));
+        atomic_store_explicit(&known, answer, memory_order_relaxed);
+    }
+    return answer - 1;
 }
 #endif
 
@@ -146,6 +158,16 @@ const pp_kernels *pp_kernels_get(void) {
         kernels = atomic_compare_exchange_strong(&chosen, &none, found) ? found : none;
     }
     return kernels;
+}
+
+const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels) {
+    if (kernels->chunk_mixed) return kernels;
+#if defined(__x86_64__)
+    if (!runs_vnni()) return &pp_kernels_avx2;
+    return kernels == &pp_kernels_avx512_wide ? &pp_kernels_avx512_wide_bf16 : &pp_kernels_avx512_bf16;
+#else
+    return &pp_kernels_baseline;
+#endif
 }
 
 const char *pp_isa(void) { return pp_kernels_get()->name; }

@@ -12,10 +12,13 @@
  * The order of every sum is fixed by absolute token positions and nothing else; pagepool/reference/canonical.py spells
  * it out.  Which heads share a load, and how many vectors are in flight, changes no bit. */
 
+#ifndef PP_MIXED
 #define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
 #define PP_OF_PAGES(name) PP_CAT(name, _, PP_PAGES)
+#endif
 
-#ifdef PP_DOT
+#if defined(PP_MIXED) /* quantised.h */
+#elif defined(PP_DOT)
 #define IS_FAST 1
 #include "decode_dot.h"
 #include "decode_tile.h"
@@ -75,6 +78,8 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int32_t head_rows = work->group_size * work->view.num_queries, parts = num_parts(head_rows);
     pp_tile tile = {.head_dim = layout->head_dim,
                     .v_head_dim = layout->v_head_dim,
+                    .k_dtype = layout->dtype,
+                    .v_dtype = layout->v_dtype,
                     .scale = pp_in_base_2(work->sm_scale),
                     .cap = pp_in_base_2(work->logits_soft_cap),
                     .group_size = work->group_size,
@@ -124,11 +129,23 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             const int more_heads = end < work->part_end;
             const int64_t at = head * head_bytes, next_at = more_heads ? at + head_bytes : first_head;
             const unsigned char *const *then = more_heads ? groups : next;
+#ifndef PP_MIXED
             if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);
+#endif
             for (int i = 0; i < 4; i++) {
                 tile.k[i] = groups[i] + at;
                 tile.v[i] = tile.k[i] + layout->k_bytes;
                 tile.next_k[i] = then[i] + next_at;
+#ifdef PP_MIXED
+                tile.next_v[i] = tile.next_k[i] + layout->k_bytes;
+            }
+            for (int i = 0; i < 2 && scratch; i++) {
+                unsigned char *group = scratch + i * tiled->head_bytes;
+                tile.k[i] = bring_in(layout->dtype, 0, layout->head_dim, tile.k[i], group);
+                tile.v[i] = bring_in(layout->v_dtype, 1, layout->v_head_dim, tile.v[i], group + tiled->k_bytes);
+                if (mode) prefetch_into_l2(tile.next_k[i], (int)layout->head_bytes);
+            }
+#else
                 tile.next_v[i] = scratch ? NULL : tile.next_k[i] + layout->k_bytes;
             }
             for (int i = 0; i < 2 && scratch; i++) {
@@ -139,6 +156,7 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                 else
                     tile.k[i] = group;
             }
+#endif
             tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
             int32_t to = part_border(head_rows, index - head * parts);
             for (int32_t part = index, from; part < end; part++) {
@@ -158,6 +176,10 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
 static void PP_NAME(chunk)(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     pp_kv_layout tiled = *layout;
+#ifdef PP_MIXED
+    tiled.k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
+    tiled.head_bytes = tiled.k_bytes + pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim);
+#else
     if (work->scratch) {
         pp_kv_layout_init_v(&tiled, 1, 1, layout->head_dim, layout->v_head_dim, 0, PP_GROUP, (pp_dtype)layout->dtype);
         if (layout->tiled) { /* K is read where it is */
@@ -167,6 +189,7 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
         /* Lanes past the length are loaded, though never used. */
         memset(work->scratch, 0, 2 * (size_t)tiled.head_bytes);
     }
+#endif
     PP_NAME(walk)(work, &tiled);
 }
 
@@ -181,6 +204,7 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 #undef PP_ITEM
 #undef PP_COLUMN
 #undef PP_DOT
+#undef PP_MIXED
 #undef PP_IN_STEPS
 #undef PART_MODE
 #undef IS_FAST

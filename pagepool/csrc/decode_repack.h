@@ -53,6 +53,7 @@ static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const 
         pp_rows rows = {.to = group,
                         .ahead = group,
                         .dtype = plain->dtype,
+                        .from_dtype = plain->dtype,
                         .dims = plain->head_dim,
                         .token = t % PP_GROUP,
                         .count = count,

@@ -50,6 +50,14 @@ static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 
 #define PP_INTERLEAVE_HIGH_4(a, b) ((PP_BLOCK){a[2], b[2], a[3], b[3]})
 #endif
 
+/* Adding it rounds a float of up to 2^22 to a whole number, nearest even, which its last bits hold, counted from those
+ * of PP_ROUND. */
+#define PP_ROUND 12582912.0f /* 1.5 * 2^23 */
+#define PP_ROUND_BITS 0x4b400000
+
+/* What is to be quantised counts as 0 below: its inverse and the scale are normal numbers then. */
+#define PP_LEAST_QUANTISED 0x1p-100f
+
 /* Compilers forget what they know of a variable, and work out nothing from it beforehand. */
 #define PP_OPAQUE(variable) __asm__("" : "+r"(variable))
 
@@ -75,7 +83,7 @@ typedef struct pp_tile {
     const unsigned char *next_k[4], *next_v[4]; /* what will be read next: prefetched; next_v may be NULLs */
     int step;                                   /* the tile after it is done along: all rows see all of both */
     uint32_t seen;                              /* a bit for each of its tokens; not 0 */
-    int head_dim, v_head_dim;
+    int head_dim, v_head_dim, k_dtype, v_dtype;
     float scale, cap, inverse_cap;              /* for queries not scaled; soft cap, or 0, its inverse: in base 2 */
     const float *alibi_slopes;                  /* of the query heads of the kv head, in base 2, or NULL */
     int32_t row, group_size;                    /* the first row at work: query token row / group_size, head the rest */

@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "pagepool/attention.h"
+#include "page.h"
 #include "view.h"
 
 /* How often K and V are prefetched before they are read: prefetch.h.  TWICE, or as PAGEPOOL_PREFETCH says. */
@@ -39,6 +40,7 @@ typedef struct pp_chunk {
     int32_t group_size;         /* query heads per kv head */
     float sm_scale, logits_soft_cap;
     const float *alibi_slopes;  /* NULL, or (num_qo_heads,), in base 2 */
+    const float *k_channel_scale; /* NULL, or (num_kv_heads, head_dim) of the layer */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
     float *seen;                /* NULL: a lone query token, which sees all from `first` on */
@@ -81,6 +83,13 @@ static inline void pp_list_groups(const pp_chunk *work, int64_t end, const unsig
     if (before) groups[0] = groups[1];
     if (count % 2) groups[count] = groups[count - 1], count++;
     for (int i = 0; i < 4; i++) groups[count + i] = groups[count - 2 + i % 2];
+}
+
+/* Bytes that a head's K or V of a group takes where the kernels of mixed pages cannot read it as it lies: int4 in the
+ * order of int8, 16 bit in that of f32. */
+static inline int64_t pp_brought_in_bytes(int32_t dtype, int64_t dims) {
+    if (dtype == PP_INT4) return pp_scales_at(PP_INT8, dims) + PP_GROUP * (int64_t)sizeof(float);
+    return dtype == PP_F16 || dtype == PP_BF16 ? PP_GROUP * dims * (int64_t)sizeof(float) : 0;
 }
 
 /* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */
@@ -156,25 +165,30 @@ typedef struct pp_rows {
     int64_t step;
     const unsigned char *next;  /* what is read next: so many rows of as many elements, to be prefetched */
     int32_t next_count;
-    int32_t narrow;             /* the elements are f32, to be rounded to nearest even */
+    int32_t from_dtype;         /* of the elements: rounded to nearest even, or quantised, unless it is `dtype` */
+    const float *channel_scale; /* NULL, or of each dim: the elements are divided by it before they are quantised */
 } pp_rows;
+
+/* The ways of computing: by pp_arithmetic, and that of pages whose K and V are quantised or of different dtypes. */
+enum { PP_WAY_EXACT = PP_EXACT, PP_WAY_BF16 = PP_ROUNDED_BF16, PP_WAY_MIXED, PP_NUM_WAYS };
 
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
     void (*chunk_dot)(const pp_chunk *);  /* bf16 pages in arithmetic of bf16, or NULL */
+    void (*chunk_mixed)(const pp_chunk *); /* or NULL */
     const struct pp_kernels *dot;         /* these, or those whose chunk_dot has the same bits */
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
-    /* By pp_arithmetic.  Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each
-     * float being one element, scaled, so that products with K are scores, or, in arithmetic of bf16, the two of the
-     * last axis, not scaled. */
-    void (*pack_queries[2])(float *to, const pp_queries *from, int32_t num_kv_heads, int32_t group_size,
-                            int32_t num_queries, int32_t head_dim, float sm_scale);
+    /* Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each float being one
+     * element, scaled, so that products with K are scores, or, in arithmetic of bf16, the two of the last axis, not
+     * scaled; for quantised K as quantised.h says. */
+    void (*pack_queries[PP_NUM_WAYS])(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
+                                      int32_t num_queries, float sm_scale, const float *k_channel_scale);
     int32_t max_rows; /* of a part */
-    void (*prefill[2])(const pp_query_block *); /* by pp_arithmetic */
-    void (*shared[2])(const pp_shared *);       /* the same: leaves what chunk would leave of each sequence */
-    int32_t panel_rows;                     /* rows that prefill computes at once */
+    void (*prefill[PP_NUM_WAYS])(const pp_query_block *);
+    void (*shared[PP_NUM_WAYS])(const pp_shared *); /* leaves what chunk would leave of each sequence */
+    int32_t panel_rows;                             /* rows that prefill computes at once */
     int64_t (*prefill_bytes)(const pp_kv_layout *layout, int exact, int32_t rows); /* of scratch */
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
@@ -187,8 +201,11 @@ extern const pp_kernels pp_kernels_avx2;
 extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;
 extern const pp_kernels pp_kernels_avx512_wide, pp_kernels_avx512_wide_bf16;
 #elif defined(__aarch64__)
-extern const pp_kernels pp_kernels_neon;
+extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
+
+/* Those for mixed pages, if others are in use: these, or the ones that have the instructions for integers. */
+const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels);
 
 /* The kernels in use: chosen at the first call, the same ever after. */
 const pp_kernels *pp_kernels_get(void);

@@ -17,6 +17,7 @@
 
 #define PP_ISA avx2
 #define PP_DOT_BY_FMA
+#define PP_INTS "simd_madd.h"
 #include "kernels_of_isa.h"
 
 #if defined(__clang__)

@@ -1,4 +1,4 @@
-/* kernels_avx512.h: the kernels in AVX-512, and those that have AVX512_BF16 beside.
+/* kernels_avx512.h: the kernels in AVX-512, and those that have AVX512_VNNI and AVX512_BF16 beside.
  *
  * Included once with PP_WIDE 0, for cores whose vector units are 256 bits wide (Zen 4), and once with 1, for those of
  * 512 bits: simd_avx512.h says what differs.  No bit of a result does. */
@@ -26,11 +26,25 @@
 #endif
 #include "kernels_of_isa.h"
 
+/* What computes with integers: cpu.c takes it for all that have AVX512_VNNI, so nothing else may be used here. */
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512vnni")
+#endif
+
+#include "simd_vnni.h"
+#include "quantised.h"
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
                              apply_to = function)
 #else
+#pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
 #endif
@@ -47,7 +61,7 @@
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
 const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) = PP_KERNELS_(
     PP_TEXT(PP_ISA_BF16), chunk_bf16_instruction, prefill_bf16_instruction, shared_bf16_instruction,
-    PP_CAT(pp_kernels_, PP_ISA_BF16, ));
+    PP_CAT(pp_kernels_, PP_ISA_BF16, ), PP_MIXED_KERNELS);
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -5,4 +5,5 @@
 
 #define PP_ISA baseline
 #define PP_DOT_BY_DOUBLE
+#define PP_INTS "simd_int.h"
 #include "kernels_of_isa.h"

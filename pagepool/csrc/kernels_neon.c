@@ -8,6 +8,7 @@
 
 #define PP_ISA neon
 #define PP_DOT_BY_DOUBLE
+#define PP_INTS "simd_int.h"
 #include "kernels_of_isa.h"
 
 #else

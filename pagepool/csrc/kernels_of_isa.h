@@ -64,19 +64,20 @@
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-/* All of them, with the kernels of dot products, or NULLs, and whose those are. */
-#define PP_KERNELS(isa, own, own_prefill, own_shared, others)   \
+/* All of them, with the kernels of dot products, or NULLs, whose those are, and with those of mixed pages, or NULLs. */
+#define PP_KERNELS(isa, own, own_prefill, own_shared, others, mixed, mixed_pack, mixed_prefill, mixed_shared) \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
         .chunk_dot = own,                                       \
+        .chunk_mixed = mixed,                                   \
         .dot = &others,                                         \
         .merge = merge_chunks,                                  \
         .merge_rows = merge_rows,                               \
-        .pack_queries = {pack_queries, pack_rounded_queries},   \
+        .pack_queries = {pack_queries, pack_rounded_queries, mixed_pack}, \
         .max_rows = PP_MAX_HEADS,                               \
-        .prefill = {prefill_exact, own_prefill},                \
-        .shared = {shared_exact, own_shared},                   \
+        .prefill = {prefill_exact, own_prefill, mixed_prefill}, \
+        .shared = {shared_exact, own_shared, mixed_shared},     \
         .panel_rows = PP_PANEL,                                 \
         .prefill_bytes = prefill_bytes,                         \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
@@ -85,4 +86,13 @@
     }
 #define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_OWN_DOT);
+#define PP_MIXED_KERNELS chunk_mixed, pack_mixed_queries, prefill_mixed, shared_mixed
+#ifdef PP_INTS /* else other kernels have them */
+#include PP_INTS
+#include "quantised.h"
+#define PP_OWN_MIXED PP_MIXED_KERNELS
+#else
+#define PP_OWN_MIXED NULL, NULL, NULL, NULL
+#endif
+
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_OWN_DOT, PP_OWN_MIXED);

@@ -24,6 +24,20 @@ static int32_t run_of(const pp_kv_layout *layout, int32_t dim) {
     return layout->tiled && left > PP_V_RUN ? PP_V_RUN : left;
 }
 
+/* A row of quantised K or V of a group, times its scale and, of K, those of its channels (or NULL). */
+static void read_quantised(int32_t dtype, int is_v, const unsigned char *group, int32_t token, int32_t dims,
+                           const float *channel_scale, float *to) {
+    float scale;
+    memcpy(&scale, group + pp_scales_at(dtype, dims) + token * (int)sizeof scale, sizeof scale);
+    for (int32_t d = 0; d < dims; d++) {
+        int upper;
+        const unsigned char byte = group[pp_quantised_at(dtype, is_v, dims, token, d, &upper)];
+        const int integer = dtype == PP_INT4 ? (byte >> 4 * upper & 15) - 8 : is_v ? (int8_t)byte : byte - 128;
+        to[d] = (float)integer * scale;
+        if (channel_scale) to[d] *= channel_scale[d];
+    }
+}
+
 static void read_k(const pp_kv_layout *layout, const unsigned char *head, int32_t token, void *k) {
     const unsigned char *from = head + pp_k_index(layout, token, 0) * layout->item_bytes;
     const int bf16 = layout->dtype == PP_BF16;
@@ -37,13 +51,14 @@ static void read_k(const pp_kv_layout *layout, const unsigned char *head, int32_
 
 static void read_v(const pp_kv_layout *layout, const unsigned char *head, int32_t token, void *v) {
     for (int32_t d = 0, n; d < layout->v_head_dim; d += n) {
-        const unsigned char *from = head + layout->k_bytes + pp_v_index(layout, token, d) * layout->item_bytes;
-        unsigned char *to = (unsigned char *)v + d * layout->item_bytes;
+        const int64_t item = pp_dtype_bytes((pp_dtype)layout->v_dtype);
+        const unsigned char *from = head + layout->k_bytes + pp_v_index(layout, token, d) * item;
+        unsigned char *to = (unsigned char *)v + d * item;
         n = run_of(layout, d);
-        if (layout->tiled && layout->dtype == PP_BF16)
+        if (layout->tiled && layout->v_dtype == PP_BF16)
             collect16((uint16_t *)to, (const uint16_t *)from, n, 2);
         else
-            memcpy(to, from, (size_t)(n * layout->item_bytes));
+            memcpy(to, from, (size_t)(n * item));
     }
 }
 
@@ -62,17 +77,21 @@ static unsigned char *group_of(const pp_kv_pool *pool, int32_t layer, int64_t sl
     return pp_group_at(pool, layer, slot / size, slot % size, token);
 }
 
-/* Rows of K or V on their way: `bytes` of an element, rounded by `narrow` unless the page has the same dtype. */
+/* Rows of K or V on their way, in elements of `from_dtype`, to pages of `dtype`. */
 typedef struct source {
     pp_kv_rows rows;
-    int64_t bytes;
-    void (*narrow)(void *, const float *, int64_t);
-    int32_t dims;
+    int64_t bytes; /* of an element */
+    int32_t from_dtype, dtype, dims;
+    const float *channel_scale; /* NULL, or (num_kv_heads, dims) of the layer */
 } source;
 
 static const void *row_at(const source *source, int64_t token, int32_t head) {
     const int64_t index = token * source->rows.token_stride + head * source->rows.head_stride;
     return (const char *)source->rows.data + index * source->bytes;
+}
+
+static const float *channel_scale_of(const source *source, int32_t head) {
+    return source->channel_scale ? source->channel_scale + (int64_t)head * source->dims : NULL;
 }
 
 /* `count` neighbours of a tiled page, from token `t` of the source on; `ahead` is the group that is written next, with
@@ -88,7 +107,7 @@ static void write_tiled(const pp_kv_layout *layout, unsigned char *group, const 
             write(&(pp_rows){.to = group + (is_v ? k_bytes : 0),
                              .ahead = next + (is_v ? k_bytes : 0),
                              .is_v = is_v,
-                             .dtype = layout->dtype,
+                             .dtype = sources[is_v].dtype,
                              .dims = sources[is_v].dims,
                              .token = token,
                              .count = (int32_t)count,
@@ -96,23 +115,35 @@ static void write_tiled(const pp_kv_layout *layout, unsigned char *group, const 
                              .step = sources[is_v].rows.token_stride * sources[is_v].bytes,
                              .next = row_at(&sources[is_v], last ? t + count : t, last ? 0 : h + 1),
                              .next_count = (int32_t)(last ? more : count),
-                             .narrow = sources[is_v].narrow != NULL});
+                             .from_dtype = sources[is_v].from_dtype,
+                             .channel_scale = channel_scale_of(&sources[is_v], h)});
     }
 }
 
-/* The same in a plain page, whose rows are the tokens'. */
+/* A row in a plain page, from elements of any dtype. */
+static void write_row(void *to, const source *from, const void *row) {
+    const pp_kernels *kernels = pp_kernels_get();
+    float wide[PP_MAX_HEAD_DIM];
+    if (from->from_dtype == from->dtype) {
+        memcpy(to, row, (size_t)(from->dims * from->bytes));
+        return;
+    }
+    if (from->from_dtype != PP_F32) {
+        kernels->widen[from->from_dtype](wide, row, from->dims);
+        row = wide;
+    }
+    kernels->narrow[from->dtype](to, row, from->dims);
+}
+
+/* `count` neighbours of a plain page, whose rows are the tokens'. */
 static void write_plain(const pp_kv_layout *layout, unsigned char *block, int32_t token, int64_t count,
                         const source sources[2], int64_t t) {
     for (int32_t h = 0; h < layout->num_kv_heads; h++, block += layout->head_bytes)
         for (int is_v = 0; is_v < (layout->v_in_k ? 1 : 2); is_v++)
             for (int64_t i = 0; i < count; i++) {
                 const source *from = &sources[is_v];
-                const int64_t row_bytes = from->dims * layout->item_bytes;
-                unsigned char *to = block + (is_v ? layout->k_bytes : 0) + (token + i) * row_bytes;
-                if (from->narrow)
-                    from->narrow(to, (const float *)row_at(from, t + i, h), from->dims);
-                else
-                    memcpy(to, row_at(from, t + i, h), (size_t)row_bytes);
+                unsigned char *to = block + (is_v ? layout->k_bytes : 0);
+                write_row(to + (token + i) * from->dims * layout->item_bytes, from, row_at(from, t + i, h));
             }
 }
 
@@ -120,14 +151,15 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
                             pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) {
     const pp_kv_layout *layout = &pool->layout;
     const int64_t num_slots = pool->num_blocks * layout->block_size, bytes = pp_dtype_bytes(src_dtype);
-    if (layer < 0 || layer >= layout->num_layers || (src_dtype != PP_F32 && (int32_t)src_dtype != layout->dtype) ||
+    if (layer < 0 || layer >= layout->num_layers || src_dtype < PP_F32 || src_dtype > PP_BF16 ||
         (num_tokens > 0 && (!pool->base || !slot_mapping || !k.data || (!layout->v_in_k && !v.data))))
         return PP_INVALID_ARGUMENT;
     for (int64_t t = 0; t < num_tokens; t++)
         if (slot_mapping[t] < -1 || slot_mapping[t] >= num_slots) return PP_INVALID_SLOT;
-    const int same = (int32_t)src_dtype == layout->dtype;
-    void (*narrow)(void *, const float *, int64_t) = same ? NULL : pp_kernels_get()->narrow[layout->dtype];
-    const source sources[2] = {{k, bytes, narrow, layout->head_dim}, {v, bytes, narrow, layout->v_head_dim}};
+    const int64_t channels = (int64_t)layout->num_kv_heads * layout->head_dim;
+    const float *channel_scale = pool->k_channel_scale ? pool->k_channel_scale + layer * channels : NULL;
+    const source sources[2] = {{k, bytes, (int32_t)src_dtype, layout->dtype, layout->head_dim, channel_scale},
+                               {v, bytes, (int32_t)src_dtype, layout->v_dtype, layout->v_head_dim, NULL}};
     const uint64_t modes = pp_modes_enter();
     for (int64_t t = 0, n; t < num_tokens; t += n) {
         /* Once more, since another thread may have changed it by now: whatever comes of that, it stays in the pool. */
@@ -166,7 +198,8 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
     if (needed > num_blocks) return PP_INVALID_ARGUMENT;
     for (int64_t b = 0; b < needed; b++)
         if (blocks[b] < 0 || blocks[b] >= pool->num_blocks) return PP_INVALID_BLOCK;
-    void (*widen)(float *, const void *, int64_t) = pp_kernels_get()->widen[layout->dtype];
+    const pp_kernels *kernels = pp_kernels_get();
+    const int64_t channels = (int64_t)layout->num_kv_heads * layout->head_dim;
     uint32_t row[PP_MAX_HEAD_DIM];
     pp_status status = PP_OK;
     const uint64_t modes = pp_modes_enter();
@@ -179,13 +212,21 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
         }
         const unsigned char *head = pp_group_at(pool, layer, block, t % layout->block_size, &token);
         for (int32_t h = 0; h < layout->num_kv_heads; h++, head += layout->head_bytes) {
-            read_k(layout, head, token, row);
-            widen(k, row, layout->head_dim);
-            if (layout->v_in_k)
+            if (pp_is_quantised(layout->dtype)) {
+                const float *scale = pool->k_channel_scale;
+                if (scale) scale += layer * channels + (int64_t)h * layout->head_dim;
+                read_quantised(layout->dtype, 0, head, token, layout->head_dim, scale, k);
+            } else {
+                read_k(layout, head, token, row);
+                kernels->widen[layout->dtype](k, row, layout->head_dim);
+            }
+            if (layout->v_in_k) {
                 memcpy(v, k, (size_t)layout->v_head_dim * sizeof(float));
-            else {
+            } else if (pp_is_quantised(layout->v_dtype)) {
+                read_quantised(layout->v_dtype, 1, head + layout->k_bytes, token, layout->v_head_dim, NULL, v);
+            } else {
                 read_v(layout, head, token, row);
-                widen(v, row, layout->v_head_dim);
+                kernels->widen[layout->v_dtype](v, row, layout->v_head_dim);
             }
             k += layout->head_dim;
             v += layout->v_head_dim;

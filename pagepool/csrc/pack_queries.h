@@ -29,10 +29,11 @@ _Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_PAIRS == 0, "8 rows are whole squares
  * pair to the next `step` floats apart; there are 8 pointers, those past `rows` as good as any.  Whole vectors are
  * written for each pair: what is beyond its rows is where pairs behind it come, but for the last ones before `end`. */
 static void transpose_queries(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
-                              int32_t head_dim, float scale) {
+                              int32_t head_dim, float scale, const float *unused) {
     enum { SQUARES = (PP_MAX_HEADS + PP_PAIRS - 1) / PP_PAIRS };
     const int squares = (rows + PP_PAIRS - 1) / PP_PAIRS;
     int32_t d = 0;
+    (void)unused;
     for (; d + PP_LANES <= head_dim; d += PP_LANES) {
         pp_v transposed[SQUARES][PP_PAIRS];
         PP_UNROLL for (int s = 0; s < SQUARES; s++) {
@@ -58,9 +59,9 @@ static void transpose_queries(float *to, const float *end, int64_t step, const f
 
 /* The same of pairs of numbers of bfloat16, to which they are rounded first. */
 static void transpose_rounded(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
-                              int32_t head_dim, float scale) {
+                              int32_t head_dim, float scale, const float *unused) {
     float rounded[PP_MAX_HEAD_DIM / 2];
-    (void)end, (void)scale; /* what are numbers of bf16 shall stay so */
+    (void)end, (void)scale, (void)unused; /* what are numbers of bf16 shall stay so */
     for (int32_t r = 0; r < rows; r++) {
         round_to_pairs(rounded, row[r], head_dim);
         for (int32_t p = 0; p < head_dim / 2; p++) to[p * step + r] = rounded[p];
@@ -74,13 +75,15 @@ static const float *widened_query(int32_t dtype, const void *q, float *widened, 
     return widened;
 }
 
+/* `channel_scale` of each dim, or NULL: of quantised K. */
 typedef void transpose_rows(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
-                            int32_t head_dim, float scale);
+                            int32_t head_dim, float scale, const float *channel_scale);
 
 PP_INLINE void pack_parts(transpose_rows *transpose, const int pair_floats, float *to, const pp_queries *from,
-                          int32_t num_kv_heads, int32_t group_size, int32_t num_queries, int32_t head_dim,
-                          float scale) {
-    const int32_t head_rows = group_size * num_queries;
+                          const pp_kv_layout *layout, int32_t group_size, int32_t num_queries, float scale,
+                          const float *channel_scale) {
+    const int32_t head_rows = group_size * num_queries, num_kv_heads = layout->num_kv_heads;
+    const int32_t head_dim = layout->head_dim;
     for (int32_t kv = 0; kv < num_kv_heads; kv++) {
         int64_t query = 0, head = 0; /* row by row: the heads of a query, then those of the next one */
         for (int32_t part = 0; part < num_parts(head_rows); part++) {
@@ -95,22 +98,23 @@ PP_INLINE void pack_parts(transpose_rows *transpose, const int pair_floats, floa
                 query++;
             }
             for (int32_t r = rows; r < 8; r++) row[r] = row[0];
-            transpose(to, to + size, (int64_t)pair_floats * rows, row, rows, head_dim, scale);
+            transpose(to, to + size, (int64_t)pair_floats * rows, row, rows, head_dim, scale,
+                      channel_scale ? channel_scale + (int64_t)kv * head_dim : NULL);
             to += size;
         }
     }
 }
 
-static void pack_queries(float *to, const pp_queries *from, int32_t num_kv_heads, int32_t group_size,
-                         int32_t num_queries, int32_t head_dim, float sm_scale) {
-    pack_parts(transpose_queries, PP_PAIR_FLOATS, to, from, num_kv_heads, group_size, num_queries, head_dim,
-               pp_in_base_2(sm_scale));
+static void pack_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
+                         int32_t num_queries, float sm_scale, const float *unused) {
+    pack_parts(transpose_queries, PP_PAIR_FLOATS, to, from, layout, group_size, num_queries,
+               pp_in_base_2(sm_scale), unused);
 }
 
-static void pack_rounded_queries(float *to, const pp_queries *from, int32_t num_kv_heads, int32_t group_size,
-                                 int32_t num_queries, int32_t head_dim, float sm_scale) {
-    pack_parts(transpose_rounded, 1, to, from, num_kv_heads, group_size, num_queries, head_dim,
-               pp_in_base_2(sm_scale));
+static void pack_rounded_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
+                                 int32_t num_queries, float sm_scale, const float *unused) {
+    pack_parts(transpose_rounded, 1, to, from, layout, group_size, num_queries,
+               pp_in_base_2(sm_scale), unused);
 }
 
 /* Lays out the queries of a panel (prefill_common.h): [head_dim / 2][PP_PANEL][2], or in arithmetic of bf16 pairs.  The
@@ -123,5 +127,5 @@ static void transpose_panel(int exact, float *to, const float *const *row, int32
     transpose_rows *const transpose = exact ? transpose_queries : transpose_rounded;
     for (int first = (PP_PANEL - 1) / PP_MAX_HEADS * PP_MAX_HEADS; first >= 0; first -= PP_MAX_HEADS)
         transpose(to + (exact ? PP_PAIR_FLOATS : 1) * first, end, step, row + first,
-                  PP_PANEL - first < PP_MAX_HEADS ? PP_PANEL - first : PP_MAX_HEADS, head_dim, scale);
+                  PP_PANEL - first < PP_MAX_HEADS ? PP_PANEL - first : PP_MAX_HEADS, head_dim, scale, NULL);
 }

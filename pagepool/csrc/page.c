@@ -1,28 +1,32 @@
 /* page.c: the page layout and copies of whole pages, which need no kernels: who allocates does not carry those. */
 #include <string.h>
 
-#include "pagepool/layout.h"
+#include "page.h"
 
 int pp_abi_version(void) { return PP_ABI_VERSION; }
 
-int64_t pp_dtype_bytes(pp_dtype dtype) { return dtype == PP_F32 ? 4 : 2; }
+int64_t pp_dtype_bytes(pp_dtype dtype) { return dtype == PP_F32 ? 4 : pp_is_quantised(dtype) ? 1 : 2; }
 
 static int is_head_dim(int32_t dim) { return dim >= 8 && dim <= PP_MAX_HEAD_DIM && dim % 8 == 0; }
 
-pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
-                            int32_t block_size, pp_dtype dtype) {
-    return pp_kv_layout_init_v(layout, num_layers, num_kv_heads, head_dim, head_dim, 0, block_size, dtype);
+static int is_dtype(int32_t dtype) { return dtype >= PP_F32 && dtype <= PP_INT4; }
+
+/* Bytes of a head's K or V of `tokens` tokens. */
+static int64_t bytes_of(pp_dtype dtype, int64_t dims, int64_t tokens) {
+    if (pp_is_quantised(dtype)) return pp_scales_at(dtype, dims) + tokens * (int64_t)sizeof(float);
+    return dims * tokens * pp_dtype_bytes(dtype);
 }
 
-pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
-                              int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype) {
-    if (num_layers < 1 || num_kv_heads < 1 || !is_head_dim(head_dim) || !is_head_dim(v_head_dim) ||
-        (v_in_k && v_head_dim > head_dim) || block_size < 1 || block_size > PP_MAX_BLOCK_SIZE ||
-        (dtype != PP_F32 && dtype != PP_F16 && dtype != PP_BF16))
-        return PP_INVALID_ARGUMENT;
+static pp_status init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                      int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype, pp_dtype v_dtype) {
     const int tiled = block_size % PP_GROUP == 0;
-    const int64_t item = pp_dtype_bytes(dtype), row = (tiled ? PP_GROUP : block_size) * item;
-    const int64_t k_bytes = head_dim * row, v_bytes = v_in_k ? 0 : v_head_dim * row;
+    if (num_layers < 1 || num_kv_heads < 1 || !is_head_dim(head_dim) || !is_head_dim(v_head_dim) ||
+        (v_in_k && v_head_dim > head_dim) || block_size < 1 || block_size > PP_MAX_BLOCK_SIZE || !is_dtype(dtype) ||
+        !is_dtype(v_dtype) || ((dtype != v_dtype || pp_is_quantised(dtype)) && (!tiled || v_in_k)))
+        return PP_INVALID_ARGUMENT;
+    const int64_t tokens = tiled ? PP_GROUP : block_size;
+    const int64_t k_bytes = bytes_of(dtype, head_dim, tokens);
+    const int64_t v_bytes = v_in_k ? 0 : bytes_of(v_dtype, v_head_dim, tokens);
     int64_t group_bytes, layer_bytes, block_bytes;
     if (__builtin_mul_overflow(k_bytes + v_bytes, (int64_t)num_kv_heads, &group_bytes) ||
         __builtin_mul_overflow(group_bytes, (int64_t)(tiled ? block_size / PP_GROUP : 1), &layer_bytes) ||
@@ -35,8 +39,9 @@ pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t 
                              .v_in_k = v_in_k != 0,
                              .block_size = block_size,
                              .dtype = dtype,
+                             .v_dtype = v_dtype,
                              .tiled = tiled,
-                             .item_bytes = item,
+                             .item_bytes = pp_dtype_bytes(dtype),
                              .k_bytes = k_bytes,
                              .v_bytes = v_bytes,
                              .head_bytes = k_bytes + v_bytes,
@@ -44,6 +49,21 @@ pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t 
                              .layer_bytes = layer_bytes,
                              .block_bytes = block_bytes};
     return PP_OK;
+}
+
+pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                            int32_t block_size, pp_dtype dtype) {
+    return init(layout, num_layers, num_kv_heads, head_dim, head_dim, 0, block_size, dtype, dtype);
+}
+
+pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                              int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype) {
+    return init(layout, num_layers, num_kv_heads, head_dim, v_head_dim, v_in_k, block_size, dtype, dtype);
+}
+
+pp_status pp_kv_layout_init_dtypes(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                                   int32_t v_head_dim, int32_t block_size, pp_dtype dtype, pp_dtype v_dtype) {
+    return init(layout, num_layers, num_kv_heads, head_dim, v_head_dim, 0, block_size, dtype, v_dtype);
 }
 
 pp_status pp_kv_copy_block(const pp_kv_pool *pool, int32_t dst, int32_t src) {

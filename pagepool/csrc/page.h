@@ -4,6 +4,36 @@
 
 #include "pagepool/layout.h"
 
+static inline int pp_is_quantised(int32_t dtype) { return dtype >= PP_INT8; }
+
+/* Whether a layout's K and V are computed with one by one, by their dtypes: they differ, or are quantised. */
+static inline int pp_is_mixed(const pp_kv_layout *layout) {
+    return layout->dtype != layout->v_dtype || pp_is_quantised(layout->dtype);
+}
+
+/* The scales of a head's quantised K or V of a group lie so many bytes behind its first element. */
+static inline int64_t pp_scales_at(int32_t dtype, int64_t dims) {
+    return dtype == PP_INT4 ? dims * PP_GROUP / 2 : dims * PP_GROUP;
+}
+
+/* A dim of quantised V: its run of up to 64, the dims of that, and its place among them. */
+static inline int32_t pp_run_width(int32_t dims, int32_t dim) {
+    const int32_t left = dims - dim / PP_V_RUN * PP_V_RUN;
+    return left < PP_V_RUN ? left : PP_V_RUN;
+}
+
+/* The byte of an element of quantised K or V; of int4 *upper becomes whether it is the byte's upper half. */
+static inline int64_t pp_quantised_at(int32_t dtype, int is_v, int32_t dims, int32_t token, int32_t dim, int *upper) {
+    if (is_v) {
+        const int32_t width = pp_run_width(dims, dim), columns = dtype == PP_INT4 ? width / 2 : width;
+        const int32_t run = dim / PP_V_RUN * PP_V_RUN * PP_GROUP, column = dim % PP_V_RUN;
+        *upper = column >= columns;
+        return (dtype == PP_INT4 ? run / 2 : run) + token / 4 * columns * 4 + column % columns * 4 + token % 4;
+    }
+    *upper = dtype == PP_INT4 && dim % 8 >= 4;
+    return dim / (dtype == PP_INT4 ? 8 : 4) * 4 * PP_GROUP + token * 4 + dim % 4;
+}
+
 /* Where the K and V of all heads of the group that holds `offset` begin; *token becomes the place within the group. */
 static inline unsigned char *pp_group_at(const pp_kv_pool *pool, int32_t layer, int64_t block, int64_t offset,
                                          int32_t *token) {
@@ -26,7 +56,7 @@ static inline int64_t pp_v_index(const pp_kv_layout *layout, int32_t token, int3
     int32_t run = dim / PP_V_RUN, column = dim % PP_V_RUN;
     int32_t left = layout->v_head_dim - run * PP_V_RUN, width = left < PP_V_RUN ? left : PP_V_RUN;
     int64_t start = (int64_t)run * PP_V_RUN * PP_GROUP;
-    if (layout->dtype == PP_BF16) return start + (int64_t)(token / 2) * (2 * width) + column * 2 + token % 2;
+    if (layout->v_dtype == PP_BF16) return start + (int64_t)(token / 2) * (2 * width) + column * 2 + token % 2;
     return start + (int64_t)token * width + column;
 }
 

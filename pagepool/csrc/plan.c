@@ -75,9 +75,12 @@ typedef struct measures {
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
 
-/* Scratch for two groups of one head, where the kernel has to bring them into order first: K and V of plain pages, and
- * V that lies within K. */
+/* Scratch for two groups of one head, where the kernel has to bring them into order first: K and V of plain pages, V
+ * that lies within K, and what the kernels of mixed pages do not read as it lies. */
 static size_t scratch_of(const pp_kv_layout *layout) {
+    if (pp_is_mixed(layout))
+        return (size_t)(2 * (pp_brought_in_bytes(layout->dtype, layout->head_dim) +
+                             pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim)));
     const int64_t k_dims = layout->tiled ? 0 : layout->head_dim;
     const int64_t dims = k_dims + (layout->tiled && !layout->v_in_k ? 0 : layout->v_head_dim);
     return (size_t)(2 * PP_GROUP * dims * layout->item_bytes);
@@ -316,14 +319,21 @@ static pp_queries queries_from(const pp_decode_plan *plan, int32_t s, float *wid
                         .widened = widened};
 }
 
+/* The scales of K's channels in the layer, or NULL. */
+static const float *channel_scale_of(const pp_decode_args *args) {
+    const pp_kv_layout *layout = &args->pool->layout;
+    const int64_t of_layer = (int64_t)layout->num_kv_heads * layout->head_dim;
+    return args->pool->k_channel_scale ? args->pool->k_channel_scale + args->layer * of_layer : NULL;
+}
+
 /* Lays out the queries of a sequence. */
 static void pack(const pp_decode_plan *plan, int32_t s, float *widened) {
     const pp_decode_args *args = &plan->args;
-    const int32_t dims = args->pool->layout.head_dim, num_kv_heads = args->pool->layout.num_kv_heads;
+    const pp_kv_layout *layout = &args->pool->layout;
     const pp_queries from = queries_from(plan, s, widened);
-    kernels_of(args)->pack_queries[args->arithmetic](plan->q + plan->packed_begin[s] * args->num_qo_heads * dims, &from,
-                                                     num_kv_heads, args->num_qo_heads / num_kv_heads,
-                                                     queries_of(plan, s), dims, args->sm_scale);
+    float *to = plan->q + plan->packed_begin[s] * args->num_qo_heads * layout->head_dim;
+    kernels_of(args)->pack_queries[way_of(args)](to, &from, layout, args->num_qo_heads / layout->num_kv_heads,
+                                                 queries_of(plan, s), args->sm_scale, channel_scale_of(args));
 }
 
 /* Blocks of query tokens of a sequence that is cut into these, or 0. */
@@ -461,6 +471,7 @@ static void fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int
                        .sm_scale = args->sm_scale,
                        .logits_soft_cap = args->logits_soft_cap,
                        .alibi_slopes = args->alibi_slopes,
+                       .k_channel_scale = channel_scale_of(args),
                        .q = plan->q + plan->packed_begin[s] * args->num_qo_heads * layout->head_dim,
                        .rows = record,
                        .m = m,
@@ -570,7 +581,7 @@ static void run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratc
                       .scratch = scratch};
     fill_chunk(plan, plan->order[run->first], run->chunk, 0, &work.chunk);
     list.work.group_size = work.chunk.group_size;
-    kernels_of(args)->shared[args->arithmetic](&work);
+    kernels_of(args)->shared[way_of(args)](&work);
     int32_t slice = 0;
     while ((int64_t)heads * (slice + 1) / plan->slices <= head) slice++;
     int32_t *left = &plan->heads_left[unit / heads * plan->slices + slice];
@@ -608,15 +619,18 @@ static void run_block(const pp_decode_plan *plan, int32_t s, int64_t index, unsi
         .scratch = scratch,
     };
     fill_chunk(plan, s, 0, 0, &work.chunk);
-    kernels_of(args)->prefill[args->arithmetic](&work);
+    kernels_of(args)->prefill[way_of(args)](&work);
 }
 
 /* The same for a chunk: `next` is the one that runs after it, or NULL. */
 static void run_chunk(pp_decode_plan *plan, pp_chunk *work, int32_t sequence, int32_t slice, const pp_chunk *next) {
     const pp_kernels *kernels = kernels_of(&plan->args);
+    const int way = way_of(&plan->args);
+    void (*const chunk)(const pp_chunk *) = way == PP_WAY_EXACT  ? kernels->chunk[plan->args.pool->layout.dtype]
+                                            : way == PP_WAY_BF16 ? kernels->chunk_dot
+                                                                 : kernels->chunk_mixed;
     if (next && next->part_begin < next->part_end && next->pool->layout.tiled) first_read(plan, next, work->next);
-    if (work->part_begin < work->part_end)
-        (plan->args.arithmetic == PP_EXACT ? kernels->chunk[plan->args.pool->layout.dtype] : kernels->chunk_dot)(work);
+    if (work->part_begin < work->part_end) chunk(work);
     count_chunk(plan, sequence, slice);
 }
 

@@ -18,9 +18,15 @@ struct pp_shared_run {
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
+/* How a call computes: one of PP_WAY_... */
+static inline int way_of(const pp_decode_args *args) {
+    return pp_is_mixed(&args->pool->layout) ? PP_WAY_MIXED : args->arithmetic;
+}
+
 static inline const pp_kernels *kernels_of(const pp_decode_args *args) {
     const pp_kernels *kernels = pp_kernels_get();
-    return args->arithmetic == PP_EXACT ? kernels : kernels->dot;
+    const int way = way_of(args);
+    return way == PP_WAY_EXACT ? kernels : way == PP_WAY_MIXED ? pp_kernels_mixed(kernels) : kernels->dot;
 }
 
 static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {

@@ -68,9 +68,13 @@ static int64_t lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsi
     scratch->rows = carve(memory, &at, padded * row_stride * item);
     scratch->sums = carve(memory, &at, PP_PANEL * row_stride * item);
     scratch->widened = carve(memory, &at, PP_PANEL * dims * item);
-    const int in_place = layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32);
+    const int mixed = pp_is_mixed(layout);
+    const int64_t group_bytes = mixed ? pp_brought_in_bytes(layout->dtype, dims) +
+                                            pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim)
+                                      : wide_bytes(layout, exact);
+    const int in_place = layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32 || mixed);
     const int64_t page_bytes = 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes;
-    scratch->groups = carve(memory, &at, in_place ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, exact));
+    scratch->groups = carve(memory, &at, in_place && !mixed ? 0 : PP_CHUNK / PP_GROUP * group_bytes);
     scratch->staging = carve(memory, &at, in_place ? 0 : page_bytes);
     return at;
 }
@@ -91,6 +95,14 @@ static const struct {
     [PP_F16] = {pack_f16, transpose_v_f16, widen_k_f16, widen_v_f16},
     [PP_BF16] = {pack_bf16, transpose_v_bf16, widen_k_bf16, widen_v_bf16},
 };
+
+/* What is prefetched behind the last groups. */
+static void list_behind(int groups, const unsigned char **k, const unsigned char **v) {
+    for (int i = groups; i < groups + 2; i++) {
+        k[i] = k[i - 2];
+        v[i] = v[i - 2];
+    }
+}
 
 /* Lists K and V of one head of the chunk's groups, from the tile of its first token on: in the pages where these can be
  * read as they are, else in the scratch. */
@@ -129,10 +141,7 @@ static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, const pre
             v[i] = (const unsigned char *)wide_v;
         }
     }
-    for (int i = groups; i < groups + 2; i++) { /* what is prefetched behind the last ones */
-        k[i] = k[i - 2];
-        v[i] = v[i - 2];
-    }
+    list_behind(groups, k, v);
 }
 
 /* What the panel's rows see of the chunk's tiles; tile 0 begins at `begin`. */
@@ -254,12 +263,17 @@ static void begin_panel(pp_panel *panel, const pp_chunk *chunk, int32_t kv_head,
     if (panel->tile.cap != 0.0f) panel->tile.inverse_cap = 1.0f / panel->tile.cap;
 }
 
-/* Lays the panel's queries out at `to`. */
-static void pack_panel(const pp_panel *panel, int exact, int32_t q_dtype, float *widened, float *to) {
-    const float *queries[PP_QUERY_ROWS] = {NULL};
+/* The panel's queries in f32. */
+static void list_queries(const pp_panel *panel, int32_t q_dtype, float *widened, const float **queries) {
     for (int r = 0; r < panel->rows; r++)
         queries[r] = widened_query(q_dtype, panel->row[r].q, widened + r * panel->head_dim, panel->head_dim);
     for (int r = panel->rows; r < PP_QUERY_ROWS; r++) queries[r] = queries[0]; /* as good as any */
+}
+
+/* Lays the panel's queries out at `to`. */
+static void pack_panel(const pp_panel *panel, int exact, int32_t q_dtype, float *widened, float *to) {
+    const float *queries[PP_QUERY_ROWS] = {NULL};
+    list_queries(panel, q_dtype, widened, queries);
     transpose_panel(exact, to, queries, panel->head_dim, panel->tile.scale);
 }
 
@@ -288,5 +302,77 @@ static void record_panel(const pp_panel *panel) {
         memcpy(row->sums, sums, (size_t)width * sizeof(float));
         row->sums[width] = total_of(sums + width);
         *row->m = panel->m[r];
+    }
+}
+
+/* What differs from one way of computing to the other. */
+typedef struct panel_ways {
+    int exact; /* what lay_out is told */
+    /* Lays the panel's queries out at `to`; there is room for their elements in f32, and again in `widened`. */
+    void (*pack)(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype, float *widened,
+                 float *to);
+    void (*read)(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch, const unsigned char **k,
+                 const unsigned char **v);
+    /* The panel's result of a chunk of which it sees something; the first tile that is read begins at `begin`. */
+    void (*chunk)(pp_panel *panel, int64_t begin, const pp_kv_layout *layout, const unsigned char *const *k,
+                  const unsigned char *const *v);
+} panel_ways;
+
+/* The panel's result of a chunk; whether some row sees some of it. */
+static int run_panel(const panel_ways *ways, pp_panel *panel, const pp_chunk *chunk, int64_t begin,
+                     const unsigned char *const *k, const unsigned char *const *v) {
+    look_at_tiles(panel, chunk, begin);
+    if (panel->first >= panel->end) return 0;
+    for (int i = 0; i < PP_RESCALES; i++) panel->m[i] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
+    memset(panel->sums, 0, (size_t)(PP_PANEL * panel->row_stride) * sizeof(float));
+    ways->chunk(panel, begin, &chunk->pool->layout, k, v);
+    return 1;
+}
+
+static void run_prefill(const pp_query_block *work, const panel_ways *ways) {
+    const pp_kv_layout *layout = &work->chunk.pool->layout;
+    const int32_t rows = (work->query_end - work->query_begin) * work->chunk.group_size;
+    const int64_t q_floats = (int64_t)PP_PANEL * layout->head_dim / (ways->exact ? 1 : 2);
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
+    prefill_scratch scratch;
+    pp_chunk chunk = work->chunk;
+    lay_out(layout, ways->exact, rows, work->scratch, &scratch);
+    pp_panel *panel = scratch.panel;
+    begin_panel(panel, &chunk, work->kv_head, scratch.sums);
+    for (int32_t r = 0; r < rows; r += PP_PANEL) {
+        list_rows(work, r, panel);
+        ways->pack(panel, &chunk, work->kv_head, work->queries.dtype, scratch.widened,
+                   scratch.q + r / PP_PANEL * q_floats);
+    }
+    for (int32_t r = 0; r < rows; r++) scratch.running[r] = (pp_running){.some = 0};
+    const int64_t first = pp_first_seen(&chunk.view, work->query_begin);
+    const int64_t last = pp_end_seen(&chunk.view, work->query_end - 1);
+    for (chunk.begin = first / PP_CHUNK * PP_CHUNK; chunk.begin < last; chunk.begin += PP_CHUNK) {
+        chunk.first = first > chunk.begin ? first : chunk.begin;
+        chunk.end = chunk.begin + PP_CHUNK < last ? chunk.begin + PP_CHUNK : last;
+        ways->read(&chunk, work->kv_head, &scratch, k, v);
+        for (int32_t r = 0; r < rows; r += PP_PANEL) {
+            list_rows(work, r, panel);
+            panel->q = scratch.q + r / PP_PANEL * q_floats;
+            if (run_panel(ways, panel, &chunk, chunk.first / PP_TILE * PP_TILE, k, v))
+                merge_panel(panel, scratch.running + r, scratch.rows + r * panel->row_stride);
+        }
+    }
+    write_rows_of_unit(work, &scratch, panel->row_stride);
+}
+
+static void run_shared(const pp_shared *work, const panel_ways *ways) {
+    const pp_kv_layout *layout = &work->chunk.pool->layout;
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
+    prefill_scratch scratch;
+    lay_out(layout, ways->exact, PP_PANEL, work->scratch, &scratch);
+    pp_panel *panel = scratch.panel;
+    begin_panel(panel, &work->chunk, work->kv_head, scratch.sums);
+    panel->q = scratch.q;
+    ways->read(&work->chunk, work->kv_head, &scratch, k, v);
+    while ((panel->rows = work->next_rows(work->context, panel->row)) > 0) {
+        ways->pack(panel, &work->chunk, work->kv_head, work->q_dtype, scratch.widened, scratch.q);
+        run_panel(ways, panel, &work->chunk, work->chunk.begin, k, v);
+        record_panel(panel);
     }
 }

@@ -246,65 +246,29 @@ static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *co
         }
 }
 
-/* The panel's result of a chunk, whose first tile that is read begins at `begin`; whether some row sees some of it. */
-static int PP_NAME(panel_chunk)(pp_panel *panel, const pp_chunk *chunk, int64_t begin, const unsigned char *const *k,
-                                const unsigned char *const *v) {
-    look_at_tiles(panel, chunk, begin);
-    if (panel->first >= panel->end) return 0;
-    for (int i = 0; i < PP_RESCALES; i++) panel->m[i] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
-    memset(panel->sums, 0, (size_t)(PP_PANEL * panel->row_stride) * sizeof(float));
+static void PP_NAME(panel_chunk)(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
+                                 const unsigned char *const *k, const unsigned char *const *v) {
+    (void)layout;
     FLUSHED(PP_NAME(panel_scores)(panel, k));
     PP_NAME(panel_softmax)(panel, begin);
     FLUSHED(PP_NAME(panel_values)(panel, v));
-    return 1;
 }
 
-static void PP_NAME(prefill)(const pp_query_block *work) {
-    const pp_kv_layout *layout = &work->chunk.pool->layout;
-    const int32_t rows = (work->query_end - work->query_begin) * work->chunk.group_size;
-    const int64_t q_floats = (int64_t)PP_PANEL * layout->head_dim / (IS_EXACT ? 1 : 2);
-    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
-    prefill_scratch scratch;
-    pp_chunk chunk = work->chunk;
-    lay_out(layout, IS_EXACT, rows, work->scratch, &scratch);
-    pp_panel *panel = scratch.panel;
-    begin_panel(panel, &chunk, work->kv_head, scratch.sums);
-    for (int32_t r = 0; r < rows; r += PP_PANEL) {
-        list_rows(work, r, panel);
-        pack_panel(panel, IS_EXACT, work->queries.dtype, scratch.widened, scratch.q + r / PP_PANEL * q_floats);
-    }
-    for (int32_t r = 0; r < rows; r++) scratch.running[r] = (pp_running){.some = 0};
-    const int64_t first = pp_first_seen(&chunk.view, work->query_begin);
-    const int64_t last = pp_end_seen(&chunk.view, work->query_end - 1);
-    for (chunk.begin = first / PP_CHUNK * PP_CHUNK; chunk.begin < last; chunk.begin += PP_CHUNK) {
-        chunk.first = first > chunk.begin ? first : chunk.begin;
-        chunk.end = chunk.begin + PP_CHUNK < last ? chunk.begin + PP_CHUNK : last;
-        read_chunk(&chunk, work->kv_head, IS_EXACT, &scratch, k, v);
-        for (int32_t r = 0; r < rows; r += PP_PANEL) {
-            list_rows(work, r, panel);
-            panel->q = scratch.q + r / PP_PANEL * q_floats;
-            if (PP_NAME(panel_chunk)(panel, &chunk, chunk.first / PP_TILE * PP_TILE, k, v))
-                merge_panel(panel, scratch.running + r, scratch.rows + r * panel->row_stride);
-        }
-    }
-    write_rows_of_unit(work, &scratch, panel->row_stride);
+static void PP_NAME(pack_panel)(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
+                                float *widened, float *to) {
+    (void)chunk, (void)kv_head;
+    pack_panel(panel, IS_EXACT, q_dtype, widened, to);
 }
 
-static void PP_NAME(shared)(const pp_shared *work) {
-    const pp_kv_layout *layout = &work->chunk.pool->layout;
-    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
-    prefill_scratch scratch;
-    lay_out(layout, IS_EXACT, PP_PANEL, work->scratch, &scratch);
-    pp_panel *panel = scratch.panel;
-    begin_panel(panel, &work->chunk, work->kv_head, scratch.sums);
-    panel->q = scratch.q;
-    read_chunk(&work->chunk, work->kv_head, IS_EXACT, &scratch, k, v);
-    while ((panel->rows = work->next_rows(work->context, panel->row)) > 0) {
-        pack_panel(panel, IS_EXACT, work->q_dtype, scratch.widened, scratch.q);
-        PP_NAME(panel_chunk)(panel, &work->chunk, work->chunk.begin, k, v);
-        record_panel(panel);
-    }
+static void PP_NAME(read_chunk)(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
+                                const unsigned char **k, const unsigned char **v) {
+    read_chunk(chunk, head, IS_EXACT, scratch, k, v);
 }
+
+static const panel_ways PP_NAME(ways) = {IS_EXACT, PP_NAME(pack_panel), PP_NAME(read_chunk), PP_NAME(panel_chunk)};
+
+static void PP_NAME(prefill)(const pp_query_block *work) { run_prefill(work, &PP_NAME(ways)); }
+static void PP_NAME(shared)(const pp_shared *work) { run_shared(work, &PP_NAME(ways)); }
 
 #undef IS_EXACT
 #undef FLUSHED

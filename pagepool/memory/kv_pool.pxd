@@ -11,6 +11,8 @@ cdef class KvCachePool:
     # A flat pool's c_pool.layout has item_bytes, block_bytes and dtype, and 0 for all else. After close, base is NULL
     # and num_blocks 0. Whoever reads c_pool without the GIL calls `pin` before and `unpin` after, with it.
     cdef pp_kv_pool c_pool
+    cdef int kind  # of the elements that views show: a pp_dtype, PP_INT8 for bytes
+    cdef readonly object k_channel_scale  # or None; c_pool has its address
     cdef readonly BlockAllocator allocator
     cdef PageBuffer buffer
     cdef bint elastic  # has room for more blocks than it began with

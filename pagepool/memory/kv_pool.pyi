@@ -2,7 +2,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, SupportsIndex, final
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 from typing_extensions import CapsuleType, Self
 
 from pagepool.config import KvLayout
@@ -21,6 +21,7 @@ class KvCachePool:
         num_blocks: SupportsIndex,
         allocator: BlockAllocator | None = None,
         max_blocks: SupportsIndex | None = None,
+        k_channel_scale: ArrayLike | None = None,
     ) -> KvCachePool: ...
     def append(self, layer: SupportsIndex, slot_mapping: Any, k: Any, v: Any = None) -> None: ...
     def gather(
@@ -69,7 +70,11 @@ class KvCachePool:
     @property
     def block_size(self) -> int: ...
     @property
-    def dtype(self) -> Literal["float32", "float16", "bfloat16"]: ...
+    def k_channel_scale(self) -> NDArray[np.float32] | None: ...
+    @property
+    def v_dtype(self) -> Literal["float32", "float16", "bfloat16", "int8", "int4", "uint8"]: ...
+    @property
+    def dtype(self) -> Literal["float32", "float16", "bfloat16", "int8", "int4", "uint8"]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __dlpack__(
         self,

@@ -9,11 +9,14 @@ from pagepool.csrc cimport (
     PP_BF16,
     PP_F16,
     PP_F32,
+    PP_INT4,
+    PP_INT8,
     PP_INVALID_BLOCK,
     PP_INVALID_SLOT,
     PP_OK,
     pp_dtype,
     pp_kv_layout,
+    pp_kv_layout_init_dtypes,
     pp_kv_layout_init_v,
     pp_kv_pool,
     pp_kv_rows,
@@ -39,7 +42,7 @@ from pagepool.memory.arrays cimport (
     release_ids,
     release_tensor,
 )
-from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, export_capsule
+from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, PP_DL_UINT, export_capsule
 from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
 
@@ -47,7 +50,7 @@ from importlib import import_module
 
 import numpy as np
 
-from pagepool.config import KV_DTYPES, KvLayout
+from pagepool.config import KvLayout
 from pagepool.errors import InvalidBlock, refuse_copy
 from pagepool.arguments import integer
 from pagepool.memory.owners import warn_of
@@ -55,11 +58,16 @@ from pagepool.memory.explain import invalid_slot
 
 __all__ = ["KvCachePool"]
 
-cdef dict KINDS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16}
+cdef dict KINDS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "int8": PP_INT8, "int4": PP_INT4}
 cdef dict NAMES = {kind: name for name, kind in KINDS.items()} | {TENSOR_BITS16: "uint16"}
-cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H"}
+# Of flat pools: pages of bytes are those of layouts with quantised elements, too.
+cdef dict ELEMENTS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "uint8": PP_INT8}
+cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H", PP_INT8: "B"}
 # What NumPy sees of a page: it has no bfloat16 of its own.
-cdef dict VIEWS = {PP_F32: np.dtype(np.float32), PP_F16: np.dtype(np.float16), PP_BF16: np.dtype(np.uint16)}
+cdef dict VIEWS = {kind: np.dtype(format) for kind, format in FORMATS.items()}
+cdef dict DLPACK_CODES = {PP_F32: PP_DL_FLOAT, PP_F16: PP_DL_FLOAT, PP_BF16: PP_DL_BFLOAT, PP_INT8: PP_DL_UINT}
+# What is divided by a channel's scale, and multiplied by it, stays within float32 for all usual numbers.
+cdef double MIN_CHANNEL_SCALE = 1e-15, MAX_CHANNEL_SCALE = 1e15
 cdef Py_ssize_t MAX_PAGE_SIZE = <Py_ssize_t>1 << 40
 # Given back with the allocator's lock held, so that nobody takes a page that goes: not too much at a time.
 cdef int64_t MOST_BYTES = <int64_t>64 << 20
@@ -70,8 +78,33 @@ cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -
         return tensor.kind
     if tensor.kind == TENSOR_BITS16 and pool_dtype == PP_BF16:
         return PP_BF16
+    if pool_dtype >= PP_INT8 and tensor.kind != TENSOR_BITS16:
+        return tensor.kind
     own = "" if pool_dtype == PP_F32 else f" or {NAMES[pool_dtype]}"
+    if pool_dtype >= PP_INT8:
+        own = ", float16 or bfloat16"
     raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
+
+
+cdef object read_channel_scale(object scale, object layout):
+    """A C-contiguous copy in float32, checked; None stays None."""
+    if scale is None:
+        if layout.dtype == "int4":
+            raise ValueError("K of int4 needs a k_channel_scale: calibrate_channels makes one")
+        return None
+    if layout.dtype not in ("int8", "int4"):
+        raise ValueError(f"k_channel_scale is for K of int8 or int4, and the layout has {layout.dtype}")
+    copy = np.array(scale, np.float32, order="C")
+    wanted = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    if copy.shape != wanted:
+        raise ValueError(f"k_channel_scale must have shape {wanted} (layers, num_kv_heads, head_dim), not {copy.shape}")
+    bad = copy[~((copy >= MIN_CHANNEL_SCALE) & (copy <= MAX_CHANNEL_SCALE))]
+    if bad.size:
+        raise ValueError(
+            f"each k_channel_scale must be from {MIN_CHANNEL_SCALE:g} to {MAX_CHANNEL_SCALE:g}, not {bad[0]}"
+        )
+    copy.flags.writeable = False
+    return copy
 
 
 cdef int check_apart(str name, const void *data, Py_ssize_t num_bytes, const pp_kv_pool *pool) except -1:
@@ -123,7 +156,7 @@ cdef class TokenRows:
         if v is None:
             raise ValueError("v is missing: this pool stores it apart from k")
         self.v_owner = read_tensor("v", v, &self.v)
-        if accepted_dtype("v", &self.v, layout.dtype) != self.dtype:
+        if accepted_dtype("v", &self.v, layout.v_dtype) != self.dtype:
             raise TypeError(f"k and v must have one dtype, not {NAMES[self.k.kind]} and {NAMES[self.v.kind]}")
         self.v_rows = self.rows_of("v", &self.v, layout.v_head_dim, pool)
         return 0
@@ -197,7 +230,7 @@ cdef class KvCachePool:
 
     page_size       elements per page
     initial_pages   the number of pages
-    dtype           "float32", "float16" or "bfloat16"
+    dtype           "float32", "float16", "bfloat16" or "uint8"
 
     The constructor makes a flat pool of plain pages (`alloc`, `free`, `page`); `from_layout` makes one that knows
     layers, heads and tokens. `memoryview(pool)` and DLPack export all elements in one dimension (`memoryview` shows
@@ -213,22 +246,23 @@ cdef class KvCachePool:
 
     def __cinit__(self, page_size, initial_pages, dtype="float32"):
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-        if name not in KINDS:
-            raise ValueError(f"dtype must be one of {', '.join(KINDS)}, not {name!r}")
+        if name not in ELEMENTS:
+            raise ValueError(f"dtype must be one of {', '.join(ELEMENTS)}, not {name!r}")
         elements, pages = integer("page_size", page_size), integer("initial_pages", initial_pages)
         if not 1 <= elements <= MAX_PAGE_SIZE:
             raise ValueError(f"page_size must be from 1 to {MAX_PAGE_SIZE}, not {elements}")
         if not 0 <= pages <= INT32_MAX:
             raise ValueError(f"the number of pages must be from 0 to {INT32_MAX}, not {pages}")
-        item = KV_DTYPES[name]
+        self.kind = ELEMENTS[name]
+        item = VIEWS[self.kind].itemsize
         if elements * pages * item >= 1 << 62:
             raise MemoryError(f"the system has no room for {pages} pages of {elements * item} bytes")
         allocator = BlockAllocator(pages)
-        self.buffer = PageBuffer(elements * pages, FORMATS[KINDS[name]], True)
+        self.buffer = PageBuffer(elements * pages, FORMATS[self.kind], True)
         self.page_size = elements
         self.c_pool.base = self.buffer.base
         self.c_pool.num_blocks = pages
-        self.c_pool.layout.dtype = KINDS[name]
+        self.c_pool.layout.dtype = self.c_pool.layout.v_dtype = self.kind
         self.c_pool.layout.item_bytes = item
         self.c_pool.layout.block_bytes = self.page_size * item
         self.adopt(None, allocator)
@@ -265,13 +299,17 @@ cdef class KvCachePool:
         return 0
 
     @staticmethod
-    def from_layout(layout, num_blocks, allocator=None, max_blocks=None):
+    def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None):
         """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
         allocator   the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one
         max_blocks  how far the pool may grow, by itself or by `grow`; by default it does not. The address space is
                     reserved at once, so that pages never move; memory is committed as pages are touched
+        k_channel_scale  of quantised keys: float32 (num_layers, num_kv_heads, head_dim), from 1e-15 to 1e15. A key is
+                    divided by it before it is quantised, a query multiplied; `calibrate_channels` makes it. It is
+                    copied. Needed for keys of int4, None for those that are not quantised
 
+        A pool with quantised elements, or keys and values of different dtypes, shows its pages as bytes (uint8).
         Raises `ValueError` when the allocator may have more blocks than the pool pages, or `max_blocks` is below
         `num_blocks`.
 
@@ -286,17 +324,33 @@ cdef class KvCachePool:
             raise TypeError(f"layout must be a KvLayout, not {type(layout).__name__}")
         if allocator is not None and not isinstance(allocator, BlockAllocator):
             raise TypeError(f"allocator must be a BlockAllocator, not {type(allocator).__name__}")
-        if pp_kv_layout_init_v(
-            &c_layout, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.v_head_dim, layout.v_in_k,
-            layout.block_size, <pp_dtype><int>KINDS[layout.dtype],
-        ) != PP_OK:
+        cdef pp_status status
+        if layout.is_mixed:
+            status = pp_kv_layout_init_dtypes(
+                &c_layout, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.v_head_dim,
+                layout.block_size, <pp_dtype><int>KINDS[layout.dtype],
+                <pp_dtype><int>KINDS[layout.v_dtype or layout.dtype],
+            )
+        else:
+            status = pp_kv_layout_init_v(
+                &c_layout, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.v_head_dim, layout.v_in_k,
+                layout.block_size, <pp_dtype><int>KINDS[layout.dtype],
+            )
+        if status != PP_OK:
             raise ValueError(f"a pool cannot have this layout: {layout}")
+        scale = read_channel_scale(k_channel_scale, layout)
         if allocator is None:
             allocator = BlockAllocator(num_blocks, max_blocks)
         number = integer("num_blocks", num_blocks)
         most = number if max_blocks is None else integer("max_blocks", max_blocks, number)
-        pool = KvCachePool(layout.page_size, most, layout.dtype)
+        if layout.is_mixed:
+            pool = KvCachePool(layout.block_bytes, most, "uint8")
+        else:
+            pool = KvCachePool(layout.page_size, most, layout.dtype)
         pool.c_pool.layout = c_layout
+        if scale is not None:
+            pool.k_channel_scale = scale
+            pool.c_pool.k_channel_scale = <const float *><size_t>scale.ctypes.data
         pool.elastic = max_blocks is not None
         pool.adopt(layout, allocator)
         return pool
@@ -326,8 +380,8 @@ cdef class KvCachePool:
         layer          the number of the layer, from 0
         slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token
         k, v           (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to
-                       nearest even) or the pool's dtype; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack.
-                       Leave v out if the layout has V in K
+                       nearest even) or the pool's dtype; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack. What
+                       the pool quantises may be float32, float16 or bfloat16. Leave v out if the layout has V in K
 
         Checks slots for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a wrong shape,
         stride or layer and for arguments that lie in the pool's own pages, `InvalidSlot` for a slot out of range; then
@@ -412,7 +466,7 @@ cdef class KvCachePool:
         if not 0 <= number < self.c_pool.num_blocks:
             raise InvalidBlock(f"page {number} is out of range: the pool has {self.c_pool.num_blocks} pages")
         return np.frombuffer(
-            self.buffer, VIEWS[self.c_pool.layout.dtype], self.page_size, number * self.c_pool.layout.block_bytes
+            self.buffer, VIEWS[self.kind], self.page_size, number * self.c_pool.layout.block_bytes
         )
 
     def numpy(self):
@@ -422,10 +476,10 @@ cdef class KvCachePool:
         """
         self.check_open()
         # np.asarray would take a MemoryError for "no buffer"; frombuffer does not take an empty one.
-        dtype = VIEWS[self.c_pool.layout.dtype]
+        dtype = VIEWS[self.kind]
         flat = np.frombuffer(self.buffer, dtype) if self.c_pool.num_blocks else np.empty(0, dtype)
         pages = flat.reshape(self.c_pool.num_blocks, self.page_size)
-        if self.c_pool.layout.dtype == PP_BF16:
+        if self.kind == PP_BF16:
             try:
                 return pages.view(import_module("ml_dtypes").bfloat16)
             except ModuleNotFoundError:
@@ -590,8 +644,13 @@ cdef class KvCachePool:
 
     @property
     def dtype(self):
-        """"float32", "float16" or "bfloat16"."""
-        return NAMES[self.c_pool.layout.dtype]
+        """Of the keys, or of a flat pool's elements."""
+        return NAMES[self.c_pool.layout.dtype] if self.layout is not None or self.kind != PP_INT8 else "uint8"
+
+    @property
+    def v_dtype(self):
+        """Of the values."""
+        return self.layout.v_dtype or self.dtype if self.layout is not None else self.dtype
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         self.buffer.fill_view(view, flags)
@@ -601,7 +660,7 @@ cdef class KvCachePool:
 
         `stream` must be None; `copy=True` gives a copy. Raises `BufferError` for a device that is not this CPU.
         """
-        cdef int kind = self.c_pool.layout.dtype
+        cdef int kind = self.kind
         cdef PageBuffer shown = self.buffer
         self.check_open()
         if stream is not None:
@@ -616,7 +675,7 @@ cdef class KvCachePool:
             finally:
                 self.unpin()
         return export_capsule(
-            shown, PP_DL_BFLOAT if kind == PP_BF16 else PP_DL_FLOAT, max_version is not None and max_version[0] >= 1,
+            shown, DLPACK_CODES[kind], max_version is not None and max_version[0] >= 1,
             PP_DL_IS_COPIED if copy else 0,
         )
 

@@ -44,6 +44,15 @@ three steps are others:
     9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two; of a token that is not
               seen both are 0, and a pair of two such tokens is left out
 
+Where K or V is quantised, what stands beside its integers is made integers, too; sums of these have no order. Then
+
+    3 score   x[d] = q[d] * the scale of K's channel d, if it has one. L = the largest |x[d]|, M = the least of 32,512
+              and (2^31 - 1) // (127 dims); Q[d] = round(x[d] * (M / L)), ties to even; score = float32(sum of
+              Q[d] K[t][d]) * (K's scale[t] * ((L / M) * in_base_2(sm_scale))). With L below 2^-100 all are 0
+    9 values  of a tile: x[t] = p[t] * V's scale[t], L the largest, W[t] = round(x[t] * (32,512 / L)), o[d] =
+              fma(float32(sum of W[t] V[t][d]), L / 32,512, o[d]); with L below 2^-100 nothing is added. A scale that is
+              not finite is taken for 0, and o becomes NaN where its token's p is not 0
+
 Tokens up to `position` are seen, or those that a mask says; with a window only from position - window_left on. Chunks
 and tiles without a seen token are left out, and pieces without one; the others keep their borders, and a token that is
 not seen is, like one past the end, not in its tile.
@@ -70,6 +79,7 @@ __all__ = [
     "LARGEST",
     "TANH_BORDER",
     "TILE",
+    "Quantised",
     "attend",
     "attend_with_scores",
     "dot",
@@ -83,6 +93,8 @@ CHUNK = 512
 TILE = 32
 LANES = 16
 SLACK = 8.0
+MOST = 32512
+LEAST_QUANTISED = 2.0**-100
 
 SMALLEST = 2.0**-126  # of the normal float32
 LARGEST = 2.0**128 - 2.0**104
@@ -102,8 +114,16 @@ Vectors = list[list[float]]
 Fma = Callable[[float, float, float], float]
 
 
+class Quantised(NamedTuple):
+    """K or V as integers, a row for each token, and what these are multiplied by."""
+
+    rows: list[list[int]]
+    scales: list[float]
+    channel_scale: list[float] | None = None  # of K's dims
+
+
 class Head(NamedTuple):
-    """The input of one query head. Either q or `scale` is already in base 2."""
+    """The input of one query head. Either q or `scale` is already in base 2; for a quantised K q is integers."""
 
     q: list[float]
     k: Vectors
@@ -116,6 +136,8 @@ class Head(NamedTuple):
     block_size: int
     fma: Fma
     rounded: bool
+    k_scales: list[float] | None
+    v_scales: list[float] | None
 
 
 class Partial(NamedTuple):
@@ -129,8 +151,8 @@ class Partial(NamedTuple):
 
 def attend(
     q: list[float],
-    k: Vectors,
-    v: Vectors,
+    k: Vectors | Quantised,
+    v: Vectors | Quantised,
     sm_scale: float,
     *,
     window_left: int = -1,
@@ -144,8 +166,9 @@ def attend(
 ) -> tuple[list[float], float]:
     """Output and lse of one query head over the tokens of its sequence; every number is a float32.
 
-    K and V may have different dims. The options are those of `pagepool.decode`, for this head; `mask` says for each
-    token whether it is seen. Without a token in the sequence the output has no dims to tell and is empty.
+    K and V may have different dims, and be `Quantised`. The options are those of `pagepool.decode`, for this head;
+    `mask` says for each token whether it is seen. Without a token in the sequence the output has no dims
+    to tell and is empty.
 
     >>> out, lse = attend([1.0, 0.0], [[0.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [3.0, 4.0]], 1.0)
     >>> out, round(lse, 6)
@@ -171,8 +194,8 @@ def attend(
 
 def attend_with_scores(
     q: list[float],
-    k: Vectors,
-    v: Vectors,
+    k: Vectors | Quantised,
+    v: Vectors | Quantised,
     sm_scale: float,
     block_size: int,
     *,
@@ -190,6 +213,9 @@ def attend_with_scores(
     >>> attend_with_scores([0.0], [[0.0]] * 3, [[1.0]] * 3, 1.0, 2)[2] == [f32(2 / 3), f32(1 / 3)]
     True
     """
+    channels = k.channel_scale if isinstance(k, Quantised) else None
+    k, k_scales = (k.rows, k.scales) if isinstance(k, Quantised) else (k, None)
+    v, v_scales = (v.rows, v.scales) if isinstance(v, Quantised) else (v, None)
     position = len(k) - 1 if position is None else position
     first = max(0, position - window_left) if window_left >= 0 else 0
     end = max(0, position + 1 if mask is None else len(k))
@@ -200,9 +226,12 @@ def attend_with_scores(
     fma = rounding_once_or_twice(fused)
     rounded = arithmetic == "bf16"
     scale = in_base_2(f32(sm_scale))
-    q, scale = ([rounded_to_bf16(x) for x in q], scale) if rounded else ([f32(x * scale) for x in q], 1.0)
+    if k_scales is not None:
+        q, scale = _quantised_query(q, scale, channels)
+    else:
+        q, scale = ([rounded_to_bf16(x) for x in q], scale) if rounded else ([f32(x * scale) for x in q], 1.0)
     cap, slope = in_base_2(f32(logits_soft_cap)), None if alibi_slope is None else in_base_2(alibi_slope)
-    head = Head(q, k, v, scale, position, seen, cap, slope, block_size, fma, rounded)
+    head = Head(q, k, v, scale, position, seen, cap, slope, block_size, fma, rounded, k_scales, v_scales)
     partials = [_chunk(head, tokens) for tokens in _split(seen, CHUNK)]
     merged, *rest = partials
     for partial in rest:
@@ -220,6 +249,18 @@ def attend_with_scores(
     return [f32(x / merged.l) for x in merged.o], f32(merged.m * log(2.0) + log(merged.l)), scores
 
 
+def _quantised_query(q: list[float], scale: float, channels: list[float] | None) -> tuple[list[float], float]:
+    """Integers of a query, and what a score is multiplied by, but for K's scale."""
+    x = [f32(a * c) for a, c in zip(q, channels or [1.0] * len(q), strict=True)]
+    largest, most = max(map(abs, x)), min(MOST, (2**31 - 1) // (127 * len(q)))
+    if not all(map(isfinite, x)):
+        return [0.0] * len(q), nan
+    if largest < LEAST_QUANTISED:
+        return [0.0] * len(q), 0.0
+    up = f32(most / largest)
+    return [float(round(f32(a * up))) for a in x], f32(f32(largest / most) * scale)
+
+
 def _split(tokens: list[int], size: int) -> list[list[int]]:
     """Group tokens that lie between the same two multiples of `size`."""
     return [list(group) for _, group in groupby(tokens, lambda t: t // size)]
@@ -234,6 +275,9 @@ def _chunk(head: Head, tokens: list[int]) -> Partial:
 
 def _score(head: Head, t: int) -> float:
     k, total = head.k[t], 0.0
+    if head.k_scales is not None:
+        total = f32(sum(a * b for a, b in zip(head.q, k, strict=True)))
+        return _transformed(head, t, f32(total * f32(head.k_scales[t] * head.scale)))
     if head.rounded:
         for d in range(0, len(k), 2):
             total = dot(total, head.q[d : d + 2], k[d : d + 2])
@@ -242,7 +286,10 @@ def _score(head: Head, t: int) -> float:
         for d, (a, b) in enumerate(zip(head.q, k, strict=True)):
             chains[d % 2] = head.fma(a, b, chains[d % 2])
         total = f32(chains[0] + chains[1])
-    score = f32(total * head.scale)
+    return _transformed(head, t, f32(total * head.scale))
+
+
+def _transformed(head: Head, t: int, score: float) -> float:
     if head.cap:
         score = f32(head.cap * tanh(f32(score * f32(1.0 / head.cap)), head.fma))
     if head.slope is not None:
@@ -268,7 +315,8 @@ def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple
         sums = [dot(sums[i], lanes[2 * i : 2 * i + 2], [1.0, 1.0]) for i in range(LANES)]
     else:
         sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
-    o = (_add_pairs if head.rounded else _add_tokens)(head, seen, lanes, o)
+    add = _add_pairs if head.rounded else _add_tokens if head.v_scales is None else _add_integers
+    o = add(head, seen, lanes, o)
     for (block, _), piece in groupby(seen, lambda t: (t // head.block_size, t // LANES)):
         weights = [0.0] * LANES
         for t in piece:
@@ -281,6 +329,22 @@ def _add_tokens(head: Head, seen: list[int], lanes: list[float], o: list[float])
     for t in seen:
         o = [head.fma(lanes[t % TILE], y, x) for x, y in zip(o, head.v[t], strict=True)]
     return o
+
+
+def _add_integers(head: Head, seen: list[int], lanes: list[float], o: list[float]) -> list[float]:
+    scales = head.v_scales or []
+    if any(not isfinite(scales[t]) and lanes[t % TILE] != 0.0 for t in seen):
+        return [nan] * len(o)
+    x = {t: f32(lanes[t % TILE] * (scales[t] if isfinite(scales[t]) else 0.0)) for t in seen}
+    largest = max(x.values())
+    if not all(map(isfinite, x.values())):
+        return [nan] * len(o)
+    if largest < LEAST_QUANTISED:
+        return [head.fma(0.0, 0.0, y) for y in o]
+    up = f32(MOST / largest)
+    weights = {t: round(f32(x[t] * up)) for t in seen}
+    sums = [f32(sum(weights[t] * int(head.v[t][d]) for t in seen)) for d in range(len(o))]
+    return [head.fma(total, f32(largest / MOST), y) for total, y in zip(sums, o, strict=True)]
 
 
 def _add_pairs(head: Head, seen: list[int], lanes: list[float], o: list[float]) -> list[float]:

@@ -83,7 +83,7 @@ def slots_of(row, length, block_size):
     return row[tokens // block_size].astype(np.int64) * block_size + tokens % block_size
 
 
-def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0):
+def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0, k_channel_scale=None):
     """Sequences of these lengths on shuffled blocks, K and V in one layer.
 
     Every slot that holds no token has NaN or infinities: the rest of last blocks, a block that nobody owns, and all of
@@ -94,7 +94,7 @@ def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0):
     kv = random_kv(layout, lengths, seed) if kv is None else kv
     needed = [-(-length // size) for length in lengths]
     num_blocks = sum(needed) + 1
-    pool = KvCachePool.from_layout(layout, num_blocks)
+    pool = KvCachePool.from_layout(layout, num_blocks, k_channel_scale=k_channel_scale)
     every = np.arange(num_blocks * size, dtype=np.int64)
     junk = garbage(layout, len(every))
     for each in range(layout.num_layers):

@@ -77,7 +77,7 @@ static void check_bad_input(scenario *s, pp_decode_args *args) {
     float *row = scenario_memory((size_t)(2 * heads * dims) * sizeof(float));
     memset(row, 0, (size_t)(2 * heads * dims) * sizeof(float));
     int64_t past[] = {0, num_slots}, below[] = {0, -2}, good[] = {0, 1};
-    pp_dtype other = pool->layout.dtype == PP_BF16 ? PP_F16 : PP_BF16;
+    pp_dtype other = PP_INT8; /* what pages hold, and no caller */
     CHECK(pp_kv_append(pool, 0, past, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_SLOT);
     CHECK(pp_kv_append(pool, 0, below, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_SLOT);
     CHECK(pp_kv_append(pool, -1, good, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_ARGUMENT);

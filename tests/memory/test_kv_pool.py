@@ -38,7 +38,7 @@ ONE = np.zeros(1, np.int64)
         (lambda: KvCachePool(2**41, 1), ValueError, "page_size must be from 1 to 1099511627776, not 2199023255552"),
         (lambda: KvCachePool(1, -1), ValueError, "the number of pages must be from 0 to 2147483647, not -1"),
         (lambda: KvCachePool(1, 2**31), ValueError, "the number of pages must be from 0 to 2147483647, not 2147483648"),
-        (lambda: KvCachePool(1, 1, "float64"), ValueError, "one of float32, float16, bfloat16, not 'float64'"),
+        (lambda: KvCachePool(1, 1, "float64"), ValueError, "one of float32, float16, bfloat16, uint8, not 'float64'"),
         (lambda: KvCachePool(1, 1, "int8"), ValueError, "one of float32, float16, bfloat16, not 'int8'"),
         (lambda: KvCachePool(1.0, 1), TypeError, "page_size must be an integer, not float: 1.0"),
         (lambda: KvCachePool(1, 1.0), TypeError, "initial_pages must be an integer, not float: 1.0"),

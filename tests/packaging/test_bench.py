@@ -45,7 +45,7 @@ def test_limit_says_which_limit_binds_and_how_much_of_it_decode_reaches(tmp_path
     assert side["rounds"] == [{"ms": side["ms"], "limit_ms": max(row["fma_ms"], row["stream_ms"])}]
     assert side["best_share"] == pytest.approx(side["share"]) and row["best_fma_ms"] == row["fma_ms"]
     assert side["error"] < 1e-5 and "baseline" in side["way"]
-    assert set(found["machine"]["threads"][0]["rates_g_per_s"]) == {"fma", "fma_of_8", "dot", "widen", "exp"}
+    assert set(found["machine"]["threads"][0]["rates_g_per_s"]) == {"fma", "fma_of_8", "dot", "int8", "widen", "exp"}
 
 
 def test_a_share_is_the_median_of_its_rounds_each_beside_the_limit_of_that_round():

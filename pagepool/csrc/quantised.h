@@ -1,0 +1,456 @@
+/* quantised.h: attention over pages whose K, V or both are quantised, or whose dtypes differ.  Once per instruction set
+ * for integers, after the kernels of the other dtypes and one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
+ *
+ * All sums over quantised elements are sums of integers, which have no order: every instruction set, decode and prefill
+ * have the same bits.  The other factors are made integers, too (reference/canonical.py):
+ *
+ *   queries   q[d] times the channel's scale, as integers of up to 32,512 times a scale of the row
+ *   weights   of a tile, each times its token's scale of V, as integers of up to 32,512 times a scale of row and tile
+ *
+ * A packed row of queries has for a group of four dims two words of 32 bit, and two before all: the row's scale, times
+ * sm_scale, and 128 times the sum of its integers, since stored K is 128 more than the integer.
+ *
+ * What is not quantised is read as f32, and added up as exact arithmetic does.  K and V that cannot be read as they are
+ * (int4, 16 bit) are brought into scratch first: int4 in the order of int8, 16 bit in that of f32. */
+
+#ifndef PP_INT_DATA
+#define PP_INT_DATA pp_ints
+#endif
+
+enum { INT_MOST = 32512, INT_WORDS = 2, INT_COLUMNS = PP_GROUP / PP_LANES };
+
+/* The most that a query's integers may be, so that a score is an int32. */
+static int32_t most_of_query(int32_t head_dim) {
+    const int32_t most = INT32_MAX / (127 * head_dim);
+    return most < INT_MOST ? most : INT_MOST;
+}
+
+/* Lays out queries as integers. */
+static void transpose_quantised(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
+                                int32_t head_dim, float scale, const float *channel_scale) {
+    const int32_t limit = most_of_query(head_dim);
+    float scaled[PP_MAX_HEAD_DIM];
+    int32_t integers[PP_MAX_HEAD_DIM];
+    (void)end;
+    for (int32_t r = 0; r < rows; r++) {
+        for (int32_t d = 0; d < head_dim; d++) scaled[d] = channel_scale ? row[r][d] * channel_scale[d] : row[r][d];
+        const float largest = largest_of(scaled, head_dim);
+        const int some = largest >= PP_LEAST_QUANTISED; /* and not NaN */
+        const float up = some ? (float)limit / largest : 0.0f;
+        uint32_t sum = 0;
+        for (int32_t d = 0; d < head_dim; d++) {
+            const float x = scaled[d] * up + PP_ROUND;
+            memcpy(integers + d, &x, sizeof x);
+            integers[d] = some ? integers[d] - PP_ROUND_BITS : 0;
+            sum += (uint32_t)integers[d];
+        }
+        float *words = to + r * INT_WORDS;
+        words[0] = some ? largest / (float)limit * scale : largest == largest ? 0.0f : largest;
+        sum *= 128;
+        memcpy(words + 1, &sum, sizeof sum);
+        for (int32_t d = 0; d < head_dim; d += 4) ints_of_query(integers + d, words += step);
+    }
+}
+
+static void pack_mixed_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
+                               int32_t num_queries, float sm_scale, const float *channel_scale) {
+    if (pp_is_quantised(layout->dtype))
+        pack_parts(transpose_quantised, INT_WORDS, to, from, layout, group_size, num_queries, pp_in_base_2(sm_scale),
+                   channel_scale);
+    else
+        pack_queries(to, from, layout, group_size, num_queries, sm_scale, NULL);
+}
+
+/* The lower and the upper halves of N bytes, each of them more by `add`: N bytes, and N bytes. */
+#define PP_UNPACK(N) \
+    PP_INLINE void unpack_##N(unsigned char *to, int64_t upper, const unsigned char *from, uint8_t add) { \
+        typedef uint8_t bytes __attribute__((vector_size(N))); \
+        bytes x, low, high; \
+        memcpy(&x, from, sizeof x); \
+        low = (x & 15) + add; \
+        high = (x >> 4) + add; \
+        memcpy(to, &low, sizeof low); \
+        memcpy(to + upper, &high, sizeof high); \
+    }
+PP_UNPACK(64)
+PP_UNPACK(16)
+#undef PP_UNPACK
+
+/* int4 of a group of one head in the order of int8, scales included. */
+static __attribute__((noinline)) void unpack_int4(int is_v, int32_t dims, const unsigned char *from,
+                                                  unsigned char *to) {
+    const uint8_t add = is_v ? (uint8_t)-8 : 120;
+    memcpy(to + pp_scales_at(PP_INT8, dims), from + pp_scales_at(PP_INT4, dims), PP_GROUP * sizeof(float));
+    for (int32_t d = 0, width; d < dims; d += width) {
+        width = is_v ? pp_run_width(dims, d) : 8;
+        /* Rows of `bytes`, whose lower halves come first: K's of 4 dims, V's of half of the run for 4 tokens. */
+        const int bytes = is_v ? width * 2 : PP_GROUP * 4;
+        for (int row = 0; row < width * PP_GROUP / 2; row += bytes, to += bytes)
+            for (int i = 0, step; i < bytes; i += step, from += step, to += step) {
+                step = bytes % 64 ? 16 : 64;
+                if (step == 64)
+                    unpack_64(to, bytes, from, add);
+                else
+                    unpack_16(to, bytes, from, add);
+            }
+    }
+}
+
+/* A head's K or V of a group as it is read: where it lies, or in `scratch`. */
+static const unsigned char *bring_in(int32_t dtype, int is_v, int32_t dims, const unsigned char *from,
+                                     unsigned char *scratch) {
+    if (!pp_brought_in_bytes(dtype, dims)) return from;
+    if (dtype == PP_INT4)
+        unpack_int4(is_v, dims, from, scratch);
+    else
+        (is_v ? page_readers[dtype].widen_v : page_readers[dtype].widen_k)(dims, from, (float *)(void *)scratch);
+    return scratch;
+}
+
+/* Scores of a tile for HEADS rows, NV groups at a time.  `next` is prefetched line by line, unless it is NULL. */
+PP_INLINE void int_scores_at(const int HEADS, const int NV, const unsigned char *const *k,
+                             const unsigned char *const *next, int32_t head_dim, const float *q, int q_step,
+                             float *s) {
+    enum { NEAR = 1024 };
+    pp_ints sums[PP_MAX_HEADS * 2 * INT_SUMS];
+    PP_UNROLL for (int i = 0; i < HEADS * NV * INT_SUMS; i++) sums[i] = ints_zero();
+    const float *words = q;
+    for (int32_t at = 0; at < head_dim * PP_GROUP; at += 4 * PP_GROUP) {
+        PP_INT_DATA data[2 * INT_DATA];
+        words += q_step;
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            ints_load_k(k[j] + at, data + j * INT_DATA);
+            if (!next) continue;
+            prefetch_into_l2(next[j] + at, 1);
+            prefetch_into_l1(k[j] + at + NEAR);
+        }
+        PP_UNROLL for (int h = 0; h < HEADS; h++) {
+            const pp_factor factor = ints_spread(words + h * INT_WORDS);
+            PP_UNROLL for (int j = 0; j < NV; j++)
+                ints_add_k(sums + (h * NV + j) * INT_SUMS, data + j * INT_DATA, &factor);
+        }
+    }
+    PP_UNROLL for (int h = 0; h < HEADS; h++) {
+        const pp_v scale = v_set1(q[h * INT_WORDS]);
+        uint32_t bias;
+        memcpy(&bias, q + h * INT_WORDS + 1, sizeof bias);
+        PP_UNROLL for (int j = 0; j < NV; j++) {
+            const float *k_scale = (const float *)(const void *)(k[j] + head_dim * PP_GROUP);
+            pp_v floats[INT_COLUMNS];
+            ints_to_floats(sums + (h * NV + j) * INT_SUMS, bias, floats);
+            PP_UNROLL for (int i = 0; i < INT_COLUMNS; i++)
+                v_store(s + h * PP_TILE + j * PP_GROUP + i * PP_LANES,
+                        v_mul(floats[i], v_mul(v_load(k_scale + i * PP_LANES), scale)));
+        }
+    }
+}
+
+/* How many rows have sums in registers at once, and how many groups or vectors of dims of each. */
+PP_INLINE int int_rows(int heads) {
+    const int most = INT_REGISTERS / INT_SUMS;
+    return heads < most ? heads : most;
+}
+PP_INLINE int int_vectors(int heads, int most) {
+    int vectors = most;
+    while (vectors > 1 && heads * vectors * INT_SUMS > INT_REGISTERS) vectors /= 2;
+    return vectors;
+}
+
+PP_INLINE void int_scores(const int HEADS, const unsigned char *const *k, const unsigned char *const *next,
+                          int32_t head_dim, const float *q, int q_step, float *s) {
+    const int ROWS = int_rows(HEADS), NV = int_vectors(ROWS, 2), LEFT = HEADS % ROWS;
+    PP_UNROLL for (int j = 0; j < 2; j += NV) {
+        for (int h = 0; h + ROWS <= HEADS; h += ROWS)
+            int_scores_at(ROWS, NV, k + j, h || !next ? NULL : next + j, head_dim, q + h * INT_WORDS, q_step,
+                          s + h * PP_TILE + j * PP_GROUP);
+        if (LEFT)
+            int_scores_at(LEFT, NV, k + j, NULL, head_dim, q + (HEADS - LEFT) * INT_WORDS, q_step,
+                          s + (HEADS - LEFT) * PP_TILE + j * PP_GROUP);
+    }
+}
+
+/* Of a tile's scales of V those that are not finite, a bit each; they are 0 in `scales`, the others as they are. */
+static uint32_t finite_scales(const unsigned char *const *v, int32_t dims, float *scales) {
+    uint32_t bad = 0;
+    pp_v sum = v_set1(0.0f);
+    for (int j = 0; j < 2; j++)
+        memcpy(scales + j * PP_GROUP, v[j] + dims * PP_GROUP, PP_GROUP * sizeof(float));
+    PP_UNROLL for (int t = 0; t < PP_TILE; t += PP_LANES)
+        sum = v_add(sum, v_sub(v_load(scales + t), v_load(scales + t)));
+    if (v_sum(sum) == 0.0f) return 0;
+    for (int t = 0; t < PP_TILE; t++)
+        if (!isfinite(scales[t])) {
+            bad |= 1u << t;
+            scales[t] = 0.0f;
+        }
+    return bad;
+}
+
+/* Makes a row's weights p, times the tokens' scales, integers; returns what these are to be multiplied by: NaN when a
+ * token whose scale is not finite has weight. */
+PP_INLINE float int_weights(const float *p, const float *scales, uint32_t bad, float *words) {
+    pp_v x[PP_TILE / PP_LANES];
+    PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
+        x[j] = v_mul(v_load(p + j * PP_LANES), v_load(scales + j * PP_LANES));
+    pp_v highest = x[0];
+    PP_UNROLL for (int j = 1; j < PP_TILE / PP_LANES; j++) highest = v_max(highest, x[j]);
+    const float most = v_highest(highest);
+    const int some = most >= PP_LEAST_QUANTISED;
+    const pp_v up = v_set1(some ? (float)INT_MOST / most : 0.0f);
+    PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) x[j] = v_add(v_mul(x[j], up), v_set1(PP_ROUND));
+    ints_of_weights(x, words);
+    for (uint32_t left = bad; left; left &= left - 1)
+        if (p[__builtin_ctz(left)] != 0.0f) return NAN;
+    return some ? most / (float)INT_MOST : 0.0f;
+}
+
+/* Adds a tile's values to NV vectors of dims from `column` of a run on, whose rows of four tokens are `width` dims wide
+ * and begin `at` bytes behind a group's V. */
+PP_INLINE void int_values_at(const int HEADS, const int NV, const unsigned char *const *v,
+                             const unsigned char *const *next, int64_t at, int width, int column, const float *words,
+                             const float *factors, const float *rescale, float *rows, int64_t row_stride) {
+    enum { NEAR = 1024 };
+    pp_ints sums[PP_MAX_HEADS * 4 * INT_SUMS];
+    PP_UNROLL for (int i = 0; i < HEADS * NV * INT_SUMS; i++) sums[i] = ints_zero();
+    for (int j = 0; j < 2; j++) {
+        const unsigned char *row = v[j] + at + column * 4;
+        const int64_t ahead = next ? distance_of(next[j], v[j]) : 0;
+        for (int four = 0; four < PP_GROUP / 4; four++, row += width * 4, words += INT_WORDS) {
+            PP_INT_DATA data[4 * INT_DATA];
+            PP_UNROLL for (int i = 0; i < NV; i++) {
+                ints_load_v(row + i * 64, data + i * INT_DATA);
+                if (!next) continue;
+                prefetch_into_l2(at_distance(row + i * 64, ahead), 1);
+                prefetch_into_l1(row + i * 64 + NEAR);
+            }
+            PP_UNROLL for (int h = 0; h < HEADS; h++) {
+                const pp_factor factor = ints_spread(words + h * PP_TILE / 4 * INT_WORDS);
+                PP_UNROLL for (int i = 0; i < NV; i++)
+                    ints_add_v(sums + (h * NV + i) * INT_SUMS, data + i * INT_DATA, &factor);
+            }
+        }
+    }
+    PP_UNROLL for (int h = 0; h < HEADS; h++)
+        PP_UNROLL for (int i = 0; i < NV; i++) {
+            pp_v floats[INT_COLUMNS];
+            ints_to_floats(sums + (h * NV + i) * INT_SUMS, 0, floats);
+            PP_UNROLL for (int c = 0; c < INT_COLUMNS; c++) {
+                float *to = rows + h * row_stride + i * PP_GROUP + c * PP_LANES;
+                const pp_v old = rescale ? v_mul(v_load(to), v_set1(rescale[h])) : v_load(to);
+                v_store(to, v_fma(floats[c], v_set1(factors[h]), old));
+            }
+        }
+}
+
+/* Adds p V of a tile, p being weights, to HEADS rows of sums, which are multiplied by `rescale` before, unless it is
+ * NULL. */
+PP_INLINE void int_values(const int HEADS, const unsigned char *const *v, const unsigned char *const *next,
+                          int32_t dims, const float *p, const float *rescale, float *rows, int64_t row_stride) {
+    enum { WORDS = PP_TILE / 4 * INT_WORDS };
+    const int ROWS = int_rows(HEADS), NV = int_vectors(ROWS, 4), LEFT = HEADS % ROWS;
+    float words[PP_MAX_HEADS * WORDS] __attribute__((aligned(64))), factors[PP_MAX_HEADS], scales[PP_TILE];
+    const uint32_t bad = finite_scales(v, dims, scales);
+    PP_UNROLL for (int h = 0; h < HEADS; h++)
+        factors[h] = int_weights(p + h * PP_TILE, scales, bad, words + h * WORDS);
+    for (int32_t d = 0; d < dims; d += PP_V_RUN) {
+        const int width = pp_run_width(dims, d);
+        const int64_t at = (int64_t)d * PP_GROUP;
+        for (int c = 0; c < width;) {
+            const int most = width - c > (NV - 1) * PP_GROUP; /* all vectors have dims */
+            const unsigned char *const *then = next;
+            for (int h = 0; h + ROWS <= HEADS; h += ROWS, then = NULL)
+                if (most)
+                    int_values_at(ROWS, NV, v, then, at, width, c, words + h * WORDS, factors + h,
+                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
+                else
+                    int_values_at(ROWS, 1, v, then, at, width, c, words + h * WORDS, factors + h,
+                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
+            if (LEFT) {
+                const int h = HEADS - LEFT;
+                if (most)
+                    int_values_at(LEFT, NV, v, NULL, at, width, c, words + h * WORDS, factors + h,
+                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
+                else
+                    int_values_at(LEFT, 1, v, NULL, at, width, c, words + h * WORDS, factors + h,
+                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
+            }
+            c += most ? NV * PP_GROUP : PP_GROUP;
+        }
+    }
+}
+
+/* The chain of f32 scores over even dims, or that over ODD ones, which is added to it. */
+PP_INLINE void wide_chain(const int HEADS, const int ODD, const float *k, int32_t head_dim, const float *q, int q_step,
+                          float *s) {
+    enum { VECTORS = PP_GROUP / PP_LANES };
+    pp_v sum[PP_MAX_HEADS * VECTORS];
+    PP_UNROLL for (int i = 0; i < HEADS * VECTORS; i++) sum[i] = v_set1(0.0f);
+    k += ODD * PP_GROUP;
+    q += ODD;
+    for (int32_t d = 0; d < head_dim; d += 2, k += 2 * PP_GROUP, q += q_step) {
+        pp_v x[VECTORS];
+        PP_UNROLL for (int j = 0; j < VECTORS; j++) x[j] = v_load(k + j * PP_LANES);
+        PP_UNROLL for (int h = 0; h < HEADS; h++) {
+            const pp_broadcast all = v_broadcast(q + 2 * h);
+            PP_UNROLL for (int j = 0; j < VECTORS; j++)
+                sum[h * VECTORS + j] = v_fma_broadcast(x[j], all, sum[h * VECTORS + j]);
+        }
+    }
+    PP_UNROLL for (int h = 0; h < HEADS; h++)
+        PP_UNROLL for (int j = 0; j < VECTORS; j++)
+            store_chains(!ODD, ODD, s + h * PP_TILE + j * PP_LANES, sum[h * VECTORS + j], sum[h * VECTORS + j]);
+}
+
+PP_INLINE void wide_scores(const int HEADS, const unsigned char *const *k, int32_t head_dim, const float *q, int q_step,
+                           float *s) {
+    for (int j = 0; j < 2; j++) {
+        float *to = s + j * PP_GROUP;
+        wide_chain(HEADS, 0, (const float *)(const void *)k[j], head_dim, q, q_step, to);
+        PP_OPAQUE(to); /* or the first chain's sums stay in registers */
+        wide_chain(HEADS, 1, (const float *)(const void *)k[j], head_dim, q, q_step, to);
+    }
+}
+
+/* Values of f32: each token's as they come for all rows. */
+PP_INLINE void wide_values(const int HEADS, const unsigned char *const *v, int32_t dims, uint32_t seen, const float *p,
+                           const float *rescale, float *rows, int64_t row_stride) {
+    for (int32_t d = 0, left; d < dims; d += left < PP_LANES ? left : PP_LANES) {
+        const int32_t run = d / PP_V_RUN * PP_V_RUN, width = pp_run_width(dims, d);
+        pp_v sum[PP_MAX_HEADS];
+        left = run + width - d;
+        PP_UNROLL for (int h = 0; h < HEADS; h++) {
+            sum[h] = v_load(rows + h * row_stride + d);
+            if (rescale) sum[h] = v_mul(sum[h], v_set1(rescale[h]));
+        }
+        for (uint32_t bits = seen; bits; bits &= bits - 1) {
+            const int t = __builtin_ctz(bits);
+            const unsigned char *row = v[t / PP_GROUP] + 4 * (run * PP_GROUP + t % PP_GROUP * width + d - run);
+            pp_v x;
+            if (left < PP_LANES) { /* behind the last dims nothing need be */
+                float lanes[PP_LANES] = {0};
+                memcpy(lanes, row, (size_t)left * sizeof(float));
+                x = v_load(lanes);
+            } else {
+                x = v_load((const float *)(const void *)row);
+            }
+            PP_UNROLL for (int h = 0; h < HEADS; h++)
+                sum[h] = v_fma_broadcast(x, v_broadcast(p + h * PP_TILE + t), sum[h]);
+        }
+        PP_UNROLL for (int h = 0; h < HEADS; h++) v_store(rows + h * row_stride + d, sum[h]);
+    }
+}
+
+#define PP_DTYPE mixed
+#define PP_MIXED 1
+#define PP_IN_STEPS 0
+#define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
+enum { PP_NAME(QUERY_PAIR) = 2 };
+
+/* One tile of one kv head for HEADS of its rows that see the same of it: decode_tile.h. */
+PP_INLINE void mixed_tile(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
+                          int mode) {
+    float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
+    float rescale[PP_RESCALES];
+    const unsigned char *const *next_k = mode && tile->k_dtype == PP_INT8 ? tile->next_k : NULL;
+    const unsigned char *const *next_v = mode && tile->v_dtype == PP_INT8 ? tile->next_v : NULL;
+    if (pp_is_quantised(tile->k_dtype))
+        int_scores(HEADS, tile->k, next_k, tile->head_dim, q, q_step, s);
+    else
+        wide_scores(HEADS, tile->k, tile->head_dim, q, q_step, s);
+    transform_scores(tile, 0, HEADS, s);
+    if (tile->seen != ALL_SEEN) mask_scores(tile, HEADS, s);
+    const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
+    PP_UNROLL for (int g = 0; g < HEADS; g++)
+        weigh(s + g * PP_TILE, m[g], rows + (g + 1) * tile->row_stride - PP_GROUP);
+    if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
+    if (pp_is_quantised(tile->v_dtype))
+        int_values(HEADS, tile->v, next_v, tile->v_head_dim, s, scales, rows, tile->row_stride);
+    else
+        wide_values(HEADS, tile->v, tile->v_head_dim, tile->seen, s, scales, rows, tile->row_stride);
+}
+
+PP_FOR_HEADS(one_tile_of, (int heads, const pp_tile *tile, const float *q, int q_step, float *rows, float *m, int mode),
+             (heads, tile, q, q_step, rows, m, mode),
+             mixed_tile(HEADS, tile, q, q_step, rows, m, mode))
+
+#include "decode_kernel.h"
+
+/* Scores and values of a panel's tiles (prefill_common.h), half of its rows at a time. */
+enum { PANEL_PASS = PP_PANEL / 2 };
+_Static_assert((int)PANEL_PASS <= (int)PP_MAX_HEADS, "a pass has sums for half of a panel");
+
+static __attribute__((noinline)) void int_scores_of_panel(const float *q, int32_t head_dim,
+                                                          const unsigned char *const *k, float *s) {
+    for (int r = 0; r < PP_PANEL; r += PANEL_PASS)
+        int_scores(PANEL_PASS, k, r ? NULL : k + 2, head_dim, q + r * INT_WORDS, PP_PANEL * INT_WORDS, s + r * PP_TILE);
+}
+
+static __attribute__((noinline)) void int_values_of_panel(const pp_panel *panel, int t, int r0,
+                                                          const unsigned char *const *v) {
+    int_values(PANEL_PASS, v, r0 ? NULL : v + 2, panel->v_head_dim, panel->s[t] + r0 * PP_TILE,
+               panel->raised[t] ? panel->rescale[t] + r0 : NULL, panel->sums + r0 * panel->row_stride,
+               panel->row_stride);
+}
+
+static void mixed_scores(pp_panel *panel, const pp_kv_layout *layout, const unsigned char *const *k) {
+    if (!pp_is_quantised(layout->dtype)) {
+        panel_scores_exact(panel, k);
+        return;
+    }
+    for (int t = panel->first; t < panel->end; t++)
+        int_scores_of_panel(panel->q, panel->head_dim, k + 2 * t, panel->s[t]);
+}
+
+static void mixed_values(const pp_panel *panel, const pp_kv_layout *layout, const unsigned char *const *v) {
+    if (!pp_is_quantised(layout->v_dtype)) {
+        panel_values_exact(panel, v);
+        return;
+    }
+    for (int t = panel->first; t < panel->end; t++)
+        for (int r = 0; r < panel->rows; r += PANEL_PASS) int_values_of_panel(panel, t, r, v + 2 * t);
+}
+
+static void pack_panel_mixed(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
+                             float *widened, float *to) {
+    const pp_kv_layout *layout = &chunk->pool->layout;
+    const float *queries[PP_QUERY_ROWS] = {NULL}, *channels = chunk->k_channel_scale;
+    if (!pp_is_quantised(layout->dtype)) {
+        pack_panel(panel, 1, q_dtype, widened, to);
+        return;
+    }
+    list_queries(panel, q_dtype, widened, queries);
+    transpose_quantised(to, NULL, PP_PANEL * INT_WORDS, queries, PP_PANEL, panel->head_dim, panel->tile.scale,
+                        channels ? channels + (int64_t)kv_head * panel->head_dim : NULL);
+}
+
+static void read_chunk_mixed(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
+                             const unsigned char **k, const unsigned char **v) {
+    const pp_kv_layout *layout = &chunk->pool->layout;
+    const int64_t first = chunk->first / PP_TILE * PP_TILE;
+    const int64_t k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
+    const int64_t step = k_bytes + pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim);
+    const unsigned char *list[PP_CHUNK_GROUPS];
+    const int groups = (int)((chunk->end - first + PP_TILE - 1) / PP_TILE * 2);
+    pp_list_groups(chunk, chunk->end, list);
+    for (int i = 0; i < groups; i++) {
+        const unsigned char *group = list[i] + head * layout->head_bytes;
+        unsigned char *to = scratch->groups + i * step;
+        k[i] = bring_in(layout->dtype, 0, layout->head_dim, group, to);
+        v[i] = bring_in(layout->v_dtype, 1, layout->v_head_dim, group + layout->k_bytes, to + k_bytes);
+    }
+    list_behind(groups, k, v);
+}
+
+static void panel_chunk_mixed(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
+                              const unsigned char *const *k, const unsigned char *const *v) {
+    mixed_scores(panel, layout, k);
+    panel_softmax_exact(panel, begin);
+    mixed_values(panel, layout, v);
+}
+
+static const panel_ways ways_mixed = {1, pack_panel_mixed, read_chunk_mixed, panel_chunk_mixed};
+
+static void prefill_mixed(const pp_query_block *work) { run_prefill(work, &ways_mixed); }
+static void shared_mixed(const pp_shared *work) { run_shared(work, &ways_mixed); }
+
+#undef PP_INT_DATA

@@ -1,0 +1,51 @@
+/* simd_int.h: sums of products of 8-bit with 16-bit integers in plain C, for quantised.h. */
+typedef struct pp_int_columns { int32_t of[PP_GROUP]; } pp_ints;
+typedef struct pp_factor { int32_t of[4]; } pp_factor;
+typedef const unsigned char *pp_int_data;
+#define PP_INT_DATA pp_int_data
+enum { INT_DATA = 1, INT_SUMS = 1, INT_REGISTERS = 2 };
+
+PP_INLINE void ints_load_k(const unsigned char *row, pp_int_data *data) { *data = row; }
+PP_INLINE void ints_load_v(const unsigned char *row, pp_int_data *data) { *data = row; }
+
+PP_INLINE pp_factor ints_spread(const float *words) {
+    int16_t four[4];
+    memcpy(four, words, sizeof four);
+    return (pp_factor){{four[0], four[1], four[2], four[3]}};
+}
+
+PP_INLINE pp_ints ints_zero(void) { return (pp_ints){{0}}; }
+
+PP_INLINE void ints_add_k(pp_ints *sums, const pp_int_data *data, const pp_factor *factor) {
+    for (int c = 0; c < PP_GROUP; c++)
+        for (int i = 0; i < 4; i++) /* modulo 2^32: less the bias it is right */
+            sums->of[c] = (int32_t)((uint32_t)sums->of[c] + (uint32_t)((*data)[4 * c + i] * factor->of[i]));
+}
+PP_INLINE void ints_add_v(pp_ints *sums, const pp_int_data *data, const pp_factor *factor) {
+    for (int c = 0; c < PP_GROUP; c++)
+        for (int i = 0; i < 4; i++) sums->of[c] += (int8_t)(*data)[4 * c + i] * factor->of[i];
+}
+
+PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) {
+    float all[PP_GROUP];
+    for (int c = 0; c < PP_GROUP; c++) all[c] = (float)(int32_t)((uint32_t)sums->of[c] - less);
+    for (int j = 0; j < PP_GROUP / PP_LANES; j++) floats[j] = v_load(all + j * PP_LANES);
+}
+
+static inline void ints_of_query(const int32_t *q, float *words) {
+    int16_t four[4];
+    for (int i = 0; i < 4; i++) four[i] = (int16_t)q[i];
+    memcpy(words, four, sizeof four);
+}
+
+PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
+    float all[PP_TILE];
+    int16_t weights[PP_TILE];
+    for (int j = 0; j < PP_TILE / PP_LANES; j++) v_store(all + j * PP_LANES, rounded[j]);
+    for (int t = 0; t < PP_TILE; t++) {
+        uint32_t bits;
+        memcpy(&bits, all + t, sizeof bits);
+        weights[t] = (int16_t)bits;
+    }
+    memcpy(words, weights, sizeof weights);
+}

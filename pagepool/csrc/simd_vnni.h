@@ -1,0 +1,56 @@
+/* simd_vnni.h: sums of products of 8-bit integers by AVX512_VNNI, for quantised.h.  Included inside a target region.
+ *
+ * A factor of 16 bits comes in two parts of 8, one in each word: 256 a + b.  vpdpbusd multiplies unsigned bytes with
+ * signed ones; K is stored unsigned, so parts of queries are signed, and V signed, so parts of weights are not. */
+typedef __m512i pp_ints;
+typedef struct pp_factor { __m512i part[2]; } pp_factor;
+enum { INT_DATA = 1, INT_SUMS = 2, INT_REGISTERS = 24 };
+
+PP_INLINE void ints_load_k(const unsigned char *row, pp_ints *data) { data[0] = _mm512_loadu_si512(row); }
+PP_INLINE void ints_load_v(const unsigned char *row, pp_ints *data) { data[0] = _mm512_loadu_si512(row); }
+
+PP_INLINE pp_factor ints_spread(const float *words) {
+    int32_t parts[2];
+    memcpy(parts, words, sizeof parts);
+    return (pp_factor){{_mm512_set1_epi32(parts[0]), _mm512_set1_epi32(parts[1])}};
+}
+
+PP_INLINE pp_ints ints_zero(void) { return _mm512_setzero_si512(); }
+
+/* In place, by its own instruction: compilers move sums about for the intrinsic, and run out of registers. */
+PP_INLINE void ints_dot(pp_ints *sum, pp_ints is_unsigned, pp_ints is_signed) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(is_unsigned), "v"(is_signed));
+}
+PP_INLINE void ints_add_k(pp_ints *sums, const pp_ints *data, const pp_factor *q) {
+    ints_dot(&sums[0], data[0], q->part[0]);
+    ints_dot(&sums[1], data[0], q->part[1]);
+}
+PP_INLINE void ints_add_v(pp_ints *sums, const pp_ints *data, const pp_factor *weight) {
+    ints_dot(&sums[0], weight->part[0], data[0]);
+    ints_dot(&sums[1], weight->part[1], data[0]);
+}
+
+PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) {
+    const __m512i all = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
+    floats[0] = _mm512_cvtepi32_ps(_mm512_sub_epi32(all, _mm512_set1_epi32((int32_t)less)));
+}
+
+/* Four numbers of 16 bits, signed, of a query. */
+static inline void ints_of_query(const int32_t *q, float *words) {
+    int8_t parts[2][4];
+    for (int i = 0; i < 4; i++) {
+        parts[1][i] = (int8_t)q[i];
+        parts[0][i] = (int8_t)((q[i] - parts[1][i]) / 256);
+    }
+    memcpy(words, parts, sizeof parts);
+}
+
+/* A tile's weights, rounded by PP_ROUND: two words for four tokens. */
+PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
+    PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) {
+        const __m512i bits = _mm512_castps_si512(rounded[j]);
+        const __m128i low = _mm512_cvtepi32_epi8(bits), high = _mm512_cvtepi32_epi8(_mm512_srli_epi32(bits, 8));
+        _mm_storeu_si128((__m128i *)(words + j * 8), _mm_unpacklo_epi32(high, low));
+        _mm_storeu_si128((__m128i *)(words + j * 8 + 4), _mm_unpackhi_epi32(high, low));
+    }
+}

@@ -1,0 +1,90 @@
+"""What quantised pages need beside the pool: scales for the channels of keys, and numbers of fp8 on their way in."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagepool.arguments import real
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["calibrate_channels", "widen_fp8"]
+
+
+def calibrate_channels(keys: Any) -> NDArray[np.float32]:
+    """Scales for the channels of quantised keys: `k_channel_scale` of `KvCachePool.from_layout`.
+
+    keys    float (num_layers, num_tokens, num_kv_heads, head_dim), or without the first axis for one layer: keys as
+            they are appended, of at least one token; some hundred of ordinary text do
+
+    Returns float32 (num_layers, num_kv_heads, head_dim): each channel's largest absolute value, over the largest of its
+    head. A channel that was always 0 gets the least that is useful, 2^-10. Raises `ValueError` for another shape,
+    without a token, and for a key that is not finite.
+
+    Channels of keys differ: some are tens of times as large as the others, in all tokens. A scale for each token and
+    head, which all channels share, leaves few steps to the small ones then; divided by these scales first, all are
+    about alike.
+
+    >>> keys = np.ones((100, 1, 8), np.float32)
+    >>> keys[:, :, 3] = 30
+    >>> [round(float(x), 4) for x in calibrate_channels(keys)[0, 0, 2:5]]
+    [0.0333, 1.0, 0.0333]
+    """
+    array = np.asarray(keys)
+    if array.ndim == 3:
+        array = array[None]
+    if array.ndim != 4 or 0 in array.shape:
+        raise ValueError(
+            "keys must have shape (num_layers, num_tokens, num_kv_heads, head_dim), each at least 1, "
+            f"not {np.shape(keys)}"
+        )
+    largest = np.abs(array.astype(np.float32, copy=False)).max(1)
+    if not np.isfinite(largest).all():
+        raise ValueError(f"{np.count_nonzero(~np.isfinite(largest))} channels of keys have a number that is not finite")
+    head = largest.max(2, keepdims=True)
+    scale = np.divide(largest, head, out=np.ones_like(largest), where=head > 0)
+    return np.maximum(scale, np.float32(2.0**-10))
+
+
+@cache
+def _fp8_values(kind: str) -> NDArray[np.float32]:
+    """The 256 numbers of a kind of fp8."""
+    exponent_bits, bias = {"e4m3": (4, 7), "e5m2": (5, 15)}[kind]
+    mantissa_bits = 7 - exponent_bits
+    bits = np.arange(256)
+    exponent, mantissa = bits >> mantissa_bits & ((1 << exponent_bits) - 1), bits & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits) + (exponent > 0)
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
+    if kind == "e4m3":  # as ml_dtypes and torch have it: no infinity, one NaN
+        values[bits & 0x7F == 0x7F] = np.nan
+    else:
+        values[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)
+    return np.where(bits & 0x80, -values, values).astype(np.float32)
+
+
+def widen_fp8(values: Any, kind: str, scale: float = 1.0) -> NDArray[np.float32]:
+    """Numbers of fp8 as float32, exactly, for `KvCachePool.append`: pages have no fp8, int8 is more exact.
+
+    values  uint8 bits, or an array of float8_e4m3fn or float8_e5m2 of ml_dtypes, of any shape
+    kind    "e4m3" or "e5m2"
+    scale   what they are multiplied by, as a cache of fp8 has it for a layer
+
+    Raises `TypeError` for another dtype, `ValueError` for another kind.
+
+    >>> widen_fp8(np.array([0x38, 0xC0, 0x01], np.uint8), "e4m3").tolist()
+    [1.0, -2.0, 0.001953125]
+    """
+    if kind not in ("e4m3", "e5m2"):
+        raise ValueError(f"kind must be 'e4m3' or 'e5m2', not {kind!r}")
+    array = np.asarray(values)
+    if array.dtype.name in ("float8_e4m3fn", "float8_e5m2"):
+        if not array.dtype.name.startswith(f"float8_{kind}"):
+            raise TypeError(f"values of {array.dtype.name} are not of kind {kind!r}")
+        array = array.view(np.uint8)
+    if array.dtype != np.uint8:
+        raise TypeError(f"values must be uint8 bits or of float8, not {array.dtype}")
+    return _fp8_values(kind)[array] * np.float32(real("scale", scale))
