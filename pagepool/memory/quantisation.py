@@ -47,7 +47,8 @@ def calibrate_channels(keys: Any) -> NDArray[np.float32]:
         raise ValueError(f"{np.count_nonzero(~np.isfinite(largest))} channels of keys have a number that is not finite")
     head = largest.max(2, keepdims=True)
     scale = np.divide(largest, head, out=np.ones_like(largest), where=head > 0)
-    return np.maximum(scale, np.float32(2.0**-10))
+    clamped: NDArray[np.float32] = np.maximum(scale, np.float32(2.0**-10))
+    return clamped
 
 
 @cache
@@ -63,7 +64,8 @@ def _fp8_values(kind: str) -> NDArray[np.float32]:
         values[bits & 0x7F == 0x7F] = np.nan
     else:
         values[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)
-    return np.where(bits & 0x80, -values, values).astype(np.float32)
+    signed: NDArray[np.float32] = np.where(bits & 0x80, -values, values).astype(np.float32)
+    return signed
 
 
 def widen_fp8(values: Any, kind: str, scale: float = 1.0) -> NDArray[np.float32]:
@@ -87,4 +89,5 @@ def widen_fp8(values: Any, kind: str, scale: float = 1.0) -> NDArray[np.float32]
         array = array.view(np.uint8)
     if array.dtype != np.uint8:
         raise TypeError(f"values must be uint8 bits or of float8, not {array.dtype}")
-    return _fp8_values(kind)[array] * np.float32(real("scale", scale))
+    wide: NDArray[np.float32] = _fp8_values(kind)[array] * np.float32(real("scale", scale))
+    return wide

@@ -214,15 +214,14 @@ def attend_with_scores(
     True
     """
     channels = k.channel_scale if isinstance(k, Quantised) else None
-    k, k_scales = (k.rows, k.scales) if isinstance(k, Quantised) else (k, None)
-    v, v_scales = (v.rows, v.scales) if isinstance(v, Quantised) else (v, None)
-    position = len(k) - 1 if position is None else position
+    (keys, k_scales), (values, v_scales) = _rows_and_scales(k), _rows_and_scales(v)
+    position = len(keys) - 1 if position is None else position
     first = max(0, position - window_left) if window_left >= 0 else 0
-    end = max(0, position + 1 if mask is None else len(k))
+    end = max(0, position + 1 if mask is None else len(keys))
     seen = [t for t in range(first, end) if mask is None or mask[t]]
-    scores = [0.0] * -(-len(k) // block_size)
+    scores = [0.0] * -(-len(keys) // block_size)
     if not seen:
-        return [0.0] * len(v[0] if v else []), -inf, scores
+        return [0.0] * len(values[0] if values else []), -inf, scores
     fma = rounding_once_or_twice(fused)
     rounded = arithmetic == "bf16"
     scale = in_base_2(f32(sm_scale))
@@ -231,7 +230,7 @@ def attend_with_scores(
     else:
         q, scale = ([rounded_to_bf16(x) for x in q], scale) if rounded else ([f32(x * scale) for x in q], 1.0)
     cap, slope = in_base_2(f32(logits_soft_cap)), None if alibi_slope is None else in_base_2(alibi_slope)
-    head = Head(q, k, v, scale, position, seen, cap, slope, block_size, fma, rounded, k_scales, v_scales)
+    head = Head(q, keys, values, scale, position, seen, cap, slope, block_size, fma, rounded, k_scales, v_scales)
     partials = [_chunk(head, tokens) for tokens in _split(seen, CHUNK)]
     merged, *rest = partials
     for partial in rest:
@@ -245,8 +244,14 @@ def attend_with_scores(
     for block in range(first // block_size, -(-end // block_size)):
         scores[block] = f32(scores[block] / merged.l) if merged.l else nan
     if merged.l == 0.0:
-        return [nan] * len(v[0]), -inf, scores
+        return [nan] * len(values[0]), -inf, scores
     return [f32(x / merged.l) for x in merged.o], f32(merged.m * log(2.0) + log(merged.l)), scores
+
+
+def _rows_and_scales(x: Vectors | Quantised) -> tuple[Vectors, list[float] | None]:
+    if isinstance(x, Quantised):
+        return [[float(integer) for integer in row] for row in x.rows], x.scales
+    return x, None
 
 
 def _quantised_query(q: list[float], scale: float, channels: list[float] | None) -> tuple[list[float], float]:
