@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +50,6 @@ def calibrate_channels(keys: Any) -> NDArray[np.float32]:
     return clamped
 
 
-@cache
 def _fp8_values(kind: str) -> NDArray[np.float32]:
     """The 256 numbers of a kind of fp8."""
     exponent_bits, bias = {"e4m3": (4, 7), "e5m2": (5, 15)}[kind]
