@@ -20,7 +20,7 @@
  * head, over all chunks, and writes results and no records.  Its queries are read where they lie.  Units are numbered
  * from the last block, which sees most, to the first, in a block head by head.
  *
- * Whole chunks from the first one on that several sequences of the former kind have in common, by their block ids, are
+ * Whole chunks from the first that is seen on that several sequences of the former kind have in common, by their block ids, are
  * units by themselves, before all others: each is a run of sequences and a kv head, and leaves the records that each
  * sequence on its own would.  `order` is sorted by ids, so that what is shared lies side by side, level by level:
  *
@@ -99,18 +99,6 @@ static pp_view view_of(const pp_decode_args *args, int32_t s, int32_t seq_len, i
     return view;
 }
 
-/* The chunks and blocks of a sequence of which its query tokens see something: [first, end). */
-typedef struct extent {
-    int64_t first_chunk, end_chunk, first_block, end_block;
-} extent;
-
-static extent extent_of(const pp_decode_args *args, int32_t seq_len, int32_t num_queries) {
-    const pp_view view = {.seq_len = seq_len, .num_queries = num_queries, .window = args->window};
-    const int64_t first = pp_first_seen(&view, 0), size = args->pool->layout.block_size;
-    if (!seq_len || !num_queries) return (extent){0, 0, 0, 0};
-    return (extent){first / PP_CHUNK, ceil_div(seq_len, PP_CHUNK), first / size, ceil_div(seq_len, size)};
-}
-
 static int64_t record_of(const measures *all, int32_t num_qo_heads, int32_t num_queries) {
     return ((int64_t)num_qo_heads * num_queries * all->row_elements + 15) / 16 * 16;
 }
@@ -159,6 +147,12 @@ static int64_t units_per_thread(const measures *all, int32_t num_threads) {
     return units < 2 ? 1 : units < UNITS_PER_THREAD ? (int64_t)units : UNITS_PER_THREAD;
 }
 
+/* The id of the first block that is seen of a sequence, whose table is as wide as its length says. */
+static int32_t first_id_seen(const pp_decode_args *args, int32_t s, int32_t seq_len, int64_t num_queries) {
+    const extent seen = extent_of(args, seq_len, (int32_t)num_queries);
+    return __atomic_load_n(&args->block_tables[s * args->block_tables_stride + seen.first_block], __ATOMIC_RELAXED);
+}
+
 static pp_status measure(const pp_decode_args *args, measures *all) {
     pp_status status = pp_check_decode(args);
     if (status != PP_OK) return status;
@@ -170,11 +164,12 @@ static pp_status measure(const pp_decode_args *args, measures *all) {
     uint32_t bits[PP_NOTED_BLOCKS / 32];
     if (args->num_seqs > 1) memset(bits, 0, sizeof bits);
     for (int32_t s = 0; s < args->num_seqs; s++) {
-        status = add_sequence(args, args->seq_lens[s], num_queries_of(args, s), all);
+        const int32_t seq_len = __atomic_load_n(&args->seq_lens[s], __ATOMIC_RELAXED);
+        const int64_t num_queries = num_queries_of(args, s);
+        status = add_sequence(args, seq_len, num_queries, all);
         if (status != PP_OK) return status;
-        if (args->num_seqs > 1 && is_shareable(args, args->seq_lens[s], num_queries_of(args, s)))
-            all->may_share |= pp_note_first_block(
-                bits, __atomic_load_n(&args->block_tables[s * args->block_tables_stride], __ATOMIC_RELAXED));
+        if (args->num_seqs > 1 && is_shareable(args, seq_len, num_queries))
+            all->may_share |= pp_note_first_block(bits, first_id_seen(args, s, seq_len, num_queries));
     }
     return PP_OK;
 }
@@ -580,6 +575,9 @@ static void run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratc
                       .context = &list,
                       .scratch = scratch};
     fill_chunk(plan, plan->order[run->first], run->chunk, 0, &work.chunk);
+    /* With a window each row sees of the first chunk what its view says; all begin in the same block. */
+    const int64_t first = work.chunk.first_block * args->pool->layout.block_size;
+    work.chunk.first = first > work.chunk.begin ? first : work.chunk.begin;
     list.work.group_size = work.chunk.group_size;
     kernels_of(args)->shared[way_of(args)](&work);
     int32_t slice = 0;

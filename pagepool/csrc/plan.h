@@ -23,6 +23,18 @@ static inline int way_of(const pp_decode_args *args) {
     return pp_is_mixed(&args->pool->layout) ? PP_WAY_MIXED : args->arithmetic;
 }
 
+/* The chunks and blocks of a sequence of which its query tokens see something: [first, end). */
+typedef struct extent {
+    int64_t first_chunk, end_chunk, first_block, end_block;
+} extent;
+
+static inline extent extent_of(const pp_decode_args *args, int32_t seq_len, int32_t num_queries) {
+    const pp_view view = {.seq_len = seq_len, .num_queries = num_queries, .window = args->window};
+    const int64_t first = pp_first_seen(&view, 0), size = args->pool->layout.block_size;
+    if (!seq_len || !num_queries) return (extent){0, 0, 0, 0};
+    return (extent){first / PP_CHUNK, ceil_div(seq_len, PP_CHUNK), first / size, ceil_div(seq_len, size)};
+}
+
 static inline const pp_kernels *kernels_of(const pp_decode_args *args) {
     const pp_kernels *kernels = pp_kernels_get();
     const int way = way_of(args);
@@ -40,10 +52,10 @@ static inline int takes_prefill(const pp_decode_args *args, int64_t num_queries)
     return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;
 }
 
-/* Whether a sequence's chunks may be shared with others: it has a whole one and is cut into chunks.  With a window each
- * begins elsewhere; weights of blocks are added up chunk by chunk. */
+/* Whether a sequence's chunks may be shared with others: it has a whole one and is cut into chunks.  (Weights of blocks
+ * are added up chunk by chunk.) */
 static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
-    return seq_len >= PP_CHUNK && num_queries > 0 && !args->window && !args->block_scores && !args->no_cascade &&
+    return seq_len >= PP_CHUNK && num_queries > 0 && !args->block_scores && !args->no_cascade &&
            !takes_prefill(args, num_queries);
 }
 

@@ -372,7 +372,7 @@ static void run_shared(const pp_shared *work, const panel_ways *ways) {
     ways->read(&work->chunk, work->kv_head, &scratch, k, v);
     while ((panel->rows = work->next_rows(work->context, panel->row)) > 0) {
         ways->pack(panel, &work->chunk, work->kv_head, work->q_dtype, scratch.widened, scratch.q);
-        run_panel(ways, panel, &work->chunk, work->chunk.begin, k, v);
+        run_panel(ways, panel, &work->chunk, work->chunk.first / PP_TILE * PP_TILE, k, v);
         record_panel(panel);
     }
 }

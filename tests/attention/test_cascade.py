@@ -83,6 +83,21 @@ def test_a_tree_of_prefixes_has_the_bits_of_lone_sequences(dtype, arithmetic, bl
     assert tree.attend(arithmetic=arithmetic, cascade=False) == lone
 
 
+@pytest.mark.parametrize("window_left", [511, 512, 700, 1500, 1535, 2047])
+@pytest.mark.parametrize("block_size", [16, 48, 15])
+def test_windows_that_begin_in_one_block_share_what_follows(block_size, window_left):
+    """Nine of the sequences are about as long as each other, the others are not."""
+    own = [40, 40, 45, 35, 40, 33, 47, 40, 500, 8]
+    paths = [("system", "few shots")] * 9 + [("system",)]
+    tree = Tree(KvLayout(1, 2, 64, block_size, "float32"), paths, own, PIECES)
+    for counts in (None, [1, 2, 1, 3, 1, 1, 2, 1, 1, 1]):
+        alone = {"counts": counts, "window_left": window_left, "cascade": False, "num_threads": 1}
+        expected = tree.attend(**alone)
+        for num_threads in (1, 2, 8):
+            got = tree.attend(**alone | {"cascade": True, "num_threads": num_threads})
+            assert got == expected
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
 def test_no_bit_depends_on_threads_or_the_order_of_sequences(threads):
     tree = Tree(KvLayout(1, 2, 64, 16, "bfloat16"), PATHS, OWN, PIECES)
