@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-__all__ = ["integer", "real", "wrong"]
+import numpy as np
+
+__all__ = ["dtype_name", "integer", "plain_dtype", "real", "wrong"]
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -53,6 +55,33 @@ def real(name: str, value: Any, low: float = float("-inf")) -> float:
         raise ValueError(f"{name} must be {low} or more, not {value}")
     found: float = value
     return found
+
+
+def plain_dtype(dtype: Any) -> Any:
+    """The name of a dtype of torch, which need not be there for that; any other `dtype` as it is.
+
+    >>> plain_dtype("float32")
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
+
+
+def dtype_name(name: str, dtype: Any) -> str:
+    """The name of a dtype of NumPy, torch or ml_dtypes; a str is one. Raises `TypeError` for what is no dtype.
+
+    >>> dtype_name("dtype", np.float32)
+    'float32'
+    """
+    found = plain_dtype(dtype)
+    if isinstance(found, str):
+        return found
+    error = wrong(name, "a dtype or the name of one", dtype)
+    if found is None:  # which NumPy takes for float64
+        raise error
+    try:
+        return str(np.dtype(found).name)
+    except (TypeError, ValueError):
+        raise error from None
 
 
 def wrong(name: str, wanted: str, value: Any) -> TypeError:

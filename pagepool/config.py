@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import integer, real
+from pagepool.arguments import dtype_name, integer, plain_dtype, real
 
 __all__ = ["KV_DTYPES", "KvLayout", "PreemptionCosts", "SchedulerConfig", "StateLayout", "Tenant"]
 
@@ -51,7 +51,8 @@ class KvLayout:
     num_kv_heads  KV heads of a layer
     head_dim      dims of queries and keys, a multiple of 8 from 8 to 1,024
     block_size    tokens per block, from 1 to 1,024; multiples of 16 take the vector path, others are slower
-    dtype         of the stored elements: "float32", "float16" or "bfloat16"
+    dtype         of the stored elements: "float32", "float16" or "bfloat16", or these dtypes of NumPy, ml_dtypes or
+                  torch, whose name it becomes
     v_head_dim    dims of values and results, by default those of keys
     v_in_k        whether the first `v_head_dim` dims of a key are its value, stored once: the latent cache of
                   multi-head latent attention
@@ -68,7 +69,7 @@ class KvLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int = 16
-    dtype: str = "bfloat16"
+    dtype: Any = "bfloat16"
     v_head_dim: int = None  # type: ignore[assignment]  # None is taken for head_dim
     v_in_k: bool = False
 
@@ -86,8 +87,7 @@ class KvLayout:
             raise TypeError(f"v_in_k must be True or False, not {self.v_in_k!r}")
         if self.v_in_k and self.v_head_dim > self.head_dim:
             raise ValueError(f"K of {self.head_dim} dims cannot hold a V of {self.v_head_dim}")
-        if not isinstance(self.dtype, str):
-            raise TypeError(f"dtype must be the name of a dtype, not {type(self.dtype).__name__}")
+        object.__setattr__(self, "dtype", dtype_name("dtype", self.dtype))
         if self.dtype not in KV_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(KV_DTYPES)}, not {self.dtype!r}")
         if self.block_bytes >= MAX_BLOCK_BYTES:
@@ -114,13 +114,13 @@ class StateLayout:
     """The recurrent states of one sequence: for each layer a mapping from name to `(shape, dtype)`.
 
     A layer may have no state, one or several. A shape has no zeros, and a state at most a terabyte. `dtype` is
-    "bfloat16" or anything that `numpy.dtype` takes, for example "float32", but no objects.
+    "bfloat16", a dtype of torch or anything that `numpy.dtype` takes, for example "float32", but no objects.
 
     >>> StateLayout(layers=[{"conv_states": ((64, 4), "float32")}, {}]).num_layers
     2
     """
 
-    layers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]
+    layers: Sequence[Mapping[str, tuple[tuple[int, ...], Any]]]
 
     def __post_init__(self) -> None:
         layers = []
@@ -137,10 +137,11 @@ class StateLayout:
                     raise TypeError(f"state {name!r} of layer {index} must be (shape, dtype), not {state!r}")
                 who = f"state {name!r} of layer {index}"
                 shape = tuple(integer(f"each dimension of {who}", dim, 1) for dim in state[0])
-                size = prod(shape) * _state_item_bytes(who, state[1])
+                dtype = plain_dtype(state[1])
+                size = prod(shape) * _state_item_bytes(who, dtype)
                 if size >= MAX_BLOCK_BYTES:
                     raise ValueError(f"{who} has {size} bytes, not below the limit of {MAX_BLOCK_BYTES}")
-                states[name] = (shape, state[1])
+                states[name] = (shape, dtype)
             layers.append(states)
         object.__setattr__(self, "layers", tuple(layers))
 
