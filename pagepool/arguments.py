@@ -58,12 +58,14 @@ def real(name: str, value: Any, low: float = float("-inf")) -> float:
 
 
 def plain_dtype(dtype: Any) -> Any:
-    """The name of a dtype of torch, which need not be there for that; any other `dtype` as it is.
+    """The name of a dtype that NumPy lacks: of torch, which need not be there, and bfloat16. Any other as it is.
 
-    >>> plain_dtype("float32")
-    'float32'
+    >>> plain_dtype(np.float32)
+    <class 'numpy.float32'>
     """
-    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
+    if type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    return "bfloat16" if "bfloat16" in (getattr(dtype, "__name__", None), getattr(dtype, "name", None)) else dtype
 
 
 def dtype_name(name: str, dtype: Any) -> str:

@@ -234,6 +234,10 @@ def test_states_of_dtypes_of_torch():
         StateLayout(layers=[{"a": ((2,), of("bfloat16")), "b": ((3,), of("float32"))}]) for of in (DtypeOfTorch, str)
     )
     assert of_torch == named
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its dtype is what is tested")
+    for bfloat16 in (ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        layout = StateLayout(layers=[{"a": ((2,), bfloat16), "b": ((3,), "float32")}])
+        assert layout == named and SsmStatePool.from_layout(layout, 1).view(0, "a").dtype == np.uint16
     with pytest.raises(ValueError, match=r"the dtype of state 'a' of layer 0 must be .*, not 'float4'"):
         StateLayout(layers=[{"a": ((2,), DtypeOfTorch("float4"))}])
 
