@@ -39,9 +39,11 @@ test-torch: build $(TORCH_VENV)/.test  ## the tests that hand torch's tensors to
 	$(TORCH_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/test_torch.py
 
 $(TORCH_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
-	rm -rf $(TORCH_VENV) && $(PY) -m venv $(TORCH_VENV)
-	$(PY) .ci/requirements.py run test test-torch > $@.txt
-	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt
+	$(PY) -m venv $(TORCH_VENV)
+	$(PY) .ci/requirements.py run test > $@.txt
+	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
+	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
+		$$($(PY) .ci/requirements.py test-torch)
 	@touch $@
 
 OPS ?= 10000000

@@ -188,10 +188,11 @@ cdef bint get_buffer(object source, Buffer *buffer, str name="an array") except 
     buffer.array = NULL
     try:
         PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
-    except (BufferError, ValueError):
-        if not cnp.PyArray_Check(source):
+    except (BufferError, ValueError):  # bfloat16, which the protocol lacks
+        if cnp.PyArray_Check(source):
+            read_without_format(name, source, buffer)
+        elif not read_dlpack(name, source, buffer):
             raise
-        read_without_format(name, source, buffer)
         return True
     # ctypes leaves out the strides even where they are asked for, and others may leave out the format: a memoryview
     # fills in both.
@@ -406,7 +407,7 @@ cdef int narrow_ints(str name, const Py_buffer *view, IntArray *array) except -1
         for column in range(columns):
             number = numbers[column]
             if view.ndim == 1 and not INT32_MIN <= number <= INT32_MAX:
-                raise ValueError(f"{name}[{row}] is {number}, beyond the 32 bits of {INT32_MAX}")
+                raise ValueError(f"{name}[{row}] must be from {INT32_MIN} to {INT32_MAX}, not {number}")
             array.copy[row * columns + column] = <int32_t>max(<int64_t>INT32_MIN, min(number, <int64_t>INT32_MAX))
     array.data = array.copy
     array.stride = columns

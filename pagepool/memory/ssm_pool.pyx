@@ -539,7 +539,8 @@ cdef class SsmStatePool:
         warn_of(self.leaks(), "states are in use")
 
     def stats(self):
-        """Returns a dict of slots and bytes; `peak` is the most slots that were in use at any one time.
+        """Returns a dict of slots and bytes; `peak` is the most slots that were in use at any one time. It counts slots
+        that `alloc_run` has passed over, too.
 
         `bytes` counts the slots in use; it is 0 for states that are Python objects.
         """

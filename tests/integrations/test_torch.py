@@ -137,7 +137,7 @@ def test_wrong_tensors_are_named(batch):
         ({"block_tables": batch.tables.float()}, TypeError, "block_tables must be int32 or int64, not torch.float32"),
         ({"seq_lens": batch.lens.bool()}, TypeError, "seq_lens must be int32 or int64, not torch.bool"),
         ({"seq_lens": batch.lens[:, None]}, ValueError, "seq_lens must have 1 dimension, not 2"),
-        ({"seq_lens": batch.lens.long() + 2**40}, ValueError, r"seq_lens\[0\] is 1099511627796, beyond"),
+        ({"seq_lens": batch.lens.long() + 2**40}, ValueError, r"seq_lens\[0\] must be from .*, not 1099511627796"),
         ({"block_tables": batch.tables.long() + 2**40}, InvalidBlock, r"block_tables\[0, 0\] is 2147483647 or more"),
         ({"q": batch.q.to("meta")}, ValueError, "^this Tensor cannot be read: .*meta.*$"),
         ({"q": sparse}, ValueError, "^this Tensor cannot be read: .*storage$"),
