@@ -18,7 +18,7 @@ FREE := build/free-threaded
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
-.PHONY: help demo test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
+.PHONY: help demo test test-torch model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
 	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
@@ -30,6 +30,21 @@ demo: build  ## replay 200 requests of a recorded hour with attention on real me
 
 test: build $(VENV)/.test  ## every test but the benchmarks, on up to 8 cores
 	$(PY) -m pytest -q -n auto --maxprocesses 8 tests
+
+# torch is large and `test` needs none: an environment of its own, with torch's build for CPUs. The index is PyTorch's;
+# another with a build for CPUs does as well.
+TORCH_VENV ?= build/torch-venv
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+test-torch: build $(TORCH_VENV)/.test  ## the tests that hand torch's tensors to every call
+	$(TORCH_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/test_torch.py
+
+$(TORCH_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
+	$(PY) -m venv $(TORCH_VENV)
+	$(PY) .ci/requirements.py run test > $@.txt
+	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
+	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
+		$$($(PY) .ci/requirements.py test-torch)
+	@touch $@
 
 OPS ?= 10000000
 model-test: build $(VENV)/.test  ## a long random program on the memory, compared with reference: SEED=1 OPS=10000000

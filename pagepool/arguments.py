@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-__all__ = ["integer", "real", "wrong"]
+import numpy as np
+
+__all__ = ["dtype_name", "integer", "plain_dtype", "real", "wrong"]
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -53,6 +55,35 @@ def real(name: str, value: Any, low: float = float("-inf")) -> float:
         raise ValueError(f"{name} must be {low} or more, not {value}")
     found: float = value
     return found
+
+
+def plain_dtype(dtype: Any) -> Any:
+    """The name of a dtype that NumPy lacks: of torch, which need not be there, and bfloat16. Any other as it is.
+
+    >>> plain_dtype(np.float32)
+    <class 'numpy.float32'>
+    """
+    if type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    return "bfloat16" if "bfloat16" in (getattr(dtype, "__name__", None), getattr(dtype, "name", None)) else dtype
+
+
+def dtype_name(name: str, dtype: Any) -> str:
+    """The name of a dtype of NumPy, torch or ml_dtypes; a str is one. Raises `TypeError` for what is no dtype.
+
+    >>> dtype_name("dtype", np.float32)
+    'float32'
+    """
+    found = plain_dtype(dtype)
+    if isinstance(found, str):
+        return found
+    error = wrong(name, "a dtype or the name of one", dtype)
+    if found is None:  # which NumPy takes for float64
+        raise error
+    try:
+        return str(np.dtype(found).name)
+    except (TypeError, ValueError):
+        raise error from None
 
 
 def wrong(name: str, wanted: str, value: Any) -> TypeError:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import integer, real
+from pagepool.arguments import dtype_name, integer, plain_dtype, real
 
 __all__ = ["KV_DTYPES", "KvLayout", "PreemptionCosts", "SchedulerConfig", "StateLayout", "Tenant"]
 
@@ -55,8 +55,9 @@ class KvLayout:
     num_kv_heads  KV heads of a layer
     head_dim      dims of queries and keys, a multiple of 8 from 8 to 1,024
     block_size    tokens per block, from 1 to 1,024; multiples of 16 take the vector path, others are slower
-    dtype         of the stored keys: "float32", "float16", "bfloat16", or quantised: "int8" or "int4", integers that
-                  share a float32 scale with the other dims of a token and head
+    dtype         of the stored keys: "float32", "float16" or "bfloat16", or these dtypes of NumPy, ml_dtypes or torch,
+                  whose name it becomes; or quantised: "int8" or "int4", integers that share a float32 scale with the
+                  other dims of a token and head
     v_dtype       of the stored values; None, as which the keys' own is kept: that of the keys. Where it is another one,
                   or one of the two is quantised, `block_size` must be a multiple of 16
     v_head_dim    dims of values and results, by default those of keys
@@ -77,7 +78,7 @@ class KvLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int = 16
-    dtype: str = "bfloat16"
+    dtype: Any = "bfloat16"
     v_head_dim: int = None  # type: ignore[assignment]  # None is taken for head_dim
     v_in_k: bool = False
     v_dtype: str | None = None
@@ -96,17 +97,17 @@ class KvLayout:
             raise TypeError(f"v_in_k must be True or False, not {self.v_in_k!r}")
         if self.v_in_k and self.v_head_dim > self.head_dim:
             raise ValueError(f"K of {self.head_dim} dims cannot hold a V of {self.v_head_dim}")
-        if self.v_dtype == self.dtype:
-            object.__setattr__(self, "v_dtype", None)
         for name in ("dtype", "v_dtype"):
             dtype = getattr(self, name)
             if name == "v_dtype" and dtype is None:
                 continue
-            if not isinstance(dtype, str):
-                raise TypeError(f"{name} must be the name of a dtype, not {type(dtype).__name__}")
+            dtype = dtype_name(name, dtype)
+            object.__setattr__(self, name, dtype)
             if dtype not in KV_DTYPES and dtype not in QUANTISED_BITS:
                 known = ", ".join((*KV_DTYPES, *QUANTISED_BITS))
                 raise ValueError(f"{name} must be one of {known}, not {dtype!r}")
+        if self.v_dtype == self.dtype:
+            object.__setattr__(self, "v_dtype", None)
         if self.is_mixed and (self.v_in_k or self.block_size % GROUP):
             reason = "V in K" if self.v_in_k else f"a block_size of {self.block_size}, no multiple of {GROUP}"
             raise ValueError(f"K of {self.dtype} and V of {self.v_dtype or self.dtype} cannot be stored with {reason}")
@@ -152,13 +153,13 @@ class StateLayout:
     """The recurrent states of one sequence: for each layer a mapping from name to `(shape, dtype)`.
 
     A layer may have no state, one or several. A shape has no zeros, and a state at most a terabyte. `dtype` is
-    "bfloat16" or anything that `numpy.dtype` takes, for example "float32", but no objects.
+    "bfloat16", a dtype of torch or anything that `numpy.dtype` takes, for example "float32", but no objects.
 
     >>> StateLayout(layers=[{"conv_states": ((64, 4), "float32")}, {}]).num_layers
     2
     """
 
-    layers: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]
+    layers: Sequence[Mapping[str, tuple[tuple[int, ...], Any]]]
 
     def __post_init__(self) -> None:
         layers = []
@@ -175,10 +176,11 @@ class StateLayout:
                     raise TypeError(f"state {name!r} of layer {index} must be (shape, dtype), not {state!r}")
                 who = f"state {name!r} of layer {index}"
                 shape = tuple(integer(f"each dimension of {who}", dim, 1) for dim in state[0])
-                size = prod(shape) * _state_item_bytes(who, state[1])
+                dtype = plain_dtype(state[1])
+                size = prod(shape) * _state_item_bytes(who, dtype)
                 if size >= MAX_BLOCK_BYTES:
                     raise ValueError(f"{who} has {size} bytes, not below the limit of {MAX_BLOCK_BYTES}")
-                states[name] = (shape, state[1])
+                states[name] = (shape, dtype)
             layers.append(states)
         object.__setattr__(self, "layers", tuple(layers))
 

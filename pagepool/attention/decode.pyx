@@ -5,10 +5,10 @@ its order are written down in `pagepool.reference.canonical`.
 """
 
 cimport cython
-from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
+from cpython.buffer cimport Py_buffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.math cimport sqrt
-from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from pagepool.attention.cpu cimport c_num_threads
@@ -16,7 +16,6 @@ from pagepool.attention.masks cimport MaskBits
 from pagepool.csrc cimport (
     PP_BF16,
     PP_EXACT,
-    PP_F16,
     PP_F32,
     PP_MAX_THREADS,
     PP_NO_MEMORY,
@@ -31,8 +30,9 @@ from pagepool.memory.arrays cimport (
     Buffer,
     IntArray,
     Tensor,
+    dtype_of,
     get_buffer,
-    has_format,
+    kind_of_format,
     read_ints,
     read_number,
     read_tensor,
@@ -54,23 +54,8 @@ cdef object empty = np.empty
 cdef int64_t MOST_ROWS = <int64_t>1 << 40  # their bytes fit in 64 bits
 
 
-cdef pp_dtype kind_of(const Tensor *tensor) noexcept:
-    return PP_BF16 if tensor.kind == TENSOR_BITS16 else <pp_dtype>tensor.kind
-
-
-cdef object wrong_out(object dtype):
-    return TypeError(f"out must be float32, float16 or bfloat16 (uint16 bits), not {dtype}")
-
-
-cdef int kind_of_view(const Py_buffer *view) noexcept:
-    """The pp_dtype of a buffer's elements, or -1."""
-    if view.format == NULL:
-        return -1
-    if view.itemsize == sizeof(float):
-        return PP_F32 if has_format(view.format, b"f") else -1
-    if view.itemsize != 2:
-        return -1
-    return PP_F16 if has_format(view.format, b"e") else PP_BF16 if has_format(view.format, b"H") else -1
+cdef pp_dtype kind_of(int kind) noexcept:
+    return PP_BF16 if kind == TENSOR_BITS16 else <pp_dtype>kind
 
 
 cdef double read_float(str name, object number) except? -1.0:
@@ -91,7 +76,6 @@ cdef class Arguments:
     cdef pp_decode_args args
     cdef KvCachePool pool
     cdef Tensor q
-    cdef object q_owner
     cdef IntArray tables
     cdef IntArray lengths
     cdef IntArray starts
@@ -124,7 +108,7 @@ cdef class Arguments:
         self.pool = pool
         self.args.pool = &pool.c_pool
         self.args.layer = pool.read_layer(layer)
-        self.q_owner = read_tensor("q", q, &self.q)
+        read_tensor("q", q, &self.q)
         read_ints("block_tables", block_tables, 2, &self.tables)
         read_ints("seq_lens", seq_lens, 1, &self.lengths)
         if self.q.ndim != 3:
@@ -196,7 +180,7 @@ cdef class Arguments:
     cdef int read_queries(self) except -1:
         """Takes q in place when its strides are whole elements, and a copy in f32 when they are not."""
         cdef Py_ssize_t item = self.q.item_bytes, seq, head, dim = self.q.shape[2]
-        cdef pp_dtype dtype = kind_of(&self.q)
+        cdef pp_dtype dtype = kind_of(self.q.kind)
         cdef float *to
         if dim > 1 and self.q.strides[2] != item:
             raise ValueError(f"the last axis of q must be contiguous: {item} bytes a step, not {self.q.strides[2]}")
@@ -230,8 +214,8 @@ cdef class Arguments:
 
     cdef int read_variant(self, object window_left, object logits_soft_cap, object alibi_slopes,
                           object sinks) except -1:
-        cdef int64_t window = read_number("window_left", window_left)
-        cdef double cap = read_float("logits_soft_cap", logits_soft_cap)
+        cdef int64_t window = -1 if window_left is None else read_number("window_left", window_left)
+        cdef double cap = 0.0 if logits_soft_cap is None else read_float("logits_soft_cap", logits_soft_cap)
         if window < -1:
             raise ValueError(f"window_left must be -1 (no window) or more, not {window_left}")
         if cap != 0.0 and not 1e-30 <= cap <= 1e30:  # its inverse is taken in float32
@@ -263,7 +247,7 @@ cdef class Arguments:
         cdef Tensor tensor
         cdef Py_ssize_t i, heads = self.q.shape[1]
         cdef float *numbers = NULL
-        held = read_tensor(name, source, &tensor)
+        read_tensor(name, source, &tensor)
         try:
             if tensor.ndim != 1 or tensor.shape[0] != heads:
                 shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
@@ -272,10 +256,9 @@ cdef class Arguments:
             if numbers == NULL:
                 raise MemoryError(f"no memory for {heads} {name}")
             for i in range(heads):
-                c_widen(numbers + i, tensor.data + i * tensor.strides[0], 1, kind_of(&tensor))
+                c_widen(numbers + i, tensor.data + i * tensor.strides[0], 1, kind_of(tensor.kind))
         finally:
             release_tensor(&tensor)
-            del held
         return numbers
 
     cdef int read_out(self, object out) except -1:
@@ -283,20 +266,14 @@ cdef class Arguments:
         cdef Py_ssize_t axis, step, one = 1
         cdef int kind
         cdef const Py_buffer *view = &self.out.view
-        if not PyObject_CheckBuffer(out):
+        if not get_buffer(out, &self.out, "out"):
             raise TypeError(f"out must be an array of float32, float16 or bfloat16, not {type(out).__name__}")
-        try:
-            get_buffer(out, &self.out)
-        except (BufferError, ValueError):  # NumPy has no format for bfloat16, dates and the like
-            if getattr(getattr(out, "dtype", None), "name", None) != "bfloat16":
-                raise wrong_out(getattr(out, "dtype", type(out).__name__)) from None
-            get_buffer(out.view(np.uint16), &self.out)
         self.has_out = True
         if view.readonly:
             raise ValueError("out is read-only: it is where the result is written")
-        kind = kind_of_view(view)
+        kind = kind_of_format(view.format)
         if kind < 0:
-            raise wrong_out(getattr(out, "dtype", memoryview(out).format))
+            raise TypeError(f"out must be float32, float16 or bfloat16 (uint16 bits), not {dtype_of(out)}")
         step = view.itemsize
         if (view.ndim != 3 or view.shape[0] != self.q.shape[0] or view.shape[1] != self.q.shape[1]
                 or view.shape[2] != self.pool.c_pool.layout.v_head_dim):
@@ -312,20 +289,21 @@ cdef class Arguments:
         if <size_t>view.buf % <size_t>view.itemsize:
             raise ValueError(f"out must be aligned to {view.itemsize} bytes")
         self.check_apart("q", self.q.data, self.q.shape, self.q.strides, 3, self.q.item_bytes)
-        self.check_apart("block_tables", <const char *>self.tables.data, self.tables.buffer.view.shape,
-                         self.tables.buffer.view.strides, 2, sizeof(int32_t))
-        self.check_apart("seq_lens", <const char *>self.lengths.data, self.lengths.buffer.view.shape,
-                         self.lengths.buffer.view.strides, 1, sizeof(int32_t))
+        self.check_ints_apart("block_tables", &self.tables)
+        self.check_ints_apart("seq_lens", &self.lengths)
         if self.starts.has_buffer:
-            self.check_apart("query_start_loc", <const char *>self.starts.data, self.starts.buffer.view.shape,
-                             self.starts.buffer.view.strides, 1, sizeof(int32_t))
+            self.check_ints_apart("query_start_loc", &self.starts)
         if self.mask is not None:
             self.check_apart("custom_mask", <const char *>self.mask.bits, &self.mask.num_bytes, &one, 1, 1)
         cdef Py_ssize_t pool_bytes = self.pool.c_pool.num_blocks * self.pool.c_pool.layout.block_bytes
         self.check_apart("the pool's pages", <const char *>self.pool.c_pool.base, &pool_bytes, &one, 1, 1)
         self.args.out = view.buf
-        self.args.out_dtype = kind
+        self.args.out_dtype = kind_of(kind)
         return 0
+
+    cdef int check_ints_apart(self, str name, const IntArray *array) except -1:
+        cdef const Py_buffer *view = &array.buffer.view
+        return self.check_apart(name, <const char *>view.buf, view.shape, view.strides, view.ndim, view.itemsize)
 
     cdef int check_apart(self, str name, const char *data, const Py_ssize_t *shape, const Py_ssize_t *strides,
                          int ndim, Py_ssize_t item) except -1:
@@ -374,8 +352,9 @@ cdef class Arguments:
                 block = self.args.block_tables[seq * self.args.block_tables_stride + index]
                 if not 0 <= block < self.pool.c_pool.num_blocks:
                     hint = ": this query sees tokens of a block that was given back" if block == -1 else ""
+                    beyond = {INT32_MAX: " or more", INT32_MIN: " or less"}.get(block, "")  # see narrow_ints
                     return InvalidBlock(
-                        f"block_tables[{seq}, {index}] is {block}, "
+                        f"block_tables[{seq}, {index}] is {block}{beyond}, "
                         f"and the pool has {self.pool.c_pool.num_blocks} blocks{hint}"
                     )
         return ValueError(f"{self.args.num_seqs} sequences of these lengths need more memory than can be addressed")
@@ -422,10 +401,10 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     q              (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are
                    widened. num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a KV head)
     pool, layer    a pool made by `KvCachePool.from_layout`, and the number of a layer, from 0
-    block_tables   (n_seqs, width), int32: the block ids of each sequence in order; entries past its length are neither
-                   read nor checked
-    seq_lens       (n_seqs,), int32: tokens whose K and V are in the pages, the query tokens included
-    query_start_loc  (n_seqs + 1,), int32: sequence s has the query tokens query_start_loc[s] up to
+    block_tables   (n_seqs, width), int32 or int64 (which is copied): the block ids of each sequence in order; entries
+                   past its length are neither read nor checked
+    seq_lens       (n_seqs,), int32 or int64: tokens whose K and V are in the pages, the query tokens included
+    query_start_loc  (n_seqs + 1,), int32 or int64: sequence s has the query tokens query_start_loc[s] up to
                    query_start_loc[s + 1] of q. They are the last tokens of the sequence; by default each has one
     custom_mask    which tokens a query token sees, instead of those up to its own (speculative decoding). One bool
                    array (query tokens, width) per sequence covers its last `width` tokens; all query tokens see the
@@ -434,9 +413,9 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
                    one; or, for width seq_len, bits in uint8, little-endian, each sequence beginning a new byte
     sm_scale       multiplies the scores; 1 / sqrt(head_dim) by default. Set it for a latent cache, whose keys had
                    fewer dims before they were projected
-    window_left    sliding window: a query sees this many tokens to its left, and its own; -1: all. Pages to the left
+    window_left    sliding window: a query sees this many tokens to its left, and its own; -1 or None: all. Pages left
                    of every window of a sequence are not read, nor are their ids; pages that only a mask hides are
-    logits_soft_cap  if not 0, a score becomes cap * tanh(score / cap) (Gemma 2)
+    logits_soft_cap  if neither 0 nor None, a score becomes cap * tanh(score / cap) (Gemma 2)
     alibi_slopes   (num_qo_heads,): slope * (t - position of the query token) is added to the score of token t, after
                    the cap (ALiBi, Press et al.)
     sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss);
@@ -452,6 +431,9 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     cascade        reads chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples, a
                    tree of them) once for all; they are found in the block tables. False: for each. No bit differs
     num_threads    the most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS
+
+    Arrays, `out` included, are read and written in place, by the buffer protocol or DLPack: NumPy's and tensors of
+    torch, for example, parameters and inference tensors too. No gradient is recorded.
 
     Returns `out`, by default a new array of float32, (n_tokens, num_qo_heads, v_head_dim). With return_lse or
     return_block_scores returns a tuple of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens,
@@ -510,8 +492,8 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens, query_s
 
     q              (n_tokens, num_qo_heads, head_dim), float32, float16 or bfloat16 (or its bits as uint16): the new
                    tokens of all sequences, one sequence behind the other
-    query_start_loc  (n_seqs + 1,), int32: sequence s has the tokens query_start_loc[s] up to query_start_loc[s + 1]
-                   of q
+    query_start_loc  (n_seqs + 1,), int32 or int64: sequence s has the tokens query_start_loc[s] up to
+                   query_start_loc[s + 1] of q
 
     All else is as for `decode`: arguments, result and errors. A token's result has the same bits whether its prompt
     comes in one call or in chunks of any size, after a hit in a prefix cache, or token by token through `decode`.

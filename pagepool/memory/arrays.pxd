@@ -19,10 +19,15 @@ cdef struct Buffer:
     Py_buffer view
     Py_ssize_t shape[4]
     Py_ssize_t strides[4]
-    PyObject *array  # whose view was filled in here, and who is held; else NULL
+    PyObject *array  # who is held, where `view` was filled in here and not by the buffer protocol; else NULL
 
 
-cdef int get_buffer(object source, Buffer *buffer) except -1
+# Holds the memory of an array, by the buffer protocol or DLPack, until `release_buffer`; False for an object that has
+# neither. Raises what they do; ValueError, with `name`, for a tensor of more than 4 dimensions, and for one that is not
+# in the CPU's memory.
+# bfloat16 has the format "E"; a dtype that neither ints nor floats here have may have an empty one.
+cdef bint get_buffer(object source, Buffer *buffer, str name=*) except -1
+cdef object dtype_of(object source)
 
 
 cdef inline void release_buffer(Buffer *buffer) noexcept:
@@ -49,6 +54,10 @@ cdef struct IdArray:
 
 # Whether a buffer's format is one of these codes in this machine's byte order.
 cdef bint has_format(const char *format, const char *codes) noexcept
+# 4 or 8 for int32 or int64, else 0.
+cdef Py_ssize_t int_bytes(const Py_buffer *view) noexcept
+# A pp_dtype or TENSOR_BITS16, else -1.
+cdef int kind_of_format(const char *format) noexcept
 cdef int read_id(object value, int32_t *block) except -1
 cdef int64_t read_count(object value) except? -1
 # Numbers of tokens, each read before anything else is looked at: an __index__ may do anything.
@@ -60,12 +69,13 @@ cdef list list_ids(const int32_t *ids, Py_ssize_t count)
 cdef void release_ids(IdArray *array) noexcept
 
 
-# An int32 array as a caller gave it; the last axis is contiguous. Held until `release_ints`.
+# An int32 array as a caller gave it, or a copy of one of int64; the last axis is contiguous. Held until `release_ints`.
 cdef struct IntArray:
     const int32_t *data
     Py_ssize_t rows
     Py_ssize_t columns      # 1 for one dimension
     int64_t stride          # from one row to the next, in elements
+    int32_t *copy           # or NULL
     bint has_buffer
     Buffer buffer
 
@@ -74,7 +84,7 @@ cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
 cdef void release_ints(IntArray *array) noexcept
 
 
-# A float tensor as a caller gave it. Hold `owner` while it is read, and release it.
+# A float tensor as a caller gave it. Held until `release_tensor`.
 cdef struct Tensor:
     char *data
     int kind  # a pp_dtype, or TENSOR_BITS16
@@ -90,5 +100,5 @@ cdef enum:
     TENSOR_BITS16 = 16  # uint16: the bits of a 16-bit float, for bfloat16
 
 
-cdef object read_tensor(str name, object source, Tensor *tensor)
+cdef int read_tensor(str name, object source, Tensor *tensor) except -1
 cdef void release_tensor(Tensor *tensor) noexcept

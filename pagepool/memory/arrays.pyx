@@ -19,13 +19,22 @@ from cpython.memoryview cimport PyMemoryView_FromObject
 from cpython.number cimport PyIndex_Check, PyNumber_Index
 from cpython.ref cimport Py_INCREF, PyObject
 from cpython.sequence cimport PySequence_Fast, PySequence_Fast_GET_SIZE, PySequence_Fast_ITEMS
-from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
-from libc.string cimport memcpy
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint64_t
+from libc.string cimport memcpy, memset
 
 cimport numpy as cnp
 
 from pagepool.csrc cimport PP_BF16, PP_F16, PP_F32
-from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_FLOAT, PP_DL_UINT, import_capsule, pp_dl_tensor
+from pagepool.memory.dlpack cimport (
+    PP_DL_BFLOAT,
+    PP_DL_FLOAT,
+    PP_DL_INT,
+    PP_DL_IS_COPIED,
+    PP_DL_IS_READ_ONLY,
+    PP_DL_UINT,
+    import_tensor,
+    pp_dl_tensor,
+)
 
 import numpy as np
 
@@ -36,6 +45,8 @@ __all__ = []
 cnp.import_array()
 
 cdef int MOST_DIMS = 4  # of Buffer.shape and Tensor.shape
+cdef const char *BFLOAT16 = b"E"  # as ml_dtypes has it: the buffer protocol has no letter for it
+cdef const char *UNKNOWN = b""  # the format of all that no call takes
 
 
 cdef bint read_plain(cnp.ndarray array, Buffer *buffer) noexcept:
@@ -97,20 +108,114 @@ cdef object new_float32(Py_ssize_t rows, Py_ssize_t heads, Py_ssize_t dims, floa
     return new_array(3, shape, cnp.NPY_FLOAT32, <void **>data)
 
 
-cdef int get_buffer(object source, Buffer *buffer) except -1:
-    """Holds the buffer of `source` until `release_buffer`; raises what its buffer protocol does."""
+cdef int check_dims(str name, int ndim) except -1:
+    if not 0 <= ndim <= MOST_DIMS:
+        raise ValueError(f"{name} must have at most {MOST_DIMS} dimensions, not {ndim}")
+    return 0
+
+
+cdef int read_without_format(str name, object array, Buffer *buffer) except -1:
+    """An array of NumPy whose dtype the buffer protocol does not know: the bfloat16 of ml_dtypes, dates and others."""
+    if array.dtype.name == "bfloat16":
+        check_dims(name, array.ndim)
+        read_plain(array.view(np.uint16), buffer)
+        buffer.view.format = <char *>BFLOAT16
+        return 0
+    memset(&buffer.view, 0, sizeof(buffer.view))
+    buffer.view.format = <char *>UNKNOWN
+    Py_INCREF(array)
+    buffer.array = <PyObject *>array
+    return 0
+
+
+cdef const char *format_of(const pp_dl_tensor *tensor) noexcept:
+    cdef int code = tensor.type_code, bits = tensor.type_bits
+    if tensor.type_lanes != 1:
+        return UNKNOWN
+    if bits == 32 and code == PP_DL_FLOAT:
+        return b"f"
+    if bits == 16 and code == PP_DL_FLOAT:
+        return b"e"
+    if bits == 16 and code == PP_DL_BFLOAT:
+        return BFLOAT16
+    if bits == 16 and code == PP_DL_UINT:
+        return b"H"
+    if bits == 32 and code == PP_DL_INT:
+        return b"i"
+    if bits == 64 and code == PP_DL_INT:
+        return b"q"
+    return UNKNOWN
+
+
+cdef bint read_dlpack(str name, object source, Buffer *buffer) except -1:
+    """Fills in the buffer from DLPack. False for an object that does not speak it."""
+    cdef Py_buffer *view = &buffer.view
+    cdef pp_dl_tensor tensor
+    cdef uint64_t flags
+    cdef Py_ssize_t step
+    cdef int i
+    owner = import_tensor(source, &tensor, &flags)
+    if owner is None:
+        return False
+    check_dims(name, tensor.ndim)
+    view.buf = <char *>tensor.data + tensor.byte_offset
+    view.format = <char *>format_of(&tensor)
+    view.ndim = tensor.ndim
+    view.itemsize = step = (<Py_ssize_t>tensor.type_bits * tensor.type_lanes + 7) // 8
+    view.readonly = flags & (PP_DL_IS_READ_ONLY | PP_DL_IS_COPIED) != 0  # what is written to a copy is lost
+    view.shape = buffer.shape
+    view.strides = buffer.strides
+    view.suboffsets = NULL
+    view.internal = NULL
+    for i in range(tensor.ndim - 1, -1, -1):
+        buffer.shape[i] = tensor.shape[i]
+        buffer.strides[i] = step if tensor.strides == NULL else tensor.strides[i] * view.itemsize
+        step *= tensor.shape[i]
+    view.len = step
+    if tensor.data == NULL and step:
+        raise ValueError(f"this {type(source).__name__} has no memory that could be read")
+    Py_INCREF(owner)
+    buffer.array = <PyObject *>owner
+    return True
+
+
+cdef bint get_buffer(object source, Buffer *buffer, str name="an array") except -1:
     cdef Py_buffer *view = &buffer.view
     if cnp.PyArray_CheckExact(source) and read_plain(<cnp.ndarray>source, buffer):
-        return 0
+        return True
+    if not PyObject_CheckBuffer(source):
+        return read_dlpack(name, source, buffer)
     buffer.array = NULL
-    PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    try:
+        PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    except (BufferError, ValueError):  # bfloat16, which the protocol lacks
+        if cnp.PyArray_Check(source):
+            read_without_format(name, source, buffer)
+        elif not read_dlpack(name, source, buffer):
+            raise
+        return True
     # ctypes leaves out the strides even where they are asked for, and others may leave out the format: a memoryview
     # fills in both.
     if view.format != NULL and (view.strides != NULL or view.ndim == 0):
-        return 0
+        return True
     PyBuffer_Release(view)
     PyObject_GetBuffer(PyMemoryView_FromObject(source), view, PyBUF_FORMAT | PyBUF_STRIDES)
-    return 0
+    return True
+
+
+cdef object dtype_of(object source):
+    """What to call the dtype of an array that was refused."""
+    cdef pp_dl_tensor tensor
+    cdef uint64_t flags
+    dtype = getattr(source, "dtype", None)
+    if dtype is not None:
+        return dtype
+    if PyObject_CheckBuffer(source):
+        return memoryview(source).format
+    owner = import_tensor(source, &tensor, &flags)
+    name = f"DLPack {tensor.type_code}:{tensor.type_bits}"
+    del owner
+    return name
 
 
 cdef Py_ssize_t ROOM = 64  # of IdArray.room
@@ -207,7 +312,8 @@ cdef int read_buffer(object blocks, IdArray *array) except -1:
     cdef const Py_buffer *view = &array.buffer.view
     cdef const char *cell
     cdef Py_ssize_t i
-    get_buffer(blocks, &array.buffer)
+    if not get_buffer(blocks, &array.buffer, "an array of block ids"):
+        return 0
     array.has_buffer = True
     if view.ndim > 1:
         raise ValueError(f"block ids must have 1 dimension, not {view.ndim}")
@@ -251,14 +357,8 @@ cdef int read_ids(object blocks, IdArray *array) except -1:
     try:
         if isinstance(blocks, (list, tuple)):
             read_items(blocks, array)
-        elif PyLong_Check(blocks) or not PyObject_CheckBuffer(blocks):
-            if PyIndex_Check(blocks):
-                take_room(array, 1)
-                read_id(blocks, array.ids)
-            else:
-                read_items(blocks, array)
-        elif not read_buffer(blocks, array):
-            if array.buffer.view.ndim == 0:
+        elif PyLong_Check(blocks) or not read_buffer(blocks, array):
+            if array.buffer.view.ndim == 0 if array.has_buffer else PyIndex_Check(blocks):
                 take_room(array, 1)
                 read_id(blocks, array.ids)
             else:
@@ -286,34 +386,63 @@ cdef void release_ids(IdArray *array) noexcept:
     array.heap = NULL
 
 
-cdef bint is_int32(const Py_buffer *view) noexcept:
-    return view.format != NULL and view.itemsize == sizeof(int32_t) and has_format(view.format, b"il")
+cdef Py_ssize_t int_bytes(const Py_buffer *view) noexcept:
+    if (view.itemsize == 4 or view.itemsize == 8) and has_format(view.format, b"ilq"):
+        return view.itemsize
+    return 0
+
+
+cdef int narrow_ints(str name, const Py_buffer *view, IntArray *array) except -1:
+    """Copies int64 as int32. A table may hold anything behind its sequences' ends, so what does not fit there becomes
+    the largest or smallest int32, which is no block's id.
+    """
+    cdef Py_ssize_t row, column, rows = array.rows, columns = array.columns
+    cdef const int64_t *numbers
+    cdef int64_t number
+    array.copy = <int32_t *>PyMem_Malloc(<size_t>(rows * columns + 1) * sizeof(int32_t))
+    if array.copy == NULL:
+        raise MemoryError(f"no memory for {name}, {rows * columns} int64, as int32")
+    for row in range(rows):
+        numbers = <const int64_t *>(<const char *>view.buf + row * view.strides[0])
+        for column in range(columns):
+            number = numbers[column]
+            if view.ndim == 1 and not INT32_MIN <= number <= INT32_MAX:
+                raise ValueError(f"{name}[{row}] must be from {INT32_MIN} to {INT32_MAX}, not {number}")
+            array.copy[row * columns + column] = <int32_t>max(<int64_t>INT32_MIN, min(number, <int64_t>INT32_MAX))
+    array.data = array.copy
+    array.stride = columns
+    return 0
 
 
 cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1:
-    """Reads `source` into `array`. TypeError for anything but int32; ValueError for other dimensions or strides."""
+    """Reads `source` into `array`. TypeError for anything but int32 and int64; ValueError for other dimensions or
+    strides, and for one dimension with a number beyond 32 bits.
+    """
     cdef const Py_buffer *view = &array.buffer.view
+    cdef Py_ssize_t item
     array.has_buffer = False
-    if not PyObject_CheckBuffer(source):
+    if not get_buffer(source, &array.buffer, name):
         raise TypeError(f"{name} must be an int32 array, not {type(source).__name__}")
-    get_buffer(source, &array.buffer)
     array.has_buffer = True
+    array.copy = NULL
     try:
-        if not is_int32(view):
-            raise TypeError(f"{name} must be int32, not {getattr(source, 'dtype', memoryview(source).format)}")
+        item = int_bytes(view)
+        if not item:
+            raise TypeError(f"{name} must be int32 or int64, not {dtype_of(source)}")
         if view.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimension{'s' if ndim > 1 else ''}, not {view.ndim}")
         array.data = <const int32_t *>view.buf
         array.rows = view.shape[0]
         array.columns = view.shape[1] if ndim == 2 else 1
         array.stride = view.strides[0] // <Py_ssize_t>sizeof(int32_t)
-        if view.shape[ndim - 1] > 1 and view.strides[ndim - 1] != sizeof(int32_t):
+        if view.shape[ndim - 1] > 1 and view.strides[ndim - 1] != item:
             raise ValueError(
-                f"the last axis of {name} must be contiguous: {sizeof(int32_t)} bytes a step, not "
-                f"{view.strides[ndim - 1]}"
+                f"the last axis of {name} must be contiguous: {item} bytes a step, not {view.strides[ndim - 1]}"
             )
-        if view.strides[0] % <Py_ssize_t>sizeof(int32_t) or <size_t>view.buf % sizeof(int32_t):
-            raise ValueError(f"{name} must be aligned to {sizeof(int32_t)} bytes")
+        if view.strides[0] % item or <size_t>view.buf % <size_t>item:
+            raise ValueError(f"{name} must be aligned to {item} bytes")
+        if item != sizeof(int32_t):
+            narrow_ints(name, view, array)
     except BaseException:
         release_ints(array)
         raise
@@ -323,6 +452,7 @@ cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1
 cdef void release_ints(IntArray *array) noexcept:
     if array.has_buffer:
         array.has_buffer = False
+        PyMem_Free(array.copy)
         release_buffer(&array.buffer)
 
 
@@ -335,97 +465,40 @@ cdef int kind_of_format(const char *format) noexcept:
         return PP_F32
     if format[0] == b"e":
         return PP_F16
+    if format[0] == b"E":
+        return PP_BF16
     return TENSOR_BITS16 if format[0] == b"H" else -1
 
 
-cdef int kind_of_dlpack(const pp_dl_tensor *source) noexcept:
-    cdef int code = source.type_code, bits = source.type_bits
-    if source.type_lanes != 1:
-        return -1
-    if code == PP_DL_FLOAT and bits == 32:
-        return PP_F32
-    if code == PP_DL_FLOAT and bits == 16:
-        return PP_F16
-    if code == PP_DL_BFLOAT and bits == 16:
-        return PP_BF16
-    return TENSOR_BITS16 if code == PP_DL_UINT and bits == 16 else -1
-
-
-cdef int finish(str name, Tensor *tensor) except -1:
-    """Checks the number of dimensions."""
-    if not 0 <= tensor.ndim <= MOST_DIMS:
-        raise ValueError(f"{name} must have at most {MOST_DIMS} dimensions, not {tensor.ndim}")
-    return 0
-
-
-cdef bint read_view(str name, object source, Tensor *tensor) except -1:
-    """Whether `source` shows a buffer of a known format."""
-    cdef const Py_buffer *view = &tensor.buffer.view
-    cdef int i
-    try:
-        get_buffer(source, &tensor.buffer)
-    except (BufferError, ValueError):  # NumPy has no format for the dtypes of ml_dtypes
-        return False
-    tensor.has_buffer = True
-    tensor.kind = kind_of_format(view.format)
-    if tensor.kind < 0:
-        release_tensor(tensor)
-        return False
-    tensor.data = <char *>view.buf
-    tensor.ndim = view.ndim
-    tensor.item_bytes = view.itemsize
-    finish(name, tensor)
-    for i in range(view.ndim):
-        tensor.shape[i] = view.shape[i]
-        tensor.strides[i] = view.strides[i]
-    return True
-
-
-cdef object read_dlpack(str name, object source, Tensor *tensor):
-    cdef pp_dl_tensor *shown = NULL
-    cdef Py_ssize_t stride
-    cdef int i
-    capsule = import_capsule(source, &shown)
-    tensor.kind = kind_of_dlpack(shown)
-    if tensor.kind < 0:
-        raise wrong_dtype(name, getattr(source, "dtype", f"DLPack {shown.type_code}:{shown.type_bits}"))
-    tensor.data = <char *>shown.data + shown.byte_offset
-    tensor.ndim = shown.ndim
-    tensor.item_bytes = stride = shown.type_bits // 8
-    finish(name, tensor)
-    for i in range(shown.ndim - 1, -1, -1):
-        tensor.shape[i] = shown.shape[i]
-        tensor.strides[i] = stride if shown.strides == NULL else shown.strides[i] * tensor.item_bytes
-        stride *= max(shown.shape[i], 1)
-    return capsule
-
-
-cdef object wrong_dtype(str name, object dtype):
-    return TypeError(f"{name} must be float32, float16 or bfloat16 (uint16 bits), not {dtype}")
-
-
-cdef object read_tensor(str name, object source, Tensor *tensor):
-    """Reads `source` into `tensor`; returns an owner to hold until `release_tensor`.
+cdef int read_tensor(str name, object source, Tensor *tensor) except -1:
+    """Reads `source` into `tensor`, which stays valid until `release_tensor`.
 
     On an exception there is nothing to release: TypeError for another dtype or no tensor at all, ValueError for more
     than four dimensions or memory that is not the CPU's.
     """
+    cdef const Py_buffer *view = &tensor.buffer.view
+    cdef int i
     tensor.has_buffer = False
+    if not get_buffer(source, &tensor.buffer, name):
+        raise TypeError(f"{name} must have the buffer protocol or __dlpack__, {type(source).__name__} has neither")
+    tensor.has_buffer = True
     try:
-        if PyObject_CheckBuffer(source):
-            if read_view(name, source, tensor):
-                return None
-            if not isinstance(source, np.ndarray) or source.dtype.name != "bfloat16":
-                raise wrong_dtype(name, getattr(source, "dtype", memoryview(source).format))
-            read_view(name, source.view(np.uint16), tensor)
-            tensor.kind = PP_BF16
-            return None
-        if hasattr(source, "__dlpack__"):
-            return read_dlpack(name, source, tensor)
+        tensor.kind = kind_of_format(view.format)
+        if tensor.kind < 0:
+            raise TypeError(
+                f"{name} must be float32, float16 or bfloat16 (uint16 bits), not {dtype_of(source)}"
+            )
+        check_dims(name, view.ndim)
     except BaseException:
         release_tensor(tensor)
         raise
-    raise TypeError(f"{name} must have the buffer protocol or __dlpack__, {type(source).__name__} has neither")
+    tensor.data = <char *>view.buf
+    tensor.ndim = view.ndim
+    tensor.item_bytes = view.itemsize
+    for i in range(view.ndim):
+        tensor.shape[i] = view.shape[i]
+        tensor.strides[i] = view.strides[i]
+    return 0
 
 
 cdef void release_tensor(Tensor *tensor) noexcept:

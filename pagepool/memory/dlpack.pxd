@@ -6,9 +6,11 @@ from pagepool.memory.page_buffer cimport PageBuffer
 cdef extern from "dlpack_abi.h" nogil:
     enum:
         PP_DL_CPU
+        PP_DL_INT
         PP_DL_UINT
         PP_DL_FLOAT
         PP_DL_BFLOAT
+        PP_DL_IS_READ_ONLY
         PP_DL_IS_COPIED
 
     ctypedef struct pp_dl_tensor:
@@ -36,8 +38,13 @@ cdef extern from "dlpack_abi.h" nogil:
         uint64_t flags
         pp_dl_tensor tensor
 
+    ctypedef struct pp_dl_exchange_api:
+        uint32_t major
+        int (*show)(void *object, pp_dl_tensor *tensor) except -1
+
 
 # A capsule that shows all elements of `buffer` in one dimension, and holds it as an export.
 cdef object export_capsule(PageBuffer buffer, int type_code, bint versioned, uint64_t flags)
-# The tensor of an object with __dlpack__, on this CPU; valid while the returned capsule lives.
-cdef object import_capsule(object source, pp_dl_tensor **tensor)
+# Shows the tensor of an object that speaks DLPack, in this CPU's memory; it is valid while the returned object lives.
+# None for an object that does not. `flags` are those of DLPack.
+cdef object import_tensor(object source, pp_dl_tensor *tensor, uint64_t *flags)

@@ -8,7 +8,9 @@ from libc.string cimport memset
 
 from pagepool.memory.page_buffer cimport PageBuffer
 
-__all__ = []
+import numpy as np
+
+__all__ = ["BFloat16Bits"]
 
 
 cdef extern from "Python.h":
@@ -91,18 +93,72 @@ cdef object export_capsule(PageBuffer buffer, int type_code, bint versioned, uin
     return capsule
 
 
-cdef object import_capsule(object source, pp_dl_tensor **tensor):
-    """Raises TypeError when `source` gives no capsule, ValueError when its memory is not this CPU's."""
-    try:
-        capsule = source.__dlpack__(max_version=(1, 0))
-    except TypeError:  # a producer from before DLPack 1.0 does not know the keyword
-        capsule = source.__dlpack__()
+cdef pp_dl_tensor *tensor_in(object capsule, uint64_t *flags) except? NULL:
+    """The tensor of a capsule in either form, NULL for anything else; its flags if they are wanted."""
+    cdef pp_dl_managed_versioned *managed
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
-        tensor[0] = &(<pp_dl_managed_versioned *>PyCapsule_GetPointer(capsule, "dltensor_versioned")).tensor
-    elif PyCapsule_IsValid(capsule, "dltensor"):
-        tensor[0] = &(<pp_dl_managed *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
+        managed = <pp_dl_managed_versioned *>PyCapsule_GetPointer(capsule, "dltensor_versioned")
+        if flags != NULL:
+            flags[0] = managed.flags
+        return &managed.tensor
+    if PyCapsule_IsValid(capsule, "dltensor"):
+        return &(<pp_dl_managed *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
+    return NULL
+
+
+class BFloat16Bits(np.ndarray):
+    """bfloat16 as an array of NumPy, which has no such dtype: uint16, its bits. DLPack shows them as bfloat16.
+
+    `torch.from_dlpack(array)` is a tensor of bfloat16 in the same memory, `array.view(ml_dtypes.bfloat16)` an array.
+
+    >>> from pagepool import KvCachePool
+    >>> page = KvCachePool(page_size=2, initial_pages=1, dtype="bfloat16").page(0)
+    >>> page[:] = 0x3f80  # 1.0
+    >>> page.dtype.name, type(page).__name__
+    ('uint16', 'BFloat16Bits')
+    """
+
+    def __dlpack__(self, **options):
+        """A DLPack capsule as NumPy makes it, whose dtype is bfloat16. Takes and raises what `numpy.ndarray` does."""
+        capsule = super().__dlpack__(**options)
+        if self.dtype == np.uint16:  # what was computed from the bits may be anything
+            tensor_in(capsule, NULL).type_code = PP_DL_BFLOAT
+        return capsule
+
+
+cdef object import_tensor(object source, pp_dl_tensor *tensor, uint64_t *flags):
+    """Raises TypeError when __dlpack__ gives no capsule, ValueError for what has no memory or not this CPU's."""
+    cdef pp_dl_tensor *shown
+    cdef pp_dl_exchange_api *api = exchange_api_of(type(source))
+    flags[0] = 0
+    if api != NULL:  # 0.1 us, where __dlpack__ of torch takes 2
+        try:
+            api.show(<void *>source, tensor)
+        except (BufferError, RuntimeError, ValueError) as error:  # of torch, with a page of its C++ frames
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"this {type(source).__name__} cannot be read: {reason}") from None
+        owner = source
+    elif not hasattr(source, "__dlpack__"):
+        return None
     else:
-        raise TypeError(f"__dlpack__ of {type(source).__name__} returned no DLPack capsule")
-    if tensor[0].device_type != PP_DL_CPU:
-        raise ValueError(f"a tensor must be in CPU memory (DLPack device 1), not on device {tensor[0].device_type}")
-    return capsule
+        try:
+            owner = source.__dlpack__(max_version=(1, 0))
+        except TypeError:  # a producer from before DLPack 1.0 does not know the keyword
+            owner = source.__dlpack__()
+        shown = tensor_in(owner, flags)
+        if shown == NULL:
+            raise TypeError(f"__dlpack__ of {type(source).__name__} returned no DLPack capsule")
+        tensor[0] = shown[0]
+    if tensor.device_type != PP_DL_CPU:
+        raise ValueError(f"a tensor must be in CPU memory (DLPack device 1), not on device {tensor.device_type}")
+    return owner
+
+
+cdef pp_dl_exchange_api *exchange_api_of(object kind) except? NULL:
+    """The table of functions that a type of tensors has, or NULL. It lives as long as the process."""
+    cdef pp_dl_exchange_api *api
+    capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+    if capsule is None or not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
+        return NULL
+    api = <pp_dl_exchange_api *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+    return api if api.major == 1 and api.show != NULL else NULL

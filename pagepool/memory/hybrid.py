@@ -166,7 +166,8 @@ class HybridSequence:
     """All memory of one sequence of a hybrid model, moved together: every call changes all parts or none.
 
     groups   a `KvGroup` for each set of layers with a block table of its own: full attention, windows
-    states   the `SsmStatePool` of its recurrent state, or None; block size and state size are independent
+    states   the `SsmStatePool` of its recurrent state, or None; block size and state size are independent. A
+             `StateHandle` instead gives it a slot that was taken already, one of `SsmStatePool.alloc_run` for example
     label    a request id or a name, for `BlockAllocator.owners`
     keep     how many tokens it can be rolled back without a checkpoint: windows keep their blocks that much longer
 
@@ -192,7 +193,7 @@ class HybridSequence:
     def __init__(
         self,
         groups: Iterable[KvGroup],
-        states: SsmStatePool | None = None,
+        states: SsmStatePool | StateHandle | None = None,
         *,
         label: int | str | None = None,
         keep: SupportsIndex = 0,
@@ -203,24 +204,28 @@ class HybridSequence:
         self._saved: Saved | None = None  # of the innermost open transaction
         self.keep = integer("keep", keep, 0)
         self.groups = groups_of(groups)
-        if states is not None and not isinstance(states, SsmStatePool):
+        if states is not None and not isinstance(states, SsmStatePool | StateHandle):
             raise wrong("states", "an SsmStatePool or None", states)
+        if isinstance(states, StateHandle) and states.is_stale:
+            raise StaleHandle(f"slot {states.index} was released: it may be another's by now")
         if label is not None and not isinstance(label, (int, str)):
             raise wrong("label", "an int, a str or None", label)
         self.label = label
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
         self.state: StateHandle | None = None
-        if states is not None:
+        if isinstance(states, StateHandle):
+            self.state = states
+        elif states is not None:
             self.state = states.acquire(label if isinstance(label, int) and label else 1)
         try:
             self._parts = Parts(self.kv, self.state)
         except BaseException:
-            self._close_parts()
+            self._close_parts(states)
             raise
 
-    def _close_parts(self) -> None:
-        """Of one that cannot be made."""
-        if self.state is not None:
+    def _close_parts(self, given: object = None) -> None:
+        """Of one that cannot be made. A handle that was given stays the caller's."""
+        if self.state is not None and self.state is not given:
             self.state.close()
         for table in self.kv:
             table.close()

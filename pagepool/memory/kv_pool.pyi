@@ -2,7 +2,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, SupportsIndex, final
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 from typing_extensions import CapsuleType, Self
 
 from pagepool.config import KvLayout
@@ -12,9 +12,7 @@ __all__ = ["KvCachePool"]
 
 @final
 class KvCachePool:
-    def __new__(
-        cls, page_size: SupportsIndex, initial_pages: SupportsIndex, dtype: DTypeLike = "float32"
-    ) -> KvCachePool: ...
+    def __new__(cls, page_size: SupportsIndex, initial_pages: SupportsIndex, dtype: Any = "float32") -> KvCachePool: ...
     @staticmethod
     def from_layout(
         layout: KvLayout,

@@ -1,7 +1,8 @@
 """KvCachePool: the bytes of keys and values, page by page."""
 
 cimport cython
-from cpython.buffer cimport Py_buffer, PyObject_CheckBuffer
+from cpython.buffer cimport Py_buffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
@@ -30,8 +31,9 @@ from pagepool.memory.arrays cimport (
     Buffer,
     IdArray,
     Tensor,
+    dtype_of,
     get_buffer,
-    has_format,
+    int_bytes,
     list_ids,
     new_float32,
     read_id,
@@ -46,13 +48,12 @@ from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_
 from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
 
-from importlib import import_module
-
 import numpy as np
 
 from pagepool.config import KvLayout
 from pagepool.errors import InvalidBlock, refuse_copy
-from pagepool.arguments import integer
+from pagepool.memory.dlpack import BFloat16Bits
+from pagepool.arguments import dtype_name, integer
 from pagepool.memory.owners import warn_of
 from pagepool.memory.explain import invalid_slot
 
@@ -74,15 +75,12 @@ cdef int64_t MOST_BYTES = <int64_t>64 << 20
 
 
 cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -1:
-    if tensor.kind == PP_F32 or tensor.kind == pool_dtype:
-        return tensor.kind
-    if tensor.kind == TENSOR_BITS16 and pool_dtype == PP_BF16:
-        return PP_BF16
-    if pool_dtype >= PP_INT8 and tensor.kind != TENSOR_BITS16:
-        return tensor.kind
+    cdef int kind = tensor.kind
+    if kind == TENSOR_BITS16 and (pool_dtype == PP_BF16 or pool_dtype >= PP_INT8):
+        kind = PP_BF16
+    if kind == PP_F32 or kind == pool_dtype or pool_dtype >= PP_INT8 or (kind == PP_F16 and pool_dtype == PP_BF16):
+        return kind
     own = "" if pool_dtype == PP_F32 else f" or {NAMES[pool_dtype]}"
-    if pool_dtype >= PP_INT8:
-        own = ", float16 or bfloat16"
     raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
 
 
@@ -128,22 +126,22 @@ cdef class TokenRows:
 
     cdef Tensor k
     cdef Tensor v
-    cdef object k_owner
-    cdef object v_owner
     cdef Buffer slots_buffer
     cdef bint has_slots
+    cdef int64_t *wide_slots
 
     def __dealloc__(self):
         if self.has_slots:
             release_buffer(&self.slots_buffer)
         release_tensor(&self.k)
         release_tensor(&self.v)
+        PyMem_Free(self.wide_slots)
 
     cdef int read(self, object slot_mapping, object k, object v, const pp_kv_pool *pool) except -1:
         """TypeError for a dtype; ValueError for a shape or stride that append cannot take, or what it would write to.
         """
         cdef const pp_kv_layout *layout = &pool.layout
-        self.k_owner = read_tensor("k", k, &self.k)
+        read_tensor("k", k, &self.k)
         self.dtype = <pp_dtype>accepted_dtype("k", &self.k, layout.dtype)
         self.read_slots(slot_mapping)
         check_apart("slot_mapping", self.slots, self.num_tokens * 8, pool)
@@ -155,7 +153,7 @@ cdef class TokenRows:
             return 0
         if v is None:
             raise ValueError("v is missing: this pool stores it apart from k")
-        self.v_owner = read_tensor("v", v, &self.v)
+        read_tensor("v", v, &self.v)
         if accepted_dtype("v", &self.v, layout.v_dtype) != self.dtype:
             raise TypeError(f"k and v must have one dtype, not {NAMES[self.k.kind]} and {NAMES[self.v.kind]}")
         self.v_rows = self.rows_of("v", &self.v, layout.v_head_dim, pool)
@@ -163,22 +161,28 @@ cdef class TokenRows:
 
     cdef int read_slots(self, object slot_mapping) except -1:
         cdef const Py_buffer *view = &self.slots_buffer.view
-        if not PyObject_CheckBuffer(slot_mapping):
-            if not hasattr(slot_mapping, "__dlpack__"):
-                raise TypeError(f"slot_mapping must be an int64 array, not {type(slot_mapping).__name__}")
-            slot_mapping = np.from_dlpack(slot_mapping)
-        get_buffer(slot_mapping, &self.slots_buffer)
+        cdef Py_ssize_t i, item
+        if not get_buffer(slot_mapping, &self.slots_buffer, "slot_mapping"):
+            raise TypeError(f"slot_mapping must be an int64 array, not {type(slot_mapping).__name__}")
         self.has_slots = True
-        if view.itemsize == 8 and <size_t>view.buf % 8:
-            raise ValueError("slot_mapping must be aligned to 8 bytes")
-        if view.itemsize != 8 or not has_format(view.format, b"lq"):
-            raise TypeError(f"slot_mapping must be int64, not {getattr(slot_mapping, 'dtype', view.format.decode())}")
+        item = int_bytes(view)
+        if not item:
+            raise TypeError(f"slot_mapping must be int64 or int32, not {dtype_of(slot_mapping)}")
+        if <size_t>view.buf % <size_t>item:
+            raise ValueError(f"slot_mapping must be aligned to {item} bytes")
         if view.ndim != 1:
             raise ValueError(f"slot_mapping must have 1 dimension, not {view.ndim}")
-        if view.shape[0] > 1 and view.strides[0] != 8:
-            raise ValueError(f"slot_mapping must be contiguous: its stride is {view.strides[0]} bytes, not 8")
+        if view.shape[0] > 1 and view.strides[0] != item:
+            raise ValueError(f"slot_mapping must be contiguous: its stride is {view.strides[0]} bytes, not {item}")
         self.slots = <const int64_t *>view.buf
         self.num_tokens = view.shape[0]
+        if item == sizeof(int64_t):
+            return 0
+        self.slots = self.wide_slots = <int64_t *>PyMem_Malloc(<size_t>(self.num_tokens + 1) * sizeof(int64_t))
+        if self.wide_slots == NULL:
+            raise MemoryError(f"no memory for {self.num_tokens} slots as int64")
+        for i in range(self.num_tokens):
+            self.wide_slots[i] = (<const int32_t *>view.buf)[i]
         return 0
 
     cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t head_dim, const pp_kv_pool *pool) except *:
@@ -230,7 +234,7 @@ cdef class KvCachePool:
 
     page_size       elements per page
     initial_pages   the number of pages
-    dtype           "float32", "float16", "bfloat16" or "uint8"
+    dtype           "float32", "float16", "bfloat16" or "uint8", or these dtypes of NumPy, ml_dtypes or torch
 
     The constructor makes a flat pool of plain pages (`alloc`, `free`, `page`); `from_layout` makes one that knows
     layers, heads and tokens. `memoryview(pool)` and DLPack export all elements in one dimension (`memoryview` shows
@@ -245,7 +249,7 @@ cdef class KvCachePool:
     """
 
     def __cinit__(self, page_size, initial_pages, dtype="float32"):
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        name = dtype_name("dtype", dtype)
         if name not in ELEMENTS:
             raise ValueError(f"dtype must be one of {', '.join(ELEMENTS)}, not {name!r}")
         elements, pages = integer("page_size", page_size), integer("initial_pages", initial_pages)
@@ -378,10 +382,13 @@ cdef class KvCachePool:
         """Writes the K and V of tokens of one layer into their slots.
 
         layer          the number of the layer, from 0
-        slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token
+        slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token. int32 is copied
         k, v           (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to
-                       nearest even) or the pool's dtype; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack. What
-                       the pool quantises may be float32, float16 or bfloat16. Leave v out if the layout has V in K
+                       nearest even) or the pool's dtype, and float16 for bfloat16 pages (rounded); any of the
+                       three for what the pool quantises; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack. Leave
+                       v out if the layout has V in K
+
+        All of them by the buffer protocol or DLPack, tensors of torch for example.
 
         Checks slots for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a wrong shape,
         stride or layer and for arguments that lie in the pool's own pages, `InvalidSlot` for a slot out of range; then
@@ -406,7 +413,8 @@ cdef class KvCachePool:
             )
         self.unpin()
         if status == PP_INVALID_SLOT:
-            raise invalid_slot(np.asarray(slot_mapping), self.c_pool.num_blocks * self.c_pool.layout.block_size)
+            slots = np.asarray(<const int64_t[:rows.num_tokens]>rows.slots)
+            raise invalid_slot(slots, self.c_pool.num_blocks * self.c_pool.layout.block_size)
         if status != PP_OK:
             raise ValueError(f"cannot append to layer {number}: status {status}")
 
@@ -456,35 +464,33 @@ cdef class KvCachePool:
         self.allocator.free(i)
 
     def page(self, i):
-        """Returns a writable view of page i: `page_size` elements (uint16 bits for bfloat16). It keeps the memory.
+        """Returns a writable view of page i: `page_size` elements. It keeps the memory.
 
-        Any page may be viewed, free or not. Raises `InvalidBlock` when i is out of range.
+        bfloat16 comes as uint16, its bits; DLPack shows it as bfloat16 (`torch.from_dlpack`). Any page may be viewed,
+        free or not. Raises `InvalidBlock` when i is out of range.
         """
         cdef int32_t number
         self.check_open()
         read_id(i, &number)
         if not 0 <= number < self.c_pool.num_blocks:
             raise InvalidBlock(f"page {number} is out of range: the pool has {self.c_pool.num_blocks} pages")
-        return np.frombuffer(
+        elements = np.frombuffer(
             self.buffer, VIEWS[self.kind], self.page_size, number * self.c_pool.layout.block_bytes
         )
+        return elements.view(BFloat16Bits) if self.kind == PP_BF16 else elements
 
     def numpy(self):
         """Returns a writable view (max_blocks, page_size) of all pages. It keeps the memory.
 
-        bfloat16 comes as `ml_dtypes.bfloat16` if that package is installed, else as uint16 bits.
+        bfloat16 comes as uint16, its bits; DLPack shows it as bfloat16 (`torch.from_dlpack`), and so does
+        `pool.numpy().view(ml_dtypes.bfloat16)`.
         """
         self.check_open()
         # np.asarray would take a MemoryError for "no buffer"; frombuffer does not take an empty one.
         dtype = VIEWS[self.kind]
         flat = np.frombuffer(self.buffer, dtype) if self.c_pool.num_blocks else np.empty(0, dtype)
         pages = flat.reshape(self.c_pool.num_blocks, self.page_size)
-        if self.kind == PP_BF16:
-            try:
-                return pages.view(import_module("ml_dtypes").bfloat16)
-            except ModuleNotFoundError:
-                return pages
-        return pages
+        return pages.view(BFloat16Bits) if self.kind == PP_BF16 else pages
 
     def grow(self, num_blocks):
         """Raises the number of blocks to `num_blocks`. Nothing moves; memory is committed when pages are touched.

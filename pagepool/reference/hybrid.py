@@ -18,6 +18,7 @@ import numpy as np
 from pagepool.errors import PoolError, StaleHandle
 from pagepool.reference.allocator import count_of
 from pagepool.reference.block_table import PagedSeqState
+from pagepool.reference.snapshot import StateHandle
 
 __all__ = ["Checkpoint", "HybridSequence"]
 
@@ -48,7 +49,8 @@ class HybridSequence:
         self.label = label
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
         request = label if isinstance(label, int) and label else 1
-        self.state = None if states is None else states.handle(states.alloc(request))
+        is_handle = isinstance(states, StateHandle)
+        self.state = states if states is None or is_handle else states.handle(states.alloc(request))
         self.len = 0
         self.closed = False
         self.checkpoints: list[Checkpoint] = []

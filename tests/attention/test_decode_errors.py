@@ -99,7 +99,7 @@ def test_what_is_no_pool(call):
 
 
 @pytest.mark.parametrize("name", ["block_tables", "seq_lens"])
-@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.int16, np.float32])
+@pytest.mark.parametrize("dtype", [np.uint64, np.uint32, np.int16, np.float32, np.float64, ">i8", "M8[s]"])
 def test_tables_of_another_dtype(call, name, dtype):
     refused(call, TypeError, name, **{name: lambda array: np.zeros(array.shape, dtype)})
 
@@ -296,7 +296,7 @@ def test_an_out_of_16_bit_that_cannot_be_written_so(call, narrow):
         (None, TypeError, "query_start_loc must be an array: it says where each sequence's tokens begin in q"),
         (3, TypeError, "query_start_loc"),
         ([0, 1, 2, 3], TypeError, "query_start_loc"),
-        (np.arange(4), TypeError, "query_start_loc must be int32"),
+        (np.arange(4.0), TypeError, "query_start_loc must be int32 or int64, not float64"),
         (np.arange(4, dtype=np.int32)[::-1], ValueError, "query_start_loc"),
         (np.zeros((4, 1), np.int32), ValueError, "query_start_loc must have 1 dimension, not 2"),
         (np.arange(3, dtype=np.int32), ValueError, "must have 4 entries for 3 sequences, not 3"),

@@ -326,7 +326,7 @@ STARTS = np.array([0, 2, 5], np.int32)
 @pytest.mark.parametrize(
     ("changed", "error", "match"),
     [
-        ({"query_start_loc": STARTS.astype(np.int64)}, TypeError, "query_start_loc must be int32"),
+        ({"query_start_loc": STARTS.astype(np.uint32)}, TypeError, "must be int32 or int64, not uint32"),
         ({"query_start_loc": STARTS[:2]}, ValueError, "3 entries for 2 sequences, not 2"),
         ({"query_start_loc": np.array([0, 2, 4], np.int32)}, ValueError, "the 5 query tokens of q, not from 0 to 4"),
         ({"query_start_loc": np.array([1, 2, 5], np.int32)}, ValueError, "not from 1 to 5"),

@@ -4,6 +4,24 @@
 from pagepool.memory.arrays cimport Buffer, get_buffer, release_buffer
 
 
+cdef class Halves:
+    """bfloat16 of a library whose arrays have the buffer protocol, but not for that, and DLPack."""
+
+    cdef object tensor
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        raise BufferError("the buffer protocol has no bfloat16")
+
+    def __releasebuffer__(self, Py_buffer *view):
+        pass
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+
 def describe(source):
     """Whether it was read where it lies, and the buffer as it was shown."""
     cdef Buffer buffer

@@ -41,6 +41,16 @@ MESSAGES = set()
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
 
 
+class Shown:
+    """An array that speaks DLPack only."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+
 class World:
     """Everything that the operations work on, and what must not change when one fails."""
 
@@ -57,8 +67,10 @@ class World:
         self.strided = np.ones((3, 2, 8), np.float32)[:, :1]
         self.slots = np.array([0, 1, 2])
         self.views = [memoryview(array) for array in (self.slots, self.k, self.k)]
+        self.shown = [Shown(array) for array in (self.slots.astype(np.int32), self.k, self.k)]
         self.large = KvCachePool.from_layout(LARGE, 2)
         self.ssm = SsmStatePool.from_layout(STATES, 3)
+        self.used = [self.ssm.alloc(1)]
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
         self.timed = PrefixCache(self.allocator, 4, "priority")
@@ -69,10 +81,10 @@ class World:
         self.ids = np.array(self.many, np.int32)
         self.found = np.zeros(100, np.int32)
 
-    def decode(self, **options):
+    def decode(self, ints=np.int32, **options):
         """The last two tokens of two sequences that share their blocks."""
         q, starts = np.ones((4, 1, 8), np.float32), np.array([0, 2, 4], np.int32)
-        tables = np.array([self.parent.blocks] * 2, np.int32)
+        tables = np.array([self.parent.blocks] * 2, ints)
         lens = np.array([6, 6], np.int32)
         return decode(q, self.pool, 0, tables, lens, query_start_loc=starts, num_threads=1, **options)
 
@@ -134,9 +146,12 @@ OPERATIONS = {
     "append of k and v": lambda world: world.pool.append(0, world.slots, world.k, world.k),
     "append of k and v with other strides": lambda world: world.pool.append(0, world.slots, world.k, world.strided),
     "append by the buffer protocol": lambda world: world.pool.append(0, *world.views),
+    "append of int32 slots": lambda world: world.pool.append(0, world.slots.astype(np.int32), world.k, world.k),
+    "append of float16": lambda world: world.pool.append(0, world.slots, *[world.k.astype(np.float16)] * 2),
     "gather": lambda world: world.pool.gather(0, world.many, 300),
     "decode of trees": lambda world: world.decode(custom_mask=[np.ones((2, 2), bool), None]),
     "decode of bits": lambda world: world.decode(custom_mask=np.full(4, 255, np.uint8)),
+    "decode by tables of int64": lambda world: world.decode(np.int64),
     "decode with every result": lambda world: world.decode(return_lse=True, return_block_scores=True),
     "prefill": lambda world: world.prefill(),
     "page": lambda world: world.pool.page(3),
@@ -174,6 +189,11 @@ OPERATIONS = {
     "states of a layout": lambda world: SsmStatePool.from_layout(STATES, 3),
     "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
     "lend": lambda world: world.ssm.alloc(5000),
+    "lend neighbours": lambda world: world.ssm.alloc_run([5000, 5001]),
+    "gather states": lambda world: world.ssm.gather(1, "b", world.used * 100),
+    "scatter states": lambda world: world.ssm.scatter(0, "a", world.used, np.ones((1, 4), np.float32)),
+    "append by dlpack": lambda world: world.pool.append(0, *world.shown),
+    "numpy and its dlpack": lambda world: world.pool.numpy().__dlpack__(),
 }
 
 

@@ -229,6 +229,7 @@ OPERATIONS = {
     "begin of a handle": lambda world: world.handle.begin(),
     "fork of a handle": lambda world: world.handle.fork(),
     "hybrid": lambda world: HybridSequence(world.groups, world.pool),
+    "hybrid of a handle": lambda world: HybridSequence(world.groups, world.lent),
     "append to a hybrid": lambda world: world.hybrid.append(700),
     "adopt": lambda world: world.new.adopt([world.many[:270], world.many[:270]], 1077),
     "trim": lambda world: world.hybrid.trim(),

@@ -59,6 +59,29 @@ def test_the_pools_own_dtype_is_copied(dtype):
     np.testing.assert_array_equal(pool.gather(0, [0, 1], 5), [widened(k, dtype), widened(v, dtype)])
 
 
+def test_float16_is_rounded_into_pages_of_bfloat16():
+    pool = make("bfloat16")
+    every = np.arange(2**16, dtype=np.uint16)
+    every = every[every & 0x7C00 != 0x7C00].view(np.float16)  # but infinities and NaN
+    k = np.resize(every, (2, 12, HEADS, DIM))
+    for first in range(0, every.size, k.size):
+        k.reshape(-1)[:] = np.resize(every[first:], k.size)
+        views = np.ascontiguousarray(k.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+        for rows in (k, views):
+            pool.append(1, np.arange(12), *rows)
+            np.testing.assert_array_equal(pool.gather(1, [0, 1, 2], 12), widened(k.astype(np.float32), "bfloat16"))
+    special = np.full((12, HEADS, DIM), np.inf, np.float16)
+    special[0] = np.nan
+    pool.append(1, np.arange(12), special, -special)
+    got = pool.gather(1, [0, 1, 2], 12)
+    assert np.isnan(got[0][0]).all() and (got[0][1:] == np.inf).all() and (got[1][1:] == -np.inf).all()
+    with pytest.raises(TypeError, match="k and v must have one dtype, not float16 and float32"):
+        pool.append(1, np.arange(12), special, special.astype(np.float32))
+    latent = KvCachePool.from_layout(KvLayout(1, 1, DIM, 4, v_head_dim=8, v_in_k=True), 1)
+    latent.append(0, np.arange(4), special[:4, :1])
+    assert (latent.gather(0, [0], 4)[1][1:] == np.inf).all()
+
+
 def test_bfloat16_of_ml_dtypes():
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="its arrays are what is tested")
     pool = make("bfloat16")
@@ -125,7 +148,7 @@ SLOTS = np.arange(4)
 @pytest.mark.parametrize(
     "slots, k, v, error, message",
     [
-        (SLOTS.astype(np.int32), K, V, TypeError, "slot_mapping must be int64, not int32"),
+        (SLOTS.astype(np.int16), K, V, TypeError, "slot_mapping must be int64 or int32, not int16"),
         (SLOTS.astype(np.uint64), K, V, TypeError, "not uint64"),
         (SLOTS.astype(np.float64), K, V, TypeError, "not float64"),
         (SLOTS.astype(">i8"), K, V, TypeError, "slot_mapping"),

@@ -19,8 +19,13 @@ class Own(np.ndarray):
 
 
 @pytest.fixture(scope="module")
-def describe(build_foreign):
-    return build_foreign(Path(__file__).with_name("foreign_buffers.pyx")).describe
+def foreign(build_foreign):
+    return build_foreign(Path(__file__).with_name("foreign_buffers.pyx"))
+
+
+@pytest.fixture(scope="module")
+def describe(foreign):
+    return foreign.describe
 
 
 def formats_alike(shown):
@@ -60,6 +65,22 @@ def test_plain_arrays_show_what_their_buffer_does(describe, array):
 def test_arrays_that_warn_when_they_are_written_are_read_only(describe):
     array = np.broadcast_arrays(np.zeros(3, np.float32), np.zeros((2, 3)))[0]
     assert describe(array) == (True, describe(array.view(Own))[1]) and describe(array)[1]["readonly"]
+
+
+def test_what_the_buffer_protocol_lacks_comes_by_dlpack(foreign):
+    ones = KvCachePool(16, 1, "bfloat16").page(0)
+    ones[:] = 0x3F80
+    halves = foreign.Halves(ones)
+    assert foreign.describe(halves)[1] == {
+        "at": ones.ctypes.data, "shape": [16], "strides": [2], "format": b"E", "itemsize": 2, "len": 32,
+        "readonly": False,
+    }  # fmt: skip
+    with pytest.raises(BufferError, match="no bfloat16"):
+        memoryview(halves)
+    released = memoryview(ones)
+    released.release()
+    with pytest.raises(ValueError, match="released memoryview"):
+        foreign.describe(released)
 
 
 def test_nothing_is_held_after_a_call_or_what_it_raised():

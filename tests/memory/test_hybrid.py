@@ -332,3 +332,24 @@ def test_a_refused_append_to_groups_grows_no_allocator():
     with pytest.raises(PoolExhausted, match="asked for 3 blocks, 2 of 2 are free"):
         sequence.append(12)
     assert [allocator.capacity for allocator in allocators] == [2, 2]
+
+
+def test_sequences_in_neighbouring_slots():
+    states, blocks = SsmStatePool.from_layout(STATES, 8), BlockAllocator(32)
+    run = states.alloc_run([7, 8, 9])
+    sequences = [HybridSequence([KvGroup(blocks, 4)], states.handle(slot), label=slot) for slot in run]
+    for sequence in sequences:
+        sequence.append(5)
+    states.view(0, "h")[run.start : run.stop] = [[1.0], [2.0], [3.0]]  # as a layer does that computes a batch
+    assert [sequence.state.view(0, "h")[0] for sequence in sequences] == [1, 2, 3]
+    assert [states.slot(slot).request_id for slot in run] == [7, 8, 9]
+    fork = sequences[1].fork()
+    assert fork.state.view(0, "h").tolist() == [2.0] * 3 and states.used_count == 4
+    sequences[0].release()
+    assert states.used_count == 3
+    with pytest.raises(StaleHandle, match="slot 0 was released: it may be another's by now"):
+        HybridSequence([KvGroup(blocks, 4)], sequences[0].state)
+    for sequence in (*sequences[1:], fork):
+        sequence.release()
+    assert (states.used_count, blocks.free_count) == (0, 32)
+    states.check()

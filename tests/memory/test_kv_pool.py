@@ -1,11 +1,12 @@
 """KvCachePool: pages, flat and from a layout. What append takes is in test_append.py."""
 
 import gc
+import sys
 
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout, PoolExhausted
+from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout, PoolExhausted, SsmStatePool, StateLayout
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 VIEWS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -39,7 +40,7 @@ ONE = np.zeros(1, np.int64)
         (lambda: KvCachePool(1, -1), ValueError, "the number of pages must be from 0 to 2147483647, not -1"),
         (lambda: KvCachePool(1, 2**31), ValueError, "the number of pages must be from 0 to 2147483647, not 2147483648"),
         (lambda: KvCachePool(1, 1, "float64"), ValueError, "one of float32, float16, bfloat16, uint8, not 'float64'"),
-        (lambda: KvCachePool(1, 1, "int8"), ValueError, "one of float32, float16, bfloat16, not 'int8'"),
+        (lambda: KvCachePool(1, 1, "int8"), ValueError, "one of float32, float16, bfloat16, uint8, not 'int8'"),
         (lambda: KvCachePool(1.0, 1), TypeError, "page_size must be an integer, not float: 1.0"),
         (lambda: KvCachePool(1, 1.0), TypeError, "initial_pages must be an integer, not float: 1.0"),
         (lambda: KvCachePool(1 << 40, 2**31 - 1), MemoryError, "no room for 2147483647 pages of 4398046511104 bytes"),
@@ -133,18 +134,18 @@ def test_numpy_shows_blocks_by_elements():
     assert pool.page(2)[1] == 7
 
 
-def test_numpy_of_bfloat16_goes_through_ml_dtypes():
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="compares with ml_dtypes.bfloat16")
+@pytest.mark.parametrize("installed", [False, True])
+def test_views_of_bfloat16_are_its_bits_whatever_is_installed(monkeypatch, installed):
+    if installed:
+        pytest.importorskip("ml_dtypes", reason="looks for what its presence changes")
+    else:
+        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     pool = KvCachePool(4, 2, "bfloat16")
-    pages = pool.numpy()
-    assert pages.dtype == ml_dtypes.bfloat16 and pages.shape == (2, 4)
-    pages[1] = 1
-    assert pool.page(1).tolist() == [0x3F80] * 4
-
-
-def test_numpy_of_bfloat16_without_ml_dtypes(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
-    assert KvCachePool(4, 2, "bfloat16").numpy().dtype == np.uint16
+    states = SsmStatePool.from_layout(StateLayout(layers=[{"s": ((4,), "bfloat16")}]), 2)
+    for view in (pool.numpy(), pool.page(1), states.view(0, "s"), states.slot(1).state.view(0, "s")):
+        assert view.dtype == np.uint16 and view.flags.writeable
+    pool.numpy()[1] = 0x3F80
+    assert pool.page(1).tolist() == [0x3F80] * 4 and pool.numpy().shape == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +197,47 @@ def test_pools_may_share_an_allocator():
     assert second.total_pages == 6
 
 
-def test_dtype_may_be_a_numpy_dtype():
-    assert KvCachePool(1, 1, np.float16).dtype == KvCachePool(1, 1, np.dtype("f2")).dtype == "float16"
+class DtypeOfTorch:
+    """What torch's dtypes look like, without torch."""
+
+    __module__ = "torch"
+
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return f"torch.{self.name}"
+
+
+def test_dtype_may_be_one_of_numpy_torch_or_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its dtype is what is tested")
+    for name, *others in (
+        ("float16", np.float16, np.dtype("f2"), DtypeOfTorch("float16")),
+        ("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), DtypeOfTorch("bfloat16")),
+    ):
+        for other in others:
+            assert KvCachePool(1, 1, other).dtype == name
+            assert KvLayout(1, 1, 8, dtype=other) == KvLayout(1, 1, 8, dtype=name)
+    for wrong in (np.float64, DtypeOfTorch("int16"), "f2"):
+        for make in (lambda dtype: KvCachePool(1, 1, dtype), lambda dtype: KvLayout(1, 1, 8, dtype=dtype)):
+            with pytest.raises(ValueError, match=r"dtype must be one of float32, .*, not '(float64|int16|f2)'"):
+                make(wrong)
+    for wrong in (None, 5, object()):
+        with pytest.raises(TypeError, match="dtype must be a dtype or the name of one, not "):
+            KvLayout(1, 1, 8, dtype=wrong)
+
+
+def test_states_of_dtypes_of_torch():
+    of_torch, named = (
+        StateLayout(layers=[{"a": ((2,), of("bfloat16")), "b": ((3,), of("float32"))}]) for of in (DtypeOfTorch, str)
+    )
+    assert of_torch == named
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its dtype is what is tested")
+    for bfloat16 in (ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        layout = StateLayout(layers=[{"a": ((2,), bfloat16), "b": ((3,), "float32")}])
+        assert layout == named and SsmStatePool.from_layout(layout, 1).view(0, "a").dtype == np.uint16
+    with pytest.raises(ValueError, match=r"the dtype of state 'a' of layer 0 must be .*, not 'float4'"):
+        StateLayout(layers=[{"a": ((2,), DtypeOfTorch("float4"))}])
 
 
 def test_capacity_zero_is_legal():
