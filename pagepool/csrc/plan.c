@@ -20,8 +20,8 @@
  * head, over all chunks, and writes results and no records.  Its queries are read where they lie.  Units are numbered
  * from the last block, which sees most, to the first, in a block head by head.
  *
- * Whole chunks from the first that is seen on that several sequences of the former kind have in common, by their block ids, are
- * units by themselves, before all others: each is a run of sequences and a kv head, and leaves the records that each
+ * Whole chunks that several sequences of the former kind have in common, by their block ids, from the first that is seen
+ * on, are units by themselves, before all others: each is a run of sequences and a kv head, and leaves the records that each
  * sequence on its own would.  `order` is sorted by ids, so that what is shared lies side by side, level by level:
  *
  *   shared[i]           sequences order[first, first + count) share `chunk`

@@ -385,8 +385,8 @@ cdef class KvCachePool:
         slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token. int32 is copied
         k, v           (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to
                        nearest even) or the pool's dtype, and float16 for bfloat16 pages (rounded); any of the
-                       three for what the pool quantises; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack. Leave
-                       v out if the layout has V in K
+                       three for what the pool quantises; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack.
+                       Leave v out if the layout has V in K
 
         All of them by the buffer protocol or DLPack, tensors of torch for example.
 
