@@ -4,7 +4,8 @@
     python bench/peers.py [--peers build/peers] [--peer vllm,ggml] [--shape S1] [--dtype bfloat16] [--threads 1,2]
 
 Peers: vLLM's CPU kernel and OpenVINO's paged attention over their own paged caches (shuffled blocks), torch's
-scaled_dot_product_attention and FlexAttention and llama.cpp's flash attention over contiguous K and V. All hold the
+scaled_dot_product_attention and FlexAttention and llama.cpp's flash attention over contiguous K and V. `--dtype int8`:
+our pages of int8 beside OpenVINO's of u8 and vLLM's of fp8, whose errors are those of their storing. All hold the
 same numbers, which every dtype stores exactly, rotate over copies, so that none finds them in a cache, and get huge
 pages. Of each is printed: the median over the rounds, how many times as long as ours it takes, its share of the limit
 of the same rounds (see limit.py), and its largest error against float64. Peers whose environment is missing are left

@@ -11,7 +11,7 @@ SHAPES = {
     "S5": (32, 4, 64, 1, 512),
     "tiny": (8, 2, 64, 2, 128),
 }
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}  # without scales
 COLD = 400e6  # bytes of K and V to rotate over, so that no cache has those of the next call
 
 # What decode should reach of the streaming limit with 1 and 2 threads, by the bytes of an element.
@@ -61,4 +61,5 @@ def target(shape, dtype, threads, binds):
         return FMA_TARGET
     if shape not in TARGETS or threads not in (1, 2):
         return None
-    return TARGETS[shape][ITEM_BYTES[dtype]][threads - 1]
+    wanted = TARGETS[shape].get(ITEM_BYTES[dtype])
+    return wanted and wanted[threads - 1]

@@ -15,7 +15,12 @@ from sides.common import Side as Base
 
 BLOCK_SIZE = 32
 FILL_BLOCKS = 64  # of one call that fills the caches
-PRECISIONS = {"float32": ("f32", "f32"), "float16": ("f16", "f32"), "bfloat16": ("bf16", "bf16")}  # cache, arithmetic
+PRECISIONS = {
+    "float32": ("f32", "f32"),
+    "float16": ("f16", "f32"),
+    "bfloat16": ("bf16", "bf16"),
+    "int8": ("u8", "f32"),
+}  # cache, arithmetic
 
 
 def model(num_qo_heads, num_kv_heads, head_dim):

@@ -13,7 +13,8 @@ torch.set_grad_enabled(False)
 
 def tensor(values, unit, dtype):
     """int8 times a power of two, exact in every dtype."""
-    return torch.from_numpy(values.copy()).to(getattr(torch, dtype)) * float(unit)
+    kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    return torch.from_numpy(values.copy()).to(kind) * float(unit)
 
 
 class TorchSide(Side):

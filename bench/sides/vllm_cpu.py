@@ -1,4 +1,4 @@
-"""vLLM's CPU kernel over its own paged cache of shuffled blocks."""
+"""vLLM's CPU kernel over its own paged cache of shuffled blocks; for pages of a byte an element its fp8, in bfloat16."""
 
 import math
 
@@ -19,7 +19,8 @@ class Side(TorchSide):
     def __init__(self, case):
         super().__init__(case)
         num_seqs, context = case.k.shape[:2]
-        self.kind = getattr(torch, case.dtype)
+        self.kind = getattr(torch, "bfloat16" if case.dtype == "int8" else case.dtype)
+        self.cache = "fp8_e4m3" if case.dtype == "int8" else "auto"
         self.q = torch.from_numpy(case.q).to(self.kind)
         self.out = torch.empty_like(self.q)
         self.starts = torch.arange(num_seqs + 1, dtype=torch.int32)
@@ -31,11 +32,12 @@ class Side(TorchSide):
         case = self.case
         num_seqs, _, num_kv_heads, head_dim = case.k.shape
         tables = torch.from_numpy(case.tables(size))
-        first = torch.zeros(tables.numel(), num_kv_heads, 2 * size, head_dim, dtype=self.kind)
+        stored = torch.uint8 if self.cache != "auto" else self.kind
+        first = torch.zeros(tables.numel(), num_kv_heads, 2 * size, head_dim, dtype=stored)
         for row in range(num_seqs):
-            k, v = (tensor(x[row], case.UNIT, case.dtype) for x in (case.k, case.v))
+            k, v = (tensor(x[row], case.UNIT, self.kind) for x in (case.k, case.v))
             slots = (tables[row].long()[:, None] * size + torch.arange(size)).reshape(-1)
-            ops.cpu_attn_reshape_and_cache(k, v, *first.chunk(2, dim=2), slots, ISA, kv_cache_dtype="auto")
+            ops.cpu_attn_reshape_and_cache(k, v, *first.chunk(2, dim=2), slots, ISA, kv_cache_dtype=self.cache)
         caches = [first, *(first.clone() for _ in range(case.copies - 1))]
         return tables, [cache.chunk(2, dim=2) for cache in caches]
 
@@ -43,17 +45,17 @@ class Side(TorchSide):
         num_seqs, _, num_kv_heads, head_dim = self.case.k.shape
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_seqs, self.q.shape[1], num_kv_heads, head_dim, self.lens, self.kind, self.starts, True, -1, ISA, True,
-            None, "auto",
+            None, self.cache,
         )  # fmt: skip
         return {f"blocks of {size}": Call(self.call(plan, *made), self.output) for size, made in self.caches.items()}
 
     def call(self, plan, tables, caches):
-        scale, copies = 1 / math.sqrt(self.q.shape[2]), self.case.copies
+        scale, copies, cache = 1 / math.sqrt(self.q.shape[2]), self.case.copies, self.cache
 
         def run(i):
             ops.cpu_attention_with_kv_cache(
                 self.q, *caches[i % copies], self.out, self.starts, self.lens, scale, True, None, -1, tables, 0.0,
-                plan, None, None, 1.0, 1.0, "auto",
+                plan, None, None, 1.0, 1.0, cache,
             )  # fmt: skip
             return self.out
 
