@@ -2,6 +2,7 @@
 
     python bench/pictures.py [--peers build/peers]       measures like peers.py, about 5 minutes, and draws
     python bench/pictures.py --redraw                    draws build/pictures.json again
+    python bench/pictures.py --prefill FILE              draws what `prefill.py --peer --json FILE` has measured
 
 Needs matplotlib. Everything measured goes to build/pictures.json.
 """
@@ -131,12 +132,70 @@ def draw(measured, dtype, path):
         pyplot.close(figure)
 
 
+def draw_prefill(measured, path):
+    """Shares of the FMA rate over the length of a prompt, ours and torch's: a panel for each number of threads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = measured["peers"]
+    threads = sorted({row["threads"] for row in rows})
+    dashes = {"float32": "-", "bfloat16": "--"}
+    with pyplot.rc_context(STYLE):
+        figure, panels = pyplot.subplots(1, len(threads), figsize=(5.3 * len(threads), 3.9), squeeze=False)
+        for axes, count in zip(panels[0], threads, strict=True):
+            for dtype, dash in dashes.items():
+                own = sorted(
+                    (row for row in rows if (row["threads"], row["dtype"]) == (count, dtype)), key=lambda r: r["tokens"]
+                )
+                tokens = [row["tokens"] for row in own]
+                for name, key, colour in (("pagepool", "share", OURS), ("torch SDPA", "torch_share", COLOURS["flex"])):
+                    shares = [row[key] for row in own]
+                    axes.plot(tokens, shares, dash, color=colour, lw=1.8, marker="o", ms=3.5, label=f"{name}, {dtype}")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(tokens, [f"{number:,}" for number in tokens])
+            axes.set_ylim(0, 1)
+            axes.grid(axis="y", color="#e6e6e6", lw=0.8, zorder=0)
+            axes.tick_params(length=0)
+            axes.set_title(f"{count} thread{'s' * (count > 1)}", loc="left", fontsize=10, color=INK, pad=8)
+            axes.set_xlabel("tokens of the prompt")
+            for edge in ("top", "right", "left"):
+                axes.spines[edge].set_visible(False)
+        panels[0][0].set_ylabel("share of the FMA rate")
+        figure.suptitle(
+            "Prefill attention: share of the rate of multiply-adds",
+            x=0.055, y=0.975, ha="left", fontsize=12.5, fontweight="bold",
+        )  # fmt: skip
+        figure.legend(
+            *panels[0][0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.045, 0.925), ncols=4,
+            frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.5, handletextpad=0.5,
+        )  # fmt: skip
+        figure.text(
+            0.055,
+            0.022,
+            f"One prompt, 32/8 heads {TIMES} 128, causal; the rate is measured in the same round. "
+            f"{measured['machine']}, {max(threads)} cores, {measured['date']}. Higher is better.",
+            fontsize=7.5,
+            color="#5c5c5c",
+            va="bottom",
+        )
+        figure.subplots_adjust(left=0.055, right=0.99, top=0.76, bottom=0.21, wspace=0.1)
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser, rounds=5, seconds=0.06)
     add_peer_options(parser)
+    parser.add_argument("--prefill", type=Path, metavar="FILE", help="draw what prefill.py --peer has measured")
     parser.add_argument("--redraw", action="store_true", help="draw what was measured before")
     options = parser.parse_args(arguments)
+    if options.prefill:
+        draw_prefill(json.loads(options.prefill.read_text()), FOLDER / "prefill.png")
+        return 0
     record = options.json or MEASURED
     if options.redraw:
         measured = json.loads(record.read_text())

@@ -35,7 +35,7 @@ import pagepool
 MOST_DIFFERENCE = 0.10  # between the rates before and after
 ATTEMPTS = 20  # at a round
 CELL = re.compile(r"(\d+)/(\d+)x(\d+):(\d+)x(\d+)(?:\+(\d+))?(?::(\d+))?")
-PEER_LENGTHS = (128, 512, 2048, 8192)
+PEER_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -223,23 +223,24 @@ def python_with_torch(folder):
     return None
 
 
-def compare(options):
-    """Ours beside torch, round by round, over pages and K, V, queries and results of the same dtype."""
+def compare(options, machine):
+    """Ours beside torch and the FMA rate, round by round, over pages and K, V, queries and results of one dtype."""
     python = python_with_torch(options.peers)
     if python is None:
         print(f"no environment in {options.peers} has torch: python bench/peers.py --install makes one")
         return []
     rows = []
     peer = Process(python, "", {}, "sides/torch_prefill.py")
-    print(f"{'heads:prompts':24} {'dtype':9} {'threads':>7} {'ours, ms':>10} {'torch, ms':>10} {'times':>6}")
+    print(f"{'heads:prompts':24} {'dtype':9} threads   ours, ms  torch, ms  times  share  torch")
     for length in PEER_LENGTHS:
         for dtype in options.dtype:
             cell = replace(LONG, new=length, dtype=dtype)
             ours = Prefill(cell, wide=False)
             for threads in options.threads:
                 ours.run(threads)
-                pairs = []
+                pairs, shares = [], []
                 for _ in range(options.rounds):
+                    rate = machine.rate("fma", threads)
                     peer.tell(
                         heads=cell.heads,
                         kv_heads=cell.kv_heads,
@@ -254,8 +255,11 @@ def compare(options):
                         print(f"torch: {answer['failed']}")
                         return rows
                     pairs.append((ours.seconds(threads, options.seconds), answer["seconds"]))
+                    rate = max(rate, machine.rate("fma", threads))
+                    shares.append([cell.operations / took / rate for took in pairs[-1]])
                 mine, theirs = (1e3 * median(column) for column in zip(*pairs, strict=True))
                 times = median(b / a for a, b in pairs)
+                share, torch_share = (median(column) for column in zip(*shares, strict=True))
                 rows.append(
                     {
                         "cell": str(cell),
@@ -264,9 +268,16 @@ def compare(options):
                         "ms": mine,
                         "torch_ms": theirs,
                         "times": times,
+                        "tokens": length,
+                        "share": share,
+                        "torch_share": torch_share,
                     }
                 )
-                print(f"{cell!s:24} {dtype:9} {threads:7} {mine:10.2f} {theirs:10.2f} {times:6.2f}", flush=True)
+                print(
+                    f"{cell!s:24} {dtype:9} {threads:7} {mine:10.2f} {theirs:10.2f} {times:6.2f} {share:6.2f} "
+                    f"{torch_share:6.2f}",
+                    flush=True,
+                )
     peer.quit()
     return rows
 
@@ -284,9 +295,9 @@ def main(arguments=None):
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     options = parser.parse_args(arguments)
     machine = Machine()
-    result = {"machine": cpu_name(), "cpu_info": pagepool.cpu_info()}
+    result = {"machine": cpu_name(), "date": time.strftime("%Y-%m-%d"), "cpu_info": pagepool.cpu_info()}
     if options.peer:
-        result["peers"] = compare(options)
+        result["peers"] = compare(options, machine)
     else:
         print(HEAD)
         result["rows"] = measure(cells_of(options), machine, options)

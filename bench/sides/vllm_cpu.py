@@ -1,4 +1,4 @@
-"""vLLM's CPU kernel over its own paged cache of shuffled blocks; for pages of a byte an element its fp8, in bfloat16."""
+"""vLLM's CPU kernel over its own paged cache of shuffled blocks; for elements of a byte its fp8, in bfloat16."""
 
 import math
 
