@@ -33,6 +33,7 @@ class Request:
     epoch: int = 0  # how many blocks the cache had been told to forget when it began
     prefill_end: int = 0
     swapped: tuple[int, list[Any], int] | None = None
+    awaits: tuple[Request, int] | None = None  # while deferred: whom, and how many tokens that one is to read first
     counted: bool = False
     num_cached: int = 0
     num_preemptions: int = 0

@@ -189,7 +189,7 @@ class Scheduler(Admission):
             self.forget(request)
             if request in self.ring:
                 self.gone(request)
-            request.state = "finished"
+            request.state, request.awaits = "finished", None
             self.finished.append(request)
             self.tenants.leave(request)
 

@@ -32,9 +32,10 @@ class Refusal(NamedTuple):
 class Admission:
     """Moves sequences from the waiting queue to the active ones, with the blocks that the prefix cache has for them.
 
-    Nobody overtakes the request that is next: a large one is not starved by small ones behind it. When it did not fit,
-    it is tried again when there is more room, when more of its prompt is cached, so that it wants fewer blocks, or when
-    a sequence has gone, which counts for quotas, hysteresis and admission of whole requests.
+    Nobody overtakes the request that is next: a large one is not starved by small ones behind it. Only one whose next
+    blocks another is computing lets others pass: it is deferred until it finds them in the prefix cache. When the next
+    one did not fit, it is tried again when there is more room, when more of its prompt is cached, so that it wants
+    fewer blocks, or when a sequence has gone, which counts for quotas, hysteresis and admission of whole requests.
     """
 
     config: SchedulerConfig
@@ -59,6 +60,7 @@ class Admission:
         """Admit until the next one has to wait."""
         config, active, waiting = self.config, self.active, self.waiting
         backlog = config.max_prefill_backlog
+        waiting.resume(now, self.prefix.will_publish)
         while len(waiting) and len(active) < config.max_sequences and (backlog is None or active.unread < backlog):
             seq = waiting.peek(self, now, self.tenants.may_start)
             if seq is None:
@@ -66,6 +68,10 @@ class Admission:
             room = self.blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
+            leader = None if waiting.is_aged(seq, now) else self.prefix.leader(seq, active.prefills.values())
+            if leader is not None:
+                waiting.defer(seq, *leader)
+                continue
             if not self._start(seq, now):
                 inserted = self.prefix.inserted  # before it is looked up: others may use the cache, too
                 self.refusal = Refusal(seq, active.num_gone, room, self.prefix.cached(seq), inserted)

@@ -13,7 +13,7 @@ from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
-from pagepool.scheduling.request import Sequence, by_id
+from pagepool.scheduling.request import SeqState, Sequence, by_id
 
 __all__ = ["PrefixAdapter", "check_has"]
 
@@ -75,7 +75,7 @@ class PrefixAdapter:
 
         Raises TypeError or ValueError for tokens, keys, a priority and a ttl that the cache does not take.
         """
-        root_key(seq.cache_salt, seq.extra_keys)
+        seq._key = root_key(seq.cache_salt, seq.extra_keys)
         seq._group = group
         if self.cache is not None:
             seq._row = token_row(np.array(seq.prompt_tokens))
@@ -95,6 +95,36 @@ class PrefixAdapter:
         prompt = seq._row[: len(seq.prompt_tokens)]
         count: int = self.cache.cached_tokens(prompt, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
         return count
+
+    def leader(self, seq: Sequence, prefills: Iterable[Sequence]) -> tuple[Sequence, int] | None:
+        """The one of `prefills` that computes the next blocks of `seq`, and how many tokens it will have read when the
+        last of these is cached; None when none does, or only those of lower priority.
+
+        A prompt that shares nothing costs a comparison of one block with each of them.
+        """
+        if self.cache is None:
+            return None
+        size, prompt = self._blocks.block_size, seq.prompt_tokens
+        head, most = prompt[:size], min(len(prompt), seq.total_tokens - 1) // size * size
+        leader, until = None, 0
+        for other in prefills:
+            end = min(most, len(other.prompt_tokens) // size * size)
+            if other.fed >= end or other.prompt_tokens[:size] != head or other._key != seq._key:
+                continue
+            if other._rank[:2] > seq._rank[:2] or not self.will_publish(other):
+                continue
+            differs = np.flatnonzero(seq._row[:end] != other._row[:end])
+            shared = int(differs[0]) // size * size if len(differs) else end
+            if shared > max(other.fed, until):
+                leader, until = other, shared
+        if leader is None:
+            return None
+        known = max(seq.fed, self.cached(seq), 0 if seq._swapped is None else seq._swapped.end)
+        return (leader, until) if known < until else None
+
+    def will_publish(self, seq: Sequence) -> bool:
+        """Whether `seq` is reading its prompt, and others may find the blocks that it fills."""
+        return seq.state is SeqState.PREFILLING and bool(seq._cache_epoch == self.cache.forgotten)
 
     def begin(self, seq: Sequence) -> None:
         """`seq` has an empty state: it computes all of its blocks anew, but for those in the swap file."""

@@ -74,6 +74,8 @@ class Sequence:
     # Its place in every order, and the step in which it came; set by the scheduler.
     _rank: Rank = field(default=(1, 0, 0), init=False)
     _arrived: int = field(default=0, init=False)
+    # While it is deferred: the one that computes its next blocks, and how many tokens that one is to read first.
+    _awaits: tuple[Sequence, int] | None = field(default=None, init=False)
     # The most outputs that it may get; what counts as its prompt since it was admitted, recomputed outputs too.
     _max_output: int = field(init=False)
     _prefill_end: int = field(init=False)
@@ -81,9 +83,10 @@ class Sequence:
     _counted: bool = field(default=False, init=False)
     _group: int = field(default=0, init=False)
     _swapped: Any = field(default=None, init=False)
-    # For the prefix cache (see prefix_adapter.py): its first `_row_end` tokens as an array, how many of its leading
-    # blocks came from or were offered to the cache, whether the cache took them all, and how many blocks the cache had
-    # been told to forget when it began.
+    # For the prefix cache (see prefix_adapter.py): the key of its salt and extra keys, its first `_row_end` tokens as
+    # an array, how many of its leading blocks came from or were offered to the cache, whether the cache took them all,
+    # and how many blocks the cache had been told to forget when it began.
+    _key: bytes = field(default=b"", init=False)
     _row: Any = field(default=None, init=False)
     _row_end: int = field(init=False)
     _published: int = field(default=0, init=False)

@@ -94,7 +94,7 @@ class Scheduler:
     config        a `SchedulerConfig`; default: its defaults
     pool          a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
     prefix_cache  a `PrefixCache` over the same allocator: requests begin with the blocks that it has for their first
-                  tokens, and leave their full blocks to it
+                  tokens, and leave their full blocks to it; one whose next blocks another is computing waits for them
     swap          a `SwapFile` over the pool, for the preemption action "swap" of the config
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
@@ -542,6 +542,8 @@ class Scheduler:
         if seq.state is FINISHED or seq.state is WAITING:
             blocks.close([seq])
             seq._swapped = None
+            if seq.state is FINISHED:
+                seq._awaits = None
             if seq.state is WAITING:
                 seq.fed = seq._published = 0
             return
@@ -556,7 +558,7 @@ class Scheduler:
             seq._published, seq._all_cached = min(seq._published, blocks.blocks_for(seq.fed)), False
         if seq.state is not PREEMPTED:
             seq.state = DECODING if seq.fed >= seq._prefill_end else PREFILLING
-            seq._swapped = None
+            seq._swapped = seq._awaits = None
         elif seq._swapped is not None and seq._swapped.first != seq.fed:
             seq._swapped = None
 
@@ -618,6 +620,8 @@ class Scheduler:
 
     def _audit_sequence(self, seq: Sequence, slots: int) -> str | None:
         held = 0 if seq.kv is None else seq.kv.len
+        if seq._awaits is not None and seq.state is not WAITING and seq.state is not PREEMPTED:
+            return f"it is deferred until sequence {seq._awaits[0].id} has read {seq._awaits[1]} tokens"
         if seq.state is FINISHED or seq.state is WAITING:
             return None if seq.kv is None and seq._swapped is None else f"it has {held} tokens in blocks, or a ticket"
         if seq.stopped or seq.at_limit or not 0 <= seq.fed <= seq.total_tokens:

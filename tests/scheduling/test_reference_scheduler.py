@@ -57,7 +57,9 @@ class World:
         seq = self.scheduler.get_sequence(seq_id)
         state = seq.state if isinstance(seq.state, str) else seq.state.value
         held = None if seq.kv is None else seq.kv.len
-        return state, seq.fed, held, seq.num_cached, seq.num_preemptions, seq.output_tokens
+        awaits = seq.awaits if hasattr(seq, "awaits") else seq._awaits
+        leader = awaits and (awaits[0].id, awaits[1])
+        return state, seq.fed, held, seq.num_cached, seq.num_preemptions, seq.output_tokens, leader
 
 
 def random_config(rng, num_blocks):
