@@ -26,7 +26,9 @@ class Request:
     arrived: int = 0
     output_tokens: list[int] = field(default_factory=list)
     state: str = "waiting"
-    stopped: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    request_id: Any = None
+    stopped_by: str | None = None
     kv: Any = None
     fed: int = 0
     published: int = 0
@@ -53,6 +55,23 @@ class Request:
     def at_limit(self) -> bool:
         """Whether it may get no more tokens."""
         return self.total_tokens >= self.max_tokens
+
+    @property
+    def at_stop_token(self) -> bool:
+        """Whether its last output ends it."""
+        return self.output_tokens[-1:] != [] and self.output_tokens[-1] in self.stop_token_ids
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it gets no more."""
+        return self.at_limit or self.at_stop_token or self.stopped_by is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended, if it has."""
+        if self.state != "finished":
+            return None
+        return "stop" if self.at_stop_token else "length" if self.at_limit else self.stopped_by
 
     def next_tokens(self, count: int) -> list[int]:
         """The next tokens to feed; for 0, the last one once more."""

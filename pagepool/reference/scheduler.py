@@ -47,9 +47,12 @@ class Scheduler(Admission):
     def add_request(
         self,
         prompt_tokens: Iterable[int],
-        max_tokens: int,
+        max_tokens: int | None = None,
         priority: int | None = None,
         *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Iterable[int] = (),
+        request_id: Any = None,
         tenant: Any = None,
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
@@ -57,7 +60,11 @@ class Scheduler(Admission):
         cache_ttl: float | None = None,
     ) -> int:
         """Queue a request, of which only the tokens are checked; returns its id."""
-        request = Request(self.next_id, list(prompt_tokens), max_tokens, priority or 0, tenant)
+        prompt = list(prompt_tokens)
+        limits = (max_tokens, None if max_new_tokens is None else len(prompt) + max_new_tokens)
+        limit = min(limit for limit in limits if limit is not None)
+        request = Request(self.next_id, prompt, limit, priority or 0, tenant)
+        request.stop_token_ids, request.request_id = tuple(stop_token_ids), request_id
         check_token(min(request.prompt_tokens))
         request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
         request.cache_value = {
@@ -84,20 +91,16 @@ class Scheduler(Admission):
             if self.cache is not None and token > MAX_TOKEN:
                 raise ValueError(TOO_WIDE.format(token))
             request.output_tokens.append(token)
-            if request.at_limit:
+            if request.has_ended:
                 self._finish([request])
 
     def finish_sequence(self, seq_id: int) -> None:
         """Stop it."""
-        request = self.known.get(seq_id)
-        if request is not None:
-            request.stopped = True
-            if request.state != "finished":
-                self._finish([request])
+        self._stop(seq_id, "stop")
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget it."""
-        self.finish_sequence(seq_id)
+        self._stop(seq_id, "abort")
         request = self.known.pop(seq_id, None)
         if request in self.finished:
             self.finished.remove(request)
@@ -149,17 +152,26 @@ class Scheduler(Admission):
                 raise ValueError(f"row {number} got {len(row)} tokens, and {since} since it was scheduled")
         for request, row, wants in zip(batch.requests, rows, batch.wants_token, strict=True):
             if request.state != "finished" and wants and row[-1] is not None and row[-1] >= 0:
+                stops = [place for place, token in enumerate(row) if token in request.stop_token_ids]
+                row = row[: stops[0] + 1] if stops else row
                 request.output_tokens += row
                 if batch is self.outstanding:
                     request.fed += len(row) - 1
                 got.append(request)
         if batch is self.outstanding:
             self._close(batch)
-        self._finish([request for request in got if request.at_limit])
+        self._finish([request for request in got if request.has_ended])
 
     def requests(self) -> list[Request]:
         """Those that have not ended."""
         return [request for request in self.known.values() if request.state != "finished"]
+
+    def _stop(self, seq_id: int, reason: str) -> None:
+        request = self.known.get(seq_id)
+        if request is not None:
+            request.stopped_by = reason
+            if request.state != "finished":
+                self._finish([request])
 
     def _close(self, batch: Batch) -> None:
         """It was run: slots of drafts go back, and the blocks that it filled are published, in the order of ids."""
@@ -172,7 +184,7 @@ class Scheduler(Admission):
                 if batch.is_prefill[row]:
                     count = min(request.fed, len(request.prompt_tokens))
                     self.publish(request, count, self.time)
-            elif request.fed // self.block_size > request.published and not request.at_limit:
+            elif request.fed // self.block_size > request.published and not request.has_ended:
                 self.publish(request, request.fed, self.time)
 
     def _finish(self, requests: list[Request]) -> None:

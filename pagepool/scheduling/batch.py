@@ -34,6 +34,7 @@ class ScheduledBatch:
         "_fed",
         "_fed_before",
         "_grow",
+        "_may_stop",
         "_origin",
         "_outputs",
         "_sequences",
@@ -61,11 +62,12 @@ class ScheduledBatch:
         wants_token: list[bool],
         grow: list[int],
         fed: list[int],
+        may_stop: bool = False,
     ) -> None:
         """`grow`: by how many tokens the state of each sequence grows, `fed`: how many of these are tokens, not slots.
 
         Both are 0 for a decode that got no new token since it last ran: it feeds its last token once more, into the
-        slot that the token has already.
+        slot that the token has already. `may_stop`: whether any of them has stop tokens.
         """
         size = len(sequences)
         self.seq_ids = seq_ids
@@ -84,6 +86,7 @@ class ScheduledBatch:
         self._fed_before = [seq.fed for seq in sequences]
         self._served_before: dict[Any, float] = {}  # the counters of the tenants that it is charged to
         self._committed = False
+        self._may_stop = may_stop
         self._origin: object = None  # the `_origin` of the scheduler that handed it out
 
     @classmethod
@@ -111,13 +114,14 @@ class ScheduledBatch:
 class Decodes:
     """Decoding sequences as columns, which are used again in every step until a sequence joins or leaves."""
 
-    __slots__ = ("outputs", "seq_ids", "sequences", "states")
+    __slots__ = ("may_stop", "outputs", "seq_ids", "sequences", "states")
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.seq_ids = [seq.id for seq in sequences]
         self.states = [seq.kv for seq in sequences if seq.kv is not None]
         self.outputs = [seq.output_tokens for seq in sequences]
+        self.may_stop = any(seq.stop_token_ids for seq in sequences)
 
 
 def build_batch(decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig) -> ScheduledBatch:
@@ -158,7 +162,8 @@ def build_batch(decodes: Decodes, prefills: list[Sequence], config: SchedulerCon
         grow.append(count)
         if fed is not grow:
             fed.append(count)
-    return ScheduledBatch(sequences, seq_ids, states, outputs, tokens, counts, size, wants, grow, fed)
+    may_stop = decodes.may_stop or any(seq.stop_token_ids for seq in prefills)
+    return ScheduledBatch(sequences, seq_ids, states, outputs, tokens, counts, size, wants, grow, fed, may_stop)
 
 
 def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfig) -> list[int]:

@@ -80,7 +80,7 @@ class BlockManager:
         if self.allocator is None:
             return
         state = self._make_state(self.allocator, self.block_size, self.blocks_for(seq.max_tokens))
-        state.label = seq.id
+        state.label = seq.id if seq.request_id is None else seq.request_id
         seq.kv = state
 
     def append(self, sequences: list[Sequence], states: list[Any], counts: list[int]) -> bool:

@@ -187,7 +187,7 @@ class PrefixAdapter:
             return
         filled = [seq for seq in batch._sequences if seq.fed // size > seq._published and seq.kv is not None]
         for seq in sorted(filled, key=by_id):
-            if not seq.at_limit:  # those end anyhow
+            if not seq._has_ended:  # those end anyhow
                 self.publish(seq, seq.fed)
 
     def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any, start: int) -> int:

@@ -21,7 +21,7 @@ class SeqState(enum.Enum):
                       |      v           v
                      PREEMPTED (waits again, at the front)
 
-    Every state may go to FINISHED directly: by `finish_sequence`, or by reaching the limit.
+    Every state may go to FINISHED directly: by `finish_sequence`, or at its limit or a stop token.
     """
 
     WAITING = "waiting"
@@ -41,7 +41,8 @@ class Sequence:
     output_tokens   list of int, in the order of arrival
     max_tokens      limit of prompt + output
     priority        lower goes first
-    stopped         True after `finish_sequence` or `remove_sequence`
+    stop_token_ids  output tokens that end it
+    request_id      the caller's own id: an int, a str or None
     tenant          who sent it: anything hashable, or None
     cache_salt, extra_keys  only prompts with equal ones share its cached blocks
     cache_priority, cache_ttl  the priority of its cached blocks, and for how long they have it
@@ -64,13 +65,16 @@ class Sequence:
     extra_keys: tuple[Any, ...] = ()
     cache_priority: int = 0
     cache_ttl: float | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    request_id: int | str | None = None
     state: SeqState = field(default=SeqState.WAITING, init=False)
     output_tokens: list[int] = field(default_factory=list, init=False)
-    stopped: bool = field(default=False, init=False)
     kv: Any = field(default=None, init=False)
     fed: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    # "stop" or "abort" once it was stopped by a call.
+    _stopped_by: str | None = field(default=None, init=False)
     # Its place in every order, and the step in which it came; set by the scheduler.
     _rank: Rank = field(default=(1, 0, 0), init=False)
     _arrived: int = field(default=0, init=False)
@@ -113,9 +117,33 @@ class Sequence:
         return len(self.output_tokens) >= self._max_output
 
     @property
+    def stopped(self) -> bool:
+        """True after `finish_sequence`, `remove_sequence` or `cancel`."""
+        return self._stopped_by is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended: "stop" at a stop token or by `finish_sequence`, "length" at its limit, "abort" when it was
+        cancelled or removed; None while it has not."""
+        if self.state is not SeqState.FINISHED:
+            return None
+        if self._at_stop_token:
+            return "stop"
+        return "length" if self.at_limit else self._stopped_by
+
+    @property
     def all_tokens(self) -> list[int]:
         """Prompt and output tokens, as a new list."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def _at_stop_token(self) -> bool:
+        return bool(self.output_tokens) and self.output_tokens[-1] in self.stop_token_ids
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether it gets no more tokens, whatever its state says yet."""
+        return self.at_limit or self._at_stop_token or self._stopped_by is not None
 
     @property
     def _is_active(self) -> bool:

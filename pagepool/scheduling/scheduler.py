@@ -29,6 +29,7 @@ from pagepool.scheduling.validate import (
     read_results,
     read_time,
     read_token,
+    up_to_stop,
 )
 from pagepool.scheduling.waiting import WaitingQueue
 
@@ -162,57 +163,69 @@ class Scheduler:
     def add_request(
         self,
         prompt_tokens: Iterable[int],
-        max_tokens: int,
+        max_tokens: int | None = None,
         priority: int | None = None,
         *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Iterable[int] = (),
+        request_id: int | str | None = None,
         tenant: Hashable = None,
         cache_salt: str | bytes | int | None = None,
         extra_keys: Iterable[str | bytes | int | None] = (),
         cache_priority: int = 0,
         cache_ttl: float | None = None,
     ) -> int:
-        """Queue a request and return its id: 1, 2, ...
+        """Queue a request of at most `max_tokens` tokens, prompt + output, and return its id: 1, 2, ...
 
         prompt_tokens  token ids from 0 up, at least one; copied
         max_tokens     limit of prompt + output
         priority       lower goes first; None is 0; equals go in the order of arrival
+        max_new_tokens limit of output alone, instead of `max_tokens`; of both the one that is reached first counts
+        stop_token_ids token ids that end the sequence when they come as output; they stay in its output
+        request_id     the caller's own id, for `Sequence.request_id` and as the label of its blocks; need not be unique
         tenant         who sends it, by name; see `Tenant`
         cache_salt, extra_keys  as in `PrefixCache.match_prefix`; without a salt tenants share cached blocks
         cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for a cache with the policy
                        "priority"; the ttl counts from the step that stored a block, in the unit of `schedule(now)`
 
-        Raises ValueError when the prompt is empty or longer than `max_tokens`, when `max_tokens` can never fit into the
+        Raises ValueError when the prompt is empty or longer than `max_tokens`, when its tokens can never fit into the
         pool, the tenant's quota or what is not reserved for other tenants, and for a token below 0 or a cache_priority
-        or cache_ttl that the cache does not take; TypeError for a token that is no integer. Then nothing has changed.
-        A prompt of exactly `max_tokens` is finished at once, since nothing is left to generate.
+        or cache_ttl that the cache does not take; TypeError for a token that is no integer and for a request without a
+        limit. Then nothing has changed. A request that may get no output is finished at once.
+
+        >>> scheduler = Scheduler()
+        >>> scheduler.add_request([11, 12], max_new_tokens=8, stop_token_ids=[2], request_id="chat-7")
+        1
+        >>> while scheduler.has_work:
+        ...     batch = scheduler.schedule()
+        ...     scheduler.commit(batch, [2])
+        >>> [(seq.request_id, seq.output_tokens, seq.finish_reason) for seq in scheduler.drain_finished()]
+        [('chat-7', [2], 'stop')]
         """
-        cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
-        seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
-        refusal = (
-            self._blocks.refusal(seq.max_tokens)
-            or self._tenants.refusal(tenant, seq.max_tokens)
-            or self._reservations.refusal(tenant, seq.max_tokens)
+        seq = self._read_request(
+            prompt_tokens,
+            max_tokens,
+            priority,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            request_id=request_id,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            extra_keys=extra_keys,
+            cache_priority=cache_priority,
+            cache_ttl=cache_ttl,
         )
-        if refusal is not None:
-            raise ValueError(refusal)
-        self._prefix.read(seq, self._reservations.group(tenant))
         with self._guard:
-            seq.id = seq_id = self._next_id  # another thread may have taken the number meanwhile
+            seq.id = seq_id = self._next_id
             self._guard.undo = partial(self._forget, seq_id)
-            seq._rank = self._policy.rank(seq)
-            seq._arrived = self.num_steps
             self._next_id += 1
-            self._sequences[seq_id] = seq
-            if seq.at_limit:
-                seq.state = FINISHED
-                self._finished[seq_id] = seq
-            else:
-                self._tenants.arrive(seq)
-                self._waiting.push(seq)
+            self._accept(seq)
         return seq_id
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored.
+        """Add one output token to a sequence; at its limit or a stop token it finishes.
+
+        Unknown and finished ids are ignored.
 
         Raises TypeError for a token that is no integer, ValueError for one that is below 0 or that the prefix cache
         cannot hold; then nothing has changed.
@@ -228,18 +241,18 @@ class Scheduler:
                 check_width(token)
             self._guard.is_checking = False
             seq.output_tokens.append(token)
-            if seq.at_limit:
+            if seq._has_ended:
                 self._finish([seq])
 
     def finish_sequence(self, seq_id: int) -> None:
         """Stop a sequence and free its blocks; `drain_finished` will return it. Unknown ids are ignored."""
         with self._guard:
-            self._stop(self._look_up(seq_id))
+            self._stop(self._look_up(seq_id), "stop")
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
         with self._guard:
-            self._stop(self._look_up(seq_id))
+            self._stop(self._look_up(seq_id), "abort")
             self._forget(seq_id)
 
     def drain_finished(self) -> list[Sequence]:
@@ -299,10 +312,11 @@ class Scheduler:
 
         An entry that is None or negative adds nothing, nor does the entry of a prompt chunk that is not the last
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
-        drafts that were accepted, then one token more; the slots of the other drafts are taken back. Sequences that
-        reach their limit finish. Raises ValueError when the lengths differ, the batch was committed before or is of
-        another scheduler, drafts were accepted for a sequence that has got tokens since `schedule`, or a token has more
-        than the 32 bits that a prefix cache holds, TypeError when an entry is not an integer; then nothing has changed.
+        drafts that were accepted, then one token more; the slots of the other drafts are taken back, and what follows
+        a stop token is dropped. Sequences that reach their limit or a stop token finish. Raises ValueError when the
+        lengths differ, the batch was committed before or is of another scheduler, drafts were accepted for a sequence
+        that has got tokens since `schedule`, or a token has more than the 32 bits that a prefix cache holds, TypeError
+        when an entry is not an integer; then nothing has changed.
         """
         if not isinstance(batch, ScheduledBatch):
             raise wrong("batch", "a ScheduledBatch", batch)
@@ -321,7 +335,7 @@ class Scheduler:
             if drafts:
                 check_drafts(batch, results)
             self._guard.is_checking = False
-            outputs = batch._outputs
+            outputs, may_stop = batch._outputs, batch._may_stop
             num_outputs = list(map(len, outputs))
             fed = [seq.fed for seq in sequences] if drafts else []
             self._guard.undo = partial(self._undo_commit, batch, num_outputs, fed)
@@ -330,6 +344,7 @@ class Scheduler:
                 if result is None or not wants or seq.state is FINISHED:
                     continue
                 if drafts and type(result) is list:
+                    result = up_to_stop(result, seq.stop_token_ids)
                     output += result
                     if batch is self._outstanding:
                         seq.fed += len(result) - 1  # the drafts are in the slots that they had
@@ -337,7 +352,7 @@ class Scheduler:
                     output.append(result)
                 else:
                     continue
-                if len(output) >= seq._max_output:
+                if len(output) >= seq._max_output or (may_stop and output[-1] in seq.stop_token_ids):
                     ended.append(seq)
             batch._committed = True
             self._guard.undo = None
@@ -471,7 +486,7 @@ class Scheduler:
         ended = {seq.id: seq for seq in self._sequences.values() if seq.state is FINISHED}
         self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
         guard.undo = None
-        self._finish([seq for seq in alive if seq.stopped or seq.at_limit])
+        self._finish([seq for seq in alive if seq._has_ended])
 
     def _close(self, batch: ScheduledBatch) -> None:
         """Once `batch` was run: take back the slots of its drafts and publish the blocks that it filled."""
@@ -502,6 +517,31 @@ class Scheduler:
             self._reservations.leave(seq)
             self._waiting.change(seq.tenant)  # requests that its part of the quota kept waiting may start
 
+    def _read_request(self, *arguments: Any, **names: Any) -> Sequence:
+        """The sequence of a request, checked and without an id. Changes nothing."""
+        seq = read_request(*arguments, **names)
+        refusal = (
+            self._blocks.refusal(seq.max_tokens)
+            or self._tenants.refusal(seq.tenant, seq.max_tokens)
+            or self._reservations.refusal(seq.tenant, seq.max_tokens)
+        )
+        if refusal is not None:
+            raise ValueError(refusal)
+        self._prefix.read(seq, self._reservations.group(seq.tenant))
+        return seq
+
+    def _accept(self, seq: Sequence) -> None:
+        """Queue a new sequence that has its id."""
+        seq._rank = self._policy.rank(seq)
+        seq._arrived = self.num_steps
+        self._sequences[seq.id] = seq
+        if seq.at_limit:
+            seq.state = FINISHED
+            self._finished[seq.id] = seq
+        else:
+            self._tenants.arrive(seq)
+            self._waiting.push(seq)
+
     def _look_up(self, seq_id: int) -> Sequence | None:
         """The sequence with this id; what cannot be an id raises TypeError before anything changes."""
         self._guard.is_checking = True
@@ -509,9 +549,9 @@ class Scheduler:
         self._guard.is_checking = False
         return seq
 
-    def _stop(self, seq: Sequence | None) -> None:
+    def _stop(self, seq: Sequence | None, reason: str) -> None:
         if seq is not None:
-            seq.stopped = True
+            seq._stopped_by = reason
             if seq.state is not FINISHED:
                 self._finish([seq])
 
@@ -624,7 +664,7 @@ class Scheduler:
             return f"it is deferred until sequence {seq._awaits[0].id} has read {seq._awaits[1]} tokens"
         if seq.state is FINISHED or seq.state is WAITING:
             return None if seq.kv is None and seq._swapped is None else f"it has {held} tokens in blocks, or a ticket"
-        if seq.stopped or seq.at_limit or not 0 <= seq.fed <= seq.total_tokens:
+        if seq._has_ended or not 0 <= seq.fed <= seq.total_tokens:
             return f"it was fed {seq.fed} of {seq.total_tokens} tokens, at most {seq.max_tokens}"
         if self._blocks.capacity and held != seq.fed + slots:
             return f"it was fed {seq.fed} tokens and has {slots} slots, {held} tokens are in blocks"

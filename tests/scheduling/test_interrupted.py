@@ -139,7 +139,8 @@ class World:
         prompt = [rng.randrange(2)] * rng.choice([0, 4, 8]) + [rng.randrange(50) for _ in range(rng.randint(1, 12))]
         before, limit = set(scheduler._sequences), rng.randint(28, 36)
         try:
-            self.call("add_request", prompt, limit, rng.randrange(3), tenant=rng.choice(["a", "b", None]))
+            names = {"tenant": rng.choice(["a", "b", None]), "stop_token_ids": prompt[-1:]}
+            self.call("add_request", prompt, limit, rng.randrange(3), **names)
         finally:
             # A signal that comes when it has returned finds it there, whatever its caller knows of it.
             scheduler.check()
@@ -176,7 +177,11 @@ class World:
             for seq in gone:
                 limit = self.wanted.pop(seq.id)
                 assert seq.state is SeqState.FINISHED and seq.kv is None
-                assert len(seq.prompt_tokens) + len(seq.output_tokens) == limit or seq.id in self.removed
+                if seq.id not in self.removed:
+                    is_full = len(seq.prompt_tokens) + len(seq.output_tokens) == limit
+                    at_stop = seq.output_tokens[-1] == seq.prompt_tokens[-1]
+                    assert seq.finish_reason == ("stop" if at_stop else "length") and (is_full or at_stop)
+                assert seq.prompt_tokens[-1] not in seq.output_tokens[:-1]
                 told = [token_of(seq.id, place) for place in range(len(seq.output_tokens))]
                 assert seq.output_tokens == told, f"the tokens of {seq.id}"
 

@@ -59,7 +59,8 @@ class World:
         held = None if seq.kv is None else seq.kv.len
         awaits = seq.awaits if hasattr(seq, "awaits") else seq._awaits
         leader = awaits and (awaits[0].id, awaits[1])
-        return state, seq.fed, held, seq.num_cached, seq.num_preemptions, seq.output_tokens, leader
+        counts = seq.fed, held, seq.num_cached, seq.num_preemptions
+        return state, seq.finish_reason, counts, seq.output_tokens, leader
 
 
 def random_config(rng, num_blocks):
@@ -89,7 +90,7 @@ def random_config(rng, num_blocks):
     )
 
 
-def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
+def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_token_ids=(), **fixed):
     """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
     forget a block, or all, in use or not; `others`: how often somebody else caches a prompt."""
     rng, forgets = random.Random(seed), random.Random(seed)
@@ -101,7 +102,7 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
     now = 0.0
     for number in range(20 * steps):
         if number < steps and rng.random() < 0.3:
-            add(rng, worlds, cache_policy, tenants)
+            add(rng, worlds, cache_policy, tenants, stop_token_ids)
         if number < steps and rng.random() < 0.05 and ours.allocator.free_count:
             for world in worlds:
                 world.outside.append(world.allocator.allocate())
@@ -128,7 +129,7 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
         for seq_id in list(ours.scheduler._sequences):
             assert ours.standing(seq_id) == theirs.standing(seq_id), f"step {number} of seed {seed}"
         if rng.random() < 0.5:
-            drained = [[seq.id for seq in world.scheduler.drain_finished()] for world in worlds]
+            drained = [[(seq.id, seq.finish_reason) for seq in world.scheduler.drain_finished()] for world in worlds]
             assert drained[0] == drained[1]
         if number >= steps and not ours.outside and not ours.scheduler.has_work:
             break
@@ -161,11 +162,12 @@ def cache_elsewhere(world, prompt):
         world.allocator.free(blocks)
 
 
-def add(rng, worlds, cache_policy, tenants=(0, 1, None)):
+def add(rng, worlds, cache_policy, tenants=(0, 1, None), stop_token_ids=()):
     tenant = rng.choice(tenants)
     head = [rng.randrange(3)] * rng.choice([0, 4, 8, 9])
     prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
     about = {"tenant": tenant, "priority": rng.randrange(3), "cache_salt": rng.choice([None, None, "a"])}
+    about["stop_token_ids"] = stop_token_ids
     if cache_policy == "priority":
         about |= {"cache_priority": rng.randrange(3), "cache_ttl": rng.choice([None, 4.0])}
     try:
@@ -204,6 +206,12 @@ def test_the_same_plan_and_the_same_records_in_every_step(seed):
 @given(st.integers(0, 2**32))
 def test_the_same_plan_for_many_tenants(seed):
     run(seed, tenants=range(9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([(2,), (1, 7)]))
+def test_the_same_plan_with_stop_tokens(seed, stop_token_ids):
+    run(seed, stop_token_ids=stop_token_ids)
 
 
 @settings(max_examples=60, deadline=None)
