@@ -42,46 +42,24 @@ class Scheduler(Admission):
         self.finished: list[Request] = []
         self.outstanding: Batch | None = None
         self.next_id = 1
+        self.inbox: list[Request | int] = []
         self.prefill_next = True
 
-    def add_request(
-        self,
-        prompt_tokens: Iterable[int],
-        max_tokens: int | None = None,
-        priority: int | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        stop_token_ids: Iterable[int] = (),
-        request_id: Any = None,
-        tenant: Any = None,
-        cache_salt: Any = None,
-        extra_keys: Iterable[Any] = (),
-        cache_priority: int = 0,
-        cache_ttl: float | None = None,
-    ) -> int:
-        """Queue a request, of which only the tokens are checked; returns its id."""
-        prompt = list(prompt_tokens)
-        limits = (max_tokens, None if max_new_tokens is None else len(prompt) + max_new_tokens)
-        limit = min(limit for limit in limits if limit is not None)
-        request = Request(self.next_id, prompt, limit, priority or 0, tenant)
-        request.stop_token_ids, request.request_id = tuple(stop_token_ids), request_id
-        check_token(min(request.prompt_tokens))
-        request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
-        request.cache_value = {
-            "priority": cache_priority,
-            "ttl": cache_ttl,
-            "group": self.tenants.groups.get(tenant, 0),
-        }
-        request.rank = rank(self.config.policy, request)
-        request.arrived = self.num_steps
-        self.next_id += 1
-        if request.at_limit:
-            request.state = "finished"
-            self.finished.append(request)
-        else:
-            self.tenants.arrive(request)
-        self.known[request.id] = request
-        return request.id
+    def add_request(self, *request: Any, **names: Any) -> int:
+        """Queue a request; returns its id."""
+        found = self._make(*request, **names)
+        self._accept(found)
+        return found.id
+
+    def submit(self, *request: Any, **names: Any) -> int:
+        """As `add_request`, when the next step begins."""
+        found = self._make(*request, **names)
+        self.inbox.append(found)
+        return found.id
+
+    def cancel(self, seq_id: int) -> None:
+        """Stop one when the next step begins."""
+        self.inbox.append(seq_id)
 
     def append_token(self, seq_id: int, token: int) -> None:
         """One output token; ValueError for one below 0, or that the cache cannot hold."""
@@ -118,11 +96,17 @@ class Scheduler(Admission):
 
     @property
     def has_work(self) -> bool:
-        """While somebody waits or is active."""
-        return bool(self.requests())
+        """While somebody waits or is active, or will."""
+        return bool(self.requests() or self.inbox)
 
     def schedule(self, now: float | None = None) -> Batch:
         """The next step."""
+        for item in self.inbox:
+            if isinstance(item, Request):
+                self._accept(item)
+            elif item in self.known and self.known[item].state != "finished":
+                self._stop(item, "abort")
+        self.inbox = []
         self.num_steps += 1
         if self.outstanding is not None:
             self._close(self.outstanding)
@@ -165,6 +149,47 @@ class Scheduler(Admission):
     def requests(self) -> list[Request]:
         """Those that have not ended."""
         return [request for request in self.known.values() if request.state != "finished"]
+
+    def _make(
+        self,
+        prompt_tokens: Iterable[int],
+        max_tokens: int | None = None,
+        priority: int | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Iterable[int] = (),
+        request_id: Any = None,
+        tenant: Any = None,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+        cache_priority: int = 0,
+        cache_ttl: float | None = None,
+    ) -> Request:
+        """A new request, of which only the tokens are checked."""
+        prompt = list(prompt_tokens)
+        limits = (max_tokens, None if max_new_tokens is None else len(prompt) + max_new_tokens)
+        limit = min(limit for limit in limits if limit is not None)
+        request = Request(self.next_id, prompt, limit, priority or 0, tenant)
+        request.stop_token_ids, request.request_id = tuple(stop_token_ids), request_id
+        check_token(min(request.prompt_tokens))
+        request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
+        request.cache_value = {
+            "priority": cache_priority,
+            "ttl": cache_ttl,
+            "group": self.tenants.groups.get(tenant, 0),
+        }
+        request.rank = rank(self.config.policy, request)
+        self.next_id += 1
+        return request
+
+    def _accept(self, request: Request) -> None:
+        request.arrived = self.num_steps
+        if request.at_limit:
+            request.state = "finished"
+            self.finished.append(request)
+        else:
+            self.tenants.arrive(request)
+        self.known[request.id] = request
 
     def _stop(self, seq_id: int, reason: str) -> None:
         request = self.known.get(seq_id)

@@ -80,7 +80,8 @@ class PrefixAdapter:
         if self.cache is not None:
             seq._row = token_row(np.array(seq.prompt_tokens))
             self._cache_blocks(seq, seq._row[:0], (), 0)
-            self._has_ttl |= seq.cache_ttl is not None
+            if seq.cache_ttl is not None:  # nothing but True is stored: other threads may read requests, too
+                self._has_ttl = True
 
     def set_time(self, now: float) -> None:
         """The time of the step that begins: priorities that end by then end."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from functools import partial
-from threading import get_ident
 from typing import Any
 
-from pagepool.arguments import wrong
+from pagepool.arguments import integer, wrong
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError, refuse_copy
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch, build_batch
 from pagepool.scheduling.block_manager import open_blocks
+from pagepool.scheduling.guard import Guard, Inbox
 from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.preemption import Preemption, PreemptionLog
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
@@ -39,56 +39,6 @@ WAITING, PREEMPTED, FINISHED = SeqState.WAITING, SeqState.PREEMPTED, SeqState.FI
 PREFILLING, DECODING = SeqState.PREFILLING, SeqState.DECODING
 
 
-class Guard:
-    """Lets one call at a time into a scheduler, and none after one that an exception has cut short.
-
-        with guard:
-            guard.undo = ...    how `recover` takes back what the call has done so far, where that is not to stay
-            ...
-
-    While `is_checking` is set, the call has changed nothing yet: an exception does not cut it short. Raises
-    RuntimeError, with nothing changed, when a call is under way, on this thread or another, or was cut short.
-    """
-
-    def __init__(self) -> None:
-        # The call that is under way: "call" leads to its own tuple, of its thread. dict.setdefault is atomic with and
-        # without the GIL, and nobody sees a call whose thread is not known; a lock could not be copied.
-        self._inside: dict[str, tuple[int]] = {}
-        self.is_interrupted = False
-        self.is_checking = False
-        self.undo: Callable[[], object] | None = None
-
-    def __enter__(self) -> None:
-        call = (get_ident(),)
-        inside = self._inside.setdefault("call", call)
-        if inside is not call:
-            raise RuntimeError(self._reason(inside, call))
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None or self.is_checking:
-            self.undo = None
-            self.is_interrupted = self.is_checking = False
-            self._inside.clear()
-        else:
-            self.is_interrupted = True
-
-    def take_over(self) -> None:
-        """Enter although an exception has cut a call short. RuntimeError while another thread is inside a call."""
-        call = (get_ident(),)
-        inside = self._inside.setdefault("call", call)
-        if inside != call and not self.is_interrupted:
-            raise RuntimeError(self._reason(inside, call))
-        self._inside["call"] = call
-        self.is_interrupted = self.is_checking = False
-
-    def _reason(self, inside: tuple[int], call: tuple[int]) -> str:
-        if self.is_interrupted:
-            return "an exception has cut a call of the scheduler short: call recover()"
-        if inside != call:
-            return "another thread is inside a call of the scheduler"
-        return "the scheduler is in the middle of a call: a finalizer or handler calls it, or the call was cut short"
-
-
 class Scheduler:
     """Continuous batching with chunked prefill over a paged pool.
 
@@ -105,8 +55,9 @@ class Scheduler:
     blocks back, or all, waits at the front and is recomputed later. The first in that order is never preempted, so
     every request ends. `preemptions` is the log.
 
-    One thread at a time may use a scheduler, and a call must not be made from within another one, by a finalizer or a
-    signal handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes.
+    `submit` and `cancel` may be called by any thread at any time. Of the other calls that change a scheduler one is
+    made at a time: a second one meanwhile, by another thread, a finalizer or a signal handler, raises RuntimeError and
+    changes nothing. Arguments are checked before anything changes.
     An exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then each of the methods that
     change a scheduler, and `check()`, raises RuntimeError until `recover()` has made all structures agree again.
     `outstanding` is the batch that was handed out last; `check()` audits everything.
@@ -149,7 +100,7 @@ class Scheduler:
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
         self._origin = object()  # what its batches have in common
-        self._next_id = 1
+        self._inbox = Inbox()
         self._last_time = float("-inf")  # of `schedule(now)`
         self._sequences: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}
@@ -216,11 +167,43 @@ class Scheduler:
             cache_ttl=cache_ttl,
         )
         with self._guard:
-            seq.id = seq_id = self._next_id
+            seq.id = seq_id = self._inbox.number()
             self._guard.undo = partial(self._forget, seq_id)
-            self._next_id += 1
             self._accept(seq)
         return seq_id
+
+    def submit(
+        self,
+        prompt_tokens: Iterable[int],
+        max_tokens: int | None = None,
+        priority: int | None = None,
+        **request: Any,
+    ) -> int:
+        """As `add_request`, from any thread and at any time, also while another call is under way; returns the id.
+
+        The arguments and what they raise are those of `add_request`. The request is queued here and taken in when the
+        next `schedule` begins; until then `get_sequence` does not know it, and `has_work` is True.
+
+        >>> scheduler = Scheduler()
+        >>> scheduler.submit([11, 12], max_new_tokens=1)
+        1
+        >>> scheduler.total_count, scheduler.has_work
+        (0, True)
+        >>> scheduler.schedule().tokens
+        [[11, 12]]
+        """
+        seq = self._read_request(prompt_tokens, max_tokens, priority, **request)
+        seq.id = seq_id = self._inbox.number()
+        self._inbox.items.append(seq)
+        return seq_id
+
+    def cancel(self, seq_id: int) -> None:
+        """Stop a sequence from any thread and at any time: it finishes when the next `schedule` begins.
+
+        `drain_finished` returns it then, with `finish_reason` "abort". Unknown and finished ids are ignored. Raises
+        TypeError for what is no integer.
+        """
+        self._inbox.items.append(integer("seq_id", seq_id))
 
     def append_token(self, seq_id: int, token: int) -> None:
         """Add one output token to a sequence; at its limit or a stop token it finishes.
@@ -273,17 +256,19 @@ class Scheduler:
         now  the time, in any unit, not earlier than the last; None: the number of the step, from 1, or the last time
              if that is later. Only `cache_ttl` uses it; the scheduler reads no clock
 
-        Admits waiting sequences, picks by turns, shares out the tokens, and preempts when the pool is out of blocks.
-        Assumes that the previous batch was run, committed or not. The new one is empty when there is no work, or when
-        blocks that others hold (forks, another scheduler on the same pool) leave no room for even one sequence; then
-        `has_work` stays True, and the caller frees blocks or waits. Raises TypeError for a `now` that is no number,
-        ValueError for inf and for a time before the last; then nothing has changed.
+        Takes in what was submitted and cancelled, admits waiting sequences, picks by turns, shares out the tokens, and
+        preempts when the pool is out of blocks. Assumes that the previous batch was run, committed or not. The new one
+        is empty when there is no work, or when blocks that others hold (forks, another scheduler on the same pool)
+        leave no room for even one sequence; then `has_work` stays True, and the caller frees blocks or waits. Raises
+        TypeError for a `now` that is no number, ValueError for inf and for a time before the last; then nothing has
+        changed.
         """
         with self._guard:
             self._guard.is_checking = True
             step = self.num_steps + 1
             now = max(step, self._last_time) if now is None else read_time(now, self._last_time)
             self._guard.is_checking = False
+            self._take_in()
             self.num_steps, self._last_time = step, now
             if self._outstanding is not None:
                 self._close(self._outstanding)
@@ -390,8 +375,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a sequence waits or is active."""
-        return len(self._active) > 0 or len(self._waiting) > 0
+        """True while a sequence waits or is active, or something was submitted or cancelled since the last step."""
+        return len(self._active) > 0 or len(self._waiting) > 0 or len(self._inbox.items) > 0
 
     @property
     def num_preemptions(self) -> int:
@@ -457,6 +442,7 @@ class Scheduler:
         finish_sequence  nothing or everything: `stopped` says which
         remove_sequence  as `finish_sequence`, but the sequence may still be known, finished
         add_request, drain_finished  nothing
+        submit, cancel   nothing or everything; they need no `recover`
 
         An active sequence that has lost blocks becomes a preempted one. If `recover` is cut short itself, call it
         again; it changes nothing when all is well. Raises RuntimeError while another thread is inside a call. Do not
@@ -475,6 +461,7 @@ class Scheduler:
         guard = self._guard
         if guard.undo is not None:
             guard.undo()
+        self._inbox.drop_known(self._sequences)
         slots = self._slots()
         for seq in self._sequences.values():
             self._recover_sequence(seq, slots.get(seq.id, 0))
@@ -541,6 +528,19 @@ class Scheduler:
         else:
             self._tenants.arrive(seq)
             self._waiting.push(seq)
+
+    def _take_in(self) -> None:
+        """Do what other threads have asked for, in its order; an item stays in the inbox until it is done."""
+        items = self._inbox.items
+        for _ in range(len(items)):
+            item = items[0]
+            if isinstance(item, Sequence):
+                self._accept(item)
+            else:
+                seq = self._sequences.get(item)
+                if seq is not None and seq.state is not FINISHED:
+                    self._stop(seq, "abort")
+            items.popleft()
 
     def _look_up(self, seq_id: int) -> Sequence | None:
         """The sequence with this id; what cannot be an id raises TypeError before anything changes."""

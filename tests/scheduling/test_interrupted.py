@@ -22,6 +22,7 @@ from pagepool import (
     Scheduler,
     SchedulerConfig,
     SeqState,
+    Sequence,
     SwapFile,
     Tenant,
 )
@@ -137,14 +138,21 @@ class World:
     def add(self):
         rng, scheduler = self.rng, self.scheduler
         prompt = [rng.randrange(2)] * rng.choice([0, 4, 8]) + [rng.randrange(50) for _ in range(rng.randint(1, 12))]
-        before, limit = set(scheduler._sequences), rng.randint(28, 36)
+        before, limit = self.known(), rng.randint(28, 36)
         try:
             names = {"tenant": rng.choice(["a", "b", None]), "stop_token_ids": prompt[-1:]}
-            self.call("add_request", prompt, limit, rng.randrange(3), **names)
+            way = "submit" if limit % 2 else "add_request"
+            self.call(way, prompt, limit, rng.randrange(3), **names)
         finally:
             # A signal that comes when it has returned finds it there, whatever its caller knows of it.
             scheduler.check()
-            self.wanted.update(dict.fromkeys(set(scheduler._sequences) - before, limit))
+            self.wanted.update(dict.fromkeys(self.known() - before, limit))
+
+    def known(self):
+        """The ids of all requests, those in the inbox included."""
+        handed_in = {item.id for item in self.scheduler._inbox.items if isinstance(item, Sequence)}
+        assert not handed_in & set(self.scheduler._sequences)
+        return handed_in | set(self.scheduler._sequences)
 
     def step(self):
         scheduler = self.scheduler
@@ -192,7 +200,9 @@ class World:
         if self.scheduler.waiting_count < 6 and rng.random() < 0.5:
             self.add()
         way = rng.random()
-        if way < 0.04:
+        if way < 0.02:
+            self.end("cancel")
+        elif way < 0.04:
             self.end("finish_sequence")
         elif way < 0.08:
             self.end("remove_sequence")
@@ -216,7 +226,7 @@ class World:
         held = {block for seq in scheduler._sequences.values() if seq.kv is not None for block in seq.kv.blocks}
         held |= set() if self.cache is None else set(self.cache.references())
         assert self.allocator.in_use == len(held), f"{self.allocator.in_use} blocks in use, {len(held)} held"
-        assert {seq_id for seq_id in self.wanted if seq_id not in self.removed} <= set(scheduler._sequences)
+        assert {seq_id for seq_id in self.wanted if seq_id not in self.removed} <= self.known()
 
     def run_to_end(self):
         for _ in range(3000):
@@ -415,7 +425,7 @@ def test_recover_does_not_break_into_a_call_that_another_thread_has_just_begun(n
                 done.append(True)
 
     def at_each_line(frame, event, argument):
-        if frame.f_globals["__name__"] != "pagepool.scheduling.scheduler":
+        if frame.f_globals["__name__"] not in ("pagepool.scheduling.scheduler", "pagepool.scheduling.guard"):
             return None
         if event == "line":
             other = threading.Thread(target=others_try)

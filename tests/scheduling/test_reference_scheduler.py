@@ -90,9 +90,10 @@ def random_config(rng, num_blocks):
     )
 
 
-def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_token_ids=(), **fixed):
+def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_token_ids=(), inbox=False, **fixed):
     """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
-    forget a block, or all, in use or not; `others`: how often somebody else caches a prompt."""
+    forget a block, or all, in use or not; `others`: how often somebody else caches a prompt; `inbox`: requests are
+    submitted and cancelled."""
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
     config = dataclasses.replace(random_config(rng, num_blocks), **fixed)
@@ -102,7 +103,7 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_toke
     now = 0.0
     for number in range(20 * steps):
         if number < steps and rng.random() < 0.3:
-            add(rng, worlds, cache_policy, tenants, stop_token_ids)
+            add(rng, worlds, cache_policy, tenants, stop_token_ids, inbox)
         if number < steps and rng.random() < 0.05 and ours.allocator.free_count:
             for world in worlds:
                 world.outside.append(world.allocator.allocate())
@@ -112,6 +113,7 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_toke
         known = list(ours.scheduler._sequences)
         if known and rng.random() < 0.04:
             seq_id, way = rng.choice(known), rng.choice(["finish_sequence", "remove_sequence"])
+            way = "cancel" if inbox else way
             for world in worlds:
                 getattr(world.scheduler, way)(seq_id)
         if cache_policy and forgets.random() < forget:
@@ -162,7 +164,7 @@ def cache_elsewhere(world, prompt):
         world.allocator.free(blocks)
 
 
-def add(rng, worlds, cache_policy, tenants=(0, 1, None), stop_token_ids=()):
+def add(rng, worlds, cache_policy, tenants=(0, 1, None), stop_token_ids=(), inbox=False):
     tenant = rng.choice(tenants)
     head = [rng.randrange(3)] * rng.choice([0, 4, 8, 9])
     prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
@@ -170,12 +172,12 @@ def add(rng, worlds, cache_policy, tenants=(0, 1, None), stop_token_ids=()):
     about["stop_token_ids"] = stop_token_ids
     if cache_policy == "priority":
         about |= {"cache_priority": rng.randrange(3), "cache_ttl": rng.choice([None, 4.0])}
+    limit, way = len(prompt) + rng.randint(0, 16), "submit" if inbox else "add_request"
     try:
-        seq_id = worlds[0].scheduler.add_request(prompt, len(prompt) + rng.randint(0, 16), **about)
+        seq_id = getattr(worlds[0].scheduler, way)(prompt, limit, **about)
     except ValueError:
         return  # too large for the pool, the quota or what is reserved for others
-    limit = worlds[0].scheduler.get_sequence(seq_id).max_tokens
-    assert worlds[1].scheduler.add_request(prompt, limit, **about) == seq_id
+    assert getattr(worlds[1].scheduler, way)(prompt, limit, **about) == seq_id
 
 
 def report(rng, worlds, batches):
@@ -212,6 +214,12 @@ def test_the_same_plan_for_many_tenants(seed):
 @given(st.integers(0, 2**32), st.sampled_from([(2,), (1, 7)]))
 def test_the_same_plan_with_stop_tokens(seed, stop_token_ids):
     run(seed, stop_token_ids=stop_token_ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_plan_with_requests_that_are_submitted_and_cancelled(seed):
+    run(seed, inbox=True)
 
 
 @settings(max_examples=60, deadline=None)
