@@ -91,6 +91,7 @@ class Batch:
     known: list[int] = field(default_factory=list)  # how many tokens each had
     num_decodes: int = 0
     committed: bool = False
+    forked: dict[int, int] = field(default_factory=dict)  # by id: how many of these tokens a fork has begun with
 
     def add(self, request: Request, fed: int, grow: int, drafts: int, wants: bool) -> None:
         """A row: `fed` tokens, and by how many its state grows, slots for `drafts` in it."""

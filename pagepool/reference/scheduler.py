@@ -8,6 +8,7 @@ sums. The tests compare the two step by step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from pagepool.config import SchedulerConfig
@@ -60,6 +61,34 @@ class Scheduler(Admission):
     def cancel(self, seq_id: int) -> None:
         """Stop one when the next step begins."""
         self.inbox.append(seq_id)
+
+    def fork(self, seq_id: int, n: int = 1) -> list[int]:
+        """Further requests with the tokens and blocks of one that decodes."""
+        request = self.known[seq_id]
+        needed = n * self.blocks_for(request.max_tokens)
+        reserved = sum(self.blocks_for(other.max_tokens) for other in self.ring)
+        if request.state != "decoding" or len(self.ring) + n > self.config.max_sequences:
+            raise ValueError(f"{n} forks of sequence {seq_id}, {request.state}, beside {len(self.ring)} active ones")
+        if self.config.admission == "whole" and reserved + needed > self.allocator.max_capacity:
+            raise ValueError(f"{n} forks may need {needed} blocks beside {reserved}")
+        if not self.tenants.has_room(request.tenant, needed):
+            raise ValueError(f"{n} forks are above the quota of tenant {request.tenant!r}")
+        unsure = self._unsure(request)
+        forks = []
+        for _ in range(n):
+            fork = replace(request, id=self.next_id, kv=request.kv.fork(), num_cached=request.fed, num_preemptions=0)
+            self.next_id += 1
+            fork.kv.truncate(fork.fed)
+            fork.output_tokens = request.output_tokens.copy()
+            fork.rank, fork.arrived = rank(self.config.policy, fork), self.num_steps
+            self.tenants.arrive(fork)
+            self.known[fork.id] = fork
+            self.ring.append(fork)
+            self.admitted.append(fork)
+            if self.outstanding is not None:
+                self.outstanding.forked[fork.id] = unsure
+            forks.append(fork.id)
+        return forks
 
     def append_token(self, seq_id: int, token: int) -> None:
         """One output token; ValueError for one below 0, or that the cache cannot hold."""
@@ -216,9 +245,7 @@ class Scheduler(Admission):
         requests.sort(key=lambda request: request.id)
         for request in requests:
             if request.kv is not None:
-                rows = zip(self.outstanding.requests, self.outstanding.tokens, strict=True) if self.outstanding else ()
-                unsure = sum(len(tokens) for other, tokens in rows if other is request)
-                self.publish(request, request.fed - unsure, self.time)
+                self.publish(request, request.fed - self._unsure(request), self.time)
         for request in requests:
             if request.kv is not None:
                 request.kv.close()
@@ -229,6 +256,14 @@ class Scheduler(Admission):
             request.state, request.awaits = "finished", None
             self.finished.append(request)
             self.tenants.leave(request)
+
+    def _unsure(self, request: Request) -> int:
+        """How many of its tokens are in the batch that is out, and may not have been stored yet."""
+        if self.outstanding is None:
+            return 0
+        rows = zip(self.outstanding.requests, self.outstanding.tokens, strict=True)
+        found = sum(len(tokens) for other, tokens in rows if other is request)
+        return found + self.outstanding.forked.get(request.id, 0)
 
     def _plan(self) -> Batch:
         """Pick sequences, share out the tokens, take the blocks; what is preempted is left out of the next try."""

@@ -80,12 +80,28 @@ class Admission:
             waiting.remove(seq)
             if waiting.is_aged(seq, now):
                 seq._rank = (0, 0, seq.id)  # none that came later is preferred to it any more
-            self.tenants.start(seq)
-            self.reservations.enter(seq)
             seq.num_cached = seq.fed
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING
-            active.add(seq)
+            self.enter(seq)
+
+    def enter(self, seq: Sequence) -> None:
+        """`seq` is active from now on."""
+        self.tenants.start(seq)
+        self.reservations.enter(seq)
+        self.active.add(seq)
+
+    def refuses_forks(self, seq: Sequence, n: int) -> str | None:
+        """Why `n` forks of `seq` cannot be active beside all others, or None."""
+        config, active, needed = self.config, len(self.active), n * self.blocks.blocks_for(seq.max_tokens)
+        if active + n > config.max_sequences:
+            return f"{n} forks do not fit beside {active} active sequences: max_sequences is {config.max_sequences}"
+        if config.admission == "whole" and self.active.reserved + needed > self.blocks.capacity:
+            return (
+                f"{n} forks may need {needed} blocks and all others {self.active.reserved}, "
+                f"the pool has {self.blocks.capacity}"
+            )
+        return self.tenants.refuses_more(seq.tenant, needed)
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""

@@ -33,6 +33,7 @@ class ScheduledBatch:
         "_committed",
         "_fed",
         "_fed_before",
+        "_forks",
         "_grow",
         "_may_stop",
         "_origin",
@@ -86,6 +87,7 @@ class ScheduledBatch:
         self._fed_before = [seq.fed for seq in sequences]
         self._served_before: dict[Any, float] = {}  # the counters of the tenants that it is charged to
         self._committed = False
+        self._forks: dict[int, int] = {}  # by id: how many of these tokens a fork has begun with
         self._may_stop = may_stop
         self._origin: object = None  # the `_origin` of the scheduler that handed it out
 
@@ -100,8 +102,14 @@ class ScheduledBatch:
         return not self.seq_ids
 
     def tokens_of(self, seq: Sequence) -> int:
-        """Returns how many tokens `seq` feeds in this step."""
-        return len(self.tokens[self.seq_ids.index(seq.id)]) if seq.id in self.seq_ids else 0
+        """Returns how many tokens `seq` feeds in this step, or fed when it was forked since."""
+        if seq.id in self.seq_ids:
+            return len(self.tokens[self.seq_ids.index(seq.id)])
+        return self._forks.get(seq.id, 0)
+
+    def add_fork(self, seq: Sequence, fork: Sequence) -> None:
+        """`fork` has begun with what `seq` feeds in this step."""
+        self._forks[fork.id] = self.tokens_of(seq)
 
     def __len__(self) -> int:
         return len(self.seq_ids)

@@ -83,6 +83,16 @@ class BlockManager:
         state.label = seq.id if seq.request_id is None else seq.request_id
         seq.kv = state
 
+    def fork(self, seq: Sequence, fork: Sequence) -> None:
+        """Give `fork` a state with the blocks of the tokens that `seq` was fed."""
+        if seq.kv is None:
+            return
+        fork.kv = seq.kv.fork()
+        fork.kv.label = fork.id if fork.request_id is None else fork.request_id
+        if fork.kv.len > seq.fed:  # slots of drafts
+            fork.kv.truncate(seq.fed)
+        self.num_tokens += fork.kv.len
+
     def append(self, sequences: list[Sequence], states: list[Any], counts: list[int]) -> bool:
         """Append `counts[i]` tokens to `states[i]`, the state of `sequences[i]`; cached blocks are evicted for it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -160,6 +161,37 @@ class Sequence:
         if past >= 0:
             return self.output_tokens[past : past + count]
         return prompt[start:] + self.output_tokens[: past + count]
+
+    def _fork(self, seq_id: int) -> Sequence:
+        """A sequence with the same tokens, which decodes; without a state."""
+        fork = dataclasses.replace(self, id=seq_id)
+        fork.state, fork.fed, fork.num_cached = self.state, self.fed, self.fed
+        fork.output_tokens = self.output_tokens.copy()
+        fork._prefill_end, fork._key, fork._group = self._prefill_end, self._key, self._group
+        if self._row is not None:
+            fork._row = self._row[: self._row_end].copy()  # each writes its outputs into its own
+        fork._row_end, fork._published = self._row_end, self._published
+        fork._all_cached, fork._cache_epoch = self._all_cached, self._cache_epoch
+        return fork
+
+    def _audit(self, slots: int, has_blocks: bool) -> str | None:
+        """The first equation that does not hold, or None; `slots`: how many it has for drafts."""
+        held = 0 if self.kv is None else self.kv.len
+        is_preempted = self.state is SeqState.PREEMPTED
+        if self._awaits is not None and self.state is not SeqState.WAITING and not is_preempted:
+            return f"it is deferred until sequence {self._awaits[0].id} has read {self._awaits[1]} tokens"
+        if self.state is SeqState.FINISHED or self.state is SeqState.WAITING:
+            is_empty = self.kv is None and self._swapped is None
+            return None if is_empty else f"it has {held} tokens in blocks, or a ticket"
+        if self._has_ended or not 0 <= self.fed <= self.total_tokens:
+            return f"it was fed {self.fed} of {self.total_tokens} tokens, at most {self.max_tokens}"
+        if has_blocks and held != self.fed + slots:
+            return f"it was fed {self.fed} tokens and has {slots} slots, {held} tokens are in blocks"
+        if self._is_active and (self.state is SeqState.DECODING) != (self.fed >= self._prefill_end):
+            return f"it was fed {self.fed} of the {self._prefill_end} tokens of its prompt"
+        if self._swapped is not None and (not is_preempted or self._swapped.first != self.fed):
+            return "its ticket does not hold the tokens that follow those in blocks"
+        return None
 
     def __repr__(self) -> str:
         return (

@@ -205,6 +205,56 @@ class Scheduler:
         """
         self._inbox.items.append(integer("seq_id", seq_id))
 
+    def fork(self, seq_id: int, n: int = 1) -> list[int]:
+        """Begin `n` sequences with the tokens and blocks of one that decodes, and return their ids.
+
+        For several samples of a prompt, and for beams. They decode from the next step on, with the limits, stop tokens,
+        tenant and `request_id` of the original; each copies a shared block when it first writes to it, so blocks are
+        shared until they part. A beam is dropped by `remove_sequence`, which gives back at once what only it has.
+
+        seq_id  a sequence whose state is DECODING: the last chunk of its prompt has been scheduled
+        n       how many, at least 1
+
+        Call it before `commit`, once the model has run, to give each its own next token: the original gets its token by
+        `commit`, the others theirs by `append_token`. Raises ValueError for a sequence that does not decode, and when
+        `max_sequences`, the tenant's quota or, with the admission "whole", the pool has no room for `n` more,
+        TypeError for what is no integer; then nothing has changed.
+
+        >>> scheduler = Scheduler()
+        >>> seq_id = scheduler.add_request([11, 12], max_new_tokens=2)
+        >>> batch = scheduler.schedule()
+        >>> others = scheduler.fork(seq_id, 2)
+        >>> scheduler.commit(batch, [7])
+        >>> for other, token in zip(others, (8, 9)):
+        ...     scheduler.append_token(other, token)
+        >>> scheduler.schedule().tokens
+        [[7], [8], [9]]
+        """
+        number = integer("n", n, 1)
+        with self._guard:
+            self._guard.is_checking = True
+            seq = self._sequences.get(seq_id)
+            if seq is None or seq.state is not DECODING:
+                state = "not known" if seq is None else seq.state.value
+                raise ValueError(f"sequence {seq_id} is {state}: only one that decodes can be forked")
+            refusal = self._admission.refuses_forks(seq, number)
+            if refusal is not None:
+                raise ValueError(refusal)
+            self._guard.is_checking = False
+            forks: list[Sequence] = []
+            self._guard.undo = partial(self._undo_fork, forks)
+            for _ in range(number):
+                forks.append(seq._fork(self._inbox.number()))
+                self._blocks.fork(seq, forks[-1])
+            for fork in forks:
+                fork._rank, fork._arrived = self._policy.rank(fork), self.num_steps
+                self._sequences[fork.id] = fork
+                if self._outstanding is not None:
+                    self._outstanding.add_fork(seq, fork)
+                self._tenants.arrive(fork)
+                self._admission.enter(fork)
+        return [fork.id for fork in forks]
+
     def append_token(self, seq_id: int, token: int) -> None:
         """Add one output token to a sequence; at its limit or a stop token it finishes.
 
@@ -442,6 +492,7 @@ class Scheduler:
         finish_sequence  nothing or everything: `stopped` says which
         remove_sequence  as `finish_sequence`, but the sequence may still be known, finished
         add_request, drain_finished  nothing
+        fork             nothing
         submit, cancel   nothing or everything; they need no `recover`
 
         An active sequence that has lost blocks becomes a preempted one. If `recover` is cut short itself, call it
@@ -559,6 +610,11 @@ class Scheduler:
         self._finished.pop(seq_id, None)
         self._sequences.pop(seq_id, None)
 
+    def _undo_fork(self, forks: list[Sequence]) -> None:
+        self._blocks.close(forks)
+        for fork in forks:
+            self._sequences.pop(fork.id, None)
+
     def _undo_step(self, batch: ScheduledBatch) -> None:
         """Take back a step whose batch was not returned to the caller."""
         for seq, fed in zip(batch._sequences, batch._fed_before, strict=True):
@@ -643,7 +699,7 @@ class Scheduler:
         if any(seq.id != seq_id for seq_id, seq in sequences.items()) or self._finished != ended:
             return f"{len(ended)} sequences have finished, {len(self._finished)} are to be drained"
         for seq in sequences.values():
-            broken = self._audit_sequence(seq, slots.get(seq.id, 0))
+            broken = seq._audit(slots.get(seq.id, 0), blocks.capacity > 0)
             if broken is not None:
                 return f"sequence {seq.id}, {seq.state.value}: {broken}"
         found = {**self._waiting.summary(), **self._active.summary(), **self._tenants.summary()}
@@ -657,19 +713,3 @@ class Scheduler:
             or self._reservations.audit(alive)
             or (None if self._swap is None else self._swap.audit(blocks, tickets))
         )
-
-    def _audit_sequence(self, seq: Sequence, slots: int) -> str | None:
-        held = 0 if seq.kv is None else seq.kv.len
-        if seq._awaits is not None and seq.state is not WAITING and seq.state is not PREEMPTED:
-            return f"it is deferred until sequence {seq._awaits[0].id} has read {seq._awaits[1]} tokens"
-        if seq.state is FINISHED or seq.state is WAITING:
-            return None if seq.kv is None and seq._swapped is None else f"it has {held} tokens in blocks, or a ticket"
-        if seq._has_ended or not 0 <= seq.fed <= seq.total_tokens:
-            return f"it was fed {seq.fed} of {seq.total_tokens} tokens, at most {seq.max_tokens}"
-        if self._blocks.capacity and held != seq.fed + slots:
-            return f"it was fed {seq.fed} tokens and has {slots} slots, {held} tokens are in blocks"
-        if seq._is_active and (seq.state is DECODING) != (seq.fed >= seq._prefill_end):
-            return f"it was fed {seq.fed} of the {seq._prefill_end} tokens of its prompt"
-        if seq._swapped is not None and (seq.state is not PREEMPTED or seq._swapped.first != seq.fed):
-            return "its ticket does not hold the tokens that follow those in blocks"
-        return None

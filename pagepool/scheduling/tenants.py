@@ -93,6 +93,13 @@ class Tenants:
             return True
         return self._held[seq.tenant] + self._blocks_for(seq.max_tokens) <= quota
 
+    def refuses_more(self, tenant: Any, needed: int) -> str | None:
+        """Why running requests of `tenant` may not need `needed` blocks more, or None."""
+        quota, held = self._limits.get(tenant, ANYONE).max_blocks, self._held[tenant]
+        if quota is None or held + needed <= quota:
+            return None
+        return f"{needed} blocks beside {held} are above the quota of tenant {tenant!r}, {quota}"
+
     def served(self, tenant: Any) -> float:
         """The counter of a tenant."""
         return self._served.get(tenant, 0.0)
@@ -227,6 +234,6 @@ class Reservations:
 
     def _outside(self, tenant: Any) -> int:
         states = [seq.kv for seq in self._sequences[tenant].values() if seq.kv is not None]
-        if self._prefix.cache is None:  # then no two of them share a block
-            return sum([self._blocks.blocks_for(state.len) for state in states])
+        if self._prefix.cache is None:
+            return len({block for state in states for block in state.blocks})  # forks share some
         return int(self._prefix.cache.count_outside(states))

@@ -131,6 +131,7 @@ class World:
         self.accepts = rng.random() < 0.5 and self.scheduler.config.lookahead > 0  # drafts, which the engine has not
         self.wanted = {}  # id: how many tokens it gets
         self.removed = set()
+        self.origin = {}  # of forks: the first sequence
 
     def call(self, name, *arguments, **names):
         return self.interrupter.call(self.scheduler, name, *arguments, **names)
@@ -148,6 +149,23 @@ class World:
             scheduler.check()
             self.wanted.update(dict.fromkeys(self.known() - before, limit))
 
+    def fork(self):
+        decoding = [seq_id for seq_id, seq in self.scheduler._sequences.items() if seq.state is SeqState.DECODING]
+        if decoding:
+            seq_id, before = self.rng.choice(decoding), self.known()
+            try:
+                with suppress(ValueError):  # the quota has no room
+                    self.call("fork", seq_id, 2)
+            finally:
+                self.scheduler.check()
+                for fork in self.known() - before:
+                    self.wanted[fork] = self.scheduler.get_sequence(fork).max_tokens
+                    self.origin[fork] = self.origin.get(seq_id, seq_id)
+
+    def token_of(self, seq_id, place):
+        """What the model says to a fork as to its origin, whose tokens it has at first."""
+        return token_of(self.origin.get(seq_id, seq_id), place)
+
     def known(self):
         """The ids of all requests, those in the inbox included."""
         handed_in = {item.id for item in self.scheduler._inbox.items if isinstance(item, Sequence)}
@@ -163,7 +181,7 @@ class World:
         for seq_id, wants, slots in zip(batch.seq_ids, batch.wants_token, batch.lookahead, strict=True):
             seq = scheduler.get_sequence(seq_id)
             count = self.rng.randint(1, 1 + slots * self.accepts) if wants else 1
-            tokens = [token_of(seq_id, len(seq.output_tokens) + place) for place in range(count)]
+            tokens = [self.token_of(seq_id, len(seq.output_tokens) + place) for place in range(count)]
             results.append(tokens if wants and scheduler.config.lookahead else tokens[0])
         self.call("commit", batch, results)
 
@@ -190,7 +208,7 @@ class World:
                     at_stop = seq.output_tokens[-1] == seq.prompt_tokens[-1]
                     assert seq.finish_reason == ("stop" if at_stop else "length") and (is_full or at_stop)
                 assert seq.prompt_tokens[-1] not in seq.output_tokens[:-1]
-                told = [token_of(seq.id, place) for place in range(len(seq.output_tokens))]
+                told = [self.token_of(seq.id, place) for place in range(len(seq.output_tokens))]
                 assert seq.output_tokens == told, f"the tokens of {seq.id}"
 
     def act(self):
@@ -202,6 +220,8 @@ class World:
         way = rng.random()
         if way < 0.02:
             self.end("cancel")
+        elif way < 0.03:
+            self.fork()
         elif way < 0.04:
             self.end("finish_sequence")
         elif way < 0.08:
@@ -211,7 +231,7 @@ class World:
         elif way < 0.25 and self.scheduler._sequences:
             seq_id = rng.choice(sorted(self.scheduler._sequences))
             place = len(self.scheduler.get_sequence(seq_id).output_tokens)
-            self.call("append_token", seq_id, token_of(seq_id, place))
+            self.call("append_token", seq_id, self.token_of(seq_id, place))
         elif way < 0.28 and self.cache is not None:
             self.cache.discard([rng.randrange(12)])
         else:

@@ -90,10 +90,12 @@ def random_config(rng, num_blocks):
     )
 
 
-def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_token_ids=(), inbox=False, **fixed):
+def run(
+    seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_token_ids=(), inbox=False, forks=0.0, **fixed
+):
     """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
     forget a block, or all, in use or not; `others`: how often somebody else caches a prompt; `inbox`: requests are
-    submitted and cancelled."""
+    submitted and cancelled; `forks`: how often one that decodes is forked, before its step is committed or after."""
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
     config = dataclasses.replace(random_config(rng, num_blocks), **fixed)
@@ -126,7 +128,11 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_toke
         batches = [world.scheduler.schedule(now) for world in worlds]
         assert ours.picture(batches[0]) == theirs.picture(batches[1]), f"step {number} of seed {seed}"
         assert ours.records() == theirs.records(), f"step {number} of seed {seed}"
-        report(rng, worlds, batches)
+        for when in range(2):
+            if forks and number < steps and forgets.random() < forks:
+                fork(forgets, worlds)
+            if not when:
+                report(rng, worlds, batches)
         assert ours.above(0) == theirs.above(0), f"step {number} of seed {seed}"
         for seq_id in list(ours.scheduler._sequences):
             assert ours.standing(seq_id) == theirs.standing(seq_id), f"step {number} of seed {seed}"
@@ -143,6 +149,20 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_toke
         world.allocator.check()
         assert world.allocator.in_use == 0
     return ours.scheduler.preemptions.counts
+
+
+def fork(rng, worlds):
+    ours, theirs = (world.scheduler for world in worlds)
+    seqs = [seq_id for seq_id, seq in ours._sequences.items() if seq.state.value == "decoding"]
+    if seqs:
+        seq_id, count = rng.choice(seqs), rng.randint(1, 3)
+        try:
+            found = ours.fork(seq_id, count)
+        except ValueError:
+            with pytest.raises(ValueError, match="fork"):
+                theirs.fork(seq_id, count)
+        else:
+            assert found == theirs.fork(seq_id, count)
 
 
 def make_forget(rng, worlds):
@@ -220,6 +240,13 @@ def test_the_same_plan_with_stop_tokens(seed, stop_token_ids):
 @given(st.integers(0, 2**32))
 def test_the_same_plan_with_requests_that_are_submitted_and_cancelled(seed):
     run(seed, inbox=True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_plan_with_forks(seed):
+    run(seed, forks=0.1)
+    run(seed, forks=0.1, forget=0.05, max_sequences=20)
 
 
 @settings(max_examples=60, deadline=None)
