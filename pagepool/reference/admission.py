@@ -6,6 +6,7 @@ from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.reference.block_table import PagedSeqState
+from pagepool.reference.hybrid import HybridSequence
 from pagepool.reference.preemption import Preemption
 from pagepool.reference.request import WINDOW, Request, pick
 from pagepool.reference.tenants import Tenants
@@ -49,7 +50,7 @@ class Admission(Preemption):
             if config.max_prefill_backlog is not None and self._unread() >= config.max_prefill_backlog:
                 return
             request, is_aged = self._next()
-            if request is None:
+            if request is None or (self.states is not None and not self.states.free_count):
                 return
             now = (request, self.num_gone, self.available({}) - self._promised(), self._cached(request))
             if self.short is not None and self.ring and self.short[:2] == now[:2]:
@@ -144,7 +145,9 @@ class Admission(Preemption):
         request.fed, request.published = fed, self.blocks_for(fed)
         return False
 
-    def _open(self, request: Request) -> PagedSeqState:
+    def _open(self, request: Request) -> Any:
+        if self.groups is not None:
+            return HybridSequence(self.groups, self.states, label=request.id)
         return PagedSeqState(self.allocator, self.block_size, self.blocks_for(request.max_tokens))
 
     def _adopt(self, request: Request) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["WINDOW", "Batch", "Request", "pick", "rank"]
+__all__ = ["WINDOW", "Batch", "Request", "blocks_of", "pick", "rank"]
 
 WINDOW = {"lpm": 32}  # how many of each tenant's requests a policy looks at, if not one
 
@@ -129,6 +129,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+
+def blocks_of(kv: Any) -> list[int]:
+    """The blocks of a sequence, in all groups."""
+    found: list[int] = kv.blocks if hasattr(kv, "blocks") else [block for table in kv.kv for block in table.blocks]
+    return found
 
 
 def rank(policy: str, request: Request) -> tuple[int, int, int]:

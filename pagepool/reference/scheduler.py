@@ -23,7 +23,7 @@ TOO_WIDE = f"token {{}} has more than 32 bits: {MAX_TOKEN} is the largest that t
 
 
 class Scheduler(Admission):
-    """Continuous batching over a pool or allocator; arguments as those of `pagepool.Scheduler`.
+    """Continuous batching over a pool or allocator; arguments as those of `pagepool.Scheduler`, `states` with `groups`.
 
     >>> from pagepool.reference import BlockAllocator
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4), BlockAllocator(8))
@@ -34,12 +34,23 @@ class Scheduler(Admission):
     ([[11, 12, 13, 14]], [True], [False])
     """
 
-    def __init__(self, config: SchedulerConfig, pool: Any, prefix_cache: Any = None, swap: Any = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: Any,
+        prefix_cache: Any = None,
+        swap: Any = None,
+        *,
+        groups: Any = None,
+        states: Any = None,
+    ) -> None:
         allocator = getattr(pool, "allocator", pool)
         size = pool.layout.block_size if hasattr(pool, "layout") else config.block_size
         self.known: dict[int, Request] = {}
         tenants = Tenants(config, self.blocks_for, self.requests)
         super().__init__(config, allocator, size, prefix_cache, swap, tenants)
+        if groups is not None:
+            self.groups, self.states, self.partial = groups, states, False
         self.finished: list[Request] = []
         self.outstanding: Batch | None = None
         self.next_id = 1
@@ -71,6 +82,8 @@ class Scheduler(Admission):
             raise ValueError(f"{n} forks of sequence {seq_id}, {request.state}, beside {len(self.ring)} active ones")
         if self.config.admission == "whole" and reserved + needed > self.allocator.max_capacity:
             raise ValueError(f"{n} forks may need {needed} blocks beside {reserved}")
+        if self.states is not None and self.states.free_count < n:
+            raise ValueError(f"{n} forks need {n} slots, {self.states.free_count} are free")
         if not self.tenants.has_room(request.tenant, needed):
             raise ValueError(f"{n} forks are above the quota of tenant {request.tenant!r}")
         unsure = self._unsure(request)
@@ -78,7 +91,7 @@ class Scheduler(Admission):
         for _ in range(n):
             fork = replace(request, id=self.next_id, kv=request.kv.fork(), num_cached=request.fed, num_preemptions=0)
             self.next_id += 1
-            fork.kv.truncate(fork.fed)
+            self._cut(fork)
             fork.output_tokens = request.output_tokens.copy()
             fork.rank, fork.arrived = rank(self.config.policy, fork), self.num_steps
             self.tenants.arrive(fork)
@@ -233,7 +246,7 @@ class Scheduler(Admission):
         for row, request in sorted(enumerate(batch.requests), key=lambda pair: pair[1].id):
             if request.kv is None:
                 continue
-            request.kv.truncate(request.fed)
+            self._cut(request)
             if self.config.cache_outputs == "end":
                 if batch.is_prefill[row]:
                     count = min(request.fed, len(request.prompt_tokens))
@@ -256,6 +269,13 @@ class Scheduler(Admission):
             request.state, request.awaits = "finished", None
             self.finished.append(request)
             self.tenants.leave(request)
+
+    def _cut(self, request: Request) -> None:
+        """Slots of drafts go back."""
+        if self.groups is None:
+            request.kv.truncate(request.fed)
+        elif request.kv.len > request.fed:
+            request.kv.retract(request.fed)
 
     def _unsure(self, request: Request) -> int:
         """How many of its tokens are in the batch that is out, and may not have been stored yet."""
@@ -304,6 +324,8 @@ class Scheduler(Admission):
 
     def _rows(self, decodes: list[Request], prefills: list[Request]) -> Batch:
         """The tokens of each."""
+        if self.states is not None:  # which must not pass over a token twice
+            decodes = [request for request in decodes if request.total_tokens > request.fed]
         rows = decode_rows(decodes, self.config.lookahead)
         unread = [request.prefill_end - request.fed for request in prefills]
         if prefills and self.config.schedule == "prefill-first":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pagepool.config import SchedulerConfig, Tenant
-from pagepool.reference.request import Batch, Request
+from pagepool.reference.request import Batch, Request, blocks_of
 
 __all__ = ["Tenants"]
 
@@ -64,7 +64,9 @@ class Tenants:
     def outside(self, tenant: Any, cache: Any) -> int:
         """Blocks of its sequences that are not in the prefix cache."""
         held = [other.kv for other in self.requests() if other.tenant == tenant and other.kv is not None]
-        return len({block for kv in held for block in kv.blocks}) if cache is None else int(cache.count_outside(held))
+        if cache is None:
+            return len({block for kv in held for block in blocks_of(kv)})
+        return int(cache.count_outside(held))
 
     def above(self, tenant: Any, cache: Any) -> int | None:
         """By how many blocks it is above its reservation; None without one."""

@@ -65,6 +65,8 @@ class Admission:
             seq = waiting.peek(self, now, self.tenants.may_start)
             if seq is None:
                 return
+            if self.blocks.free_slots == 0:
+                return  # for whom a slot is freed is decided then
             room = self.blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
@@ -101,6 +103,9 @@ class Admission:
                 f"{n} forks may need {needed} blocks and all others {self.active.reserved}, "
                 f"the pool has {self.blocks.capacity}"
             )
+        slots = self.blocks.free_slots
+        if slots is not None and slots < n:
+            return f"{n} forks need {n} slots for their recurrent states, {slots} are free"
         return self.tenants.refuses_more(seq.tenant, needed)
 
     def _is_short(self, seq: Sequence, room: int) -> bool:

@@ -22,7 +22,8 @@ class ScheduledBatch:
     is_prefill   list of bool
     wants_token  list of bool: whether the step's result is the sequence's next token; False for a prompt chunk that is
                  not the last
-    states       list of `PagedSeqState`, empty without a pool; their `len` includes the step's tokens
+    states       list of `PagedSeqState` or `HybridSequence`, empty without a pool; their `len` includes the step's
+                 tokens. `BlockTables.fill` takes the tables of group i as `[state.kv[i] for state in batch.states]`
     num_decodes  the number of decodes, which come first
 
     The states belong to the sequences. They are valid until the next `schedule()`, which may preempt, and until their
@@ -132,10 +133,15 @@ class Decodes:
         self.may_stop = any(seq.stop_token_ids for seq in sequences)
 
 
-def build_batch(decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig) -> ScheduledBatch:
-    """The step of these sequences; nothing is changed by it."""
-    size, lookahead = len(decodes.sequences), config.lookahead
+def build_batch(
+    decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig, feeds_again: bool = True
+) -> ScheduledBatch:
+    """The step of these sequences; nothing is changed by it. `feeds_again`: decodes without a new token are in it."""
     new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
+    if not feeds_again and 0 in new:
+        decodes = Decodes([seq for seq, count in zip(decodes.sequences, new, strict=True) if count])
+        new = [count for count in new if count]
+    size, lookahead = len(decodes.sequences), config.lookahead
     most = new
     if lookahead:
         most = [count + _slots(seq, count, lookahead) for seq, count in zip(decodes.sequences, new, strict=True)]

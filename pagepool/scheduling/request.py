@@ -47,8 +47,9 @@ class Sequence:
     tenant          who sent it: anything hashable, or None
     cache_salt, extra_keys  only prompts with equal ones share its cached blocks
     cache_priority, cache_ttl  the priority of its cached blocks, and for how long they have it
-    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; after a partial
-                    preemption the state with the remaining blocks
+    kv              its `PagedSeqState`, or `HybridSequence` where the scheduler has groups or states, while it is
+                    active and the scheduler has a pool, else None; after a partial preemption the state with the
+                    remaining blocks
     num_cached      tokens that it did not have to compute when it was last admitted: cached, remaining or swapped
     fed             tokens whose K and V are in the pages or will be after the current batch; equals `kv.len` minus the
                     slots for drafts

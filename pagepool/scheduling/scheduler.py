@@ -9,6 +9,8 @@ from typing import Any
 from pagepool.arguments import integer, wrong
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError, refuse_copy
+from pagepool.memory.hybrid import KvGroup
+from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch, build_batch
@@ -22,6 +24,7 @@ from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.tenants import Reservations, Tenants
 from pagepool.scheduling.validate import (
     check_drafts,
+    check_hybrid,
     check_results,
     check_token,
     check_width,
@@ -47,6 +50,10 @@ class Scheduler:
     prefix_cache  a `PrefixCache` over the same allocator: requests begin with the blocks that it has for their first
                   tokens, and leave their full blocks to it; one whose next blocks another is computing waits for them
     swap          a `SwapFile` over the pool, for the preemption action "swap" of the config
+    groups, states  for hybrid models: the `KvGroup`s of each sequence, over the pool's allocator, and the
+                  `SsmStatePool` of its recurrent state. `Sequence.kv` is a `HybridSequence` then. Without `groups`
+                  each sequence has one group over the pool, if there is a pool. Neither goes with a prefix cache, a
+                  swap file or, with `states`, lookahead
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
@@ -85,6 +92,9 @@ class Scheduler:
         pool: Any = None,
         prefix_cache: Any = None,
         swap: SwapFile | None = None,
+        *,
+        groups: Iterable[KvGroup] | None = None,
+        states: SsmStatePool | None = None,
     ) -> None:
         config = SchedulerConfig() if config is None else config
         if not isinstance(config, SchedulerConfig):
@@ -94,7 +104,9 @@ class Scheduler:
         self.config = config
         self.num_steps = 0
         self._policy = POLICIES[config.policy]
-        self._blocks = open_blocks(pool, config.block_size)
+        step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
+        self._blocks = open_blocks(pool, config.block_size, groups, states, step)
+        check_hybrid(self._blocks, config, prefix_cache, swap)
         self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs)
         self._swap = swap if "swap" in config.preemption_actions else None
         self._log = PreemptionLog(config.max_records)
@@ -326,7 +338,7 @@ class Scheduler:
             self._admission.admit(step)
             active = self._active
             while len(active):
-                batch = build_batch(*active.pick(), self.config)
+                batch = build_batch(*active.pick(), self.config, self._blocks.feeds_again)
                 self._guard.undo = partial(self._undo_step, batch)
                 batch._origin = self._origin
                 taken = self._preemption.take(batch, step)
@@ -404,7 +416,8 @@ class Scheduler:
     def outstanding(self) -> ScheduledBatch | None:
         """The batch that `schedule` handed out and `commit` has not taken yet, or None.
 
-        A caller that was interrupted may run it again: that stores the same keys and values.
+        A caller that was interrupted may run it again: that stores the same keys and values. A recurrent state that has
+        passed over its tokens must not do so twice.
         """
         return None if self._outstanding is None or self._outstanding._committed else self._outstanding
 
@@ -643,10 +656,9 @@ class Scheduler:
             if seq.state is WAITING:
                 seq.fed = seq._published = 0
             return
-        if blocks.capacity:
+        if blocks.has_states:
             held = 0 if seq.kv is None else seq.kv.len
-            if held > seq.fed + slots:
-                blocks.truncate(seq, seq.fed)
+            held = blocks.recover(seq, seq.fed + slots if held == seq.fed + slots else seq.fed)
             if held < seq.fed or seq.kv is None:
                 seq.fed, seq.state = held, PREEMPTED
             if seq.state is PREEMPTED and not seq.fed:
@@ -699,7 +711,7 @@ class Scheduler:
         if any(seq.id != seq_id for seq_id, seq in sequences.items()) or self._finished != ended:
             return f"{len(ended)} sequences have finished, {len(self._finished)} are to be drained"
         for seq in sequences.values():
-            broken = seq._audit(slots.get(seq.id, 0), blocks.capacity > 0)
+            broken = seq._audit(slots.get(seq.id, 0), blocks.has_states)
             if broken is not None:
                 return f"sequence {seq.id}, {seq.state.value}: {broken}"
         found = {**self._waiting.summary(), **self._active.summary(), **self._tenants.summary()}

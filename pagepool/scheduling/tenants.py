@@ -216,7 +216,8 @@ class Reservations:
             own = {seq.id: seq for seq in alive if seq.tenant == tenant and seq.state is not SeqState.WAITING}
             if self._sequences[tenant] != own:
                 return f"{len(own)} sequences of tenant {tenant!r} may have blocks, not {len(self._sequences[tenant])}"
-            blocks = {block for seq in own.values() if seq.kv is not None for block in seq.kv.blocks}
+            states = [seq.kv for seq in own.values() if seq.kv is not None]
+            blocks = {block for state in states for block in self._blocks.blocks_of(state)}
             holding = self._cached(tenant) + sum(cache is None or not cache.holds(block) for block in blocks)
             if self.above(tenant) != holding - reserved:
                 return (
@@ -235,5 +236,5 @@ class Reservations:
     def _outside(self, tenant: Any) -> int:
         states = [seq.kv for seq in self._sequences[tenant].values() if seq.kv is not None]
         if self._prefix.cache is None:
-            return len({block for state in states for block in state.blocks})  # forks share some
+            return len({block for state in states for block in self._blocks.blocks_of(state)})  # forks share some
         return int(self._prefix.cache.count_outside(states))

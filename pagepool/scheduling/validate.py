@@ -7,11 +7,14 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from pagepool.arguments import integer, real, wrong
+from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.request import SeqState, Sequence
 
 __all__ = [
     "check_drafts",
+    "check_hybrid",
     "check_results",
     "check_token",
     "check_width",
@@ -24,6 +27,17 @@ __all__ = [
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 MAX_PRIORITY = 255
+
+
+def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, swap: Any) -> None:
+    """Raises ValueError for what hybrid sequences do not go with."""
+    if blocks.memory is None:
+        return
+    if prefix_cache is not None or swap is not None:
+        name = "a prefix cache" if prefix_cache is not None else "a swap file"
+        raise ValueError(f"hybrid sequences do not go with {name}: it knows one group and no recurrent states")
+    if config.lookahead and blocks.memory.states is not None:
+        raise ValueError(f"a lookahead of {config.lookahead} needs states that can be taken back: these are recurrent")
 
 
 def read_request(

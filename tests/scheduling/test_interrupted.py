@@ -12,7 +12,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from marked_engine import Engine
+from marked_engine import Engine, HybridEngine
 
 import pagepool.scheduling
 from pagepool import (
@@ -105,7 +105,12 @@ class World:
     def __init__(self, seed, interrupter, **config):
         self.interrupter = interrupter
         self.rng = rng = random.Random(seed)
-        self.engine = Engine(rng.choice([12, 14, 20]))
+        windows = config.pop("windows", None)
+        if windows is None:
+            self.engine, memory = Engine(rng.choice([12, 14, 20])), {}
+        else:
+            self.engine = HybridEngine(rng.choice([12, 14, 20]) * len(windows), windows, rng.choice([3, 20]))
+            memory = {"groups": self.engine.groups, "states": self.engine.states}
         self.pool = self.engine.pool
         self.allocator = self.pool.allocator
         cache_policy = config.pop("cache", rng.choice([None, "lru", "gittins"]))
@@ -127,6 +132,7 @@ class World:
             self.pool,
             self.cache,
             self.swap,
+            **memory,
         )
         self.accepts = rng.random() < 0.5 and self.scheduler.config.lookahead > 0  # drafts, which the engine has not
         self.wanted = {}  # id: how many tokens it gets
@@ -243,7 +249,10 @@ class World:
         self.allocator.check()
         if self.cache is not None:
             self.cache.check()
-        held = {block for seq in scheduler._sequences.values() if seq.kv is not None for block in seq.kv.blocks}
+        states = [seq.kv for seq in scheduler._sequences.values() if seq.kv is not None]
+        held = {block for state in states for block in scheduler._blocks.blocks_of(state)}
+        if self.engine.states is not None:
+            assert self.engine.states.used_count == len(states)
         held |= set() if self.cache is None else set(self.cache.references())
         assert self.allocator.in_use == len(held), f"{self.allocator.in_use} blocks in use, {len(held)} held"
         assert {seq_id for seq_id in self.wanted if seq_id not in self.removed} <= self.known()
@@ -302,6 +311,18 @@ def test_a_preemption_is_cut_short_and_goes_on_after_recover(twice):
         }
         preemptions += run(seed, twice, max_batch_sequences=20, **config)[1]
     assert preemptions > 30
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("windows", [[None], [8], [None, 5]], ids=str)
+def test_hybrid_sequences_that_are_cut_short_go_on_after_recover(windows, twice):
+    preemptions = 0
+    for seed in range(6):
+        config = {"windows": windows, "preemption_actions": (), "cache": None, "lookahead": 0, "tenants": {}}
+        fired, preempted = run(seed, twice, **config)
+        assert fired > 10
+        preemptions += preempted
+    assert preemptions > 0
 
 
 def test_no_ticket_of_the_swap_file_is_lost():

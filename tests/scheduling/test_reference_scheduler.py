@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagepool
-from pagepool import KvLayout, PreemptionCosts, SchedulerConfig, SwapFile, Tenant, reference
+from pagepool import KvGroup, KvLayout, PreemptionCosts, SchedulerConfig, SwapFile, Tenant, reference
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import read_trace
@@ -21,12 +21,17 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dt
 class World:
     """A scheduler with its pool, cache and swap file, from one package or the other."""
 
-    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks):
+    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks, windows=None, slots=None):
         self.pool = api.KvCachePool.from_layout(LAYOUT, num_blocks)
         self.allocator = self.pool.allocator
         self.cache = api.PrefixCache(self.allocator, BLOCK, cache_policy) if cache_policy else None
         self.swap = SwapFile(self.pool, num_blocks=swap_blocks) if swap_blocks else None
-        self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap)
+        self.states, memory = None, {}
+        if slots is not None:
+            self.states = memory["states"] = api.SsmStatePool(slots, lambda i: api.AttentionSequenceState(1000))
+        if windows is not None:
+            memory["groups"] = [KvGroup(self.allocator, BLOCK, window) for window in windows]
+        self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap, **memory)
         self.outside = []
 
     def records(self):
@@ -45,7 +50,8 @@ class World:
         )
         found = {row[0]: (*row[1:], self.scheduler.get_sequence(row[0]).num_cached) for row in rows}
         blocks = (self.allocator.free_count, self.cache and (self.cache.evictable, self.cache.num_cached))
-        return found, blocks, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
+        slots = self.states and self.states.free_count
+        return found, blocks, slots, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
 
     def above(self, tenant):
         """By how many blocks it is above its reservation."""
@@ -91,17 +97,30 @@ def random_config(rng, num_blocks):
 
 
 def run(
-    seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, stop_token_ids=(), inbox=False, forks=0.0, **fixed
+    seed,
+    steps=150,
+    tenants=(0, 1, None),
+    forget=0.0,
+    others=0.0,
+    stop_token_ids=(),
+    inbox=False,
+    forks=0.0,
+    memory=None,
+    **fixed,
 ):
     """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
     forget a block, or all, in use or not; `others`: how often somebody else caches a prompt; `inbox`: requests are
-    submitted and cancelled; `forks`: how often one that decodes is forked, before its step is committed or after."""
+    submitted and cancelled; `forks`: how often one that decodes is forked, before its step is committed or after;
+    `memory`: windows and slots of hybrid sequences."""
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
     config = dataclasses.replace(random_config(rng, num_blocks), **fixed)
     cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
     swap_blocks = rng.choice([0, 3, 50])
-    ours, theirs = worlds = [World(api, config, num_blocks, cache_policy, swap_blocks) for api in (pagepool, reference)]
+    if memory is not None:
+        num_blocks, cache_policy, swap_blocks = num_blocks * len(memory.get("windows", "1")), None, 0
+    shape = (config, num_blocks, cache_policy, swap_blocks)
+    ours, theirs = worlds = [World(api, *shape, **(memory or {})) for api in (pagepool, reference)]
     now = 0.0
     for number in range(20 * steps):
         if number < steps and rng.random() < 0.3:
@@ -147,7 +166,7 @@ def run(
             world.cache.check()
             world.cache.reset_prefix_cache()
         world.allocator.check()
-        assert world.allocator.in_use == 0
+        assert world.allocator.in_use == 0 and (world.states is None or not world.states.used_count)
     return ours.scheduler.preemptions.counts
 
 
@@ -247,6 +266,21 @@ def test_the_same_plan_with_requests_that_are_submitted_and_cancelled(seed):
 def test_the_same_plan_with_forks(seed):
     run(seed, forks=0.1)
     run(seed, forks=0.1, forget=0.05, max_sequences=20)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from([None, 0, 3, 8, 13]), min_size=1, max_size=3))
+def test_the_same_plan_with_windows(seed, windows):
+    run(seed, memory={"windows": windows})
+    run(seed, memory={"windows": windows}, forks=0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([[None], [3], [None, 8]]), st.integers(1, 5))
+def test_the_same_plan_with_recurrent_states(seed, windows, slots):
+    memory = {"windows": windows, "slots": slots}
+    run(seed, memory=memory, lookahead=0)
+    run(seed, memory=memory, lookahead=0, forks=0.1, stop_token_ids=(2,))
 
 
 @settings(max_examples=60, deadline=None)
