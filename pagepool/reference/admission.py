@@ -58,6 +58,7 @@ class Admission(Preemption):
                     return
             request.awaits = None if is_aged else self._leader(request)
             if request.awaits is not None:
+                self._stop_at(*request.awaits)
                 continue
             if not self._start(request):
                 self.short = (*now[:3], self._cached(request))
@@ -157,6 +158,8 @@ class Admission(Preemption):
             request.fed // self.block_size + 1,
             request.swapped[2] // self.block_size if request.swapped is not None else 0,
         )
+        if self.cache is not None and self.groups is not None:
+            return self._adopt_hybrid(request)
         if self.cache is None or full < least:
             return False
         blocks = self.cache.match_prefix(request.all_tokens[: full * self.block_size], **request.keys)
@@ -169,6 +172,27 @@ class Admission(Preemption):
             request.epoch = self.cache.forgotten
         self.allocator.free(blocks)
         return found
+
+    def _adopt_hybrid(self, request: Request) -> bool:
+        """As far as its recurrent state, if it has one, was kept."""
+        size, tokens, keys = self.block_size, request.all_tokens, {"cache_salt": request.keys["cache_salt"]}
+        blocks = self.cache.match_prefix(tokens[: (len(tokens) - 1) // size * size], **request.keys)
+        begin = known = len(blocks) * size
+        if self.checkpoints is not None:
+            begin = self.checkpoints.resume(request.kv.state.index, tokens, known, **keys)
+            request.stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]
+        if begin:
+            request.kv.adopt([blocks[: begin // size]], begin)
+        request.fed, request.published = begin, begin // size
+        self.allocator.free(blocks)
+        return begin > 0
+
+    def _stop_at(self, leader: Request, until: int) -> None:
+        """It keeps its recurrent state there, for one that shares so many tokens."""
+        if self.checkpoints is not None:
+            position = until - until % self.checkpoints.index.align
+            if position > leader.fed and position not in [known for known, _ in leader.stops]:
+                leader.stops = sorted([*leader.stops, (position, "branch")])
 
     def _fits(self, request: Request) -> bool:
         config, held = self.config, self.blocks_for(request.fed)

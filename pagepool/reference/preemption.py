@@ -32,6 +32,7 @@ class Preemption:
         self.tenants = tenants
         self.groups: Any = None
         self.states: Any = None
+        self.checkpoints: Any = None
         self.partial = "partial" in config.preemption_actions or cache is not None
         self.now = self.wanted = self.evicted = self.num_preemptions = 0
         self.records: list[tuple[int, str, int, int, int, int]] = []
@@ -185,7 +186,7 @@ class Preemption:
             return
         full = num_tokens // self.block_size
         if full and request.epoch == self.cache.forgotten:
-            tokens, blocks = request.all_tokens[: full * self.block_size], request.kv.blocks[:full]
+            tokens, blocks = request.all_tokens[: full * self.block_size], blocks_of(request.kv)[:full]
             self.cache.cache_blocks(tokens, blocks, **request.keys, **request.cache_value, now=now)
         request.published = full
 

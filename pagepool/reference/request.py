@@ -36,6 +36,7 @@ class Request:
     prefill_end: int = 0
     swapped: tuple[int, list[Any], int] | None = None
     awaits: tuple[Request, int] | None = None  # while deferred: whom, and how many tokens that one is to read first
+    stops: list[tuple[int, str]] = field(default_factory=list)  # where its recurrent state is to be kept, and why
     counted: bool = False
     num_cached: int = 0
     num_preemptions: int = 0

@@ -43,6 +43,7 @@ class Scheduler(Admission):
         *,
         groups: Any = None,
         states: Any = None,
+        checkpoints: Any = None,
     ) -> None:
         allocator = getattr(pool, "allocator", pool)
         size = pool.layout.block_size if hasattr(pool, "layout") else config.block_size
@@ -50,7 +51,7 @@ class Scheduler(Admission):
         tenants = Tenants(config, self.blocks_for, self.requests)
         super().__init__(config, allocator, size, prefix_cache, swap, tenants)
         if groups is not None:
-            self.groups, self.states, self.partial = groups, states, False
+            self.groups, self.states, self.checkpoints, self.partial = groups, states, checkpoints, False
         self.finished: list[Request] = []
         self.outstanding: Batch | None = None
         self.next_id = 1
@@ -92,7 +93,7 @@ class Scheduler(Admission):
             fork = replace(request, id=self.next_id, kv=request.kv.fork(), num_cached=request.fed, num_preemptions=0)
             self.next_id += 1
             self._cut(fork)
-            fork.output_tokens = request.output_tokens.copy()
+            fork.output_tokens, fork.stops = request.output_tokens.copy(), []
             fork.rank, fork.arrived = rank(self.config.policy, fork), self.num_steps
             self.tenants.arrive(fork)
             self.known[fork.id] = fork
@@ -253,12 +254,27 @@ class Scheduler(Admission):
                     self.publish(request, count, self.time)
             elif request.fed // self.block_size > request.published and not request.has_ended:
                 self.publish(request, request.fed, self.time)
+        for request in sorted(batch.requests[batch.num_decodes :], key=lambda request: request.id):
+            while request.stops and request.stops[0][0] <= request.fed:
+                position, reason = request.stops.pop(0)
+                if position == request.fed and request.kv is not None:
+                    self._keep_state(request, reason)
+
+    def _keep_state(self, request: Request, reason: str) -> None:
+        """Of one whose state has passed over all that it was fed."""
+        if self.checkpoints is not None and request.epoch == self.cache.forgotten:
+            if request.fed and request.fed % self.checkpoints.index.align == 0:
+                tokens, salt = request.all_tokens, request.keys["cache_salt"]
+                self.checkpoints.save(request.kv.state.index, tokens, request.fed, reason, cache_salt=salt)
 
     def _finish(self, requests: list[Request]) -> None:
         requests.sort(key=lambda request: request.id)
         for request in requests:
             if request.kv is not None:
-                self.publish(request, request.fed - self._unsure(request), self.time)
+                unsure = self._unsure(request)
+                self.publish(request, request.fed - unsure, self.time)
+                if not unsure:
+                    self._keep_state(request, "end")
         for request in requests:
             if request.kv is not None:
                 request.kv.close()
@@ -327,7 +343,7 @@ class Scheduler(Admission):
         if self.states is not None:  # which must not pass over a token twice
             decodes = [request for request in decodes if request.total_tokens > request.fed]
         rows = decode_rows(decodes, self.config.lookahead)
-        unread = [request.prefill_end - request.fed for request in prefills]
+        unread = [(r.stops[0][0] if r.stops else r.prefill_end) - r.fed for r in prefills]
         if prefills and self.config.schedule == "prefill-first":
             counts = whole_prompts(unread, self.config)
         else:

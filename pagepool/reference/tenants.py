@@ -66,7 +66,8 @@ class Tenants:
         held = [other.kv for other in self.requests() if other.tenant == tenant and other.kv is not None]
         if cache is None:
             return len({block for kv in held for block in blocks_of(kv)})
-        return int(cache.count_outside(held))
+        tables = [table for kv in held for table in (kv.kv if hasattr(kv, "kv") else [kv])]
+        return int(cache.count_outside(tables))
 
     def above(self, tenant: Any, cache: Any) -> int | None:
         """By how many blocks it is above its reservation; None without one."""

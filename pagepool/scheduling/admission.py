@@ -73,6 +73,7 @@ class Admission:
             leader = None if waiting.is_aged(seq, now) else self.prefix.leader(seq, active.prefills.values())
             if leader is not None:
                 waiting.defer(seq, *leader)
+                self.prefix.stop_at(*leader)
                 continue
             if not self._start(seq, now):
                 inserted = self.prefix.inserted  # before it is looked up: others may use the cache, too

@@ -145,7 +145,7 @@ def build_batch(
     most = new
     if lookahead:
         most = [count + _slots(seq, count, lookahead) for seq, count in zip(decodes.sequences, new, strict=True)]
-    unread = [seq._prefill_end - seq.fed for seq in prefills]
+    unread = [seq._next_end - seq.fed for seq in prefills]
     if prefills and config.schedule == "prefill-first":
         counts = whole_prompts(unread, config)
         prefills = prefills[: len(counts)]

@@ -93,6 +93,10 @@ class BlockManager:
         """Blocks that `seq` gives when it gives all."""
         return self.blocks_for(seq.fed) if self.memory is None else len(self.blocks_of(seq.kv))
 
+    def table(self, seq: Sequence) -> Any:
+        """The block table that the prefix cache has blocks of."""
+        return seq.kv.block_table if self.memory is None else seq.kv.kv[0].block_table
+
     def blocks_of(self, state: Any) -> list[int]:
         """The blocks of a state, in all groups."""
         if self.memory is None:
@@ -173,8 +177,11 @@ class BlockManager:
     def adopt(self, seq: Sequence, blocks: Any) -> None:
         """Let `seq` begin with full blocks that others hold, too, instead of those that it has."""
         self.num_tokens -= seq.kv.len
-        self._release_batch([seq.kv], False)
-        seq.kv.adopt(blocks)
+        if self.memory is None:
+            self._release_batch([seq.kv], False)
+            seq.kv.adopt(blocks)
+        else:
+            seq.kv.adopt([blocks], len(blocks) * self.block_size)
         self.num_tokens += seq.kv.len
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
@@ -334,7 +341,8 @@ def open_blocks(
         allocator = group.allocator if allocator is None else allocator
         if group.allocator is not allocator:
             raise ValueError(f"groups[{place}] has another allocator than the pool or the groups before it")
-    return BlockManager(allocator, size, HybridMemory(found, states, step))
+    memory = HybridMemory(found, states, step)
+    return BlockManager(allocator, memory.sizes[0] if len(found) == 1 else size, memory)
 
 
 def _drivers(allocator: Any) -> tuple[Any, Any, Any]:

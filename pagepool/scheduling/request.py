@@ -75,6 +75,8 @@ class Sequence:
     fed: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    # Positions of its prompt at which its recurrent state is to be kept, and why; they rise.
+    _stops: list[tuple[int, str]] = field(default_factory=list, init=False)
     # "stop" or "abort" once it was stopped by a call.
     _stopped_by: str | None = field(default=None, init=False)
     # Its place in every order, and the step in which it came; set by the scheduler.
@@ -146,6 +148,12 @@ class Sequence:
     def _has_ended(self) -> bool:
         """Whether it gets no more tokens, whatever its state says yet."""
         return self.at_limit or self._at_stop_token or self._stopped_by is not None
+
+    @property
+    def _next_end(self) -> int:
+        """How far it may read its prompt in the next step, as far as it matters to it."""
+        # One that it has passed is left over from a call that was cut short.
+        return self._stops[0][0] if self._stops and self._stops[0][0] > self.fed else self._prefill_end
 
     @property
     def _is_active(self) -> bool:

@@ -11,6 +11,7 @@ from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError, refuse_copy
 from pagepool.memory.hybrid import KvGroup
 from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch, build_batch
@@ -52,8 +53,10 @@ class Scheduler:
     swap          a `SwapFile` over the pool, for the preemption action "swap" of the config
     groups, states  for hybrid models: the `KvGroup`s of each sequence, over the pool's allocator, and the
                   `SsmStatePool` of its recurrent state. `Sequence.kv` is a `HybridSequence` then. Without `groups`
-                  each sequence has one group over the pool, if there is a pool. Neither goes with a prefix cache, a
-                  swap file or, with `states`, lookahead
+                  each sequence has one group over the pool, if there is a pool. Neither goes with a swap file, nor
+                  `states` with lookahead; with a prefix cache there is one group, without a window
+    checkpoints   `StateCheckpoints` over `states`, for a prefix cache: where recurrent states are kept of what it has.
+                  Their `align` is a multiple of the block size
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
@@ -95,6 +98,7 @@ class Scheduler:
         *,
         groups: Iterable[KvGroup] | None = None,
         states: SsmStatePool | None = None,
+        checkpoints: StateCheckpoints | None = None,
     ) -> None:
         config = SchedulerConfig() if config is None else config
         if not isinstance(config, SchedulerConfig):
@@ -106,8 +110,8 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
         self._blocks = open_blocks(pool, config.block_size, groups, states, step)
-        check_hybrid(self._blocks, config, prefix_cache, swap)
-        self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs)
+        check_hybrid(self._blocks, config, prefix_cache, swap, checkpoints)
+        self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs, checkpoints)
         self._swap = swap if "swap" in config.preemption_actions else None
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
@@ -547,6 +551,7 @@ class Scheduler:
                 if seq.kv is not None and seq.kv.len > seq.fed:
                     self._blocks.truncate(seq, seq.fed)
         self._prefix.publish_filled(batch)
+        self._prefix.keep_states(batch)
 
     def _finish(self, sequences: list[Sequence]) -> None:
         """Mark them FINISHED, wherever they stand, in the order of ids, and free their blocks."""
@@ -554,7 +559,10 @@ class Scheduler:
         for seq in sequences:
             if seq.kv is not None:
                 # What is in a batch that is out may not have been stored yet.
-                self._prefix.publish(seq, seq.fed - (self._outstanding.tokens_of(seq) if self._outstanding else 0))
+                unsure = self._outstanding.tokens_of(seq) if self._outstanding else 0
+                self._prefix.publish(seq, seq.fed - unsure)
+                if not unsure:
+                    self._prefix.keep_state(seq, "end")
         self._blocks.close(sequences)
         for seq in sequences:
             if seq._is_active:

@@ -237,4 +237,6 @@ class Reservations:
         states = [seq.kv for seq in self._sequences[tenant].values() if seq.kv is not None]
         if self._prefix.cache is None:
             return len({block for state in states for block in self._blocks.blocks_of(state)})  # forks share some
+        if self._blocks.memory is not None:
+            states = [table for state in states for table in state.kv]
         return int(self._prefix.cache.count_outside(states))

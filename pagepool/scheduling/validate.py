@@ -29,14 +29,29 @@ MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 MAX_PRIORITY = 255
 
 
-def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, swap: Any) -> None:
-    """Raises ValueError for what hybrid sequences do not go with."""
-    if blocks.memory is None:
+def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, swap: Any, checkpoints: Any) -> None:
+    """Raises TypeError for what are no checkpoints, ValueError for what does not go together."""
+    memory = blocks.memory
+    if checkpoints is not None:
+        if not hasattr(checkpoints, "resume"):
+            raise wrong("checkpoints", "StateCheckpoints or None", checkpoints)
+        if memory is None or checkpoints.pool is not memory.states:
+            raise ValueError("checkpoints must be those of the scheduler's states")
+        align = checkpoints.index.align
+        if prefix_cache is None or align % blocks.block_size:
+            raise ValueError(
+                f"checkpoints need a prefix cache, and an align, now {align}, that is a multiple of the block size, "
+                f"{blocks.block_size}"
+            )
+    if memory is None:
         return
-    if prefix_cache is not None or swap is not None:
-        name = "a prefix cache" if prefix_cache is not None else "a swap file"
-        raise ValueError(f"hybrid sequences do not go with {name}: it knows one group and no recurrent states")
-    if config.lookahead and blocks.memory.states is not None:
+    if swap is not None:
+        raise ValueError("hybrid sequences do not go with a swap file: it knows no recurrent states and windows")
+    if prefix_cache is not None and [group.window for group in memory.groups] != [None]:
+        raise ValueError(f"a prefix cache needs one group without a window, not {len(memory.groups)} groups")
+    if prefix_cache is not None and memory.states is not None and checkpoints is None:
+        raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of these")
+    if config.lookahead and memory.states is not None:
         raise ValueError(f"a lookahead of {config.lookahead} needs states that can be taken back: these are recurrent")
 
 

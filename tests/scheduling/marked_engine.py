@@ -57,7 +57,8 @@ class HybridEngine:
         self.groups = [KvGroup(self.pool.allocator, 4, window) for window in windows]
         self.states = None
         if slots is not None:
-            self.states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((1,), "float64")}]), slots)
+            self.layout = StateLayout(layers=[{"h": ((1,), "float64")}])
+            self.states = SsmStatePool.from_layout(self.layout, slots)
         self.ran = None
 
     def run(self, scheduler, batch):

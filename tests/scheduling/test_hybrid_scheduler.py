@@ -19,16 +19,30 @@ from pagepool import (
     SchedulerConfig,
     SeqState,
     SsmStatePool,
+    StateCheckpoints,
+    StateLayout,
     SwapFile,
     Tenant,
 )
 from pagepool.scheduling.policies import POLICIES
 
 BLOCK = 4
+STATE = StateLayout(layers=[{"h": ((1,), "float64")}])
 
 
 def states_of(slots):
     return SsmStatePool(slots, lambda i: AttentionSequenceState(10**6))
+
+
+def kept_of(states, budget=10**6, grid=16):
+    return StateCheckpoints(STATE, states, budget, grid=grid, spacing=1, align=BLOCK)
+
+
+def make_cached(num_blocks=400, slots=32, grid=16, **config):
+    allocator, states = BlockAllocator(num_blocks), SsmStatePool.from_layout(STATE, slots)
+    cache, kept = PrefixCache(allocator, BLOCK), kept_of(states, grid=grid)
+    config = SchedulerConfig(block_size=BLOCK, **config)
+    return Scheduler(config, allocator, cache, states=states, checkpoints=kept), cache, kept
 
 
 def step(scheduler):
@@ -147,10 +161,27 @@ def test_what_is_no_memory_is_named(arguments, error, words):
 def test_what_hybrid_sequences_do_not_go_with_is_refused():
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=BLOCK), 8)
     cache, swap = PrefixCache(pool.allocator, BLOCK), SwapFile(pool, num_blocks=2)
-    with pytest.raises(ValueError, match="hybrid sequences do not go with a prefix cache"):
-        Scheduler(SchedulerConfig(), pool, cache, states=states_of(1))
-    with pytest.raises(ValueError, match="hybrid sequences do not go with a swap file"):
-        Scheduler(SchedulerConfig(), pool, None, swap, states=states_of(1))
+    states, others = (SsmStatePool.from_layout(STATE, 2) for _ in range(2))
+    group = KvGroup(pool.allocator)
+    for arguments, error, words in (
+        ({"swap": swap, "states": states}, ValueError, "hybrid sequences do not go with a swap file"),
+        ({"prefix_cache": cache, "states": states}, ValueError, "a prefix cache .* recurrent states needs checkpoints"),
+        ({"prefix_cache": cache, "groups": [group] * 2}, ValueError, "needs one group without a window, not 2 groups"),
+        ({"checkpoints": 5}, TypeError, "checkpoints must be StateCheckpoints or None, not int: 5"),
+        (
+            {"checkpoints": kept_of(others), "states": states},
+            ValueError,
+            "must be those of the scheduler's",
+        ),
+        ({"checkpoints": kept_of(states), "states": states}, ValueError, "checkpoints need a prefix cache"),
+        (
+            {"checkpoints": StateCheckpoints(STATE, states, 999), "states": states, "prefix_cache": cache},
+            ValueError,
+            "an align, now 1, that is a multiple of the block size, 4",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            Scheduler(SchedulerConfig(), pool, **arguments)
     with pytest.raises(ValueError, match="a lookahead of 2 needs states that can be taken back"):
         Scheduler(SchedulerConfig(lookahead=2), pool, states=states_of(1))
     scheduler = Scheduler(SchedulerConfig(), pool, groups=[KvGroup(pool.allocator, max_blocks_per_seq=3)])
@@ -160,14 +191,51 @@ def test_what_hybrid_sequences_do_not_go_with_is_refused():
         Scheduler(SchedulerConfig(), states=states_of(0)).add_request([1], 2)
 
 
+def test_a_prompt_that_comes_again_goes_on_from_where_its_state_was_kept():
+    scheduler, _, kept = make_cached(max_prefill_tokens=100)
+    for prompt in ([*range(40)], [*range(40)], [*range(20), 50], [*range(38), 51], [*range(38), 52]):
+        scheduler.add_request(prompt, max_new_tokens=1)
+        computed = run(scheduler)
+        begin = scheduler.drain_finished()[0].num_cached
+        assert computed == len(prompt) - begin
+        last = begin
+    assert kept.stats()["saved"]["grid"] >= 2 and last == 36
+    kept.check()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_burst_keeps_the_state_where_its_prompts_part(policy):
+    scheduler, cache, kept = make_cached(policy=policy, grid=0)
+    for number in range(8):
+        scheduler.add_request([*range(1024), *range(2000 + 20 * number, 2016 + 20 * number)], 1056, tenant=number % 3)
+    assert run(scheduler) == 1024 + 8 * 31
+    assert kept.stats()["used"]["branch"] == 7
+    cache.reset_prefix_cache()
+    assert cache.allocator.in_use == 0
+
+
+def test_a_full_group_alone_shares_prefixes_without_states():
+    allocator = BlockAllocator(64)
+    cache = PrefixCache(allocator, BLOCK)
+    scheduler = Scheduler(SchedulerConfig(), allocator, cache, groups=[KvGroup(allocator, BLOCK)])
+    for _ in range(2):
+        scheduler.add_request(range(40), max_new_tokens=1)
+    assert run(scheduler) == 40 + 4
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**32))
 def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
     """Preempted, recomputed, forked, stopped and cancelled, with one group or several, and slots for some."""
     rng = random.Random(seed)
-    windows = rng.choice([[None], [8], [None, 8], [0, 5, None]])
+    windows = rng.choice([[None], [None], [8], [None, 8], [0, 5, None]])
     slots = rng.choice([None, 2, 5, 20])
+    is_cached = windows == [None] and slots is not None
     engine = HybridEngine(rng.choice([8, 12, 30]) * len(windows), windows, slots)
+    memory = {"groups": engine.groups, "states": engine.states}
+    if is_cached:
+        memory["prefix_cache"] = cache = PrefixCache(engine.pool.allocator, BLOCK)
+        memory["checkpoints"] = kept_of(engine.states, rng.choice([60, 300, 10**4]))
     config = SchedulerConfig(
         block_size=BLOCK,
         max_batch_sequences=rng.choice([1, 2, 20]),
@@ -181,7 +249,7 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
         preemption_actions=rng.choice([(), ("partial",)]),
         tenants=rng.choice([{}, {0: Tenant(min_blocks=5)}, {1: Tenant(max_blocks=16)}]),
     )
-    scheduler = Scheduler(config, engine.pool, groups=engine.groups, states=engine.states)
+    scheduler = Scheduler(config, engine.pool, **memory)
     for number in range(3000):
         if number < 60 and rng.random() < 0.3:
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 14))]
@@ -205,10 +273,15 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
         scheduler.commit(batch, results)
         for fork in forks:
             scheduler.append_token(fork, rng.randrange(50))
+        if is_cached and rng.random() < 0.03:
+            cache.discard([rng.randrange(8)])
         if rng.random() < 0.05 and scheduler.total_count:
             scheduler.cancel(rng.choice(sorted(scheduler._sequences)))
         scheduler.check()
         if number >= 100 and not scheduler.has_work:
             break
     assert not scheduler.has_work
+    if is_cached:
+        memory["checkpoints"].check()
+        cache.reset_prefix_cache()
     assert engine.pool.allocator.in_use == 0 and (engine.states is None or engine.states.used_count == 0)

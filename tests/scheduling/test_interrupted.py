@@ -23,6 +23,7 @@ from pagepool import (
     SchedulerConfig,
     SeqState,
     Sequence,
+    StateCheckpoints,
     SwapFile,
     Tenant,
 )
@@ -111,6 +112,9 @@ class World:
         else:
             self.engine = HybridEngine(rng.choice([12, 14, 20]) * len(windows), windows, rng.choice([3, 20]))
             memory = {"groups": self.engine.groups, "states": self.engine.states}
+            if config["cache"]:
+                options = {"grid": 8, "spacing": 1, "align": BLOCK}
+                memory["checkpoints"] = StateCheckpoints(self.engine.layout, self.engine.states, 1000, **options)
         self.pool = self.engine.pool
         self.allocator = self.pool.allocator
         cache_policy = config.pop("cache", rng.choice([None, "lru", "gittins"]))
@@ -314,11 +318,13 @@ def test_a_preemption_is_cut_short_and_goes_on_after_recover(twice):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("windows", [[None], [8], [None, 5]], ids=str)
-def test_hybrid_sequences_that_are_cut_short_go_on_after_recover(windows, twice):
+@pytest.mark.parametrize(
+    ("windows", "cache"), [([None], None), ([8], None), ([None, 5], None), ([None], "lru")], ids=str
+)
+def test_hybrid_sequences_that_are_cut_short_go_on_after_recover(windows, cache, twice):
     preemptions = 0
     for seed in range(6):
-        config = {"windows": windows, "preemption_actions": (), "cache": None, "lookahead": 0, "tenants": {}}
+        config = {"windows": windows, "preemption_actions": (), "cache": cache, "lookahead": 0, "tenants": {}}
         fired, preempted = run(seed, twice, **config)
         assert fired > 10
         preemptions += preempted

@@ -8,29 +8,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagepool
-from pagepool import KvGroup, KvLayout, PreemptionCosts, SchedulerConfig, SwapFile, Tenant, reference
+from pagepool import (
+    KvGroup,
+    KvLayout,
+    PreemptionCosts,
+    SchedulerConfig,
+    StateCheckpoints,
+    StateLayout,
+    SwapFile,
+    Tenant,
+    reference,
+)
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
+from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
+from pagepool.reference.request import blocks_of
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import read_trace
 from pagepool.scheduling.policies import POLICIES
 
 BLOCK = 4
+STATE = StateLayout(layers=[{"h": ((1,), "float64")}])
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
 
 
 class World:
     """A scheduler with its pool, cache and swap file, from one package or the other."""
 
-    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks, windows=None, slots=None):
+    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks, windows=None, slots=None, kept=0):
         self.pool = api.KvCachePool.from_layout(LAYOUT, num_blocks)
         self.allocator = self.pool.allocator
         self.cache = api.PrefixCache(self.allocator, BLOCK, cache_policy) if cache_policy else None
         self.swap = SwapFile(self.pool, num_blocks=swap_blocks) if swap_blocks else None
         self.states, memory = None, {}
         if slots is not None:
-            self.states = memory["states"] = api.SsmStatePool(slots, lambda i: api.AttentionSequenceState(1000))
+            self.states = memory["states"] = api.SsmStatePool.from_layout(STATE, slots)
         if windows is not None:
             memory["groups"] = [KvGroup(self.allocator, BLOCK, window) for window in windows]
+        if kept:
+            checkpoints = StateCheckpoints if api is pagepool else ReferenceCheckpoints
+            options = {"grid": 8, "spacing": 1, "align": BLOCK}
+            memory["checkpoints"] = self.checkpoints = checkpoints(STATE, self.states, kept * 100, **options)
         self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap, **memory)
         self.outside = []
 
@@ -118,7 +135,8 @@ def run(
     cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
     swap_blocks = rng.choice([0, 3, 50])
     if memory is not None:
-        num_blocks, cache_policy, swap_blocks = num_blocks * len(memory.get("windows", "1")), None, 0
+        cache_policy = rng.choice(sorted(CACHE_POLICIES)) if memory.get("kept") else None
+        num_blocks, swap_blocks = num_blocks * len(memory["windows"]), 0
     shape = (config, num_blocks, cache_policy, swap_blocks)
     ours, theirs = worlds = [World(api, *shape, **(memory or {})) for api in (pagepool, reference)]
     now = 0.0
@@ -192,7 +210,7 @@ def make_forget(rng, worlds):
         if everything:
             world.cache.reset_prefix_cache()
         elif seq_id:
-            world.cache.discard(world.scheduler.get_sequence(seq_id).kv.blocks[place : place + 2])
+            world.cache.discard(blocks_of(world.scheduler.get_sequence(seq_id).kv)[place : place + 2])
 
 
 def cache_elsewhere(world, prompt):
@@ -281,6 +299,15 @@ def test_the_same_plan_with_recurrent_states(seed, windows, slots):
     memory = {"windows": windows, "slots": slots}
     run(seed, memory=memory, lookahead=0)
     run(seed, memory=memory, lookahead=0, forks=0.1, stop_token_ids=(2,))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.sampled_from([2, 5, 20]))
+def test_the_same_plan_with_recurrent_states_that_are_kept_of_what_is_cached(seed, kept, slots):
+    memory = {"windows": [None], "slots": slots, "kept": kept}
+    run(seed, memory=memory, lookahead=0)
+    run(seed, memory=memory, lookahead=0, forks=0.1, inbox=True)
+    run(seed, memory=memory, lookahead=0, forget=0.05)
 
 
 @settings(max_examples=60, deadline=None)
