@@ -41,12 +41,17 @@ class Preemption:
         """Blocks that hold `num_tokens` tokens; a window has no more than what a step sees and adds."""
         if self.groups is None:
             return -(-num_tokens // self.block_size)
-        config, total = self.config, 0
-        step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
+        step, total = self.step, 0
         for group in self.groups:
             count, window = -(-num_tokens // group.block_size), group.window
             total += count if window is None else min(count, -(-(window + step) // group.block_size) + 1)
         return total
+
+    @property
+    def step(self) -> int:
+        """The most tokens that a hybrid sequence gets at a time."""
+        config = self.config
+        return max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
 
     def new_blocks(self, kv: Any, count: int) -> int:
         """Blocks that `count` more tokens take, less those that windows give back for them; without copies."""

@@ -343,11 +343,12 @@ class Scheduler(Admission):
         if self.states is not None:  # which must not pass over a token twice
             decodes = [request for request in decodes if request.total_tokens > request.fed]
         rows = decode_rows(decodes, self.config.lookahead)
+        most = self.config.max_batch_tokens if self.groups is None else self.step
         unread = [(r.stops[0][0] if r.stops else r.prefill_end) - r.fed for r in prefills]
         if prefills and self.config.schedule == "prefill-first":
             counts = whole_prompts(unread, self.config)
         else:
-            counts = share_tokens([new + drafts for new, drafts in rows], unread, self.config)
+            counts = share_tokens([min(new + drafts, most) for new, drafts in rows], unread, self.config)
         batch = Batch(num_tokens=counts, num_decodes=len(decodes))
         for request, count, (new, drafts) in zip(decodes, counts, rows, strict=False):
             grow = min(count, new + drafts)

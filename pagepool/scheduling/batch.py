@@ -134,9 +134,12 @@ class Decodes:
 
 
 def build_batch(
-    decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig, feeds_again: bool = True
+    decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig, feeds_again: bool = True, step: int = 0
 ) -> ScheduledBatch:
-    """The step of these sequences; nothing is changed by it. `feeds_again`: decodes without a new token are in it."""
+    """The step of these sequences; nothing is changed by it.
+
+    `feeds_again`: decodes without a new token are in it. `step`: the most tokens of a decode; 0: no bound.
+    """
     new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
     if not feeds_again and 0 in new:
         decodes = Decodes([seq for seq, count in zip(decodes.sequences, new, strict=True) if count])
@@ -145,6 +148,8 @@ def build_batch(
     most = new
     if lookahead:
         most = [count + _slots(seq, count, lookahead) for seq, count in zip(decodes.sequences, new, strict=True)]
+    if step:
+        most = [min(count, step) for count in most]
     unread = [seq._next_end - seq.fed for seq in prefills]
     if prefills and config.schedule == "prefill-first":
         counts = whole_prompts(unread, config)

@@ -59,6 +59,11 @@ class BlockManager:
         return self.memory is None or self.memory.states is None
 
     @property
+    def step(self) -> int:
+        """The most tokens that a sequence may get at a time; 0 for no bound."""
+        return 0 if self.memory is None else self.memory.step
+
+    @property
     def has_states(self) -> bool:
         """Whether sequences have states."""
         return self.allocator is not None or self.memory is not None
@@ -243,6 +248,7 @@ class HybridMemory:
     def __init__(self, groups: tuple[KvGroup, ...], states: Any, step: int) -> None:
         self.groups = groups
         self.states = states
+        self.step = step
         # Made once: only now is each block size known.
         tables = HybridSequence(groups)
         self.sizes = [table.block_size for table in tables.kv]

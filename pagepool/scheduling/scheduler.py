@@ -342,7 +342,7 @@ class Scheduler:
             self._admission.admit(step)
             active = self._active
             while len(active):
-                batch = build_batch(*active.pick(), self.config, self._blocks.feeds_again)
+                batch = build_batch(*active.pick(), self.config, self._blocks.feeds_again, self._blocks.step)
                 self._guard.undo = partial(self._undo_step, batch)
                 batch._origin = self._origin
                 taken = self._preemption.take(batch, step)

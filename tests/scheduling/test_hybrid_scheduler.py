@@ -70,6 +70,25 @@ def test_a_window_gives_its_blocks_back_while_the_prompt_is_read():
     assert scheduler.drain_finished()[0].output_tokens == [7, 7, 7]
 
 
+def test_tokens_that_were_appended_are_fed_a_chunk_at_a_time():
+    """However many at once: a window has room for no more."""
+    allocator = BlockAllocator(5)
+    config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
+    scheduler = Scheduler(config, allocator, groups=[KvGroup(allocator, BLOCK, window=8)])
+    scheduler.add_request([1] * 20, 100)
+    while scheduler.get_sequence(1).state is not SeqState.DECODING:
+        step(scheduler)
+    for token in range(30):
+        scheduler.append_token(1, token)
+    fed = []
+    while scheduler.has_work and len(fed) < 5:
+        batch = scheduler.schedule()
+        fed.append((batch.num_tokens, batch.wants_token))
+        scheduler.commit(batch, [7])
+        scheduler.check()
+    assert fed == [([8], [False])] * 3 + [([7], [True]), ([1], [True])]
+
+
 def test_windows_and_full_attention_are_one_account():
     allocator = BlockAllocator(64)
     groups = [KvGroup(allocator, BLOCK), KvGroup(allocator, BLOCK, window=8)]

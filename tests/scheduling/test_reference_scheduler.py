@@ -301,7 +301,7 @@ def test_the_same_plan_with_recurrent_states(seed, windows, slots):
     run(seed, memory=memory, lookahead=0, forks=0.1, stop_token_ids=(2,))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.sampled_from([2, 5, 20]))
 def test_the_same_plan_with_recurrent_states_that_are_kept_of_what_is_cached(seed, kept, slots):
     memory = {"windows": [None], "slots": slots, "kept": kept}
