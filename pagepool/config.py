@@ -261,7 +261,7 @@ class SchedulerConfig:
     policy                which request goes next: "priority" (lower number first, then first come), "fcfs" (first
                           come), "lpm" (longest cached prefix), "fair" (the tenant that was served the fewest tokens)
     max_wait_steps        a request that has waited this many steps is not overtaken by a later one, whatever the
-                          policy, nor preempted for one; None: no bound
+                          policy, nor preempted for one, and waits for no blocks that another computes; None: no bound
     admission             "prompt": a request is admitted when its prompt fits; "whole": when all that it may ever need
                           fits beside what the others may need, so that nothing is preempted
     cache_outputs         when others may find the blocks of generated tokens, with a prefix cache: "full": as soon as a

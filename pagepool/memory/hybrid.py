@@ -368,6 +368,24 @@ class HybridSequence:
             raise ValueError(f"cannot truncate to {length} tokens: the recurrent state is known at {known}")
         self._return_to(length)
 
+    def retract(self, len: SupportsIndex) -> None:
+        """Takes back the slots behind the first `len` tokens, which were appended and not computed.
+
+        The recurrent state stays as it is: it has not passed over the tokens that go. Raises `ValueError` for more
+        tokens than there are, and when a window has given back blocks that are needed or a checkpoint comes later; then
+        nothing has changed.
+        """
+        self._use()
+        length = integer("len", len, 0, self._len)
+        known = self._checkpoints.items
+        if known and known[-1].position > length:
+            raise ValueError(f"cannot retract to {length} tokens: a checkpoint is at {known[-1].position}")
+        require_tokens(length, self.groups, self.kv)
+        with Parts(self.kv, None):
+            for table in self.kv:
+                table.truncate(length)
+        self._len = length
+
     def release(self) -> None:
         """Gives everything back for good: other calls then raise `StaleHandle`, a second `release` does nothing."""
         if self._closed:

@@ -433,6 +433,11 @@ class StateCheckpoints:
         copies = StateMemory(layout, most)
         self._copies = [copies.view(layer, name) for layer, name in names]
 
+    @property
+    def pool(self) -> SsmStatePool:
+        """The pool whose states are kept."""
+        return self._pool
+
     def resume(
         self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.reference.block_table import PagedSeqState
+from pagepool.reference.hybrid import HybridSequence
 from pagepool.reference.preemption import Preemption
 from pagepool.reference.request import WINDOW, Request, pick
 from pagepool.reference.tenants import Tenants
@@ -42,16 +43,23 @@ class Admission(Preemption):
     def _admit(self) -> None:
         """Admit as many as places, backlog, quotas and blocks allow; no request overtakes the next one."""
         config = self.config
+        for known in self.waiting:
+            if known.awaits is not None and (self._is_aged(known) or not self._is_coming(*known.awaits)):
+                known.awaits = None
         while self.waiting and len(self.ring) < config.max_sequences:
             if config.max_prefill_backlog is not None and self._unread() >= config.max_prefill_backlog:
                 return
             request, is_aged = self._next()
-            if request is None:
+            if request is None or (self.states is not None and not self.states.free_count):
                 return
             now = (request, self.num_gone, self.available({}) - self._promised(), self._cached(request))
             if self.short is not None and self.ring and self.short[:2] == now[:2]:
                 if now[2] <= self.short[2] and now[3] <= self.short[3]:
                     return
+            request.awaits = None if is_aged else self._leader(request)
+            if request.awaits is not None:
+                self._stop_at(*request.awaits)
+                continue
             if not self._start(request):
                 self.short = (*now[:3], self._cached(request))
                 return
@@ -67,18 +75,15 @@ class Admission(Preemption):
 
     def _next(self) -> tuple[Request | None, bool]:
         """The next request, and whether it has waited so long that none may overtake it."""
-        policy, most = self.config.policy, self.config.max_wait_steps
+        policy = self.config.policy
         lines: dict[Any, list[Request]] = {}
         for request in sorted(self.waiting, key=lambda request: request.rank):
-            lines.setdefault(request.tenant, []).append(request)
-
-        def aged(request: Request) -> bool:
-            return most is not None and self.num_steps - request.arrived >= most
-
+            if request.awaits is None:
+                lines.setdefault(request.tenant, []).append(request)
         # A preempted request, which the quota counts already, may always start, and keeps others out until it does.
         counted = [[request for request in line if request.counted] for line in lines.values()]
         oldest = [min(line, key=lambda request: request.id) for line in [*lines.values(), *counted] if line]
-        old = [request for request in oldest if aged(request) and self.tenants.may_start(request)]
+        old = [request for request in oldest if self._is_aged(request) and self.tenants.may_start(request)]
         if old:
             return min(old, key=lambda request: request.id), True
         heads = [request for line in lines.values() for request in line[: WINDOW.get(policy, 1)]]
@@ -87,7 +92,37 @@ class Admission(Preemption):
         if not heads:
             return None, False
         chosen = pick(policy, heads, self._cached, self.tenants.served)
-        return chosen, aged(chosen)
+        return chosen, self._is_aged(chosen)
+
+    def _is_aged(self, request: Request) -> bool:
+        most = self.config.max_wait_steps
+        return most is not None and self.num_steps - request.arrived >= most
+
+    def _leader(self, request: Request) -> tuple[Request, int] | None:
+        """Whom it waits for, and until that one has read how many tokens: of those that compute its next blocks the one
+        that has most of them, and none of lower priority."""
+        known = max(request.fed, self._cached(request), 0 if request.swapped is None else request.swapped[2])
+        leader = None
+        for other in self._prefills():
+            shared = self._shared(request, other)
+            is_later = other.rank[:2] > request.rank[:2] or other.keys != request.keys
+            if is_later or shared <= known or not self._is_coming(other, shared):
+                continue
+            if leader is None or shared > leader[1]:
+                leader = (other, shared)
+        return leader
+
+    def _shared(self, request: Request, other: Request) -> int:
+        """Tokens of the first blocks that both prompts have; at least one token of the request is left to compute."""
+        most = min(len(request.prompt_tokens), request.total_tokens - 1, len(other.prompt_tokens))
+        pairs = zip(request.prompt_tokens[:most], other.prompt_tokens, strict=False)
+        same = next((place for place, (one, two) in enumerate(pairs) if one != two), most)
+        return same // self.block_size * self.block_size
+
+    def _is_coming(self, leader: Request, until: int) -> bool:
+        """Whether it is still to be read up to there, for others to find."""
+        is_known = self.cache is not None and leader.epoch == self.cache.forgotten
+        return is_known and leader.state == "prefilling" and leader.fed < until
 
     def _cached(self, request: Request) -> int:
         return 0 if self.cache is None else int(self.cache.cached_tokens(request.prompt_tokens, **request.keys))
@@ -111,7 +146,9 @@ class Admission(Preemption):
         request.fed, request.published = fed, self.blocks_for(fed)
         return False
 
-    def _open(self, request: Request) -> PagedSeqState:
+    def _open(self, request: Request) -> Any:
+        if self.groups is not None:
+            return HybridSequence(self.groups, self.states, label=request.id)
         return PagedSeqState(self.allocator, self.block_size, self.blocks_for(request.max_tokens))
 
     def _adopt(self, request: Request) -> bool:
@@ -121,6 +158,8 @@ class Admission(Preemption):
             request.fed // self.block_size + 1,
             request.swapped[2] // self.block_size if request.swapped is not None else 0,
         )
+        if self.cache is not None and self.groups is not None:
+            return self._adopt_hybrid(request)
         if self.cache is None or full < least:
             return False
         blocks = self.cache.match_prefix(request.all_tokens[: full * self.block_size], **request.keys)
@@ -133,6 +172,27 @@ class Admission(Preemption):
             request.epoch = self.cache.forgotten
         self.allocator.free(blocks)
         return found
+
+    def _adopt_hybrid(self, request: Request) -> bool:
+        """As far as its recurrent state, if it has one, was kept."""
+        size, tokens, keys = self.block_size, request.all_tokens, {"cache_salt": request.keys["cache_salt"]}
+        blocks = self.cache.match_prefix(tokens[: (len(tokens) - 1) // size * size], **request.keys)
+        begin = known = len(blocks) * size
+        if self.checkpoints is not None:
+            begin = self.checkpoints.resume(request.kv.state.index, tokens, known, **keys)
+            request.stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]
+        if begin:
+            request.kv.adopt([blocks[: begin // size]], begin)
+        request.fed, request.published = begin, begin // size
+        self.allocator.free(blocks)
+        return begin > 0
+
+    def _stop_at(self, leader: Request, until: int) -> None:
+        """It keeps its recurrent state there, for one that shares so many tokens."""
+        if self.checkpoints is not None:
+            position = until - until % self.checkpoints.index.align
+            if position > leader.fed and position not in [known for known, _ in leader.stops]:
+                leader.stops = sorted([*leader.stops, (position, "branch")])
 
     def _fits(self, request: Request) -> bool:
         config, held = self.config, self.blocks_for(request.fed)

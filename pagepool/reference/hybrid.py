@@ -156,6 +156,12 @@ class HybridSequence:
             raise ValueError(f"the state after {len} tokens is not known")
         self._return_to(len)
 
+    def retract(self, len: int) -> None:
+        """Takes back slots that were not computed; the state has not passed over them."""
+        for state in self.kv:
+            state.truncate(len)
+        self.len = len
+
     def release(self) -> None:
         """Gives everything back for good."""
         if not self.closed:

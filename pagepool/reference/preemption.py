@@ -9,7 +9,7 @@ from typing import Any
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolExhausted, SwapError
 from pagepool.reference.batch import append_batch
-from pagepool.reference.request import Request
+from pagepool.reference.request import Request, blocks_of
 from pagepool.reference.tenants import Tenants
 
 __all__ = ["Preemption"]
@@ -30,13 +30,44 @@ class Preemption:
         self.cache = cache
         self.swap: Any = swap if "swap" in config.preemption_actions else None
         self.tenants = tenants
+        self.groups: Any = None
+        self.states: Any = None
+        self.checkpoints: Any = None
         self.partial = "partial" in config.preemption_actions or cache is not None
         self.now = self.wanted = self.evicted = self.num_preemptions = 0
         self.records: list[tuple[int, str, int, int, int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that hold `num_tokens` tokens; a window has no more than what a step sees and adds."""
+        if self.groups is None:
+            return -(-num_tokens // self.block_size)
+        step, total = self.step, 0
+        for group in self.groups:
+            count, window = -(-num_tokens // group.block_size), group.window
+            total += count if window is None else min(count, -(-(window + step) // group.block_size) + 1)
+        return total
+
+    @property
+    def step(self) -> int:
+        """The most tokens that a hybrid sequence gets at a time."""
+        config = self.config
+        return max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
+
+    def new_blocks(self, kv: Any, count: int) -> int:
+        """Blocks that `count` more tokens take, less those that windows give back for them; without copies."""
+        if self.groups is None:
+            return self.blocks_for(kv.len + count) - self.blocks_for(kv.len)
+        total = 0
+        for table, start in zip(kv.kv, kv._starts(), strict=True):
+            size = table.block_size
+            total += -(-(table.len + count) // size) - -(-table.len // size)
+            left = table._blocks[table.first_block : max(table.first_block, start // size)]
+            total -= sum(table.allocator.ref_count(block) == 1 for block in left)
+        return max(0, total)
+
+    def held(self, request: Request) -> int:
+        """Blocks that it gives when it gives all."""
+        return self.blocks_for(request.fed) if self.groups is None else len(blocks_of(request.kv))
 
     def room(self) -> int:
         """Blocks that are free, can be grown or can be evicted."""
@@ -65,7 +96,10 @@ class Preemption:
         """As `take`, noted by the next one."""
         while True:
             try:
-                append_batch([request.kv for request in requests if request.kv is not None], counts)
+                if self.groups is None:
+                    append_batch([request.kv for request in requests if request.kv is not None], counts)
+                else:
+                    self._append_hybrids(requests, counts)
                 return True
             except PoolExhausted:
                 needs = self.needs(requests, counts)
@@ -78,9 +112,19 @@ class Preemption:
         """New blocks for each tenant."""
         found: Counter[Any] = Counter()
         for request, count in zip(requests, counts, strict=True):
-            length = request.kv.len
-            found[request.tenant] += self.blocks_for(length + count) - self.blocks_for(length)
+            found[request.tenant] += self.new_blocks(request.kv, count)
         return found
+
+    def _append_hybrids(self, requests: list[Request], counts: list[int]) -> None:
+        needed = sum(self.needs(requests, counts).values())
+        for request, count in zip(requests, counts, strict=True):
+            for table in request.kv.kv if count else ():
+                is_cut = table.len % table.block_size > 0
+                needed += is_cut and self.allocator.ref_count(table.blocks[-1]) > 1
+        if self.allocator is not None:
+            self.allocator.demand(needed)
+        for request, count in zip(requests, counts, strict=True):
+            request.kv.append(count)
 
     def make_room(self, requests: list[Request], counts: list[int], active: list[Request], now: int) -> bool:
         """Preempt others until the step without them would fit; False when none can be."""
@@ -147,7 +191,7 @@ class Preemption:
             return
         full = num_tokens // self.block_size
         if full and request.epoch == self.cache.forgotten:
-            tokens, blocks = request.all_tokens[: full * self.block_size], request.kv.blocks[:full]
+            tokens, blocks = request.all_tokens[: full * self.block_size], blocks_of(request.kv)[:full]
             self.cache.cache_blocks(tokens, blocks, **request.keys, **request.cache_value, now=now)
         request.published = full
 
@@ -163,7 +207,7 @@ class Preemption:
         for request in parked + running:
             if request.kv is None:
                 continue
-            held, above = self.blocks_for(request.fed), self.tenants.above(request.tenant, self.cache)
+            held, above = self.held(request), self.tenants.above(request.tenant, self.cache)
             if above is None or above >= held:
                 yield request, held
                 continue
@@ -172,11 +216,11 @@ class Preemption:
             spared.append(request)
         for request in spared:
             if request.kv is not None:
-                yield request, self.blocks_for(request.fed)
+                yield request, self.held(request)
 
     def _give_way(self, request: Request, blocks: int) -> None:
         """Take its last blocks: swapped when that is cheaper than computing them again. It waits then."""
-        held = self.blocks_for(request.fed)
+        held = self.held(request)
         given = min(blocks, held) if self.partial else held
         keep = (held - given) * self.block_size
         end = min(request.fed, request.total_tokens - 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["WINDOW", "Batch", "Request", "pick", "rank"]
+__all__ = ["WINDOW", "Batch", "Request", "blocks_of", "pick", "rank"]
 
 WINDOW = {"lpm": 32}  # how many of each tenant's requests a policy looks at, if not one
 
@@ -26,13 +26,17 @@ class Request:
     arrived: int = 0
     output_tokens: list[int] = field(default_factory=list)
     state: str = "waiting"
-    stopped: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    request_id: Any = None
+    stopped_by: str | None = None
     kv: Any = None
     fed: int = 0
     published: int = 0
     epoch: int = 0  # how many blocks the cache had been told to forget when it began
     prefill_end: int = 0
     swapped: tuple[int, list[Any], int] | None = None
+    awaits: tuple[Request, int] | None = None  # while deferred: whom, and how many tokens that one is to read first
+    stops: list[tuple[int, str]] = field(default_factory=list)  # where its recurrent state is to be kept, and why
     counted: bool = False
     num_cached: int = 0
     num_preemptions: int = 0
@@ -53,6 +57,23 @@ class Request:
         """Whether it may get no more tokens."""
         return self.total_tokens >= self.max_tokens
 
+    @property
+    def at_stop_token(self) -> bool:
+        """Whether its last output ends it."""
+        return self.output_tokens[-1:] != [] and self.output_tokens[-1] in self.stop_token_ids
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it gets no more."""
+        return self.at_limit or self.at_stop_token or self.stopped_by is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended, if it has."""
+        if self.state != "finished":
+            return None
+        return "stop" if self.at_stop_token else "length" if self.at_limit else self.stopped_by
+
     def next_tokens(self, count: int) -> list[int]:
         """The next tokens to feed; for 0, the last one once more."""
         return self.all_tokens[self.fed : self.fed + count] if count else self.all_tokens[-1:]
@@ -71,6 +92,7 @@ class Batch:
     known: list[int] = field(default_factory=list)  # how many tokens each had
     num_decodes: int = 0
     committed: bool = False
+    forked: dict[int, int] = field(default_factory=dict)  # by id: how many of these tokens a fork has begun with
 
     def add(self, request: Request, fed: int, grow: int, drafts: int, wants: bool) -> None:
         """A row: `fed` tokens, and by how many its state grows, slots for `drafts` in it."""
@@ -108,6 +130,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+
+def blocks_of(kv: Any) -> list[int]:
+    """The blocks of a sequence, in all groups."""
+    found: list[int] = kv.blocks if hasattr(kv, "blocks") else [block for table in kv.kv for block in table.blocks]
+    return found
 
 
 def rank(policy: str, request: Request) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ sums. The tests compare the two step by step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from pagepool.config import SchedulerConfig
@@ -22,7 +23,7 @@ TOO_WIDE = f"token {{}} has more than 32 bits: {MAX_TOKEN} is the largest that t
 
 
 class Scheduler(Admission):
-    """Continuous batching over a pool or allocator; arguments as those of `pagepool.Scheduler`.
+    """Continuous batching over a pool or allocator; arguments as those of `pagepool.Scheduler`, `states` with `groups`.
 
     >>> from pagepool.reference import BlockAllocator
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4), BlockAllocator(8))
@@ -33,48 +34,75 @@ class Scheduler(Admission):
     ([[11, 12, 13, 14]], [True], [False])
     """
 
-    def __init__(self, config: SchedulerConfig, pool: Any, prefix_cache: Any = None, swap: Any = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: Any,
+        prefix_cache: Any = None,
+        swap: Any = None,
+        *,
+        groups: Any = None,
+        states: Any = None,
+        checkpoints: Any = None,
+    ) -> None:
         allocator = getattr(pool, "allocator", pool)
         size = pool.layout.block_size if hasattr(pool, "layout") else config.block_size
         self.known: dict[int, Request] = {}
         tenants = Tenants(config, self.blocks_for, self.requests)
         super().__init__(config, allocator, size, prefix_cache, swap, tenants)
+        if groups is not None:
+            self.groups, self.states, self.checkpoints, self.partial = groups, states, checkpoints, False
         self.finished: list[Request] = []
         self.outstanding: Batch | None = None
         self.next_id = 1
+        self.inbox: list[Request | int] = []
         self.prefill_next = True
 
-    def add_request(
-        self,
-        prompt_tokens: Iterable[int],
-        max_tokens: int,
-        priority: int | None = None,
-        *,
-        tenant: Any = None,
-        cache_salt: Any = None,
-        extra_keys: Iterable[Any] = (),
-        cache_priority: int = 0,
-        cache_ttl: float | None = None,
-    ) -> int:
-        """Queue a request, of which only the tokens are checked; returns its id."""
-        request = Request(self.next_id, list(prompt_tokens), max_tokens, priority or 0, tenant)
-        check_token(min(request.prompt_tokens))
-        request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
-        request.cache_value = {
-            "priority": cache_priority,
-            "ttl": cache_ttl,
-            "group": self.tenants.groups.get(tenant, 0),
-        }
-        request.rank = rank(self.config.policy, request)
-        request.arrived = self.num_steps
-        self.next_id += 1
-        if request.at_limit:
-            request.state = "finished"
-            self.finished.append(request)
-        else:
-            self.tenants.arrive(request)
-        self.known[request.id] = request
-        return request.id
+    def add_request(self, *request: Any, **names: Any) -> int:
+        """Queue a request; returns its id."""
+        found = self._make(*request, **names)
+        self._accept(found)
+        return found.id
+
+    def submit(self, *request: Any, **names: Any) -> int:
+        """As `add_request`, when the next step begins."""
+        found = self._make(*request, **names)
+        self.inbox.append(found)
+        return found.id
+
+    def cancel(self, seq_id: int) -> None:
+        """Stop one when the next step begins."""
+        self.inbox.append(seq_id)
+
+    def fork(self, seq_id: int, n: int = 1) -> list[int]:
+        """Further requests with the tokens and blocks of one that decodes."""
+        request = self.known[seq_id]
+        needed = n * self.blocks_for(request.max_tokens)
+        reserved = sum(self.blocks_for(other.max_tokens) for other in self.ring)
+        if request.state != "decoding" or len(self.ring) + n > self.config.max_sequences:
+            raise ValueError(f"{n} forks of sequence {seq_id}, {request.state}, beside {len(self.ring)} active ones")
+        if self.config.admission == "whole" and reserved + needed > self.allocator.max_capacity:
+            raise ValueError(f"{n} forks may need {needed} blocks beside {reserved}")
+        if self.states is not None and self.states.free_count < n:
+            raise ValueError(f"{n} forks need {n} slots, {self.states.free_count} are free")
+        if not self.tenants.has_room(request.tenant, needed):
+            raise ValueError(f"{n} forks are above the quota of tenant {request.tenant!r}")
+        unsure = self._unsure(request)
+        forks = []
+        for _ in range(n):
+            fork = replace(request, id=self.next_id, kv=request.kv.fork(), num_cached=request.fed, num_preemptions=0)
+            self.next_id += 1
+            self._cut(fork)
+            fork.output_tokens, fork.stops = request.output_tokens.copy(), []
+            fork.rank, fork.arrived = rank(self.config.policy, fork), self.num_steps
+            self.tenants.arrive(fork)
+            self.known[fork.id] = fork
+            self.ring.append(fork)
+            self.admitted.append(fork)
+            if self.outstanding is not None:
+                self.outstanding.forked[fork.id] = unsure
+            forks.append(fork.id)
+        return forks
 
     def append_token(self, seq_id: int, token: int) -> None:
         """One output token; ValueError for one below 0, or that the cache cannot hold."""
@@ -84,20 +112,16 @@ class Scheduler(Admission):
             if self.cache is not None and token > MAX_TOKEN:
                 raise ValueError(TOO_WIDE.format(token))
             request.output_tokens.append(token)
-            if request.at_limit:
+            if request.has_ended:
                 self._finish([request])
 
     def finish_sequence(self, seq_id: int) -> None:
         """Stop it."""
-        request = self.known.get(seq_id)
-        if request is not None:
-            request.stopped = True
-            if request.state != "finished":
-                self._finish([request])
+        self._stop(seq_id, "stop")
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget it."""
-        self.finish_sequence(seq_id)
+        self._stop(seq_id, "abort")
         request = self.known.pop(seq_id, None)
         if request in self.finished:
             self.finished.remove(request)
@@ -115,11 +139,17 @@ class Scheduler(Admission):
 
     @property
     def has_work(self) -> bool:
-        """While somebody waits or is active."""
-        return bool(self.requests())
+        """While somebody waits or is active, or will."""
+        return bool(self.requests() or self.inbox)
 
     def schedule(self, now: float | None = None) -> Batch:
         """The next step."""
+        for item in self.inbox:
+            if isinstance(item, Request):
+                self._accept(item)
+            elif item in self.known and self.known[item].state != "finished":
+                self._stop(item, "abort")
+        self.inbox = []
         self.num_steps += 1
         if self.outstanding is not None:
             self._close(self.outstanding)
@@ -149,17 +179,67 @@ class Scheduler(Admission):
                 raise ValueError(f"row {number} got {len(row)} tokens, and {since} since it was scheduled")
         for request, row, wants in zip(batch.requests, rows, batch.wants_token, strict=True):
             if request.state != "finished" and wants and row[-1] is not None and row[-1] >= 0:
+                stops = [place for place, token in enumerate(row) if token in request.stop_token_ids]
+                row = row[: stops[0] + 1] if stops else row
                 request.output_tokens += row
                 if batch is self.outstanding:
                     request.fed += len(row) - 1
                 got.append(request)
         if batch is self.outstanding:
             self._close(batch)
-        self._finish([request for request in got if request.at_limit])
+        self._finish([request for request in got if request.has_ended])
 
     def requests(self) -> list[Request]:
         """Those that have not ended."""
         return [request for request in self.known.values() if request.state != "finished"]
+
+    def _make(
+        self,
+        prompt_tokens: Iterable[int],
+        max_tokens: int | None = None,
+        priority: int | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Iterable[int] = (),
+        request_id: Any = None,
+        tenant: Any = None,
+        cache_salt: Any = None,
+        extra_keys: Iterable[Any] = (),
+        cache_priority: int = 0,
+        cache_ttl: float | None = None,
+    ) -> Request:
+        """A new request, of which only the tokens are checked."""
+        prompt = list(prompt_tokens)
+        limits = (max_tokens, None if max_new_tokens is None else len(prompt) + max_new_tokens)
+        limit = min(limit for limit in limits if limit is not None)
+        request = Request(self.next_id, prompt, limit, priority or 0, tenant)
+        request.stop_token_ids, request.request_id = tuple(stop_token_ids), request_id
+        check_token(min(request.prompt_tokens))
+        request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
+        request.cache_value = {
+            "priority": cache_priority,
+            "ttl": cache_ttl,
+            "group": self.tenants.groups.get(tenant, 0),
+        }
+        request.rank = rank(self.config.policy, request)
+        self.next_id += 1
+        return request
+
+    def _accept(self, request: Request) -> None:
+        request.arrived = self.num_steps
+        if request.at_limit:
+            request.state = "finished"
+            self.finished.append(request)
+        else:
+            self.tenants.arrive(request)
+        self.known[request.id] = request
+
+    def _stop(self, seq_id: int, reason: str) -> None:
+        request = self.known.get(seq_id)
+        if request is not None:
+            request.stopped_by = reason
+            if request.state != "finished":
+                self._finish([request])
 
     def _close(self, batch: Batch) -> None:
         """It was run: slots of drafts go back, and the blocks that it filled are published, in the order of ids."""
@@ -167,21 +247,34 @@ class Scheduler(Admission):
         for row, request in sorted(enumerate(batch.requests), key=lambda pair: pair[1].id):
             if request.kv is None:
                 continue
-            request.kv.truncate(request.fed)
+            self._cut(request)
             if self.config.cache_outputs == "end":
                 if batch.is_prefill[row]:
                     count = min(request.fed, len(request.prompt_tokens))
                     self.publish(request, count, self.time)
-            elif request.fed // self.block_size > request.published and not request.at_limit:
+            elif request.fed // self.block_size > request.published and not request.has_ended:
                 self.publish(request, request.fed, self.time)
+        for request in sorted(batch.requests[batch.num_decodes :], key=lambda request: request.id):
+            while request.stops and request.stops[0][0] <= request.fed:
+                position, reason = request.stops.pop(0)
+                if position == request.fed and request.kv is not None:
+                    self._keep_state(request, reason)
+
+    def _keep_state(self, request: Request, reason: str) -> None:
+        """Of one whose state has passed over all that it was fed."""
+        if self.checkpoints is not None and request.epoch == self.cache.forgotten:
+            if request.fed and request.fed % self.checkpoints.index.align == 0:
+                tokens, salt = request.all_tokens, request.keys["cache_salt"]
+                self.checkpoints.save(request.kv.state.index, tokens, request.fed, reason, cache_salt=salt)
 
     def _finish(self, requests: list[Request]) -> None:
         requests.sort(key=lambda request: request.id)
         for request in requests:
             if request.kv is not None:
-                rows = zip(self.outstanding.requests, self.outstanding.tokens, strict=True) if self.outstanding else ()
-                unsure = sum(len(tokens) for other, tokens in rows if other is request)
+                unsure = self._unsure(request)
                 self.publish(request, request.fed - unsure, self.time)
+                if not unsure:
+                    self._keep_state(request, "end")
         for request in requests:
             if request.kv is not None:
                 request.kv.close()
@@ -189,9 +282,24 @@ class Scheduler(Admission):
             self.forget(request)
             if request in self.ring:
                 self.gone(request)
-            request.state = "finished"
+            request.state, request.awaits = "finished", None
             self.finished.append(request)
             self.tenants.leave(request)
+
+    def _cut(self, request: Request) -> None:
+        """Slots of drafts go back."""
+        if self.groups is None:
+            request.kv.truncate(request.fed)
+        elif request.kv.len > request.fed:
+            request.kv.retract(request.fed)
+
+    def _unsure(self, request: Request) -> int:
+        """How many of its tokens are in the batch that is out, and may not have been stored yet."""
+        if self.outstanding is None:
+            return 0
+        rows = zip(self.outstanding.requests, self.outstanding.tokens, strict=True)
+        found = sum(len(tokens) for other, tokens in rows if other is request)
+        return found + self.outstanding.forked.get(request.id, 0)
 
     def _plan(self) -> Batch:
         """Pick sequences, share out the tokens, take the blocks; what is preempted is left out of the next try."""
@@ -232,12 +340,15 @@ class Scheduler(Admission):
 
     def _rows(self, decodes: list[Request], prefills: list[Request]) -> Batch:
         """The tokens of each."""
+        if self.states is not None:  # which must not pass over a token twice
+            decodes = [request for request in decodes if request.total_tokens > request.fed]
         rows = decode_rows(decodes, self.config.lookahead)
-        unread = [request.prefill_end - request.fed for request in prefills]
+        most = self.config.max_batch_tokens if self.groups is None else self.step
+        unread = [(r.stops[0][0] if r.stops else r.prefill_end) - r.fed for r in prefills]
         if prefills and self.config.schedule == "prefill-first":
             counts = whole_prompts(unread, self.config)
         else:
-            counts = share_tokens([new + drafts for new, drafts in rows], unread, self.config)
+            counts = share_tokens([min(new + drafts, most) for new, drafts in rows], unread, self.config)
         batch = Batch(num_tokens=counts, num_decodes=len(decodes))
         for request, count, (new, drafts) in zip(decodes, counts, rows, strict=False):
             grow = min(count, new + drafts)

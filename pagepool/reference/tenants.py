@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pagepool.config import SchedulerConfig, Tenant
-from pagepool.reference.request import Batch, Request
+from pagepool.reference.request import Batch, Request, blocks_of
 
 __all__ = ["Tenants"]
 
@@ -53,18 +53,21 @@ class Tenants:
 
     def may_start(self, request: Request) -> bool:
         """Whether the quota has room; one that was preempted has its part still."""
-        quota = self.limit(request.tenant).max_blocks
-        held = sum(
-            self._blocks_for(other.max_tokens)
-            for other in self.requests()
-            if other.tenant == request.tenant and other.counted
-        )
-        return quota is None or request.counted or held + self._blocks_for(request.max_tokens) <= quota
+        return request.counted or self.has_room(request.tenant, self._blocks_for(request.max_tokens))
+
+    def has_room(self, tenant: Any, needed: int) -> bool:
+        """Whether its running requests may need so many blocks more."""
+        quota = self.limit(tenant).max_blocks
+        counted = [other for other in self.requests() if other.tenant == tenant and other.counted]
+        return quota is None or sum(self._blocks_for(other.max_tokens) for other in counted) + needed <= quota
 
     def outside(self, tenant: Any, cache: Any) -> int:
         """Blocks of its sequences that are not in the prefix cache."""
         held = [other.kv for other in self.requests() if other.tenant == tenant and other.kv is not None]
-        return sum(len(kv.blocks) for kv in held) if cache is None else int(cache.count_outside(held))
+        if cache is None:
+            return len({block for kv in held for block in blocks_of(kv)})
+        tables = [table for kv in held for table in (kv.kv if hasattr(kv, "kv") else [kv])]
+        return int(cache.count_outside(tables))
 
     def above(self, tenant: Any, cache: Any) -> int | None:
         """By how many blocks it is above its reservation; None without one."""

@@ -55,6 +55,8 @@ class ActiveSequences:
         if seq.state is PREFILLING:
             self.prefills[seq.id] = seq
             self._owe(seq, 1)
+        else:
+            self._decodes = None
 
     def fill(self, sequences: list[Sequence], before: ActiveSequences) -> None:
         """Add `sequences` in the order that they had before."""

@@ -32,9 +32,10 @@ class Refusal(NamedTuple):
 class Admission:
     """Moves sequences from the waiting queue to the active ones, with the blocks that the prefix cache has for them.
 
-    Nobody overtakes the request that is next: a large one is not starved by small ones behind it. When it did not fit,
-    it is tried again when there is more room, when more of its prompt is cached, so that it wants fewer blocks, or when
-    a sequence has gone, which counts for quotas, hysteresis and admission of whole requests.
+    Nobody overtakes the request that is next: a large one is not starved by small ones behind it. Only one whose next
+    blocks another is computing lets others pass: it is deferred until it finds them in the prefix cache. When the next
+    one did not fit, it is tried again when there is more room, when more of its prompt is cached, so that it wants
+    fewer blocks, or when a sequence has gone, which counts for quotas, hysteresis and admission of whole requests.
     """
 
     config: SchedulerConfig
@@ -59,13 +60,21 @@ class Admission:
         """Admit until the next one has to wait."""
         config, active, waiting = self.config, self.active, self.waiting
         backlog = config.max_prefill_backlog
+        waiting.resume(now, self.prefix.will_publish)
         while len(waiting) and len(active) < config.max_sequences and (backlog is None or active.unread < backlog):
             seq = waiting.peek(self, now, self.tenants.may_start)
             if seq is None:
                 return
+            if self.blocks.free_slots == 0:
+                return  # for whom a slot is freed is decided then
             room = self.blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
+            leader = None if waiting.is_aged(seq, now) else self.prefix.leader(seq, active.prefills.values())
+            if leader is not None:
+                waiting.defer(seq, *leader)
+                self.prefix.stop_at(*leader)
+                continue
             if not self._start(seq, now):
                 inserted = self.prefix.inserted  # before it is looked up: others may use the cache, too
                 self.refusal = Refusal(seq, active.num_gone, room, self.prefix.cached(seq), inserted)
@@ -74,12 +83,31 @@ class Admission:
             waiting.remove(seq)
             if waiting.is_aged(seq, now):
                 seq._rank = (0, 0, seq.id)  # none that came later is preferred to it any more
-            self.tenants.start(seq)
-            self.reservations.enter(seq)
             seq.num_cached = seq.fed
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING
-            active.add(seq)
+            self.enter(seq)
+
+    def enter(self, seq: Sequence) -> None:
+        """`seq` is active from now on."""
+        self.tenants.start(seq)
+        self.reservations.enter(seq)
+        self.active.add(seq)
+
+    def refuses_forks(self, seq: Sequence, n: int) -> str | None:
+        """Why `n` forks of `seq` cannot be active beside all others, or None."""
+        config, active, needed = self.config, len(self.active), n * self.blocks.blocks_for(seq.max_tokens)
+        if active + n > config.max_sequences:
+            return f"{n} forks do not fit beside {active} active sequences: max_sequences is {config.max_sequences}"
+        if config.admission == "whole" and self.active.reserved + needed > self.blocks.capacity:
+            return (
+                f"{n} forks may need {needed} blocks and all others {self.active.reserved}, "
+                f"the pool has {self.blocks.capacity}"
+            )
+        slots = self.blocks.free_slots
+        if slots is not None and slots < n:
+            return f"{n} forks need {n} slots for their recurrent states, {slots} are free"
+        return self.tenants.refuses_more(seq.tenant, needed)
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""

@@ -22,7 +22,8 @@ class ScheduledBatch:
     is_prefill   list of bool
     wants_token  list of bool: whether the step's result is the sequence's next token; False for a prompt chunk that is
                  not the last
-    states       list of `PagedSeqState`, empty without a pool; their `len` includes the step's tokens
+    states       list of `PagedSeqState` or `HybridSequence`, empty without a pool; their `len` includes the step's
+                 tokens. `BlockTables.fill` takes the tables of group i as `[state.kv[i] for state in batch.states]`
     num_decodes  the number of decodes, which come first
 
     The states belong to the sequences. They are valid until the next `schedule()`, which may preempt, and until their
@@ -33,7 +34,9 @@ class ScheduledBatch:
         "_committed",
         "_fed",
         "_fed_before",
+        "_forks",
         "_grow",
+        "_may_stop",
         "_origin",
         "_outputs",
         "_sequences",
@@ -61,11 +64,12 @@ class ScheduledBatch:
         wants_token: list[bool],
         grow: list[int],
         fed: list[int],
+        may_stop: bool = False,
     ) -> None:
         """`grow`: by how many tokens the state of each sequence grows, `fed`: how many of these are tokens, not slots.
 
         Both are 0 for a decode that got no new token since it last ran: it feeds its last token once more, into the
-        slot that the token has already.
+        slot that the token has already. `may_stop`: whether any of them has stop tokens.
         """
         size = len(sequences)
         self.seq_ids = seq_ids
@@ -84,6 +88,8 @@ class ScheduledBatch:
         self._fed_before = [seq.fed for seq in sequences]
         self._served_before: dict[Any, float] = {}  # the counters of the tenants that it is charged to
         self._committed = False
+        self._forks: dict[int, int] = {}  # by id: how many of these tokens a fork has begun with
+        self._may_stop = may_stop
         self._origin: object = None  # the `_origin` of the scheduler that handed it out
 
     @classmethod
@@ -97,8 +103,14 @@ class ScheduledBatch:
         return not self.seq_ids
 
     def tokens_of(self, seq: Sequence) -> int:
-        """Returns how many tokens `seq` feeds in this step."""
-        return len(self.tokens[self.seq_ids.index(seq.id)]) if seq.id in self.seq_ids else 0
+        """Returns how many tokens `seq` feeds in this step, or fed when it was forked since."""
+        if seq.id in self.seq_ids:
+            return len(self.tokens[self.seq_ids.index(seq.id)])
+        return self._forks.get(seq.id, 0)
+
+    def add_fork(self, seq: Sequence, fork: Sequence) -> None:
+        """`fork` has begun with what `seq` feeds in this step."""
+        self._forks[fork.id] = self.tokens_of(seq)
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -111,23 +123,34 @@ class ScheduledBatch:
 class Decodes:
     """Decoding sequences as columns, which are used again in every step until a sequence joins or leaves."""
 
-    __slots__ = ("outputs", "seq_ids", "sequences", "states")
+    __slots__ = ("may_stop", "outputs", "seq_ids", "sequences", "states")
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.seq_ids = [seq.id for seq in sequences]
         self.states = [seq.kv for seq in sequences if seq.kv is not None]
         self.outputs = [seq.output_tokens for seq in sequences]
+        self.may_stop = any(seq.stop_token_ids for seq in sequences)
 
 
-def build_batch(decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig) -> ScheduledBatch:
-    """The step of these sequences; nothing is changed by it."""
-    size, lookahead = len(decodes.sequences), config.lookahead
+def build_batch(
+    decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig, feeds_again: bool = True, step: int = 0
+) -> ScheduledBatch:
+    """The step of these sequences; nothing is changed by it.
+
+    `feeds_again`: decodes without a new token are in it. `step`: the most tokens of a decode; 0: no bound.
+    """
     new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
+    if not feeds_again and 0 in new:
+        decodes = Decodes([seq for seq, count in zip(decodes.sequences, new, strict=True) if count])
+        new = [count for count in new if count]
+    size, lookahead = len(decodes.sequences), config.lookahead
     most = new
     if lookahead:
         most = [count + _slots(seq, count, lookahead) for seq, count in zip(decodes.sequences, new, strict=True)]
-    unread = [seq._prefill_end - seq.fed for seq in prefills]
+    if step:
+        most = [min(count, step) for count in most]
+    unread = [seq._next_end - seq.fed for seq in prefills]
     if prefills and config.schedule == "prefill-first":
         counts = whole_prompts(unread, config)
         prefills = prefills[: len(counts)]
@@ -158,7 +181,8 @@ def build_batch(decodes: Decodes, prefills: list[Sequence], config: SchedulerCon
         grow.append(count)
         if fed is not grow:
             fed.append(count)
-    return ScheduledBatch(sequences, seq_ids, states, outputs, tokens, counts, size, wants, grow, fed)
+    may_stop = decodes.may_stop or any(seq.stop_token_ids for seq in prefills)
+    return ScheduledBatch(sequences, seq_ids, states, outputs, tokens, counts, size, wants, grow, fed, may_stop)
 
 
 def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfig) -> list[int]:

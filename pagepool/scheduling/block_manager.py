@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from pagepool.arguments import wrong
 from pagepool.errors import PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import append_batch, release_batch
 from pagepool.memory.block_refs import block_refs
 from pagepool.memory.block_table import PagedSeqState
+from pagepool.memory.hybrid import HybridSequence, KvGroup, groups_of
+from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.scheduling.request import Sequence
 
 __all__ = ["BlockManager", "open_blocks"]
@@ -23,37 +27,87 @@ class BlockManager:
     `num_tokens` is the sum of `kv.len` over all sequences that have a state; `evicted` counts the cached blocks that
     were evicted for `append`. Blocks that only the prefix cache holds count as free: they are evicted when they are
     needed, but for those that `reservations` keep for other tenants. `block_refs` has the references that are taken and
-    given back within a call. Without an allocator everything fits, and sequences have no states.
+    given back within a call. Without an allocator everything fits, and without one and `memory` sequences have no
+    states.
+
+    With `memory` the sequences are `HybridSequence`s: of one account, the sum over all groups. A window never has more
+    blocks than its tokens and those of one step, which is what it is counted with.
     """
 
     cache: Any = None  # a `PrefixAdapter`, if there is one
     reservations: Any = None  # the `Reservations` of the tenants, set by the scheduler
 
-    def __init__(self, allocator: Any, block_size: int) -> None:
+    def __init__(self, allocator: Any, block_size: int, memory: HybridMemory | None = None) -> None:
         self.allocator = allocator
         self.block_size = block_size
+        self.memory = memory
         self.capacity = 0 if allocator is None else allocator.max_capacity
         self.num_tokens = 0
         self.evicted = 0
+        if memory is not None:
+            self._append_batch, self._release_batch = memory.append, release_hybrids
         if allocator is None:
             return
         self.block_refs = block_refs(allocator)
-        self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
-        self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
+        if memory is None:
+            self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
+            self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
+
+    @property
+    def feeds_again(self) -> bool:
+        """Whether a decode without a new token may feed its last one again: no recurrent state passes over it twice."""
+        return self.memory is None or self.memory.states is None
+
+    @property
+    def step(self) -> int:
+        """The most tokens that a sequence may get at a time; 0 for no bound."""
+        return 0 if self.memory is None else self.memory.step
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have states."""
+        return self.allocator is not None or self.memory is not None
+
+    @property
+    def free_slots(self) -> int | None:
+        """Slots for recurrent states that nobody has; None when sequences need none."""
+        return None if self.memory is None or self.memory.states is None else int(self.memory.states.free_count)
 
     def refusal(self, max_tokens: int) -> str | None:
         """Why a sequence of `max_tokens` can never run, or None."""
+        if self.memory is not None:
+            refusal = self.memory.refusal(max_tokens)
+            if refusal is not None:
+                return refusal
         needed, capacity = self.blocks_for(max_tokens), self.capacity
         if needed <= capacity or self.allocator is None:
             return None
+        size = f"of {self.block_size}" if self.memory is None else f"in {len(self.memory.groups)} groups"
         return (
-            f"{max_tokens} tokens need {needed} blocks of {self.block_size}, "
+            f"{max_tokens} tokens need {needed} blocks {size}, "
             f"the pool has {capacity} block{'' if capacity == 1 else 's'}"
         )
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return 0 if self.allocator is None else -(-num_tokens // self.block_size)
+        if self.memory is None:
+            return 0 if self.allocator is None else -(-num_tokens // self.block_size)
+        return self.memory.blocks_for(num_tokens)
+
+    def held(self, seq: Sequence) -> int:
+        """Blocks that `seq` gives when it gives all."""
+        return self.blocks_for(seq.fed) if self.memory is None else len(self.blocks_of(seq.kv))
+
+    def table(self, seq: Sequence) -> Any:
+        """The block table that the prefix cache has blocks of."""
+        return seq.kv.block_table if self.memory is None else seq.kv.kv[0].block_table
+
+    def blocks_of(self, state: Any) -> list[int]:
+        """The blocks of a state, in all groups."""
+        if self.memory is None:
+            found: list[int] = state.blocks
+            return found
+        return [block for table in state.kv for block in table.blocks]
 
     def room(self) -> int:
         """Blocks that nobody uses: free ones, those that the pool may still grow by, and evictable ones."""
@@ -72,23 +126,44 @@ class BlockManager:
         found: Counter[Any] = Counter()
         for seq, count in zip(sequences, counts, strict=True) if self.allocator is not None else ():
             length = seq.kv.len
-            found[seq.tenant] += self.blocks_for(length + count) - self.blocks_for(length)
+            if self.memory is None:
+                found[seq.tenant] += self.blocks_for(length + count) - self.blocks_for(length)
+            else:
+                found[seq.tenant] += self.memory.new_blocks(seq.kv, count)
         return found
 
     def open(self, seq: Sequence) -> None:
         """Give `seq` a state, empty and for at most its `max_tokens`."""
-        if self.allocator is None:
+        if not self.has_states:
+            return
+        label = seq.id if seq.request_id is None else seq.request_id
+        if self.memory is not None:
+            seq.kv = self.memory.make(seq.max_tokens, label)
             return
         state = self._make_state(self.allocator, self.block_size, self.blocks_for(seq.max_tokens))
-        state.label = seq.id
+        state.label = label
         seq.kv = state
+
+    def fork(self, seq: Sequence, fork: Sequence) -> None:
+        """Give `fork` a state with the blocks of the tokens that `seq` was fed."""
+        if seq.kv is None:
+            return
+        label = fork.id if fork.request_id is None else fork.request_id
+        if self.memory is None:
+            fork.kv = seq.kv.fork()
+            fork.kv.label = label
+        else:
+            fork.kv = seq.kv.fork(label)
+        self.num_tokens += fork.kv.len
+        if fork.kv.len > seq.fed:  # slots of drafts
+            self.truncate(fork, seq.fed)
 
     def append(self, sequences: list[Sequence], states: list[Any], counts: list[int]) -> bool:
         """Append `counts[i]` tokens to `states[i]`, the state of `sequences[i]`; cached blocks are evicted for it.
 
         All of them, or none and False when the pool is out.
         """
-        while self.allocator is not None:
+        while self.has_states:
             try:
                 self._append_batch(states, counts)
             except PoolExhausted:
@@ -107,14 +182,20 @@ class BlockManager:
     def adopt(self, seq: Sequence, blocks: Any) -> None:
         """Let `seq` begin with full blocks that others hold, too, instead of those that it has."""
         self.num_tokens -= seq.kv.len
-        self._release_batch([seq.kv], False)
-        seq.kv.adopt(blocks)
+        if self.memory is None:
+            self._release_batch([seq.kv], False)
+            seq.kv.adopt(blocks)
+        else:
+            seq.kv.adopt([blocks], len(blocks) * self.block_size)
         self.num_tokens += seq.kv.len
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
         """Keep the first `num_tokens` in the state of `seq`."""
         self.num_tokens -= seq.kv.len - num_tokens
-        seq.kv.truncate(num_tokens)
+        if self.memory is None:
+            seq.kv.truncate(num_tokens)
+        else:
+            seq.kv.retract(num_tokens)
 
     def close(self, sequences: Iterable[Sequence]) -> None:
         """Free the blocks of `sequences`: they have no states any more, and whoever uses one gets `StaleHandle`."""
@@ -126,6 +207,21 @@ class BlockManager:
             self.num_tokens -= tokens
             for seq in found:
                 seq.kv = None
+
+    def recover(self, seq: Sequence, num_tokens: int) -> int:
+        """Take back slots of `seq` beyond `num_tokens`, after an interrupted call; returns how many tokens it has."""
+        if seq.kv is None:
+            return 0
+        if self.memory is None:
+            if seq.kv.len > num_tokens:
+                seq.kv.truncate(num_tokens)
+        elif min([seq.kv.len, *[table.len for table in seq.kv.kv]]) < num_tokens:
+            self.close([seq])
+            return 0
+        else:
+            seq.kv.retract(num_tokens)
+        found: int = seq.kv.len
+        return found
 
     def recount(self, sequences: Iterable[Sequence]) -> None:
         """Drop what an interrupted call held; `sequences` are all that have states."""
@@ -142,22 +238,123 @@ class BlockManager:
         return None
 
 
-def open_blocks(pool: Any, block_size: int) -> BlockManager:
+class HybridMemory:
+    """What `HybridSequence`s are made of: `groups` over one allocator, and the pool of recurrent `states` or None.
+
+    `step`: the most tokens that a sequence gets at a time. A window of w tokens never has more blocks than
+    ceil((w + step) / block_size) + 1: what its first new token sees, and those new ones.
+    """
+
+    def __init__(self, groups: tuple[KvGroup, ...], states: Any, step: int) -> None:
+        self.groups = groups
+        self.states = states
+        self.step = step
+        # Made once: only now is each block size known.
+        tables = HybridSequence(groups)
+        self.sizes = [table.block_size for table in tables.kv]
+        self.most = [
+            None if group.window is None else -(-(group.window + step) // size) + 1
+            for group, size in zip(groups, self.sizes, strict=True)
+        ]
+        tables.release()
+
+    def refusal(self, max_tokens: int) -> str | None:
+        """Why a sequence of `max_tokens` can never run, whatever the blocks, or None."""
+        if self.states is not None and not self.states.capacity:
+            return "a sequence needs a slot for its recurrent state, the pool has 0"
+        for place, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
+            most = group.max_blocks_per_seq
+            if most is not None and -(-max_tokens // size) > most:
+                return f"{max_tokens} tokens need {-(-max_tokens // size)} blocks of {size}, groups[{place}] has {most}"
+        return None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens may have, in all groups."""
+        total = 0
+        for size, most in zip(self.sizes, self.most, strict=True):
+            count = -(-num_tokens // size)
+            total += count if most is None or count < most else most
+        return total
+
+    def new_blocks(self, state: HybridSequence, count: int) -> int:
+        """Blocks that `count` more tokens take, less those that windows give back for them; without copies."""
+        total = 0
+        for table, start in zip(state.kv, state._starts(), strict=True):
+            size, length = table.block_size, table.len
+            total += -(-(length + count) // size) - -(-length // size)
+            left = start // size - table.first_block
+            if left > 0:
+                total -= sum([table.allocator.ref_count(block) == 1 for block in table.blocks[:left]])
+        return max(0, total)
+
+    def append(self, states: list[HybridSequence], counts: list[int]) -> None:
+        """Append `counts[i]` tokens to `states[i]`, for all of them or for none; `PoolExhausted` for none."""
+        before = [state.len for state in states]
+        if self.groups:
+            available = self.groups[0].allocator.available
+            # At most: each table two blocks more than its tokens fill, and a copy. Saves 12 of 15 us per sequence.
+            if len(self.groups) * (sum(counts) // min(self.sizes) + 3 * len(counts)) > available:
+                needed = sum(map(self._blocks_and_copies, states, counts))
+                if needed > available:
+                    raise PoolExhausted(f"{len(states)} sequences need {needed} blocks, {available} are available")
+        try:
+            for state, count in zip(states, counts, strict=True):
+                state.append(count)
+        except PoolExhausted:  # somebody else has taken some
+            for state, length in zip(states, before, strict=True):
+                if state.len > length:
+                    state.retract(length)
+            raise
+
+    def _blocks_and_copies(self, state: HybridSequence, count: int) -> int:
+        """The same with copies of shared blocks."""
+        tables = state.kv if count else ()
+        cut = [table for table in tables if table.len % table.block_size]
+        return self.new_blocks(state, count) + sum([t.allocator.ref_count(t.blocks[-1]) > 1 for t in cut])
+
+    def make(self, max_tokens: int, label: int | str) -> HybridSequence:
+        """An empty sequence of at most `max_tokens`."""
+        sizes = zip(self.groups, self.sizes, strict=True)
+        groups = [replace(group, max_blocks_per_seq=-(-max_tokens // size)) for group, size in sizes]
+        return HybridSequence(groups, self.states, label=label)
+
+
+def release_hybrids(states: list[HybridSequence], close: bool) -> None:
+    """Give all of them back, for good."""
+    for state in states:
+        state.release()
+
+
+def open_blocks(
+    pool: Any, block_size: int, groups: Iterable[KvGroup] | None = None, states: Any = None, step: int = 1
+) -> BlockManager:
     """The blocks of `pool`: a `KvCachePool`, a `SequencePool` that has one, a `BlockAllocator`, a manager, or None.
 
-    A pool with a layout decides the block size; `block_size` serves allocators and flat pools.
+    A pool with a layout decides the block size; `block_size` serves allocators and flat pools. With `groups` or
+    `states` the sequences are `HybridSequence`s, which get at most `step` tokens at a time.
     """
     if isinstance(pool, BlockManager):
         return pool
     if hasattr(pool, "is_kv_based"):
         pool = pool.kv if pool.is_kv_based else None
-    if pool is None:
-        return BlockManager(None, block_size)
     allocator = getattr(pool, "allocator", pool)
-    if not hasattr(allocator, "free_count"):
+    if pool is not None and not hasattr(allocator, "free_count"):
         raise TypeError(f"pool must be a KvCachePool, SequencePool or BlockAllocator, not {type(pool).__name__}")
     layout = getattr(pool, "layout", None)
-    return BlockManager(allocator, block_size if layout is None else layout.block_size)
+    size = block_size if layout is None else layout.block_size
+    if groups is None and states is None:
+        return BlockManager(allocator, size)
+    if states is not None and not isinstance(states, SsmStatePool):
+        raise wrong("states", "an SsmStatePool or None", states)
+    if groups is None:
+        groups = () if allocator is None else (KvGroup(allocator, size),)
+    found = groups_of(groups)
+    for place, group in enumerate(found):
+        allocator = group.allocator if allocator is None else allocator
+        if group.allocator is not allocator:
+            raise ValueError(f"groups[{place}] has another allocator than the pool or the groups before it")
+    memory = HybridMemory(found, states, step)
+    return BlockManager(allocator, memory.sizes[0] if len(found) == 1 else size, memory)
 
 
 def _drivers(allocator: Any) -> tuple[Any, Any, Any]:

@@ -91,7 +91,9 @@ class Preemption:
 
     def __post_init__(self) -> None:
         # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
-        self._partial = "partial" in self.config.preemption_actions or self.prefix.cache is not None
+        # What a window has given back and a recurrent state cannot be cut: hybrid sequences give all.
+        is_partial = "partial" in self.config.preemption_actions or self.prefix.cache is not None
+        self._partial = is_partial and self.blocks.memory is None
         self._now = 0
         self._wanted = 0
         self._evicted = self.blocks.evicted  # of which there are records
@@ -177,7 +179,7 @@ class Preemption:
         for seq in [*parked, *self.active.by_rank()[:-1]]:
             if seq.kv is None:
                 continue
-            held, above = self.blocks.blocks_for(seq.fed), self.reservations.above(seq.tenant)
+            held, above = self.blocks.held(seq), self.reservations.above(seq.tenant)
             if above is None or above >= held:
                 yield seq, held
                 continue
@@ -186,12 +188,12 @@ class Preemption:
             spared.append(seq)
         for seq in spared:
             if seq.kv is not None:
-                yield seq, self.blocks.blocks_for(seq.fed)
+                yield seq, self.blocks.held(seq)
 
     def _preempt(self, seq: Sequence, blocks: int) -> None:
         """Take `blocks` blocks, or all, from the end of `seq`; an active sequence waits then."""
-        size = seq.kv.block_size
-        held = self.blocks.blocks_for(seq.fed)
+        size = self.blocks.block_size
+        held = self.blocks.held(seq)
         given = min(blocks, held) if self._partial else held
         keep = (held - given) * size
         # The last token known is always fed again, since its result was not used.
@@ -218,7 +220,7 @@ class Preemption:
     def _choose(self, seq: Sequence, keep: int, end: int, blocks: int) -> tuple[str, str]:
         """The action for the tokens from `keep` to `end`, in `blocks` blocks, with its reason; writes them to the swap
         file when that is it. What was swapped before stays useful only while no token before it is lost."""
-        swapped, size = seq._swapped, seq.kv.block_size
+        swapped, size = seq._swapped, self.blocks.block_size
         lost = max(end, 0 if swapped is None else swapped.end) - keep
         way, why = ("partial", "its last blocks are enough") if keep else ("recompute", "all of its blocks are needed")
         if not self._partial:

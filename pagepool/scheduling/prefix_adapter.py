@@ -13,7 +13,7 @@ from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
-from pagepool.scheduling.request import Sequence, by_id
+from pagepool.scheduling.request import SeqState, Sequence, by_id
 
 __all__ = ["PrefixAdapter", "check_has"]
 
@@ -40,8 +40,9 @@ class PrefixAdapter:
     they publish nothing more until they begin anew.
     """
 
-    def __init__(self, cache: Any, blocks: BlockManager, outputs: str) -> None:
+    def __init__(self, cache: Any, blocks: BlockManager, outputs: str, checkpoints: Any = None) -> None:
         self.cache = cache
+        self.checkpoints = checkpoints
         self._blocks: Any = blocks
         self._prompts_only = outputs == "end"
         self._now = 0.0
@@ -75,12 +76,13 @@ class PrefixAdapter:
 
         Raises TypeError or ValueError for tokens, keys, a priority and a ttl that the cache does not take.
         """
-        root_key(seq.cache_salt, seq.extra_keys)
+        seq._key = root_key(seq.cache_salt, seq.extra_keys)
         seq._group = group
         if self.cache is not None:
             seq._row = token_row(np.array(seq.prompt_tokens))
             self._cache_blocks(seq, seq._row[:0], (), 0)
-            self._has_ttl |= seq.cache_ttl is not None
+            if seq.cache_ttl is not None:  # nothing but True is stored: other threads may read requests, too
+                self._has_ttl = True
 
     def set_time(self, now: float) -> None:
         """The time of the step that begins: priorities that end by then end."""
@@ -96,6 +98,44 @@ class PrefixAdapter:
         count: int = self.cache.cached_tokens(prompt, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
         return count
 
+    def leader(self, seq: Sequence, prefills: Iterable[Sequence]) -> tuple[Sequence, int] | None:
+        """The one of `prefills` that computes the next blocks of `seq`, and how many tokens it will have read when the
+        last of these is cached; None when none does, or only those of lower priority.
+
+        A prompt that shares nothing costs a comparison of one block with each of them.
+        """
+        if self.cache is None:
+            return None
+        size, prompt = self._blocks.block_size, seq.prompt_tokens
+        head, most = prompt[:size], min(len(prompt), seq.total_tokens - 1) // size * size
+        leader, until = None, 0
+        for other in prefills:
+            end = min(most, len(other.prompt_tokens) // size * size)
+            if other.fed >= end or other.prompt_tokens[:size] != head or other._key != seq._key:
+                continue
+            if other._rank[:2] > seq._rank[:2] or not self.will_publish(other):
+                continue
+            differs = np.flatnonzero(seq._row[:end] != other._row[:end])
+            shared = int(differs[0]) // size * size if len(differs) else end
+            if shared > max(other.fed, until):
+                leader, until = other, shared
+        if leader is None:
+            return None
+        known = max(seq.fed, self.cached(seq), 0 if seq._swapped is None else seq._swapped.end)
+        return (leader, until) if known < until else None
+
+    def stop_at(self, seq: Sequence, position: int) -> None:
+        """Let `seq` keep its recurrent state when it has read `position` tokens, for one that shares them."""
+        if self.checkpoints is None:
+            return
+        position = self.checkpoints.index.aligned(position)
+        if position > seq.fed and all(known != position for known, _ in seq._stops):
+            seq._stops = sorted([*seq._stops, (position, "branch")])
+
+    def will_publish(self, seq: Sequence) -> bool:
+        """Whether `seq` is reading its prompt, and others may find the blocks that it fills."""
+        return seq.state is SeqState.PREFILLING and bool(seq._cache_epoch == self.cache.forgotten)
+
     def begin(self, seq: Sequence) -> None:
         """`seq` has an empty state: it computes all of its blocks anew, but for those in the swap file."""
         if self.cache is not None and seq._swapped is None:
@@ -109,6 +149,8 @@ class PrefixAdapter:
         if self.cache is None:
             return False
         blocks = self._blocks
+        if blocks.memory is not None:
+            return self._adopt_hybrid(seq)
         size = blocks.block_size
         full = (seq.total_tokens - 1) // size
         # What waits in the swap file is as good, unless the cache has all of it.
@@ -130,6 +172,41 @@ class PrefixAdapter:
             blocks.block_refs.give_back()
         return True
 
+    def _adopt_hybrid(self, seq: Sequence) -> bool:
+        """The same for one that has no tokens: as far as its recurrent state, if it has one, was kept."""
+        blocks, size, tokens = self._blocks, self._blocks.block_size, self._tokens(seq, seq.total_tokens)
+        keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
+        try:
+            found = blocks.block_refs.match_prefix(self.cache, tokens[: (len(tokens) - 1) // size * size], **keys)
+            begin = known = len(found) * size
+            if self.checkpoints is not None:
+                begin = self.checkpoints.resume(seq.kv.state.index, tokens, known, **keys)
+                seq._stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]
+            if begin:
+                blocks.adopt(seq, found[: begin // size])
+            seq.fed, seq._published, seq._all_cached = begin, begin // size, True
+        finally:
+            blocks.block_refs.give_back()
+        return bool(begin)
+
+    def keep_states(self, batch: ScheduledBatch) -> None:
+        """Keep the recurrent states of prompts that `batch`, which was run, has brought to a stop."""
+        if self.checkpoints is None:
+            return
+        for seq in sorted(batch._sequences[batch.num_decodes :], key=by_id):
+            while seq._stops and seq._stops[0][0] <= seq.fed:
+                position, reason = seq._stops.pop(0)
+                if position == seq.fed and seq.kv is not None:
+                    self.keep_state(seq, reason)
+
+    def keep_state(self, seq: Sequence, reason: str) -> None:
+        """Keep the recurrent state of `seq`, which has passed over all that it was fed, where it may be kept."""
+        if self.checkpoints is None or seq._cache_epoch != self.cache.forgotten:
+            return
+        if seq.fed and self.checkpoints.index.aligned(seq.fed) == seq.fed:
+            tokens, keys = self._tokens(seq, seq.fed), {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
+            self.checkpoints.save(seq.kv.state.index, tokens, seq.fed, reason, **keys)
+
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks among the first `num_tokens` tokens of `seq`.
 
@@ -142,7 +219,7 @@ class PrefixAdapter:
         if full and seq._cache_epoch == self.cache.forgotten:
             start = min(seq._published, full) if seq._all_cached else 0
             tokens = self._tokens(seq, full * self._blocks.block_size)
-            seq._all_cached = self._cache_blocks(seq, tokens, seq.kv.block_table[:full], start) == full - start
+            seq._all_cached = self._cache_blocks(seq, tokens, self._blocks.table(seq)[:full], start) == full - start
         seq._published = full
 
     def publish_filled(self, batch: ScheduledBatch) -> None:
@@ -157,7 +234,7 @@ class PrefixAdapter:
             return
         filled = [seq for seq in batch._sequences if seq.fed // size > seq._published and seq.kv is not None]
         for seq in sorted(filled, key=by_id):
-            if not seq.at_limit:  # those end anyhow
+            if not seq._has_ended:  # those end anyhow
                 self.publish(seq, seq.fed)
 
     def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any, start: int) -> int:

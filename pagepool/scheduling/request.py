@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,7 +22,7 @@ class SeqState(enum.Enum):
                       |      v           v
                      PREEMPTED (waits again, at the front)
 
-    Every state may go to FINISHED directly: by `finish_sequence`, or by reaching the limit.
+    Every state may go to FINISHED directly: by `finish_sequence`, or at its limit or a stop token.
     """
 
     WAITING = "waiting"
@@ -41,12 +42,14 @@ class Sequence:
     output_tokens   list of int, in the order of arrival
     max_tokens      limit of prompt + output
     priority        lower goes first
-    stopped         True after `finish_sequence` or `remove_sequence`
+    stop_token_ids  output tokens that end it
+    request_id      the caller's own id: an int, a str or None
     tenant          who sent it: anything hashable, or None
     cache_salt, extra_keys  only prompts with equal ones share its cached blocks
     cache_priority, cache_ttl  the priority of its cached blocks, and for how long they have it
-    kv              its `PagedSeqState` while it is active and the scheduler has a pool, else None; after a partial
-                    preemption the state with the remaining blocks
+    kv              its `PagedSeqState`, or `HybridSequence` where the scheduler has groups or states, while it is
+                    active and the scheduler has a pool, else None; after a partial preemption the state with the
+                    remaining blocks
     num_cached      tokens that it did not have to compute when it was last admitted: cached, remaining or swapped
     fed             tokens whose K and V are in the pages or will be after the current batch; equals `kv.len` minus the
                     slots for drafts
@@ -64,16 +67,23 @@ class Sequence:
     extra_keys: tuple[Any, ...] = ()
     cache_priority: int = 0
     cache_ttl: float | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    request_id: int | str | None = None
     state: SeqState = field(default=SeqState.WAITING, init=False)
     output_tokens: list[int] = field(default_factory=list, init=False)
-    stopped: bool = field(default=False, init=False)
     kv: Any = field(default=None, init=False)
     fed: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    # Positions of its prompt at which its recurrent state is to be kept, and why; they rise.
+    _stops: list[tuple[int, str]] = field(default_factory=list, init=False)
+    # "stop" or "abort" once it was stopped by a call.
+    _stopped_by: str | None = field(default=None, init=False)
     # Its place in every order, and the step in which it came; set by the scheduler.
     _rank: Rank = field(default=(1, 0, 0), init=False)
     _arrived: int = field(default=0, init=False)
+    # While it is deferred: the one that computes its next blocks, and how many tokens that one is to read first.
+    _awaits: tuple[Sequence, int] | None = field(default=None, init=False)
     # The most outputs that it may get; what counts as its prompt since it was admitted, recomputed outputs too.
     _max_output: int = field(init=False)
     _prefill_end: int = field(init=False)
@@ -81,9 +91,10 @@ class Sequence:
     _counted: bool = field(default=False, init=False)
     _group: int = field(default=0, init=False)
     _swapped: Any = field(default=None, init=False)
-    # For the prefix cache (see prefix_adapter.py): its first `_row_end` tokens as an array, how many of its leading
-    # blocks came from or were offered to the cache, whether the cache took them all, and how many blocks the cache had
-    # been told to forget when it began.
+    # For the prefix cache (see prefix_adapter.py): the key of its salt and extra keys, its first `_row_end` tokens as
+    # an array, how many of its leading blocks came from or were offered to the cache, whether the cache took them all,
+    # and how many blocks the cache had been told to forget when it began.
+    _key: bytes = field(default=b"", init=False)
     _row: Any = field(default=None, init=False)
     _row_end: int = field(init=False)
     _published: int = field(default=0, init=False)
@@ -110,9 +121,39 @@ class Sequence:
         return len(self.output_tokens) >= self._max_output
 
     @property
+    def stopped(self) -> bool:
+        """True after `finish_sequence`, `remove_sequence` or `cancel`."""
+        return self._stopped_by is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended: "stop" at a stop token or by `finish_sequence`, "length" at its limit, "abort" when it was
+        cancelled or removed; None while it has not."""
+        if self.state is not SeqState.FINISHED:
+            return None
+        if self._at_stop_token:
+            return "stop"
+        return "length" if self.at_limit else self._stopped_by
+
+    @property
     def all_tokens(self) -> list[int]:
         """Prompt and output tokens, as a new list."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def _at_stop_token(self) -> bool:
+        return bool(self.output_tokens) and self.output_tokens[-1] in self.stop_token_ids
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether it gets no more tokens, whatever its state says yet."""
+        return self.at_limit or self._at_stop_token or self._stopped_by is not None
+
+    @property
+    def _next_end(self) -> int:
+        """How far it may read its prompt in the next step, as far as it matters to it."""
+        # One that it has passed is left over from a call that was cut short.
+        return self._stops[0][0] if self._stops and self._stops[0][0] > self.fed else self._prefill_end
 
     @property
     def _is_active(self) -> bool:
@@ -129,6 +170,37 @@ class Sequence:
         if past >= 0:
             return self.output_tokens[past : past + count]
         return prompt[start:] + self.output_tokens[: past + count]
+
+    def _fork(self, seq_id: int) -> Sequence:
+        """A sequence with the same tokens, which decodes; without a state."""
+        fork = dataclasses.replace(self, id=seq_id)
+        fork.state, fork.fed, fork.num_cached = self.state, self.fed, self.fed
+        fork.output_tokens = self.output_tokens.copy()
+        fork._prefill_end, fork._key, fork._group = self._prefill_end, self._key, self._group
+        if self._row is not None:
+            fork._row = self._row[: self._row_end].copy()  # each writes its outputs into its own
+        fork._row_end, fork._published = self._row_end, self._published
+        fork._all_cached, fork._cache_epoch = self._all_cached, self._cache_epoch
+        return fork
+
+    def _audit(self, slots: int, has_blocks: bool) -> str | None:
+        """The first equation that does not hold, or None; `slots`: how many it has for drafts."""
+        held = 0 if self.kv is None else self.kv.len
+        is_preempted = self.state is SeqState.PREEMPTED
+        if self._awaits is not None and self.state is not SeqState.WAITING and not is_preempted:
+            return f"it is deferred until sequence {self._awaits[0].id} has read {self._awaits[1]} tokens"
+        if self.state is SeqState.FINISHED or self.state is SeqState.WAITING:
+            is_empty = self.kv is None and self._swapped is None
+            return None if is_empty else f"it has {held} tokens in blocks, or a ticket"
+        if self._has_ended or not 0 <= self.fed <= self.total_tokens:
+            return f"it was fed {self.fed} of {self.total_tokens} tokens, at most {self.max_tokens}"
+        if has_blocks and held != self.fed + slots:
+            return f"it was fed {self.fed} tokens and has {slots} slots, {held} tokens are in blocks"
+        if self._is_active and (self.state is SeqState.DECODING) != (self.fed >= self._prefill_end):
+            return f"it was fed {self.fed} of the {self._prefill_end} tokens of its prompt"
+        if self._swapped is not None and (not is_preempted or self._swapped.first != self.fed):
+            return "its ticket does not hold the tokens that follow those in blocks"
+        return None
 
     def __repr__(self) -> str:
         return (

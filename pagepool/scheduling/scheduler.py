@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from functools import partial
-from threading import get_ident
 from typing import Any
 
-from pagepool.arguments import wrong
+from pagepool.arguments import integer, wrong
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError, refuse_copy
+from pagepool.memory.hybrid import KvGroup
+from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.admission import Admission
 from pagepool.scheduling.batch import ScheduledBatch, build_batch
 from pagepool.scheduling.block_manager import open_blocks
+from pagepool.scheduling.guard import Guard, Inbox
 from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.preemption import Preemption, PreemptionLog
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
@@ -22,6 +25,7 @@ from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.tenants import Reservations, Tenants
 from pagepool.scheduling.validate import (
     check_drafts,
+    check_hybrid,
     check_results,
     check_token,
     check_width,
@@ -29,6 +33,7 @@ from pagepool.scheduling.validate import (
     read_results,
     read_time,
     read_token,
+    up_to_stop,
 )
 from pagepool.scheduling.waiting import WaitingQueue
 
@@ -38,64 +43,20 @@ WAITING, PREEMPTED, FINISHED = SeqState.WAITING, SeqState.PREEMPTED, SeqState.FI
 PREFILLING, DECODING = SeqState.PREFILLING, SeqState.DECODING
 
 
-class Guard:
-    """Lets one call at a time into a scheduler, and none after one that an exception has cut short.
-
-        with guard:
-            guard.undo = ...    how `recover` takes back what the call has done so far, where that is not to stay
-            ...
-
-    While `is_checking` is set, the call has changed nothing yet: an exception does not cut it short. Raises
-    RuntimeError, with nothing changed, when a call is under way, on this thread or another, or was cut short.
-    """
-
-    def __init__(self) -> None:
-        # The call that is under way: "call" leads to its own tuple, of its thread. dict.setdefault is atomic with and
-        # without the GIL, and nobody sees a call whose thread is not known; a lock could not be copied.
-        self._inside: dict[str, tuple[int]] = {}
-        self.is_interrupted = False
-        self.is_checking = False
-        self.undo: Callable[[], object] | None = None
-
-    def __enter__(self) -> None:
-        call = (get_ident(),)
-        inside = self._inside.setdefault("call", call)
-        if inside is not call:
-            raise RuntimeError(self._reason(inside, call))
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None or self.is_checking:
-            self.undo = None
-            self.is_interrupted = self.is_checking = False
-            self._inside.clear()
-        else:
-            self.is_interrupted = True
-
-    def take_over(self) -> None:
-        """Enter although an exception has cut a call short. RuntimeError while another thread is inside a call."""
-        call = (get_ident(),)
-        inside = self._inside.setdefault("call", call)
-        if inside != call and not self.is_interrupted:
-            raise RuntimeError(self._reason(inside, call))
-        self._inside["call"] = call
-        self.is_interrupted = self.is_checking = False
-
-    def _reason(self, inside: tuple[int], call: tuple[int]) -> str:
-        if self.is_interrupted:
-            return "an exception has cut a call of the scheduler short: call recover()"
-        if inside != call:
-            return "another thread is inside a call of the scheduler"
-        return "the scheduler is in the middle of a call: a finalizer or handler calls it, or the call was cut short"
-
-
 class Scheduler:
     """Continuous batching with chunked prefill over a paged pool.
 
     config        a `SchedulerConfig`; default: its defaults
     pool          a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
     prefix_cache  a `PrefixCache` over the same allocator: requests begin with the blocks that it has for their first
-                  tokens, and leave their full blocks to it
+                  tokens, and leave their full blocks to it; one whose next blocks another is computing waits for them
     swap          a `SwapFile` over the pool, for the preemption action "swap" of the config
+    groups, states  for hybrid models: the `KvGroup`s of each sequence, over the pool's allocator, and the
+                  `SsmStatePool` of its recurrent state. `Sequence.kv` is a `HybridSequence` then. Without `groups`
+                  each sequence has one group over the pool, if there is a pool. Neither goes with a swap file, nor
+                  `states` with lookahead; with a prefix cache there is one group, without a window
+    checkpoints   `StateCheckpoints` over `states`, for a prefix cache: where recurrent states are kept of what it has.
+                  Their `align` is a multiple of the block size
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
     `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
@@ -104,8 +65,9 @@ class Scheduler:
     blocks back, or all, waits at the front and is recomputed later. The first in that order is never preempted, so
     every request ends. `preemptions` is the log.
 
-    One thread at a time may use a scheduler, and a call must not be made from within another one, by a finalizer or a
-    signal handler: such a call raises RuntimeError and changes nothing. Arguments are checked before anything changes.
+    `submit` and `cancel` may be called by any thread at any time. Of the other calls that change a scheduler one is
+    made at a time: a second one meanwhile, by another thread, a finalizer or a signal handler, raises RuntimeError and
+    changes nothing. Arguments are checked before anything changes.
     An exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then each of the methods that
     change a scheduler, and `check()`, raises RuntimeError until `recover()` has made all structures agree again.
     `outstanding` is the batch that was handed out last; `check()` audits everything.
@@ -133,6 +95,10 @@ class Scheduler:
         pool: Any = None,
         prefix_cache: Any = None,
         swap: SwapFile | None = None,
+        *,
+        groups: Iterable[KvGroup] | None = None,
+        states: SsmStatePool | None = None,
+        checkpoints: StateCheckpoints | None = None,
     ) -> None:
         config = SchedulerConfig() if config is None else config
         if not isinstance(config, SchedulerConfig):
@@ -142,13 +108,15 @@ class Scheduler:
         self.config = config
         self.num_steps = 0
         self._policy = POLICIES[config.policy]
-        self._blocks = open_blocks(pool, config.block_size)
-        self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs)
+        step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
+        self._blocks = open_blocks(pool, config.block_size, groups, states, step)
+        check_hybrid(self._blocks, config, prefix_cache, swap, checkpoints)
+        self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs, checkpoints)
         self._swap = swap if "swap" in config.preemption_actions else None
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
         self._origin = object()  # what its batches have in common
-        self._next_id = 1
+        self._inbox = Inbox()
         self._last_time = float("-inf")  # of `schedule(now)`
         self._sequences: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}
@@ -162,57 +130,151 @@ class Scheduler:
     def add_request(
         self,
         prompt_tokens: Iterable[int],
-        max_tokens: int,
+        max_tokens: int | None = None,
         priority: int | None = None,
         *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Iterable[int] = (),
+        request_id: int | str | None = None,
         tenant: Hashable = None,
         cache_salt: str | bytes | int | None = None,
         extra_keys: Iterable[str | bytes | int | None] = (),
         cache_priority: int = 0,
         cache_ttl: float | None = None,
     ) -> int:
-        """Queue a request and return its id: 1, 2, ...
+        """Queue a request of at most `max_tokens` tokens, prompt + output, and return its id: 1, 2, ...
 
         prompt_tokens  token ids from 0 up, at least one; copied
         max_tokens     limit of prompt + output
         priority       lower goes first; None is 0; equals go in the order of arrival
+        max_new_tokens limit of output alone, instead of `max_tokens`; of both the one that is reached first counts
+        stop_token_ids token ids that end the sequence when they come as output; they stay in its output
+        request_id     the caller's own id, for `Sequence.request_id` and as the label of its blocks; need not be unique
         tenant         who sends it, by name; see `Tenant`
         cache_salt, extra_keys  as in `PrefixCache.match_prefix`; without a salt tenants share cached blocks
         cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for a cache with the policy
                        "priority"; the ttl counts from the step that stored a block, in the unit of `schedule(now)`
 
-        Raises ValueError when the prompt is empty or longer than `max_tokens`, when `max_tokens` can never fit into the
+        Raises ValueError when the prompt is empty or longer than `max_tokens`, when its tokens can never fit into the
         pool, the tenant's quota or what is not reserved for other tenants, and for a token below 0 or a cache_priority
-        or cache_ttl that the cache does not take; TypeError for a token that is no integer. Then nothing has changed.
-        A prompt of exactly `max_tokens` is finished at once, since nothing is left to generate.
+        or cache_ttl that the cache does not take; TypeError for a token that is no integer and for a request without a
+        limit. Then nothing has changed. A request that may get no output is finished at once.
+
+        >>> scheduler = Scheduler()
+        >>> scheduler.add_request([11, 12], max_new_tokens=8, stop_token_ids=[2], request_id="chat-7")
+        1
+        >>> while scheduler.has_work:
+        ...     batch = scheduler.schedule()
+        ...     scheduler.commit(batch, [2])
+        >>> [(seq.request_id, seq.output_tokens, seq.finish_reason) for seq in scheduler.drain_finished()]
+        [('chat-7', [2], 'stop')]
         """
-        cached = (cache_salt, extra_keys, cache_priority, cache_ttl)
-        seq = read_request(self._next_id, prompt_tokens, max_tokens, priority, tenant, *cached)
-        refusal = (
-            self._blocks.refusal(seq.max_tokens)
-            or self._tenants.refusal(tenant, seq.max_tokens)
-            or self._reservations.refusal(tenant, seq.max_tokens)
+        seq = self._read_request(
+            prompt_tokens,
+            max_tokens,
+            priority,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            request_id=request_id,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            extra_keys=extra_keys,
+            cache_priority=cache_priority,
+            cache_ttl=cache_ttl,
         )
-        if refusal is not None:
-            raise ValueError(refusal)
-        self._prefix.read(seq, self._reservations.group(tenant))
         with self._guard:
-            seq.id = seq_id = self._next_id  # another thread may have taken the number meanwhile
+            seq.id = seq_id = self._inbox.number()
             self._guard.undo = partial(self._forget, seq_id)
-            seq._rank = self._policy.rank(seq)
-            seq._arrived = self.num_steps
-            self._next_id += 1
-            self._sequences[seq_id] = seq
-            if seq.at_limit:
-                seq.state = FINISHED
-                self._finished[seq_id] = seq
-            else:
-                self._tenants.arrive(seq)
-                self._waiting.push(seq)
+            self._accept(seq)
         return seq_id
 
+    def submit(
+        self,
+        prompt_tokens: Iterable[int],
+        max_tokens: int | None = None,
+        priority: int | None = None,
+        **request: Any,
+    ) -> int:
+        """As `add_request`, from any thread and at any time, also while another call is under way; returns the id.
+
+        The arguments and what they raise are those of `add_request`. The request is queued here and taken in when the
+        next `schedule` begins; until then `get_sequence` does not know it, and `has_work` is True.
+
+        >>> scheduler = Scheduler()
+        >>> scheduler.submit([11, 12], max_new_tokens=1)
+        1
+        >>> scheduler.total_count, scheduler.has_work
+        (0, True)
+        >>> scheduler.schedule().tokens
+        [[11, 12]]
+        """
+        seq = self._read_request(prompt_tokens, max_tokens, priority, **request)
+        seq.id = seq_id = self._inbox.number()
+        self._inbox.items.append(seq)
+        return seq_id
+
+    def cancel(self, seq_id: int) -> None:
+        """Stop a sequence from any thread and at any time: it finishes when the next `schedule` begins.
+
+        `drain_finished` returns it then, with `finish_reason` "abort". Unknown and finished ids are ignored. Raises
+        TypeError for what is no integer.
+        """
+        self._inbox.items.append(integer("seq_id", seq_id))
+
+    def fork(self, seq_id: int, n: int = 1) -> list[int]:
+        """Begin `n` sequences with the tokens and blocks of one that decodes, and return their ids.
+
+        For several samples of a prompt, and for beams. They decode from the next step on, with the limits, stop tokens,
+        tenant and `request_id` of the original; each copies a shared block when it first writes to it, so blocks are
+        shared until they part. A beam is dropped by `remove_sequence`, which gives back at once what only it has.
+
+        seq_id  a sequence whose state is DECODING: the last chunk of its prompt has been scheduled
+        n       how many, at least 1
+
+        Call it before `commit`, once the model has run, to give each its own next token: the original gets its token by
+        `commit`, the others theirs by `append_token`. Raises ValueError for a sequence that does not decode, and when
+        `max_sequences`, the tenant's quota or, with the admission "whole", the pool has no room for `n` more,
+        TypeError for what is no integer; then nothing has changed.
+
+        >>> scheduler = Scheduler()
+        >>> seq_id = scheduler.add_request([11, 12], max_new_tokens=2)
+        >>> batch = scheduler.schedule()
+        >>> others = scheduler.fork(seq_id, 2)
+        >>> scheduler.commit(batch, [7])
+        >>> for other, token in zip(others, (8, 9)):
+        ...     scheduler.append_token(other, token)
+        >>> scheduler.schedule().tokens
+        [[7], [8], [9]]
+        """
+        number = integer("n", n, 1)
+        with self._guard:
+            self._guard.is_checking = True
+            seq = self._sequences.get(seq_id)
+            if seq is None or seq.state is not DECODING:
+                state = "not known" if seq is None else seq.state.value
+                raise ValueError(f"sequence {seq_id} is {state}: only one that decodes can be forked")
+            refusal = self._admission.refuses_forks(seq, number)
+            if refusal is not None:
+                raise ValueError(refusal)
+            self._guard.is_checking = False
+            forks: list[Sequence] = []
+            self._guard.undo = partial(self._undo_fork, forks)
+            for _ in range(number):
+                forks.append(seq._fork(self._inbox.number()))
+                self._blocks.fork(seq, forks[-1])
+            for fork in forks:
+                fork._rank, fork._arrived = self._policy.rank(fork), self.num_steps
+                self._sequences[fork.id] = fork
+                if self._outstanding is not None:
+                    self._outstanding.add_fork(seq, fork)
+                self._tenants.arrive(fork)
+                self._admission.enter(fork)
+        return [fork.id for fork in forks]
+
     def append_token(self, seq_id: int, token: int) -> None:
-        """Add one output token to a sequence; at its limit it finishes. Unknown and finished ids are ignored.
+        """Add one output token to a sequence; at its limit or a stop token it finishes.
+
+        Unknown and finished ids are ignored.
 
         Raises TypeError for a token that is no integer, ValueError for one that is below 0 or that the prefix cache
         cannot hold; then nothing has changed.
@@ -228,18 +290,18 @@ class Scheduler:
                 check_width(token)
             self._guard.is_checking = False
             seq.output_tokens.append(token)
-            if seq.at_limit:
+            if seq._has_ended:
                 self._finish([seq])
 
     def finish_sequence(self, seq_id: int) -> None:
         """Stop a sequence and free its blocks; `drain_finished` will return it. Unknown ids are ignored."""
         with self._guard:
-            self._stop(self._look_up(seq_id))
+            self._stop(self._look_up(seq_id), "stop")
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
         with self._guard:
-            self._stop(self._look_up(seq_id))
+            self._stop(self._look_up(seq_id), "abort")
             self._forget(seq_id)
 
     def drain_finished(self) -> list[Sequence]:
@@ -260,17 +322,19 @@ class Scheduler:
         now  the time, in any unit, not earlier than the last; None: the number of the step, from 1, or the last time
              if that is later. Only `cache_ttl` uses it; the scheduler reads no clock
 
-        Admits waiting sequences, picks by turns, shares out the tokens, and preempts when the pool is out of blocks.
-        Assumes that the previous batch was run, committed or not. The new one is empty when there is no work, or when
-        blocks that others hold (forks, another scheduler on the same pool) leave no room for even one sequence; then
-        `has_work` stays True, and the caller frees blocks or waits. Raises TypeError for a `now` that is no number,
-        ValueError for inf and for a time before the last; then nothing has changed.
+        Takes in what was submitted and cancelled, admits waiting sequences, picks by turns, shares out the tokens, and
+        preempts when the pool is out of blocks. Assumes that the previous batch was run, committed or not. The new one
+        is empty when there is no work, or when blocks that others hold (forks, another scheduler on the same pool)
+        leave no room for even one sequence; then `has_work` stays True, and the caller frees blocks or waits. Raises
+        TypeError for a `now` that is no number, ValueError for inf and for a time before the last; then nothing has
+        changed.
         """
         with self._guard:
             self._guard.is_checking = True
             step = self.num_steps + 1
             now = max(step, self._last_time) if now is None else read_time(now, self._last_time)
             self._guard.is_checking = False
+            self._take_in()
             self.num_steps, self._last_time = step, now
             if self._outstanding is not None:
                 self._close(self._outstanding)
@@ -278,7 +342,7 @@ class Scheduler:
             self._admission.admit(step)
             active = self._active
             while len(active):
-                batch = build_batch(*active.pick(), self.config)
+                batch = build_batch(*active.pick(), self.config, self._blocks.feeds_again, self._blocks.step)
                 self._guard.undo = partial(self._undo_step, batch)
                 batch._origin = self._origin
                 taken = self._preemption.take(batch, step)
@@ -299,10 +363,11 @@ class Scheduler:
 
         An entry that is None or negative adds nothing, nor does the entry of a prompt chunk that is not the last
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
-        drafts that were accepted, then one token more; the slots of the other drafts are taken back. Sequences that
-        reach their limit finish. Raises ValueError when the lengths differ, the batch was committed before or is of
-        another scheduler, drafts were accepted for a sequence that has got tokens since `schedule`, or a token has more
-        than the 32 bits that a prefix cache holds, TypeError when an entry is not an integer; then nothing has changed.
+        drafts that were accepted, then one token more; the slots of the other drafts are taken back, and what follows
+        a stop token is dropped. Sequences that reach their limit or a stop token finish. Raises ValueError when the
+        lengths differ, the batch was committed before or is of another scheduler, drafts were accepted for a sequence
+        that has got tokens since `schedule`, or a token has more than the 32 bits that a prefix cache holds, TypeError
+        when an entry is not an integer; then nothing has changed.
         """
         if not isinstance(batch, ScheduledBatch):
             raise wrong("batch", "a ScheduledBatch", batch)
@@ -321,7 +386,7 @@ class Scheduler:
             if drafts:
                 check_drafts(batch, results)
             self._guard.is_checking = False
-            outputs = batch._outputs
+            outputs, may_stop = batch._outputs, batch._may_stop
             num_outputs = list(map(len, outputs))
             fed = [seq.fed for seq in sequences] if drafts else []
             self._guard.undo = partial(self._undo_commit, batch, num_outputs, fed)
@@ -330,6 +395,7 @@ class Scheduler:
                 if result is None or not wants or seq.state is FINISHED:
                     continue
                 if drafts and type(result) is list:
+                    result = up_to_stop(result, seq.stop_token_ids)
                     output += result
                     if batch is self._outstanding:
                         seq.fed += len(result) - 1  # the drafts are in the slots that they had
@@ -337,7 +403,7 @@ class Scheduler:
                     output.append(result)
                 else:
                     continue
-                if len(output) >= seq._max_output:
+                if len(output) >= seq._max_output or (may_stop and output[-1] in seq.stop_token_ids):
                     ended.append(seq)
             batch._committed = True
             self._guard.undo = None
@@ -354,7 +420,8 @@ class Scheduler:
     def outstanding(self) -> ScheduledBatch | None:
         """The batch that `schedule` handed out and `commit` has not taken yet, or None.
 
-        A caller that was interrupted may run it again: that stores the same keys and values.
+        A caller that was interrupted may run it again: that stores the same keys and values. A recurrent state that has
+        passed over its tokens must not do so twice.
         """
         return None if self._outstanding is None or self._outstanding._committed else self._outstanding
 
@@ -375,8 +442,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a sequence waits or is active."""
-        return len(self._active) > 0 or len(self._waiting) > 0
+        """True while a sequence waits or is active, or something was submitted or cancelled since the last step."""
+        return len(self._active) > 0 or len(self._waiting) > 0 or len(self._inbox.items) > 0
 
     @property
     def num_preemptions(self) -> int:
@@ -442,6 +509,8 @@ class Scheduler:
         finish_sequence  nothing or everything: `stopped` says which
         remove_sequence  as `finish_sequence`, but the sequence may still be known, finished
         add_request, drain_finished  nothing
+        fork             nothing
+        submit, cancel   nothing or everything; they need no `recover`
 
         An active sequence that has lost blocks becomes a preempted one. If `recover` is cut short itself, call it
         again; it changes nothing when all is well. Raises RuntimeError while another thread is inside a call. Do not
@@ -460,6 +529,7 @@ class Scheduler:
         guard = self._guard
         if guard.undo is not None:
             guard.undo()
+        self._inbox.drop_known(self._sequences)
         slots = self._slots()
         for seq in self._sequences.values():
             self._recover_sequence(seq, slots.get(seq.id, 0))
@@ -471,7 +541,7 @@ class Scheduler:
         ended = {seq.id: seq for seq in self._sequences.values() if seq.state is FINISHED}
         self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
         guard.undo = None
-        self._finish([seq for seq in alive if seq.stopped or seq.at_limit])
+        self._finish([seq for seq in alive if seq._has_ended])
 
     def _close(self, batch: ScheduledBatch) -> None:
         """Once `batch` was run: take back the slots of its drafts and publish the blocks that it filled."""
@@ -481,6 +551,7 @@ class Scheduler:
                 if seq.kv is not None and seq.kv.len > seq.fed:
                     self._blocks.truncate(seq, seq.fed)
         self._prefix.publish_filled(batch)
+        self._prefix.keep_states(batch)
 
     def _finish(self, sequences: list[Sequence]) -> None:
         """Mark them FINISHED, wherever they stand, in the order of ids, and free their blocks."""
@@ -488,7 +559,10 @@ class Scheduler:
         for seq in sequences:
             if seq.kv is not None:
                 # What is in a batch that is out may not have been stored yet.
-                self._prefix.publish(seq, seq.fed - (self._outstanding.tokens_of(seq) if self._outstanding else 0))
+                unsure = self._outstanding.tokens_of(seq) if self._outstanding else 0
+                self._prefix.publish(seq, seq.fed - unsure)
+                if not unsure:
+                    self._prefix.keep_state(seq, "end")
         self._blocks.close(sequences)
         for seq in sequences:
             if seq._is_active:
@@ -502,6 +576,44 @@ class Scheduler:
             self._reservations.leave(seq)
             self._waiting.change(seq.tenant)  # requests that its part of the quota kept waiting may start
 
+    def _read_request(self, *arguments: Any, **names: Any) -> Sequence:
+        """The sequence of a request, checked and without an id. Changes nothing."""
+        seq = read_request(*arguments, **names)
+        refusal = (
+            self._blocks.refusal(seq.max_tokens)
+            or self._tenants.refusal(seq.tenant, seq.max_tokens)
+            or self._reservations.refusal(seq.tenant, seq.max_tokens)
+        )
+        if refusal is not None:
+            raise ValueError(refusal)
+        self._prefix.read(seq, self._reservations.group(seq.tenant))
+        return seq
+
+    def _accept(self, seq: Sequence) -> None:
+        """Queue a new sequence that has its id."""
+        seq._rank = self._policy.rank(seq)
+        seq._arrived = self.num_steps
+        self._sequences[seq.id] = seq
+        if seq.at_limit:
+            seq.state = FINISHED
+            self._finished[seq.id] = seq
+        else:
+            self._tenants.arrive(seq)
+            self._waiting.push(seq)
+
+    def _take_in(self) -> None:
+        """Do what other threads have asked for, in its order; an item stays in the inbox until it is done."""
+        items = self._inbox.items
+        for _ in range(len(items)):
+            item = items[0]
+            if isinstance(item, Sequence):
+                self._accept(item)
+            else:
+                seq = self._sequences.get(item)
+                if seq is not None and seq.state is not FINISHED:
+                    self._stop(seq, "abort")
+            items.popleft()
+
     def _look_up(self, seq_id: int) -> Sequence | None:
         """The sequence with this id; what cannot be an id raises TypeError before anything changes."""
         self._guard.is_checking = True
@@ -509,15 +621,20 @@ class Scheduler:
         self._guard.is_checking = False
         return seq
 
-    def _stop(self, seq: Sequence | None) -> None:
+    def _stop(self, seq: Sequence | None, reason: str) -> None:
         if seq is not None:
-            seq.stopped = True
+            seq._stopped_by = reason
             if seq.state is not FINISHED:
                 self._finish([seq])
 
     def _forget(self, seq_id: int) -> None:
         self._finished.pop(seq_id, None)
         self._sequences.pop(seq_id, None)
+
+    def _undo_fork(self, forks: list[Sequence]) -> None:
+        self._blocks.close(forks)
+        for fork in forks:
+            self._sequences.pop(fork.id, None)
 
     def _undo_step(self, batch: ScheduledBatch) -> None:
         """Take back a step whose batch was not returned to the caller."""
@@ -542,13 +659,14 @@ class Scheduler:
         if seq.state is FINISHED or seq.state is WAITING:
             blocks.close([seq])
             seq._swapped = None
+            if seq.state is FINISHED:
+                seq._awaits = None
             if seq.state is WAITING:
                 seq.fed = seq._published = 0
             return
-        if blocks.capacity:
+        if blocks.has_states:
             held = 0 if seq.kv is None else seq.kv.len
-            if held > seq.fed + slots:
-                blocks.truncate(seq, seq.fed)
+            held = blocks.recover(seq, seq.fed + slots if held == seq.fed + slots else seq.fed)
             if held < seq.fed or seq.kv is None:
                 seq.fed, seq.state = held, PREEMPTED
             if seq.state is PREEMPTED and not seq.fed:
@@ -556,7 +674,7 @@ class Scheduler:
             seq._published, seq._all_cached = min(seq._published, blocks.blocks_for(seq.fed)), False
         if seq.state is not PREEMPTED:
             seq.state = DECODING if seq.fed >= seq._prefill_end else PREFILLING
-            seq._swapped = None
+            seq._swapped = seq._awaits = None
         elif seq._swapped is not None and seq._swapped.first != seq.fed:
             seq._swapped = None
 
@@ -601,7 +719,7 @@ class Scheduler:
         if any(seq.id != seq_id for seq_id, seq in sequences.items()) or self._finished != ended:
             return f"{len(ended)} sequences have finished, {len(self._finished)} are to be drained"
         for seq in sequences.values():
-            broken = self._audit_sequence(seq, slots.get(seq.id, 0))
+            broken = seq._audit(slots.get(seq.id, 0), blocks.has_states)
             if broken is not None:
                 return f"sequence {seq.id}, {seq.state.value}: {broken}"
         found = {**self._waiting.summary(), **self._active.summary(), **self._tenants.summary()}
@@ -615,17 +733,3 @@ class Scheduler:
             or self._reservations.audit(alive)
             or (None if self._swap is None else self._swap.audit(blocks, tickets))
         )
-
-    def _audit_sequence(self, seq: Sequence, slots: int) -> str | None:
-        held = 0 if seq.kv is None else seq.kv.len
-        if seq.state is FINISHED or seq.state is WAITING:
-            return None if seq.kv is None and seq._swapped is None else f"it has {held} tokens in blocks, or a ticket"
-        if seq.stopped or seq.at_limit or not 0 <= seq.fed <= seq.total_tokens:
-            return f"it was fed {seq.fed} of {seq.total_tokens} tokens, at most {seq.max_tokens}"
-        if self._blocks.capacity and held != seq.fed + slots:
-            return f"it was fed {seq.fed} tokens and has {slots} slots, {held} tokens are in blocks"
-        if seq._is_active and (seq.state is DECODING) != (seq.fed >= seq._prefill_end):
-            return f"it was fed {seq.fed} of the {seq._prefill_end} tokens of its prompt"
-        if seq._swapped is not None and (seq.state is not PREEMPTED or seq._swapped.first != seq.fed):
-            return "its ticket does not hold the tokens that follow those in blocks"
-        return None

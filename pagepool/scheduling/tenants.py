@@ -93,6 +93,13 @@ class Tenants:
             return True
         return self._held[seq.tenant] + self._blocks_for(seq.max_tokens) <= quota
 
+    def refuses_more(self, tenant: Any, needed: int) -> str | None:
+        """Why running requests of `tenant` may not need `needed` blocks more, or None."""
+        quota, held = self._limits.get(tenant, ANYONE).max_blocks, self._held[tenant]
+        if quota is None or held + needed <= quota:
+            return None
+        return f"{needed} blocks beside {held} are above the quota of tenant {tenant!r}, {quota}"
+
     def served(self, tenant: Any) -> float:
         """The counter of a tenant."""
         return self._served.get(tenant, 0.0)
@@ -209,7 +216,8 @@ class Reservations:
             own = {seq.id: seq for seq in alive if seq.tenant == tenant and seq.state is not SeqState.WAITING}
             if self._sequences[tenant] != own:
                 return f"{len(own)} sequences of tenant {tenant!r} may have blocks, not {len(self._sequences[tenant])}"
-            blocks = {block for seq in own.values() if seq.kv is not None for block in seq.kv.blocks}
+            states = [seq.kv for seq in own.values() if seq.kv is not None]
+            blocks = {block for state in states for block in self._blocks.blocks_of(state)}
             holding = self._cached(tenant) + sum(cache is None or not cache.holds(block) for block in blocks)
             if self.above(tenant) != holding - reserved:
                 return (
@@ -227,6 +235,8 @@ class Reservations:
 
     def _outside(self, tenant: Any) -> int:
         states = [seq.kv for seq in self._sequences[tenant].values() if seq.kv is not None]
-        if self._prefix.cache is None:  # then no two of them share a block
-            return sum([self._blocks.blocks_for(state.len) for state in states])
+        if self._prefix.cache is None:
+            return len({block for state in states for block in self._blocks.blocks_of(state)})  # forks share some
+        if self._blocks.memory is not None:
+            states = [table for state in states for table in state.kv]
         return int(self._prefix.cache.count_outside(states))

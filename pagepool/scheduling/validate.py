@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from pagepool.arguments import integer, real, wrong
+from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.request import SeqState, Sequence
 
 __all__ = [
     "check_drafts",
+    "check_hybrid",
     "check_results",
     "check_token",
     "check_width",
@@ -19,31 +22,67 @@ __all__ = [
     "read_results",
     "read_time",
     "read_token",
+    "up_to_stop",
 ]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 MAX_PRIORITY = 255
 
 
+def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, swap: Any, checkpoints: Any) -> None:
+    """Raises TypeError for what are no checkpoints, ValueError for what does not go together."""
+    memory = blocks.memory
+    if checkpoints is not None:
+        if not hasattr(checkpoints, "resume"):
+            raise wrong("checkpoints", "StateCheckpoints or None", checkpoints)
+        if memory is None or checkpoints.pool is not memory.states:
+            raise ValueError("checkpoints must be those of the scheduler's states")
+        align = checkpoints.index.align
+        if prefix_cache is None or align % blocks.block_size:
+            raise ValueError(
+                f"checkpoints need a prefix cache, and an align, now {align}, that is a multiple of the block size, "
+                f"{blocks.block_size}"
+            )
+    if memory is None:
+        return
+    if swap is not None:
+        raise ValueError("hybrid sequences do not go with a swap file: it knows no recurrent states and windows")
+    if prefix_cache is not None and [group.window for group in memory.groups] != [None]:
+        raise ValueError(f"a prefix cache needs one group without a window, not {len(memory.groups)} groups")
+    if prefix_cache is not None and memory.states is not None and checkpoints is None:
+        raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of these")
+    if config.lookahead and memory.states is not None:
+        raise ValueError(f"a lookahead of {config.lookahead} needs states that can be taken back: these are recurrent")
+
+
 def read_request(
-    seq_id: int,
     prompt_tokens: Iterable[int],
-    max_tokens: int,
-    priority: int | None,
-    tenant: Any,
-    cache_salt: Any,
-    extra_keys: Iterable[Any],
-    cache_priority: int,
-    cache_ttl: float | None,
+    max_tokens: int | None = None,
+    priority: int | None = None,
+    max_new_tokens: int | None = None,
+    stop_token_ids: Iterable[int] = (),
+    request_id: int | str | None = None,
+    tenant: Any = None,
+    cache_salt: Any = None,
+    extra_keys: Iterable[Any] = (),
+    cache_priority: int = 0,
+    cache_ttl: float | None = None,
 ) -> Sequence:
-    """The sequence of a request. Raises ValueError for a prompt that is empty, longer than its limit or has a token
-    below 0, a priority or a ttl that no prefix cache takes; TypeError for what is no integer, or a tenant that cannot
-    be hashed."""
+    """The sequence of a request, without an id yet.
+
+    Raises ValueError for a prompt that is empty, longer than its limit or has a token below 0, a limit of output below
+    0, a priority or a ttl that no prefix cache takes; TypeError for what is no integer, a request without a limit, or a
+    tenant that cannot be hashed.
+    """
     prompt = _as_list("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
         prompt = [read_token(token) for token in prompt]
-    limit = integer("max_tokens", max_tokens)
+    limit = None if max_tokens is None else integer("max_tokens", max_tokens)
+    most_new = None if max_new_tokens is None else integer("max_new_tokens", max_new_tokens, 0)
     level = 0 if priority is None else integer("priority", priority)
+    stops = [read_token(token) for token in _as_list("stop_token_ids", stop_token_ids)]
+    if request_id is not None and not isinstance(request_id, (int, str)):
+        raise wrong("request_id", "an int, a str or None", request_id)
     if cache_ttl is not None:
         real("cache_ttl", cache_ttl, low=0)
     integer("cache_priority", cache_priority, 0, MAX_PRIORITY)
@@ -55,10 +94,17 @@ def read_request(
         raise TypeError(f"extra_keys must be a sequence of keys, not {type(extra_keys).__name__}")
     if not prompt:
         raise ValueError("a prompt needs at least 1 token, got 0")
-    check_token(min(prompt))
-    if len(prompt) > limit:
+    for token in (min(prompt), *stops):
+        check_token(token)
+    if limit is not None and len(prompt) > limit:
         raise ValueError(f"a prompt of {len(prompt)} tokens is longer than max_tokens, {limit}")
-    return Sequence(seq_id, prompt, limit, level, tenant, cache_salt, tuple(extra_keys), cache_priority, cache_ttl)
+    limits = [] if limit is None else [limit]
+    if most_new is not None:
+        limits.append(len(prompt) + most_new)
+    if not limits:
+        raise TypeError("a request needs max_tokens, the limit of prompt + output, or max_new_tokens, that of output")
+    cached = (cache_salt, tuple(extra_keys), cache_priority, cache_ttl)
+    return Sequence(0, prompt, min(limits), level, tenant, *cached, frozenset(stops), request_id)
 
 
 def read_time(now: float, last: float) -> float:
@@ -126,6 +172,11 @@ def check_results(batch: ScheduledBatch, results: list[Any], for_cache: bool) ->
             raise ValueError(f"row {row} got token {min(tokens)}, which is below 0")
         if not batch.wants_token[row]:
             raise ValueError(f"row {row} is a prompt chunk that is not the last: it has no tokens")
+
+
+def up_to_stop(tokens: list[int], stops: Container[int]) -> list[int]:
+    """The tokens up to the first that is one of `stops`, this one included."""
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)
 
 
 def check_drafts(batch: ScheduledBatch, results: list[Any]) -> None:

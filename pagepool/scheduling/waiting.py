@@ -82,6 +82,25 @@ class Line:
         return {*self._front, *self._rest} & {seq._rank for seq in self.live.values()}
 
 
+class Followers:
+    """The requests that are deferred until `leader` has read what they share with it, by id.
+
+    None of them shares fewer tokens than `least`, and none came before step `arrived`.
+    """
+
+    def __init__(self, leader: Sequence) -> None:
+        self.leader = leader
+        self.members: dict[int, Sequence] = {}
+        self.least = 0
+        self.arrived = 0
+
+    def add(self, seq: Sequence, until: int) -> None:
+        first = not self.members
+        self.least = until if first else min(self.least, until)
+        self.arrived = seq._arrived if first else min(self.arrived, seq._arrived)
+        self.members[seq.id] = seq
+
+
 class TenantHeap:
     """The best candidate of every tenant, as a heap; only tenants that have `changed` are asked for theirs again.
 
@@ -141,15 +160,18 @@ class TenantHeap:
 
 
 class WaitingQueue:
-    """All requests that wait, preempted ones (`preempted`, by id) included.
+    """All requests that wait, preempted ones (`preempted`, by id) and deferred ones included.
 
     Nobody starves: a request that has waited `max_wait_steps` goes before all that came later, whatever the policy.
+
+    Invariant: each of them is in the line of its tenant, or, while it `_awaits` another, among the followers of that.
     """
 
     def __init__(self, policy: Policy, max_wait_steps: int | None) -> None:
         self._policy = policy
         self._max_wait = max_wait_steps
         self._lines: dict[Any, Line] = {}
+        self._followers: dict[int, Followers] = {}  # by the id of their leader
         self._size = 0
         self._best = TenantHeap(self._heads)
         self._oldest = TenantHeap(self._first_come)
@@ -160,27 +182,52 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         """Add `seq`, which does not wait yet."""
-        line = self._lines.get(seq.tenant)
-        if line is None:
-            line = self._lines[seq.tenant] = Line(self._policy.window)
-        line.push(seq)
         self._size += 1
         if seq.state is SeqState.PREEMPTED:
             self.preempted[seq.id] = seq
-        self.change(seq.tenant)
+        if seq._awaits is None:
+            self._line_up(seq)
+        else:
+            self._follow(seq, *seq._awaits)
 
     def remove(self, seq: Sequence) -> None:
         """Take out `seq`, wherever it stands."""
-        line = self._lines[seq.tenant]
-        line.remove(seq)
         self._size -= 1
         self.preempted.pop(seq.id, None)
-        if line.live:
-            self.change(seq.tenant)
+        if seq._awaits is None:
+            self._step_out(seq)
         else:
-            del self._lines[seq.tenant]
-            self._best.forget(seq.tenant)
-            self._oldest.forget(seq.tenant)
+            leader = seq._awaits[0]
+            followers = self._followers[leader.id]
+            del followers.members[seq.id]
+            if not followers.members:
+                del self._followers[leader.id]
+            seq._awaits = None
+
+    def defer(self, seq: Sequence, leader: Sequence, until: int) -> None:
+        """Let others pass `seq` until `resume` finds that `leader` has read `until` tokens."""
+        self._step_out(seq)
+        seq._awaits = leader, until
+        self._follow(seq, leader, until)
+
+    def resume(self, now: int, will_publish: Callable[[Sequence], bool]) -> None:
+        """Put those back into line who need not be deferred any more: their leader has read what they share, will not
+        publish it, or they have waited so long that nobody may overtake them. O(leaders) while there are none."""
+        if not self._followers:
+            return
+        for group in list(self._followers.values()):
+            leader, goes_on = group.leader, will_publish(group.leader)
+            least_aged = self._max_wait is not None and now - group.arrived >= self._max_wait
+            if goes_on and leader.fed < group.least and not least_aged:
+                continue
+            del self._followers[leader.id]
+            for seq in group.members.values():
+                until = seq._awaits[1] if seq._awaits is not None else 0
+                if goes_on and leader.fed < until and not self.is_aged(seq, now):
+                    self._follow(seq, leader, until)
+                else:
+                    seq._awaits = None
+                    self._line_up(seq)
 
     def change(self, tenant: Any) -> None:
         """Other requests of the tenant may start than before."""
@@ -214,8 +261,32 @@ class WaitingQueue:
             "requests in the order of arrival": {tenant: sorted({*line.ids} & {*line.live}) for tenant, line in lines},
             "requests counted by quotas": {tenant: sorted(line.counted) for tenant, line in lines},
             "preempted requests": sorted(self.preempted),
+            "deferred requests": {leader: sorted(group.members) for leader, group in self._followers.items()},
             "number of waiting requests": self._size,
         }
+
+    def _line_up(self, seq: Sequence) -> None:
+        line = self._lines.get(seq.tenant)
+        if line is None:
+            line = self._lines[seq.tenant] = Line(self._policy.window)
+        line.push(seq)
+        self.change(seq.tenant)
+
+    def _step_out(self, seq: Sequence) -> None:
+        line = self._lines[seq.tenant]
+        line.remove(seq)
+        if line.live:
+            self.change(seq.tenant)
+        else:
+            del self._lines[seq.tenant]
+            self._best.forget(seq.tenant)
+            self._oldest.forget(seq.tenant)
+
+    def _follow(self, seq: Sequence, leader: Sequence, until: int) -> None:
+        group = self._followers.get(leader.id)
+        if group is None:
+            group = self._followers[leader.id] = Followers(leader)
+        group.add(seq, until)
 
     def _heads(self, tenant: Any) -> list[Sequence]:
         return self._lines[tenant].heads() if tenant in self._lines else []

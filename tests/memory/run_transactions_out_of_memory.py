@@ -106,7 +106,8 @@ class World:
         transaction.fork(self.state).append(70)
         transaction.fork(self.hybrid).append(70)
         self.hybrid.rollback(self.marks[1])
-        self.hybrid.append(50)
+        self.hybrid.append(53)
+        self.hybrid.retract(self.hybrid.len - 3)
         self.hybrid.checkpoint()
         self.hybrid.state.view(0, "a")[:] = 70
         self.handle.view(0, "a")[:] = 80

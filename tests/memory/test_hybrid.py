@@ -353,3 +353,34 @@ def test_sequences_in_neighbouring_slots():
         sequence.release()
     assert (states.used_count, blocks.free_count) == (0, 32)
     states.check()
+
+
+def test_slots_that_were_not_computed_are_retracted_and_the_state_stays():
+    blocks = BlockAllocator(64)
+    states = SsmStatePool.from_layout(STATES, 4)
+    sequence = HybridSequence([KvGroup(blocks, 4), KvGroup(blocks, 4, window=6)], states)
+    sequence.append(21)
+    sequence.state.view(0, "h")[...] = 7
+    for count in (1, 9, 0):
+        sequence.append(count)
+        sequence.retract(21)
+        sequence.check()
+        assert sequence.len == 21 and sequence.state.view(0, "h").tolist() == [7.0] * 3
+        assert [table.len for table in sequence.kv] == [21, 21] and len(sequence.kv[0].blocks) == 6
+    sequence.append(12)
+    sequence.append(1)
+    before = sequence.stats()
+    for length, words in (
+        (35, "len must be from 0 to 34, not 35"),
+        (12, "cannot roll back to 12 tokens: token 6 is needed, the first 24 were given back"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sequence.retract(length)
+    sequence.checkpoint()
+    with pytest.raises(ValueError, match="cannot retract to 33 tokens: a checkpoint is at 34"):
+        sequence.retract(33)
+    assert sequence.stats()["blocks"] == before["blocks"] and sequence.len == 34
+    sequence.release()
+    assert blocks.in_use == 0 and states.used_count == 0
+    with pytest.raises(StaleHandle):
+        sequence.retract(0)

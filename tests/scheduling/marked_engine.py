@@ -4,7 +4,7 @@ from zlib import crc32
 
 import numpy as np
 
-from pagepool import BlockTables, KvCachePool, KvLayout
+from pagepool import BlockTables, KvCachePool, KvGroup, KvLayout, SsmStatePool, StateLayout
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 
@@ -24,6 +24,7 @@ class Engine:
     def __init__(self, num_blocks):
         self.pool = KvCachePool.from_layout(LAYOUT, num_blocks)
         self.tables = BlockTables(64, num_blocks)
+        self.states = None
 
     def run(self, scheduler, batch):
         if batch.is_empty:
@@ -41,3 +42,50 @@ class Engine:
             k, v = self.pool.gather(0, state.blocks, seq.fed)
             assert (k[:, 0, 0] == marks(seq.all_tokens[: seq.fed])).all(), f"sequence {seq_id} sees wrong keys"
             assert (v == -k).all()
+
+
+class HybridEngine:
+    """The same for hybrid sequences: layer i stores for group i, and the state is the mark of the last token.
+
+    A batch is run once: a recurrent state must not pass over a token twice.
+    """
+
+    def __init__(self, num_blocks, windows, slots=None):
+        layout = KvLayout(num_layers=len(windows), num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+        self.pool = KvCachePool.from_layout(layout, num_blocks)
+        self.tables = BlockTables(64, 1000)
+        self.groups = [KvGroup(self.pool.allocator, 4, window) for window in windows]
+        self.states = None
+        if slots is not None:
+            self.layout = StateLayout(layers=[{"h": ((1,), "float64")}])
+            self.states = SsmStatePool.from_layout(self.layout, slots)
+        self.ran = None
+
+    def run(self, scheduler, batch):
+        if batch.is_empty or batch is self.ran:
+            return
+        self.ran = batch
+        rows = []
+        for seq_id, tokens, state, drafts in zip(
+            batch.seq_ids, batch.tokens, batch.states, batch.lookahead, strict=True
+        ):
+            seq = scheduler.get_sequence(seq_id)
+            known = marks(seq.all_tokens[: seq.fed])
+            rows += [known[len(known) - len(tokens) :], np.full(drafts, -1, np.float32)]
+            if self.states is not None:
+                before = known[-len(tokens) - 1] if len(known) > len(tokens) else 0
+                h = state.state.view(0, "h")
+                assert h[0] == before, f"the state of {seq_id} has not passed over its first tokens once"
+                h[0] = known[-1]
+        values = np.concatenate(rows)[:, None, None] * np.ones((1, 1, 8), np.float32)
+        for layer in range(len(self.groups)):
+            self.tables.fill([state.kv[layer] for state in batch.states], batch.num_tokens)
+            self.pool.append(layer, self.tables.slot_mapping, values, -values)
+        for seq_id, state, fed in zip(batch.seq_ids, batch.states, batch.num_tokens, strict=True):
+            seq = scheduler.get_sequence(seq_id)
+            for layer, (group, table) in enumerate(zip(self.groups, state.kv, strict=True)):
+                first = table.first_block * 4
+                assert first <= max(0, state.len - fed - group.window if group.window is not None else 0)
+                k, v = self.pool.gather(layer, table.blocks, seq.fed - first)
+                assert (k[:, 0, 0] == marks(seq.all_tokens[: seq.fed])[first:]).all(), f"{seq_id} sees wrong keys"
+                assert (v == -k).all()

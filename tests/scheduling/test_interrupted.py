@@ -12,7 +12,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from marked_engine import Engine
+from marked_engine import Engine, HybridEngine
 
 import pagepool.scheduling
 from pagepool import (
@@ -22,6 +22,8 @@ from pagepool import (
     Scheduler,
     SchedulerConfig,
     SeqState,
+    Sequence,
+    StateCheckpoints,
     SwapFile,
     Tenant,
 )
@@ -104,7 +106,15 @@ class World:
     def __init__(self, seed, interrupter, **config):
         self.interrupter = interrupter
         self.rng = rng = random.Random(seed)
-        self.engine = Engine(rng.choice([12, 14, 20]))
+        windows = config.pop("windows", None)
+        if windows is None:
+            self.engine, memory = Engine(rng.choice([12, 14, 20])), {}
+        else:
+            self.engine = HybridEngine(rng.choice([12, 14, 20]) * len(windows), windows, rng.choice([3, 20]))
+            memory = {"groups": self.engine.groups, "states": self.engine.states}
+            if config["cache"]:
+                options = {"grid": 8, "spacing": 1, "align": BLOCK}
+                memory["checkpoints"] = StateCheckpoints(self.engine.layout, self.engine.states, 1000, **options)
         self.pool = self.engine.pool
         self.allocator = self.pool.allocator
         cache_policy = config.pop("cache", rng.choice([None, "lru", "gittins"]))
@@ -126,10 +136,12 @@ class World:
             self.pool,
             self.cache,
             self.swap,
+            **memory,
         )
         self.accepts = rng.random() < 0.5 and self.scheduler.config.lookahead > 0  # drafts, which the engine has not
         self.wanted = {}  # id: how many tokens it gets
         self.removed = set()
+        self.origin = {}  # of forks: the first sequence
 
     def call(self, name, *arguments, **names):
         return self.interrupter.call(self.scheduler, name, *arguments, **names)
@@ -137,13 +149,38 @@ class World:
     def add(self):
         rng, scheduler = self.rng, self.scheduler
         prompt = [rng.randrange(2)] * rng.choice([0, 4, 8]) + [rng.randrange(50) for _ in range(rng.randint(1, 12))]
-        before, limit = set(scheduler._sequences), rng.randint(28, 36)
+        before, limit = self.known(), rng.randint(28, 36)
         try:
-            self.call("add_request", prompt, limit, rng.randrange(3), tenant=rng.choice(["a", "b", None]))
+            names = {"tenant": rng.choice(["a", "b", None]), "stop_token_ids": prompt[-1:]}
+            way = "submit" if limit % 2 else "add_request"
+            self.call(way, prompt, limit, rng.randrange(3), **names)
         finally:
             # A signal that comes when it has returned finds it there, whatever its caller knows of it.
             scheduler.check()
-            self.wanted.update(dict.fromkeys(set(scheduler._sequences) - before, limit))
+            self.wanted.update(dict.fromkeys(self.known() - before, limit))
+
+    def fork(self):
+        decoding = [seq_id for seq_id, seq in self.scheduler._sequences.items() if seq.state is SeqState.DECODING]
+        if decoding:
+            seq_id, before = self.rng.choice(decoding), self.known()
+            try:
+                with suppress(ValueError):  # the quota has no room
+                    self.call("fork", seq_id, 2)
+            finally:
+                self.scheduler.check()
+                for fork in self.known() - before:
+                    self.wanted[fork] = self.scheduler.get_sequence(fork).max_tokens
+                    self.origin[fork] = self.origin.get(seq_id, seq_id)
+
+    def token_of(self, seq_id, place):
+        """What the model says to a fork as to its origin, whose tokens it has at first."""
+        return token_of(self.origin.get(seq_id, seq_id), place)
+
+    def known(self):
+        """The ids of all requests, those in the inbox included."""
+        handed_in = {item.id for item in self.scheduler._inbox.items if isinstance(item, Sequence)}
+        assert not handed_in & set(self.scheduler._sequences)
+        return handed_in | set(self.scheduler._sequences)
 
     def step(self):
         scheduler = self.scheduler
@@ -154,7 +191,7 @@ class World:
         for seq_id, wants, slots in zip(batch.seq_ids, batch.wants_token, batch.lookahead, strict=True):
             seq = scheduler.get_sequence(seq_id)
             count = self.rng.randint(1, 1 + slots * self.accepts) if wants else 1
-            tokens = [token_of(seq_id, len(seq.output_tokens) + place) for place in range(count)]
+            tokens = [self.token_of(seq_id, len(seq.output_tokens) + place) for place in range(count)]
             results.append(tokens if wants and scheduler.config.lookahead else tokens[0])
         self.call("commit", batch, results)
 
@@ -176,8 +213,12 @@ class World:
             for seq in gone:
                 limit = self.wanted.pop(seq.id)
                 assert seq.state is SeqState.FINISHED and seq.kv is None
-                assert len(seq.prompt_tokens) + len(seq.output_tokens) == limit or seq.id in self.removed
-                told = [token_of(seq.id, place) for place in range(len(seq.output_tokens))]
+                if seq.id not in self.removed:
+                    is_full = len(seq.prompt_tokens) + len(seq.output_tokens) == limit
+                    at_stop = seq.output_tokens[-1] == seq.prompt_tokens[-1]
+                    assert seq.finish_reason == ("stop" if at_stop else "length") and (is_full or at_stop)
+                assert seq.prompt_tokens[-1] not in seq.output_tokens[:-1]
+                told = [self.token_of(seq.id, place) for place in range(len(seq.output_tokens))]
                 assert seq.output_tokens == told, f"the tokens of {seq.id}"
 
     def act(self):
@@ -187,7 +228,11 @@ class World:
         if self.scheduler.waiting_count < 6 and rng.random() < 0.5:
             self.add()
         way = rng.random()
-        if way < 0.04:
+        if way < 0.02:
+            self.end("cancel")
+        elif way < 0.03:
+            self.fork()
+        elif way < 0.04:
             self.end("finish_sequence")
         elif way < 0.08:
             self.end("remove_sequence")
@@ -196,7 +241,7 @@ class World:
         elif way < 0.25 and self.scheduler._sequences:
             seq_id = rng.choice(sorted(self.scheduler._sequences))
             place = len(self.scheduler.get_sequence(seq_id).output_tokens)
-            self.call("append_token", seq_id, token_of(seq_id, place))
+            self.call("append_token", seq_id, self.token_of(seq_id, place))
         elif way < 0.28 and self.cache is not None:
             self.cache.discard([rng.randrange(12)])
         else:
@@ -208,10 +253,13 @@ class World:
         self.allocator.check()
         if self.cache is not None:
             self.cache.check()
-        held = {block for seq in scheduler._sequences.values() if seq.kv is not None for block in seq.kv.blocks}
+        states = [seq.kv for seq in scheduler._sequences.values() if seq.kv is not None]
+        held = {block for state in states for block in scheduler._blocks.blocks_of(state)}
+        if self.engine.states is not None:
+            assert self.engine.states.used_count == len(states)
         held |= set() if self.cache is None else set(self.cache.references())
         assert self.allocator.in_use == len(held), f"{self.allocator.in_use} blocks in use, {len(held)} held"
-        assert {seq_id for seq_id in self.wanted if seq_id not in self.removed} <= set(scheduler._sequences)
+        assert {seq_id for seq_id in self.wanted if seq_id not in self.removed} <= self.known()
 
     def run_to_end(self):
         for _ in range(3000):
@@ -267,6 +315,20 @@ def test_a_preemption_is_cut_short_and_goes_on_after_recover(twice):
         }
         preemptions += run(seed, twice, max_batch_sequences=20, **config)[1]
     assert preemptions > 30
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize(
+    ("windows", "cache"), [([None], None), ([8], None), ([None, 5], None), ([None], "lru")], ids=str
+)
+def test_hybrid_sequences_that_are_cut_short_go_on_after_recover(windows, cache, twice):
+    preemptions = 0
+    for seed in range(6):
+        config = {"windows": windows, "preemption_actions": (), "cache": cache, "lookahead": 0, "tenants": {}}
+        fired, preempted = run(seed, twice, **config)
+        assert fired > 10
+        preemptions += preempted
+    assert preemptions > 0
 
 
 def test_no_ticket_of_the_swap_file_is_lost():
@@ -410,7 +472,7 @@ def test_recover_does_not_break_into_a_call_that_another_thread_has_just_begun(n
                 done.append(True)
 
     def at_each_line(frame, event, argument):
-        if frame.f_globals["__name__"] != "pagepool.scheduling.scheduler":
+        if frame.f_globals["__name__"] not in ("pagepool.scheduling.scheduler", "pagepool.scheduling.guard"):
             return None
         if event == "line":
             other = threading.Thread(target=others_try)

@@ -8,25 +8,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagepool
-from pagepool import KvLayout, PreemptionCosts, SchedulerConfig, SwapFile, Tenant, reference
+from pagepool import (
+    KvGroup,
+    KvLayout,
+    PreemptionCosts,
+    SchedulerConfig,
+    StateCheckpoints,
+    StateLayout,
+    SwapFile,
+    Tenant,
+    reference,
+)
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
+from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
+from pagepool.reference.request import blocks_of
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import read_trace
 from pagepool.scheduling.policies import POLICIES
 
 BLOCK = 4
+STATE = StateLayout(layers=[{"h": ((1,), "float64")}])
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
 
 
 class World:
     """A scheduler with its pool, cache and swap file, from one package or the other."""
 
-    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks):
+    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks, windows=None, slots=None, kept=0):
         self.pool = api.KvCachePool.from_layout(LAYOUT, num_blocks)
         self.allocator = self.pool.allocator
         self.cache = api.PrefixCache(self.allocator, BLOCK, cache_policy) if cache_policy else None
         self.swap = SwapFile(self.pool, num_blocks=swap_blocks) if swap_blocks else None
-        self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap)
+        self.states, memory = None, {}
+        if slots is not None:
+            self.states = memory["states"] = api.SsmStatePool.from_layout(STATE, slots)
+        if windows is not None:
+            memory["groups"] = [KvGroup(self.allocator, BLOCK, window) for window in windows]
+        if kept:
+            checkpoints = StateCheckpoints if api is pagepool else ReferenceCheckpoints
+            options = {"grid": 8, "spacing": 1, "align": BLOCK}
+            memory["checkpoints"] = self.checkpoints = checkpoints(STATE, self.states, kept * 100, **options)
+        self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap, **memory)
         self.outside = []
 
     def records(self):
@@ -45,7 +67,8 @@ class World:
         )
         found = {row[0]: (*row[1:], self.scheduler.get_sequence(row[0]).num_cached) for row in rows}
         blocks = (self.allocator.free_count, self.cache and (self.cache.evictable, self.cache.num_cached))
-        return found, blocks, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
+        slots = self.states and self.states.free_count
+        return found, blocks, slots, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
 
     def above(self, tenant):
         """By how many blocks it is above its reservation."""
@@ -57,7 +80,10 @@ class World:
         seq = self.scheduler.get_sequence(seq_id)
         state = seq.state if isinstance(seq.state, str) else seq.state.value
         held = None if seq.kv is None else seq.kv.len
-        return state, seq.fed, held, seq.num_cached, seq.num_preemptions, seq.output_tokens
+        awaits = seq.awaits if hasattr(seq, "awaits") else seq._awaits
+        leader = awaits and (awaits[0].id, awaits[1])
+        counts = seq.fed, held, seq.num_cached, seq.num_preemptions
+        return state, seq.finish_reason, counts, seq.output_tokens, leader
 
 
 def random_config(rng, num_blocks):
@@ -87,19 +113,36 @@ def random_config(rng, num_blocks):
     )
 
 
-def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
+def run(
+    seed,
+    steps=150,
+    tenants=(0, 1, None),
+    forget=0.0,
+    others=0.0,
+    stop_token_ids=(),
+    inbox=False,
+    forks=0.0,
+    memory=None,
+    **fixed,
+):
     """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
-    forget a block, or all, in use or not; `others`: how often somebody else caches a prompt."""
+    forget a block, or all, in use or not; `others`: how often somebody else caches a prompt; `inbox`: requests are
+    submitted and cancelled; `forks`: how often one that decodes is forked, before its step is committed or after;
+    `memory`: windows and slots of hybrid sequences."""
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
     config = dataclasses.replace(random_config(rng, num_blocks), **fixed)
     cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
     swap_blocks = rng.choice([0, 3, 50])
-    ours, theirs = worlds = [World(api, config, num_blocks, cache_policy, swap_blocks) for api in (pagepool, reference)]
+    if memory is not None:
+        cache_policy = rng.choice(sorted(CACHE_POLICIES)) if memory.get("kept") else None
+        num_blocks, swap_blocks = num_blocks * len(memory["windows"]), 0
+    shape = (config, num_blocks, cache_policy, swap_blocks)
+    ours, theirs = worlds = [World(api, *shape, **(memory or {})) for api in (pagepool, reference)]
     now = 0.0
     for number in range(20 * steps):
         if number < steps and rng.random() < 0.3:
-            add(rng, worlds, cache_policy, tenants)
+            add(rng, worlds, cache_policy, tenants, stop_token_ids, inbox)
         if number < steps and rng.random() < 0.05 and ours.allocator.free_count:
             for world in worlds:
                 world.outside.append(world.allocator.allocate())
@@ -109,6 +152,7 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
         known = list(ours.scheduler._sequences)
         if known and rng.random() < 0.04:
             seq_id, way = rng.choice(known), rng.choice(["finish_sequence", "remove_sequence"])
+            way = "cancel" if inbox else way
             for world in worlds:
                 getattr(world.scheduler, way)(seq_id)
         if cache_policy and forgets.random() < forget:
@@ -121,12 +165,16 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
         batches = [world.scheduler.schedule(now) for world in worlds]
         assert ours.picture(batches[0]) == theirs.picture(batches[1]), f"step {number} of seed {seed}"
         assert ours.records() == theirs.records(), f"step {number} of seed {seed}"
-        report(rng, worlds, batches)
+        for when in range(2):
+            if forks and number < steps and forgets.random() < forks:
+                fork(forgets, worlds)
+            if not when:
+                report(rng, worlds, batches)
         assert ours.above(0) == theirs.above(0), f"step {number} of seed {seed}"
         for seq_id in list(ours.scheduler._sequences):
             assert ours.standing(seq_id) == theirs.standing(seq_id), f"step {number} of seed {seed}"
         if rng.random() < 0.5:
-            drained = [[seq.id for seq in world.scheduler.drain_finished()] for world in worlds]
+            drained = [[(seq.id, seq.finish_reason) for seq in world.scheduler.drain_finished()] for world in worlds]
             assert drained[0] == drained[1]
         if number >= steps and not ours.outside and not ours.scheduler.has_work:
             break
@@ -136,8 +184,22 @@ def run(seed, steps=150, tenants=(0, 1, None), forget=0.0, others=0.0, **fixed):
             world.cache.check()
             world.cache.reset_prefix_cache()
         world.allocator.check()
-        assert world.allocator.in_use == 0
+        assert world.allocator.in_use == 0 and (world.states is None or not world.states.used_count)
     return ours.scheduler.preemptions.counts
+
+
+def fork(rng, worlds):
+    ours, theirs = (world.scheduler for world in worlds)
+    seqs = [seq_id for seq_id, seq in ours._sequences.items() if seq.state.value == "decoding"]
+    if seqs:
+        seq_id, count = rng.choice(seqs), rng.randint(1, 3)
+        try:
+            found = ours.fork(seq_id, count)
+        except ValueError:
+            with pytest.raises(ValueError, match="fork"):
+                theirs.fork(seq_id, count)
+        else:
+            assert found == theirs.fork(seq_id, count)
 
 
 def make_forget(rng, worlds):
@@ -148,7 +210,7 @@ def make_forget(rng, worlds):
         if everything:
             world.cache.reset_prefix_cache()
         elif seq_id:
-            world.cache.discard(world.scheduler.get_sequence(seq_id).kv.blocks[place : place + 2])
+            world.cache.discard(blocks_of(world.scheduler.get_sequence(seq_id).kv)[place : place + 2])
 
 
 def cache_elsewhere(world, prompt):
@@ -159,19 +221,20 @@ def cache_elsewhere(world, prompt):
         world.allocator.free(blocks)
 
 
-def add(rng, worlds, cache_policy, tenants=(0, 1, None)):
+def add(rng, worlds, cache_policy, tenants=(0, 1, None), stop_token_ids=(), inbox=False):
     tenant = rng.choice(tenants)
     head = [rng.randrange(3)] * rng.choice([0, 4, 8, 9])
     prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
     about = {"tenant": tenant, "priority": rng.randrange(3), "cache_salt": rng.choice([None, None, "a"])}
+    about["stop_token_ids"] = stop_token_ids
     if cache_policy == "priority":
         about |= {"cache_priority": rng.randrange(3), "cache_ttl": rng.choice([None, 4.0])}
+    limit, way = len(prompt) + rng.randint(0, 16), "submit" if inbox else "add_request"
     try:
-        seq_id = worlds[0].scheduler.add_request(prompt, len(prompt) + rng.randint(0, 16), **about)
+        seq_id = getattr(worlds[0].scheduler, way)(prompt, limit, **about)
     except ValueError:
         return  # too large for the pool, the quota or what is reserved for others
-    limit = worlds[0].scheduler.get_sequence(seq_id).max_tokens
-    assert worlds[1].scheduler.add_request(prompt, limit, **about) == seq_id
+    assert getattr(worlds[1].scheduler, way)(prompt, limit, **about) == seq_id
 
 
 def report(rng, worlds, batches):
@@ -202,6 +265,49 @@ def test_the_same_plan_and_the_same_records_in_every_step(seed):
 @given(st.integers(0, 2**32))
 def test_the_same_plan_for_many_tenants(seed):
     run(seed, tenants=range(9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([(2,), (1, 7)]))
+def test_the_same_plan_with_stop_tokens(seed, stop_token_ids):
+    run(seed, stop_token_ids=stop_token_ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_plan_with_requests_that_are_submitted_and_cancelled(seed):
+    run(seed, inbox=True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_plan_with_forks(seed):
+    run(seed, forks=0.1)
+    run(seed, forks=0.1, forget=0.05, max_sequences=20)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from([None, 0, 3, 8, 13]), min_size=1, max_size=3))
+def test_the_same_plan_with_windows(seed, windows):
+    run(seed, memory={"windows": windows})
+    run(seed, memory={"windows": windows}, forks=0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([[None], [3], [None, 8]]), st.integers(1, 5))
+def test_the_same_plan_with_recurrent_states(seed, windows, slots):
+    memory = {"windows": windows, "slots": slots}
+    run(seed, memory=memory, lookahead=0)
+    run(seed, memory=memory, lookahead=0, forks=0.1, stop_token_ids=(2,))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.sampled_from([2, 5, 20]))
+def test_the_same_plan_with_recurrent_states_that_are_kept_of_what_is_cached(seed, kept, slots):
+    memory = {"windows": [None], "slots": slots, "kept": kept}
+    run(seed, memory=memory, lookahead=0)
+    run(seed, memory=memory, lookahead=0, forks=0.1, inbox=True)
+    run(seed, memory=memory, lookahead=0, forget=0.05)
 
 
 @settings(max_examples=60, deadline=None)

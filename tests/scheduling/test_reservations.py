@@ -106,7 +106,8 @@ def test_a_copy_beside_anothers_cached_block_counts_for_the_reservation():
     """Both have read the same tokens at once, and only the first one's blocks are cached. The copies are the second's:
     with them it is above its reservation, and gives before one that is at its own."""
     tenants = {"copy": Tenant(min_blocks=3), "quiet": Tenant(min_blocks=4)}
-    scheduler, cache = make(20, tenants=tenants, max_batch_tokens=512, max_prefill_tokens=512)
+    config = {"max_batch_tokens": 512, "max_prefill_tokens": 512, "max_wait_steps": 1}  # so neither waits for the other
+    scheduler, cache = make(20, tenants=tenants, **config)
     scheduler.add_request([1] * 48, 52)
     scheduler.add_request([1] * 16, 20, tenant="copy")
     scheduler.add_request([2] * 13, 16, tenant="quiet")

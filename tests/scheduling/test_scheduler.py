@@ -383,7 +383,7 @@ def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
     for prompt in ([wrong], [1, wrong], (token for token in (1, wrong))):
         with pytest.raises((TypeError, ValueError), match="integer"):
             scheduler.add_request(prompt, 4)
-    numbers = [scheduler.add_request([1, 2, 3], 9) for _ in range(2)]
+    numbers = [scheduler.add_request([number, 2, 3], 9) for number in range(2)]
     for _ in range(3):  # the second and third step decode
         batch = scheduler.schedule()
         for results in ([4, wrong], [wrong, None]):

@@ -27,6 +27,9 @@ class WaitingMachine(RuleBasedStateMachine):
         self.room = dict.fromkeys(range(6), 3)
         self.counters = dict.fromkeys(range(6), 0)
         self.found = {}
+        self.leaders = [Sequence(1000 + number, [1], 2) for number in range(3)]
+        self.deferred = {}  # by id: the leader, and how far it must get
+        self.stopped = set()  # leaders that publish nothing more
         self.now = 0
         self.next_id = 1
 
@@ -53,7 +56,9 @@ class WaitingMachine(RuleBasedStateMachine):
     def remove(self, data, back):
         if self.waiting:
             seq = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
+            self.deferred.pop(seq.id, None)
             self.queue.remove(seq)
+            assert seq._awaits is None
             if back:
                 self.away.append(seq)
 
@@ -63,6 +68,26 @@ class WaitingMachine(RuleBasedStateMachine):
         if seq is not None:
             self.queue.remove(self.waiting.pop(seq.id))
             self.away.append(seq)
+
+    @rule(leader=st.integers(0, 2), tokens=st.integers(1, 9))
+    def defer(self, leader, tokens):
+        seq = self.queue.peek(self, self.now, self.may_start)
+        if seq is not None:
+            self.deferred[seq.id] = self.leaders[leader], self.leaders[leader].fed + tokens
+            self.queue.defer(seq, *self.deferred[seq.id])
+
+    @rule(leader=st.integers(0, 2), tokens=st.integers(0, 6))
+    def read(self, leader, tokens):
+        self.leaders[leader].fed += tokens
+
+    @rule(leader=st.integers(0, 2), stops=st.booleans())
+    def resume(self, leader, stops):
+        self.stopped = {self.leaders[leader]} if stops else set()
+        self.queue.resume(self.now, lambda leader: leader not in self.stopped)
+        for seq_id, (leader, until) in list(self.deferred.items()):
+            is_aged = self.queue.is_aged(self.waiting[seq_id], self.now)
+            if leader in self.stopped or leader.fed >= until or is_aged:
+                del self.deferred[seq_id]
 
     @rule()
     def come_back(self):
@@ -98,7 +123,8 @@ class WaitingMachine(RuleBasedStateMachine):
             return
         assert len(self.queue) == len(self.waiting)
         lines = {}
-        for seq in sorted(self.waiting.values(), key=lambda seq: seq._rank):
+        in_line = [seq for seq in self.waiting.values() if seq.id not in self.deferred]
+        for seq in sorted(in_line, key=lambda seq: seq._rank):
             lines.setdefault(seq.tenant, []).append(seq)
         counted = [[seq for seq in line if seq._counted] for line in lines.values()]
         oldest = [min(line, key=lambda seq: seq.id) for line in [*lines.values(), *counted] if line]

@@ -1,0 +1,196 @@
+"""`Scheduler.fork`: samples and beams share their blocks until they part, and each is a sequence of its own."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marked_engine import Engine
+
+from pagepool import (
+    BlockAllocator,
+    PreemptionCosts,
+    PrefixCache,
+    Scheduler,
+    SchedulerConfig,
+    SeqState,
+    SwapFile,
+    Tenant,
+)
+
+BLOCK = 4
+
+
+def make(num_blocks=64, cached=False, **config):
+    allocator = BlockAllocator(num_blocks)
+    cache = PrefixCache(allocator, BLOCK) if cached else None
+    return Scheduler(SchedulerConfig(block_size=BLOCK, **config), allocator, cache), allocator
+
+
+def step(scheduler, token=7):
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [token] * len(batch))
+    return batch
+
+
+def begin(scheduler, prompt=10, limit=30, **names):
+    seq_id = scheduler.add_request(list(range(prompt)), limit, **names)
+    while scheduler.get_sequence(seq_id).state is not SeqState.DECODING:
+        step(scheduler)
+    return seq_id
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_samples_share_the_prompts_blocks_until_they_part(cached):
+    scheduler, allocator = make(cached=cached)
+    seq_id = scheduler.add_request(range(10), 13)
+    batch = scheduler.schedule()
+    samples = [seq_id, *scheduler.fork(seq_id, 3)]
+    assert samples == [1, 2, 3, 4] and allocator.in_use == 3
+    scheduler.commit(batch, [20])
+    for sample in samples[1:]:
+        scheduler.append_token(sample, 20 + sample)
+    scheduler.check()
+    batch = step(scheduler)
+    assert sorted(batch.tokens) == [[20], [22], [23], [24]] and batch.is_prefill == [False] * 4
+    assert allocator.in_use == 2 + 4  # two full blocks of the prompt, and each its own last one
+    while scheduler.has_work:
+        step(scheduler)
+    assert {tuple(seq.output_tokens) for seq in scheduler.drain_finished()} == {(20 + k, 7, 7) for k in (0, 2, 3, 4)}
+    if cached:
+        scheduler._prefix.cache.reset_prefix_cache()
+    assert allocator.in_use == 0
+
+
+def test_a_beam_that_is_dropped_gives_back_at_once_what_only_it_has():
+    scheduler, allocator = make()
+    seq_id = begin(scheduler)
+    beams = scheduler.fork(seq_id, 2)
+    step(scheduler)
+    assert allocator.in_use == 2 + 3
+    scheduler.remove_sequence(seq_id)
+    assert allocator.in_use == 2 + 2 and scheduler.get_sequence(seq_id) is None
+    scheduler.finish_sequence(beams[0])
+    assert allocator.in_use == 3
+    scheduler.check()
+    assert step(scheduler).seq_ids == [beams[1]]
+
+
+def test_a_fork_has_what_its_original_was_asked_for():
+    scheduler, allocator = make()
+    seq_id = begin(scheduler, request_id="chat-7", stop_token_ids=[5], priority=3, tenant="t", max_new_tokens=9)
+    fork = scheduler.get_sequence(scheduler.fork(seq_id)[0])
+    seq = scheduler.get_sequence(seq_id)
+    for name in ("request_id", "stop_token_ids", "priority", "tenant", "max_tokens", "all_tokens", "fed", "state"):
+        assert getattr(fork, name) == getattr(seq, name), name
+    assert fork.output_tokens is not seq.output_tokens and fork.num_cached == fork.fed
+    assert [owner.label for owner in allocator.owners()[0]] == ["chat-7", "chat-7"]
+    scheduler.append_token(fork.id, 5)
+    assert (fork.finish_reason, seq.state) == ("stop", SeqState.DECODING)
+
+
+def test_slots_for_drafts_stay_with_the_original():
+    scheduler, allocator = make(lookahead=3)
+    seq_id = begin(scheduler)
+    batch = scheduler.schedule()
+    assert batch.lookahead == [3] and scheduler.get_sequence(seq_id).kv.len == 14
+    (fork,) = scheduler.fork(seq_id)
+    assert scheduler.get_sequence(fork).kv.len == 11
+    scheduler.commit(batch, [[7, 8]])
+    scheduler.check()
+    assert scheduler.get_sequence(fork).output_tokens == [7]
+    scheduler.remove_sequence(fork)
+    scheduler.remove_sequence(seq_id)
+    assert allocator.in_use == 0
+
+
+def test_what_may_not_be_stored_yet_is_not_published_by_a_fork_that_ends():
+    scheduler, allocator = make(cached=True)
+    seq_id = scheduler.add_request(range(9), 20)
+    scheduler.schedule()
+    scheduler.remove_sequence(scheduler.fork(seq_id)[0])
+    scheduler.remove_sequence(seq_id)
+    assert allocator.in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "n", "error", "words"),
+    [
+        ({}, 0, ValueError, "n must be at least 1, not 0"),
+        ({}, 1.5, TypeError, "n must be an integer, not float: 1.5"),
+        ({"max_sequences": 4}, 4, ValueError, "4 forks do not fit beside 1 active sequences: max_sequences is 4"),
+        (
+            {"tenants": {None: Tenant(max_blocks=20)}},
+            2,
+            ValueError,
+            "16 blocks beside 8 are above the quota of tenant None, 20",
+        ),
+        (
+            {"admission": "whole"},
+            8,
+            ValueError,
+            "8 forks may need 64 blocks and all others 8, the pool has 64",
+        ),
+    ],
+)
+def test_forks_that_do_not_fit_change_nothing(config, n, error, words):
+    scheduler, _ = make(**config)
+    seq_id = begin(scheduler)
+    with pytest.raises(error, match=words):
+        scheduler.fork(seq_id, n)
+    scheduler.check()
+    assert scheduler.total_count == 1 and scheduler.fork(seq_id) == [2]
+
+
+def test_only_one_that_decodes_can_be_forked():
+    scheduler, _ = make(max_prefill_tokens=4)
+    seq_id = scheduler.add_request(range(10), 20)
+    for state in ("waiting", "prefilling"):
+        with pytest.raises(ValueError, match=f"sequence 1 is {state}: only one that decodes can be forked"):
+            scheduler.fork(seq_id)
+        scheduler.schedule()
+    with pytest.raises(ValueError, match="sequence 9 is not known: only"):
+        scheduler.fork(9)
+    assert scheduler.total_count == 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_keys_and_values_of_forks_are_right_in_a_pool_that_is_too_small(seed):
+    """Preempted in part, swapped and recomputed, with a prefix cache and without; each sees its own tokens."""
+    rng = random.Random(seed)
+    engine = Engine(rng.choice([12, 20, 60]))
+    cache = PrefixCache(engine.pool.allocator, BLOCK) if rng.random() < 0.5 else None
+    swap = SwapFile(engine.pool, num_blocks=30)
+    config = SchedulerConfig(
+        block_size=BLOCK,
+        max_batch_sequences=rng.choice([2, 20]),
+        max_prefill_tokens=8,
+        watermark=0,
+        lookahead=rng.choice([0, 0, 2]),
+        preemption_actions=rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
+        costs=PreemptionCosts(60, 1),
+        tenants=rng.choice([{}, {0: Tenant(min_blocks=5)}]),
+    )
+    scheduler = Scheduler(config, engine.pool, cache, swap)
+    for number in range(2000):
+        if number < 60 and rng.random() < 0.15:
+            scheduler.add_request([rng.randrange(3) for _ in range(rng.randint(1, 12))], 24, tenant=rng.randrange(2))
+        batch = scheduler.schedule()
+        engine.run(scheduler, batch)
+        decoding = [seq_id for seq_id in batch.seq_ids if scheduler.get_sequence(seq_id).state is SeqState.DECODING]
+        forks = []
+        if decoding and number < 100 and scheduler.active_count < 20 and rng.random() < 0.2:
+            forks = scheduler.fork(rng.choice(decoding), rng.randint(1, 2))
+        scheduler.commit(batch, [rng.randrange(50) for _ in batch.seq_ids])
+        for fork in forks:
+            scheduler.append_token(fork, rng.randrange(50))
+        if rng.random() < 0.05 and scheduler.total_count:
+            scheduler.remove_sequence(rng.choice(sorted(scheduler._sequences)))
+        scheduler.check()
+        if number >= 100 and not scheduler.has_work:
+            break
+    assert not scheduler.has_work
+    if cache is not None:
+        cache.reset_prefix_cache()
+    assert engine.pool.allocator.in_use == 0 and swap.free_blocks == 30

@@ -1,0 +1,306 @@
+"""The scheduler drives hybrid sequences: windows, several groups and recurrent states, in one account."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marked_engine import HybridEngine
+
+from pagepool import (
+    AttentionSequenceState,
+    BlockAllocator,
+    HybridSequence,
+    KvCachePool,
+    KvGroup,
+    KvLayout,
+    PrefixCache,
+    Scheduler,
+    SchedulerConfig,
+    SeqState,
+    SsmStatePool,
+    StateCheckpoints,
+    StateLayout,
+    SwapFile,
+    Tenant,
+)
+from pagepool.scheduling.policies import POLICIES
+
+BLOCK = 4
+STATE = StateLayout(layers=[{"h": ((1,), "float64")}])
+
+
+def states_of(slots):
+    return SsmStatePool(slots, lambda i: AttentionSequenceState(10**6))
+
+
+def kept_of(states, budget=10**6, grid=16):
+    return StateCheckpoints(STATE, states, budget, grid=grid, spacing=1, align=BLOCK)
+
+
+def make_cached(num_blocks=400, slots=32, grid=16, **config):
+    allocator, states = BlockAllocator(num_blocks), SsmStatePool.from_layout(STATE, slots)
+    cache, kept = PrefixCache(allocator, BLOCK), kept_of(states, grid=grid)
+    config = SchedulerConfig(block_size=BLOCK, **config)
+    return Scheduler(config, allocator, cache, states=states, checkpoints=kept), cache, kept
+
+
+def step(scheduler):
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [7] * len(batch))
+    scheduler.check()
+    return batch
+
+
+def run(scheduler):
+    total = 0
+    while scheduler.has_work:
+        total += step(scheduler).total_tokens
+    return total
+
+
+def test_a_window_gives_its_blocks_back_while_the_prompt_is_read():
+    """100,000 tokens under a window of 4,096 need the window and a chunk."""
+    allocator = BlockAllocator(273)
+    scheduler = Scheduler(SchedulerConfig(), allocator, groups=[KvGroup(allocator, 16, window=4096)])
+    scheduler.add_request(range(100_000), max_new_tokens=3)
+    while scheduler.has_work:
+        scheduler.commit(scheduler.schedule(), [7])
+    assert allocator.peak_in_use == (4096 + 256) // 16 and allocator.in_use == 0
+    assert scheduler.drain_finished()[0].output_tokens == [7, 7, 7]
+
+
+def test_tokens_that_were_appended_are_fed_a_chunk_at_a_time():
+    """However many at once: a window has room for no more."""
+    allocator = BlockAllocator(5)
+    config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
+    scheduler = Scheduler(config, allocator, groups=[KvGroup(allocator, BLOCK, window=8)])
+    scheduler.add_request([1] * 20, 100)
+    while scheduler.get_sequence(1).state is not SeqState.DECODING:
+        step(scheduler)
+    for token in range(30):
+        scheduler.append_token(1, token)
+    fed = []
+    while scheduler.has_work and len(fed) < 5:
+        batch = scheduler.schedule()
+        fed.append((batch.num_tokens, batch.wants_token))
+        scheduler.commit(batch, [7])
+        scheduler.check()
+    assert fed == [([8], [False])] * 3 + [([7], [True]), ([1], [True])]
+
+
+def test_windows_and_full_attention_are_one_account():
+    allocator = BlockAllocator(64)
+    groups = [KvGroup(allocator, BLOCK), KvGroup(allocator, BLOCK, window=8)]
+    config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
+    scheduler = Scheduler(config, allocator, groups=groups)
+    with pytest.raises(ValueError, match="300 tokens need 80 blocks in 2 groups, the pool has 64 blocks"):
+        scheduler.add_request([1], 300)
+    scheduler.add_request([1] * 40, 44)
+    scheduler.add_request([1] * 40, 44)
+    step(scheduler)
+    assert scheduler.stats()["promised"] == 2 * (10 + 5 - 2 - 2)
+    kv = scheduler.get_sequence(1).kv
+    assert isinstance(kv, HybridSequence) and [table.len for table in kv.kv] == [8, 8] and kv.state is None
+    run(scheduler)
+    assert allocator.peak_in_use <= 2 * (11 + 5) and allocator.in_use == 0
+
+
+def test_a_slot_is_taken_with_a_request_and_returned_with_it():
+    states = states_of(2)
+    scheduler = Scheduler(SchedulerConfig(), states=states)
+    for _ in range(3):
+        scheduler.add_request([1, 2], 5)
+    assert step(scheduler).seq_ids == [1, 2] and states.used_count == 2
+    assert [seq.state for seq in map(scheduler.get_sequence, (1, 2, 3))][2] is SeqState.WAITING
+    scheduler.remove_sequence(1)
+    assert states.used_count == 1
+    assert sorted(step(scheduler).seq_ids) == [2, 3] and states.used_count == 2
+    run(scheduler)
+    assert states.used_count == 0
+
+
+def test_a_slot_that_others_free_is_found():
+    states = states_of(1)
+    slot = states.alloc(99)
+    scheduler = Scheduler(SchedulerConfig(), states=states)
+    scheduler.add_request([1, 2], 5)
+    assert step(scheduler).is_empty and scheduler.has_work
+    states.release(slot)
+    assert step(scheduler).seq_ids == [1]
+
+
+def test_states_alone_with_a_pool_have_one_group_over_it():
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=2), 8)
+    scheduler = Scheduler(SchedulerConfig(), pool, states=states_of(1))
+    scheduler.add_request([1] * 5, 8)
+    (state,) = step(scheduler).states
+    assert [table.block_size for table in state.kv] == [2] and pool.allocator.in_use == 3 and state.state is not None
+
+
+def test_a_decode_without_a_new_token_stands_still_where_states_are_recurrent():
+    scheduler = Scheduler(SchedulerConfig(), states=states_of(2))
+    for _ in range(2):
+        scheduler.add_request([1, 2], 9)
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [7, None])
+    assert step(scheduler).seq_ids == [1]
+    scheduler.append_token(2, 8)
+    assert sorted(step(scheduler).seq_ids) == [1, 2]
+
+
+def test_fork_takes_a_slot_or_changes_nothing():
+    states, allocator = states_of(2), BlockAllocator(16)
+    scheduler = Scheduler(SchedulerConfig(), allocator, states=states)
+    scheduler.add_request([1, 2], 9, request_id="chat-7")
+    step(scheduler)
+    with pytest.raises(ValueError, match="2 forks need 2 slots for their recurrent states, 1 are free"):
+        scheduler.fork(1, 2)
+    (fork,) = scheduler.fork(1)
+    assert states.used_count == 2 and scheduler.get_sequence(fork).kv.label == "chat-7"
+    scheduler.remove_sequence(1)
+    assert states.used_count == 1
+    run(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"groups": 5}, TypeError, "groups must be an iterable of KvGroup, not int: 5"),
+        ({"groups": [5]}, TypeError, r"groups\[0\] must be a KvGroup, not int: 5"),
+        ({"states": 5}, TypeError, "states must be an SsmStatePool or None, not int: 5"),
+        ({"groups": [KvGroup(BlockAllocator(4))]}, ValueError, r"groups\[0\] has another allocator than the pool"),
+    ],
+)
+def test_what_is_no_memory_is_named(arguments, error, words):
+    with pytest.raises(error, match=words):
+        Scheduler(SchedulerConfig(), BlockAllocator(4), **arguments)
+
+
+def test_what_hybrid_sequences_do_not_go_with_is_refused():
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=BLOCK), 8)
+    cache, swap = PrefixCache(pool.allocator, BLOCK), SwapFile(pool, num_blocks=2)
+    states, others = (SsmStatePool.from_layout(STATE, 2) for _ in range(2))
+    group = KvGroup(pool.allocator)
+    for arguments, error, words in (
+        ({"swap": swap, "states": states}, ValueError, "hybrid sequences do not go with a swap file"),
+        ({"prefix_cache": cache, "states": states}, ValueError, "a prefix cache .* recurrent states needs checkpoints"),
+        ({"prefix_cache": cache, "groups": [group] * 2}, ValueError, "needs one group without a window, not 2 groups"),
+        ({"checkpoints": 5}, TypeError, "checkpoints must be StateCheckpoints or None, not int: 5"),
+        (
+            {"checkpoints": kept_of(others), "states": states},
+            ValueError,
+            "must be those of the scheduler's",
+        ),
+        ({"checkpoints": kept_of(states), "states": states}, ValueError, "checkpoints need a prefix cache"),
+        (
+            {"checkpoints": StateCheckpoints(STATE, states, 999), "states": states, "prefix_cache": cache},
+            ValueError,
+            "an align, now 1, that is a multiple of the block size, 4",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            Scheduler(SchedulerConfig(), pool, **arguments)
+    with pytest.raises(ValueError, match="a lookahead of 2 needs states that can be taken back"):
+        Scheduler(SchedulerConfig(lookahead=2), pool, states=states_of(1))
+    scheduler = Scheduler(SchedulerConfig(), pool, groups=[KvGroup(pool.allocator, max_blocks_per_seq=3)])
+    with pytest.raises(ValueError, match=r"13 tokens need 4 blocks of 4, groups\[0\] has 3"):
+        scheduler.add_request([1], 13)
+    with pytest.raises(ValueError, match="a sequence needs a slot for its recurrent state, the pool has 0"):
+        Scheduler(SchedulerConfig(), states=states_of(0)).add_request([1], 2)
+
+
+def test_a_prompt_that_comes_again_goes_on_from_where_its_state_was_kept():
+    scheduler, _, kept = make_cached(max_prefill_tokens=100)
+    for prompt in ([*range(40)], [*range(40)], [*range(20), 50], [*range(38), 51], [*range(38), 52]):
+        scheduler.add_request(prompt, max_new_tokens=1)
+        computed = run(scheduler)
+        begin = scheduler.drain_finished()[0].num_cached
+        assert computed == len(prompt) - begin
+        last = begin
+    assert kept.stats()["saved"]["grid"] >= 2 and last == 36
+    kept.check()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_burst_keeps_the_state_where_its_prompts_part(policy):
+    scheduler, cache, kept = make_cached(policy=policy, grid=0)
+    for number in range(8):
+        scheduler.add_request([*range(1024), *range(2000 + 20 * number, 2016 + 20 * number)], 1056, tenant=number % 3)
+    assert run(scheduler) == 1024 + 8 * 31
+    assert kept.stats()["used"]["branch"] == 7
+    cache.reset_prefix_cache()
+    assert cache.allocator.in_use == 0
+
+
+def test_a_full_group_alone_shares_prefixes_without_states():
+    allocator = BlockAllocator(64)
+    cache = PrefixCache(allocator, BLOCK)
+    scheduler = Scheduler(SchedulerConfig(), allocator, cache, groups=[KvGroup(allocator, BLOCK)])
+    for _ in range(2):
+        scheduler.add_request(range(40), max_new_tokens=1)
+    assert run(scheduler) == 40 + 4
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32))
+def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
+    """Preempted, recomputed, forked, stopped and cancelled, with one group or several, and slots for some."""
+    rng = random.Random(seed)
+    windows = rng.choice([[None], [None], [8], [None, 8], [0, 5, None]])
+    slots = rng.choice([None, 2, 5, 20])
+    is_cached = windows == [None] and slots is not None
+    engine = HybridEngine(rng.choice([8, 12, 30]) * len(windows), windows, slots)
+    memory = {"groups": engine.groups, "states": engine.states}
+    if is_cached:
+        memory["prefix_cache"] = cache = PrefixCache(engine.pool.allocator, BLOCK)
+        memory["checkpoints"] = kept_of(engine.states, rng.choice([60, 300, 10**4]))
+    config = SchedulerConfig(
+        block_size=BLOCK,
+        max_batch_sequences=rng.choice([1, 2, 20]),
+        max_batch_tokens=rng.choice([6, 24]),
+        max_prefill_tokens=rng.choice([3, 8]),
+        policy=rng.choice(sorted(POLICIES)),
+        schedule=rng.choice(["chunked", "prefill-first"]),
+        admission=rng.choice(["prompt", "prompt", "whole"]),
+        watermark=0,
+        lookahead=rng.choice([0, 2]) if slots is None else 0,
+        preemption_actions=rng.choice([(), ("partial",)]),
+        tenants=rng.choice([{}, {0: Tenant(min_blocks=5)}, {1: Tenant(max_blocks=16)}]),
+    )
+    scheduler = Scheduler(config, engine.pool, **memory)
+    for number in range(3000):
+        if number < 60 and rng.random() < 0.3:
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 14))]
+            try:
+                scheduler.submit(prompt, 22, rng.randrange(2), tenant=rng.randrange(2), stop_token_ids=[49])
+            except ValueError as error:
+                assert "blocks" in str(error)
+        batch = scheduler.schedule()
+        engine.run(scheduler, batch)
+        decoding = [seq_id for seq_id in batch.seq_ids if scheduler.get_sequence(seq_id).state is SeqState.DECODING]
+        forks = []
+        if decoding and number < 100 and rng.random() < 0.1:
+            try:
+                forks = scheduler.fork(rng.choice(decoding), rng.randint(1, 2))
+            except ValueError as error:
+                assert "fork" in str(error) or "quota" in str(error)
+        results = []
+        for slots_, wants in zip(batch.lookahead, batch.wants_token, strict=True):
+            token = rng.randrange(50)
+            results.append([token] if slots_ and wants and rng.random() < 0.5 else token)
+        scheduler.commit(batch, results)
+        for fork in forks:
+            scheduler.append_token(fork, rng.randrange(50))
+        if is_cached and rng.random() < 0.03:
+            cache.discard([rng.randrange(8)])
+        if rng.random() < 0.05 and scheduler.total_count:
+            scheduler.cancel(rng.choice(sorted(scheduler._sequences)))
+        scheduler.check()
+        if number >= 100 and not scheduler.has_work:
+            break
+    assert not scheduler.has_work
+    if is_cached:
+        memory["checkpoints"].check()
+        cache.reset_prefix_cache()
+    assert engine.pool.allocator.in_use == 0 and (engine.states is None or engine.states.used_count == 0)
