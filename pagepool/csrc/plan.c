@@ -20,9 +20,10 @@
  * head, over all chunks, and writes results and no records.  Its queries are read where they lie.  Units are numbered
  * from the last block, which sees most, to the first, in a block head by head.
  *
- * Whole chunks that several sequences of the former kind have in common, by their block ids, from the first that is seen
- * on, are units by themselves, before all others: each is a run of sequences and a kv head, and leaves the records that each
- * sequence on its own would.  `order` is sorted by ids, so that what is shared lies side by side, level by level:
+ * Whole chunks that several sequences of the former kind have in common, by their block ids, from the first that is
+ * seen on, are units by themselves, before all others: each is a run of sequences and a kv head, and leaves the records
+ * that each sequence on its own would.  `order` is sorted by ids, so that what is shared lies side by side, level by
+ * level:
  *
  *   shared[i]           sequences order[first, first + count) share `chunk`
  *   shared_chunks[s]    how many of them s has;   common[i] = chunks that order[i] and order[i + 1] have in common
