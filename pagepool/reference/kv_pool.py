@@ -87,6 +87,8 @@ class KvCachePool:
         >>> k[1, 0, 0], v[1, 0, 0], k.shape
         (np.float32(0.5), np.float32(2.0), (2, 1, 8))
         """
+        if layout.is_mixed:
+            raise ValueError(f"pages here have one dtype that is not quantised, not K of {layout.dtype}")
         pool = cls.__new__(cls)
         allocator = BlockAllocator(num_blocks, max_blocks) if allocator is None else allocator
         pages = count_of("num_blocks", num_blocks if max_blocks is None else max_blocks)

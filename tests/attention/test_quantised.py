@@ -25,6 +25,7 @@ from pagepool import (
     cpu_info,
     decode,
     prefill,
+    reference,
     widen_fp8,
 )
 from pagepool.reference.canonical import Quantised
@@ -440,6 +441,11 @@ def test_layouts_that_cannot_be(fields, sentence):
         KvLayout(1, 1, 64, **fields)
     with pytest.raises(TypeError, match="v_dtype must be a dtype or the name of one, not int: 8"):
         KvLayout(1, 1, 64, v_dtype=8)
+
+
+def test_the_reference_has_no_such_pages():
+    with pytest.raises(ValueError, match="not K of int8"):
+        reference.KvCachePool.from_layout(layout_of("int8", "int8"), 4)
 
 
 def test_a_v_dtype_that_is_that_of_k_is_none():
