@@ -142,9 +142,9 @@ $(TSAN)/%: tests/capi/%.c $(TSAN)/clib/libpagepool.a
 # TSan does not start where addresses are laid out at random in a wide range.
 NO_RANDOM = $$(setarch -R true 2>/dev/null && echo setarch -R)
 san-c: export UBSAN_OPTIONS = halt_on_error=1
-san-c: $(addprefix $(ASAN)/,program variants plans cascade prefill stress workspace) \
-		$(addprefix $(TSAN)/,stress plans cascade prefill threads)
-	for isa in $$($(ASAN)/program | cut -d" " -f3-); do for name in program variants cascade prefill; do \
+san-c: $(addprefix $(ASAN)/,program variants quantised plans cascade prefill stress workspace) \
+		$(addprefix $(TSAN)/,stress quantised plans cascade prefill threads)
+	for isa in $$($(ASAN)/program | cut -d" " -f3-); do for name in program variants "quantised 2" cascade prefill; do \
 		PAGEPOOL_ISA=$$isa $(ASAN)/$$name || exit 1; done; for mode in none once twice; do \
 		PAGEPOOL_ISA=$$isa PAGEPOOL_PREFETCH=$$mode $(ASAN)/plans 20 || exit 1; done; done
 	$(ASAN)/stress 3
@@ -152,6 +152,7 @@ san-c: $(addprefix $(ASAN)/,program variants plans cascade prefill stress worksp
 	$(NO_RANDOM) $(TSAN)/stress 2
 	$(NO_RANDOM) $(TSAN)/plans 40
 	$(NO_RANDOM) $(TSAN)/cascade
+	$(NO_RANDOM) $(TSAN)/quantised 8
 	$(NO_RANDOM) $(TSAN)/prefill 4
 	TSAN_OPTIONS=die_after_fork=0 $(NO_RANDOM) $(TSAN)/threads 40
 

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pagepool import KvCachePool, decode
+from pagepool.reference.canonical import Quantised
 from pagepool.reference.views import views
 
 DTYPES = ["float32", "float16", "bfloat16"]
+MOST = {"int8": 127, "int4": 7}  # of the integers of what is quantised
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 LIMIT = 1e-5  # max abs error / max abs reference, per query head
 TINY = 1e-37  # weights below the smallest normal float32 are 0
 
@@ -107,6 +110,61 @@ def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0, k_channel_sca
         pool.append(layer, slots_of(tables[row], length, size), *both)
     q = rng.standard_normal((len(lengths), group * layout.num_kv_heads, layout.head_dim), np.float32)
     return Case(pool, num_blocks, layer, tables, np.array(lengths, np.int32), q)
+
+
+def channels(layout, seed=0):
+    """Scales from 1/2 to 2 for K that is quantised, else None."""
+    if layout.dtype not in MOST:
+        return None
+    shape = layout.num_layers, layout.num_kv_heads, layout.head_dim
+    return np.exp2(np.random.default_rng([seed, 9]).uniform(-1, 1, shape)).astype(np.float32)
+
+
+def integers(page, dtype, dims, *, is_v):
+    """The integers (tokens of a group, dims) and scales of a head's K or V, as pagepool/layout.h lays them out."""
+    elements = page[: 16 * dims * BITS[dtype] // 8]
+    scales = page[len(elements) :][:64].view(np.float32)
+    found = np.empty((16, dims), int)
+    for d in range(dims):
+        for t in range(16):
+            if is_v:
+                run, column = divmod(d, 64)
+                width = min(64, dims - 64 * run)
+                if dtype == "int8":
+                    found[t, d] = elements.view(np.int8)[1024 * run + (t // 4 * width + column) * 4 + t % 4]
+                else:
+                    half, column = divmod(column, width // 2)
+                    byte = elements[512 * run + (t // 4 * (width // 2) + column) * 4 + t % 4]
+                    found[t, d] = (int(byte) >> 4 * half & 15) - 8
+            elif dtype == "int8":
+                found[t, d] = int(elements[d // 4 * 64 + t * 4 + d % 4]) - 128
+            else:
+                found[t, d] = (int(elements[d // 8 * 64 + t * 4 + d % 4]) >> d % 8 // 4 * 4 & 15) - 8
+    return found, scales
+
+
+def stored(case, row, head=0):
+    """K and V of one K/V head of a sequence as the canonical order takes them: numbers, or integers and scales."""
+    layout, length, table = case.pool.layout, int(case.seq_lens[row]), case.block_tables[row]
+    kinds = [(layout.dtype, layout.head_dim), (layout.v_dtype or layout.dtype, layout.v_head_dim)]
+    sizes = [16 * dims * BITS[dtype] // 8 + (64 if dtype in MOST else 0) for dtype, dims in kinds]
+    found = []
+    for is_v, (dtype, dims) in enumerate(kinds):
+        if dtype not in MOST:
+            found.append(case.pool.gather(case.layer, table, length)[is_v][:, head].tolist())
+            continue
+        rows, scales = [], []
+        for group in range(-(-length // 16)):
+            block, place = divmod(group, layout.block_size // 16)
+            place += case.layer * layout.block_size // 16
+            begin = (place * layout.num_kv_heads + head) * sum(sizes) + (sizes[0] if is_v else 0)
+            got = integers(case.pool.page(int(table[block]))[begin:], dtype, dims, is_v=bool(is_v))
+            rows += got[0].tolist()
+            scales += got[1].tolist()
+        own = case.pool.k_channel_scale
+        own = None if is_v or own is None else own[case.layer, head].tolist()
+        found.append(Quantised(rows[:length], scales[:length], own))
+    return found
 
 
 def attention_f64(case, sm_scale=None, **options):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_cases import DTYPES, Case, assert_same, make_case, random_kv
+from paged_cases import DTYPES, MOST, Case, assert_same, channels, make_case, random_kv, stored
 
 from pagepool import KvLayout, cpu_info, prefill
 from pagepool.reference.canonical import attend_with_scores
@@ -13,6 +13,7 @@ from pagepool.reference.views import masks_of, views
 
 BORDERS = [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 100, 511, 513, 545, 600]
 BLOCK_SIZES = [1, 3, 5, 16, 17, 32, 48, 100, 500, 512, 1024]
+TILED = [size for size in BLOCK_SIZES if size % 16 == 0]
 DIMS = [8, 16, 24, 40, 64, 72]
 SPECIAL = np.array([np.nan, np.inf, -np.inf, -np.inf, -0.0, 3e38, -3e38, 1e-40], np.float32)
 
@@ -64,13 +65,19 @@ def calls(draw):
     rng = np.random.default_rng(seed)
     head_dim, v_head_dim, v_in_k = one_of(draw, *DIMS), one_of(draw, *DIMS), draw(st.booleans())
     v_head_dim = min(head_dim, v_head_dim) if v_in_k else v_head_dim
-    size, dtype = one_of(draw, *BLOCK_SIZES), one_of(draw, *DTYPES)
-    layout = KvLayout(1, one_of(draw, 1, 2, 3), head_dim, size, dtype, v_head_dim=v_head_dim, v_in_k=v_in_k)
+    size, dtype, v_dtype = one_of(draw, *BLOCK_SIZES), one_of(draw, *DTYPES), None
+    if draw(st.booleans()):
+        size, v_in_k = one_of(draw, *TILED), False
+        dtype, v_dtype = one_of(draw, *DTYPES, *MOST), one_of(draw, *DTYPES, *MOST)
+    options = {"v_head_dim": v_head_dim, "v_in_k": v_in_k, "v_dtype": v_dtype}
+    layout = KvLayout(1, one_of(draw, 1, 2, 3), head_dim, size, dtype, **options)
+    scales = channels(layout, seed) if dtype == "int4" or draw(st.booleans()) else None
     lengths = draw(st.lists(st.sampled_from(BORDERS), max_size=3))
     counts = [one_of(draw, 1, 1, 2, 5, 0, 9, 40, 90) for _ in lengths]
     scale = np.float32(one_of(draw, 1, 1, 1, 0, 1e-39, 50))
     kv = [tuple(sprinkle(draw, rng, x * scale) for x in both) for both in random_kv(layout, lengths, seed)]
-    case, _ = make_case(layout, draw(st.integers(1, 13)), lengths, kv=kv, seed=seed).with_queries(counts, seed)
+    case = make_case(layout, draw(st.integers(1, 13)), lengths, kv=kv, seed=seed, k_channel_scale=scales)
+    case, _ = case.with_queries(counts, seed)
     sprinkle(draw, rng, case.q)
     masks = None
     if draw(st.booleans()):
@@ -84,7 +91,7 @@ def calls(draw):
         if draw(st.booleans()):
             numbers = rng.standard_normal(case.q.shape[1]).astype(np.float32) * np.float32(one_of(draw, 0.01, 1, 30))
             options[name] = sprinkle(draw, rng, numbers)
-    if dtype == "bfloat16":
+    if dtype == "bfloat16" and not layout.is_mixed:
         options["arithmetic"] = one_of(draw, "exact", "bf16")
     return Call(case, kv, counts, masks, options)
 
@@ -94,8 +101,7 @@ def assert_canonical(call, got, row, head):
     starts, lengths = np.cumsum([0, *call.counts]), call.case.seq_lens.tolist()
     view = list(views(starts, lengths, -1, None))[row]
     masks = masks_of(call.masks, call.counts, lengths)[view.sequence]
-    table, group = call.case.block_tables[view.sequence], call.case.q.shape[1] // layout.num_kv_heads
-    k, v = (x[:, head // group].tolist() for x in call.case.pool.gather(0, table, lengths[view.sequence]))
+    k, v = stored(call.case, view.sequence, head // (call.case.q.shape[1] // layout.num_kv_heads))
     scale, slopes, sinks = options.pop("sm_scale"), options.pop("alibi_slopes", None), options.pop("sinks", None)
     out, lse, scores = attend_with_scores(
         call.case.q[row, head].tolist(),
@@ -122,8 +128,10 @@ def test_bits_are_canonical_and_depend_on_what_a_row_sees_alone(call, data):
     expected, rows = call.decode(num_threads=1)
     assert_same(call.decode(num_threads=data.draw(st.integers(2, 8)))[0], expected)
     assert_same(call.prefill(num_threads=data.draw(st.integers(1, 8))), expected[:2])
-    other = replace(call.case.pool.layout, block_size=one_of(data.draw, *BLOCK_SIZES))
-    case = make_case(other, 1, call.case.seq_lens.tolist(), kv=call.kv)
+    pool = call.case.pool
+    sizes = TILED if pool.layout.is_mixed else BLOCK_SIZES
+    other = replace(pool.layout, block_size=one_of(data.draw, *sizes))
+    case = make_case(other, 1, call.case.seq_lens.tolist(), kv=call.kv, k_channel_scale=pool.k_channel_scale)
     assert_same(call.decode(case)[0][:2], expected[:2])
     group = call.case.q.shape[1] // other.num_kv_heads
     some = data.draw(st.sets(st.integers(0, group - 1), min_size=1))

@@ -5,12 +5,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from paged_cases import (
+    BITS,
+    MOST,
     assert_same,
     assert_same_bits,
     attention_f64,
+    channels,
+    integers,
     make_case,
     random_kv,
     slots_of,
+    stored,
 )
 from test_decode_bits import VARIANTS, per_head
 from test_prefill import by_lone_decodes, by_prefill, by_records
@@ -28,7 +33,6 @@ from pagepool import (
     reference,
     widen_fp8,
 )
-from pagepool.reference.canonical import Quantised
 
 KINDS = [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("bfloat16", "int8"), ("int8", "float32")]
 OTHERS = [("float16", "bfloat16"), ("float32", "int4"), ("int4", "float16"), ("float32", "float16")]
@@ -36,20 +40,10 @@ every_kind = pytest.mark.parametrize(("dtype", "v_dtype"), KINDS)
 LENGTHS = [0, 1, 40, 130, 600, 530, 20, 77, 0, 33]
 COUNTS = [30, 1, 40, 130, 100, 1, 45, 7, 0, 8]
 RMS = 1e-4  # of the difference from float64 on the stored values, over the RMS of the result
-MOST = {"int8": 127, "int4": 7}
-BITS = {"int8": 8, "int4": 4}
 
 
 def layout_of(dtype, v_dtype, kv_heads=2, dim=64, **others):
     return KvLayout(1, kv_heads, dim, dtype=dtype, v_dtype=v_dtype, **others)
-
-
-def channels(layout, seed=0):
-    """Scales from 1/2 to 2 for K that is quantised, else None."""
-    if layout.dtype not in MOST:
-        return None
-    shape = layout.num_layers, layout.num_kv_heads, layout.head_dim
-    return np.exp2(np.random.default_rng([seed, 9]).uniform(-1, 1, shape)).astype(np.float32)
 
 
 def case_of(layout, group, lengths, **options):
@@ -62,29 +56,6 @@ def assert_near(got, expected, limit=RMS):
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     seen = ~np.isneginf(right_lse)
     np.testing.assert_allclose(lse[seen], right_lse[seen], atol=1e-3)
-
-
-def integers(page, dtype, dims, *, is_v):
-    """The integers (tokens of a group, dims) and scales of a head's K or V, as pagepool/layout.h lays them out."""
-    elements = page[: 16 * dims * BITS[dtype] // 8]
-    scales = page[len(elements) :][:64].view(np.float32)
-    found = np.empty((16, dims), int)
-    for d in range(dims):
-        for t in range(16):
-            if is_v:
-                run, column = divmod(d, 64)
-                width = min(64, dims - 64 * run)
-                if dtype == "int8":
-                    found[t, d] = elements.view(np.int8)[1024 * run + (t // 4 * width + column) * 4 + t % 4]
-                else:
-                    half, column = divmod(column, width // 2)
-                    byte = elements[512 * run + (t // 4 * (width // 2) + column) * 4 + t % 4]
-                    found[t, d] = (int(byte) >> 4 * half & 15) - 8
-            elif dtype == "int8":
-                found[t, d] = int(elements[d // 4 * 64 + t * 4 + d % 4]) - 128
-            else:
-                found[t, d] = (int(elements[d // 8 * 64 + t * 4 + d % 4]) >> d % 8 // 4 * 4 & 15) - 8
-    return found, scales
 
 
 def quantised(x, dtype):
@@ -283,30 +254,6 @@ def test_variants_follow_the_canonical_order(dtype, v_dtype, options):
         )
         assert_same_bits([out[row, head]], [np.array(expected or [0.0] * 24, np.float32)])
         np.testing.assert_allclose(lse[row, head], expected_lse, rtol=3e-7, atol=1e-7)
-
-
-def stored(case, row):
-    """K and V of a sequence's only head as the canonical order takes them."""
-    layout, length = case.pool.layout, int(case.seq_lens[row])
-    gathered = case.pool.gather(0, case.block_tables[row], length)
-    found = []
-    k_bytes = 0
-    for is_v, (dtype, dims) in enumerate(
-        ((layout.dtype, layout.head_dim), (layout.v_dtype or layout.dtype, layout.v_head_dim))
-    ):
-        if dtype not in MOST:
-            found.append(gathered[is_v][:, 0].tolist())
-            k_bytes = 16 * dims * (4 if dtype == "float32" else 2)
-            continue
-        rows, scales = [], []
-        for block in case.block_tables[row, : -(-length // 16)]:
-            got = integers(case.pool.page(int(block))[k_bytes if is_v else 0 :], dtype, dims, is_v=bool(is_v))
-            rows += got[0].tolist()
-            scales += got[1].tolist()
-        own = None if is_v else case.pool.k_channel_scale[0, 0].tolist()
-        found.append(Quantised(rows[:length], scales[:length], own))
-        k_bytes = 16 * dims * BITS[dtype] // 8 + 64
-    return found
 
 
 @every_kind

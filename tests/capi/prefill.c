@@ -13,14 +13,14 @@ static const int32_t COUNTS[SEQS] = {200, 40, 1};
 static size_t rounded_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /* The workspace of a prompt of `tokens` tokens with 32 query and 8 kv heads of 128 dims; its block table apart. */
-static size_t scratch_of(int32_t tokens, int num_threads, pp_dtype dtype, int32_t block_size,
+static size_t scratch_of(int32_t tokens, int num_threads, pp_dtype dtype, pp_dtype v_dtype, int32_t block_size,
                          pp_arithmetic arithmetic) {
     static unsigned char page; /* neither pages, queries nor tables are read */
     static float q, out;
     const int32_t starts[2] = {0, tokens};
     pp_kv_pool pool = {.num_blocks = 1, .base = &page};
     size_t bytes;
-    CHECK(pp_kv_layout_init(&pool.layout, 1, 8, 128, block_size, dtype) == PP_OK);
+    CHECK(pp_kv_layout_init_dtypes(&pool.layout, 1, 8, 128, 128, block_size, dtype, v_dtype) == PP_OK);
     const int32_t blocks = (tokens + block_size - 1) / block_size;
     pp_decode_args args = {.pool = &pool, .num_seqs = 1, .num_qo_heads = 32, .q = &q, .q_stride_seq = 32 * 128,
                            .q_stride_head = 128, .query_start_loc = starts, .block_tables = &blocks,
@@ -32,23 +32,28 @@ static size_t scratch_of(int32_t tokens, int num_threads, pp_dtype dtype, int32_
     return bytes - table;
 }
 
-static void check_scratch_of(int num_threads, pp_dtype dtype, int32_t block_size, pp_arithmetic arithmetic) {
+static void check_scratch_of(int num_threads, pp_dtype dtype, pp_dtype v_dtype, int32_t block_size,
+                             pp_arithmetic arithmetic) {
     static const int32_t lengths[] = {4096, 32768, 1 << 20};
-    const size_t right = scratch_of(lengths[0], num_threads, dtype, block_size, arithmetic);
+    const size_t right = scratch_of(lengths[0], num_threads, dtype, v_dtype, block_size, arithmetic);
     CHECK(right < (size_t)num_threads * MOST_SCRATCH);
     for (int i = 1; i < 3; i++)
-        CHECK(scratch_of(lengths[i], num_threads, dtype, block_size, arithmetic) == right);
+        CHECK(scratch_of(lengths[i], num_threads, dtype, v_dtype, block_size, arithmetic) == right);
 }
 
 static void check_scratch(void) {
-    for (int num_threads = 1; num_threads <= 64; num_threads *= 2)
-        for (int32_t block_size = 16; block_size >= 15; block_size--) {
-            for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
-                check_scratch_of(num_threads, (pp_dtype)dtype, block_size, PP_EXACT);
-            check_scratch_of(num_threads, PP_BF16, block_size, PP_ROUNDED_BF16);
-        }
+    for (int num_threads = 1; num_threads <= 64; num_threads *= 2) {
+        for (int dtype = PP_F32; dtype <= PP_INT4; dtype++)
+            for (int v_dtype = PP_F32; v_dtype <= PP_INT4; v_dtype++)
+                check_scratch_of(num_threads, (pp_dtype)dtype, (pp_dtype)v_dtype, 16, PP_EXACT);
+        for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
+            check_scratch_of(num_threads, (pp_dtype)dtype, (pp_dtype)dtype, 15, PP_EXACT);
+        for (int32_t block_size = 16; block_size >= 15; block_size--)
+            check_scratch_of(num_threads, PP_BF16, PP_BF16, block_size, PP_ROUNDED_BF16);
+    }
     /* Who names more threads than there is work for gets no scratch for them. */
-    CHECK(scratch_of(64, INT32_MAX, PP_F32, 16, PP_EXACT) == scratch_of(64, 1000, PP_F32, 16, PP_EXACT));
+    const size_t right = scratch_of(64, 1000, PP_F32, PP_F32, 16, PP_EXACT);
+    CHECK(scratch_of(64, INT32_MAX, PP_F32, PP_F32, 16, PP_EXACT) == right);
 }
 
 typedef struct range {

@@ -58,6 +58,15 @@ def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(c_pr
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
 
 
+def test_every_pair_of_dtypes_is_right_with_the_same_bits_wherever_there_is_fma(c_program, tmp_path):
+    program = build(HERE / "quantised.c", tmp_path / "quantised")
+    sums = {}
+    for isa in run([str(c_program)]).split()[2:]:
+        *said, sums[isa] = run([str(program)], PAGEPOOL_ISA=isa).split()
+        assert said == ["ok", isa]
+    assert len({bits for isa, bits in sums.items() if isa != "baseline"}) <= 1, sums
+
+
 def test_scratch_of_prefill_grows_with_threads_alone_and_more_threads_wait_for_it(c_program, tmp_path):
     program = build(HERE / "prefill.c", tmp_path / "prefill")
     for isa in run([str(c_program)]).split()[2:]:

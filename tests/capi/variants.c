@@ -6,11 +6,10 @@
  * it does is checked first, for each array, in processes of their own. */
 #define _DEFAULT_SOURCE
 #include <signal.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
+#include "guarded.h"
 #include "scenario.h"
 
 #define NUM_SEQS 7
@@ -19,15 +18,6 @@
 static const int32_t SEQ_LENS[NUM_SEQS] = {0, 1, 17, 33, 512, 530, 600};
 static const int32_t COUNTS[NUM_SEQS] = {1, 1, 5, 2, 0, 9, 3};
 static const int32_t PROMPTS[NUM_SEQS] = {30, 25, 17, 33, 40, 1, 50};
-
-/* `bytes` that end where a page begins that cannot be read: all of `from`.  Freed with the process. */
-static void *at_the_end(const void *from, size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), room = (bytes + page - 1) / page * page;
-    unsigned char *mapping = mmap(NULL, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(mapping != MAP_FAILED && mprotect(mapping + room, page, PROT_NONE) == 0);
-    if (from && bytes) memcpy(mapping + room - bytes, from, bytes);
-    return mapping + room - bytes;
-}
 
 /* Bits of a mask for each sequence, every second one a tree over its query tokens, the others over all; the last is
  * causal. */
