@@ -88,7 +88,9 @@ pp_status pp_check_apart(const pp_decode_args *args, int64_t num_queries, const 
     int beyond = bits < 0;
     const int64_t rows = times(num_queries, heads, &beyond), row_bytes = times(rows, item, &beyond);
     const int64_t out_item = pp_dtype_bytes((pp_dtype)args->out_dtype);
-    enum { WRITTEN = 4, ALL = 14 };
+    const int64_t of_layer = (int64_t)pool->layout.num_kv_heads * pool->layout.head_dim;
+    const int64_t scales = times(pool->layout.num_layers, of_layer, &beyond);
+    enum { WRITTEN = 4, ALL = 15 };
     const span spans[ALL] = {
         span_of(args->out, times(rows, pool->layout.v_head_dim * out_item, &beyond)),
         span_of(args->lse, row_bytes),
@@ -100,6 +102,7 @@ pp_status pp_check_apart(const pp_decode_args *args, int64_t num_queries, const 
         span_of_pieces(args->block_tables, ids, width, seqs, args->block_tables_stride, 1, 0, &beyond),
         span_of(args->seq_lens, seqs * ids),
         span_of(args->query_start_loc, (seqs + 1) * ids),
+        span_of(pool->k_channel_scale, times(scales, item, &beyond)),
         span_of(args->alibi_slopes, heads * item),
         span_of(args->sinks, heads * item),
         span_of(args->custom_mask, bits),

@@ -267,6 +267,8 @@ static void check_channel_scales(void) {
             CHECK(pp_decode(&args, 1) == PP_OK);
             CHECK(memcmp(k[0], k[i], sizeof k[i]) == 0 && memcmp(out[0], out[i], sizeof out[i]) == 0);
         }
+        args.out = scales; /* which are read */
+        CHECK(pp_decode(&args, 1) == PP_INVALID_ARGUMENT && scales[0] == 2.0f);
         scenario_free(&s);
     }
 }
