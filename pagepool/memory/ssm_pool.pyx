@@ -409,29 +409,18 @@ cdef class SsmStatePool:
         return run
 
     cdef pp_status c_alloc_run(self, int32_t n, int32_t *first, int32_t *longest) noexcept nogil:
-        cdef int32_t start = 0, length = 0, kept = 0, i
-        cdef pp_status status = PP_EXHAUSTED
+        cdef int32_t length
+        first[0] = longest[0] = 0
         pp_lock_acquire(&self.ids.lock)
-        while status != PP_OK:
-            length = self.ids.c_free_run(&start, self.ids.limit, max(n, 1))
+        length = self.ids.c_free_run(first, self.ids.limit, max(n, 1))
+        while 0 < length < n:
             longest[0] = max(longest[0], length)
-            if length >= n:
-                status = PP_OK
-            elif not length:
-                break
-            else:
-                start += length
-        if status == PP_OK:
-            for i in range(self.ids.num_freed):  # the others stay in their order
-                self.ids.c_freed[kept] = self.ids.c_freed[i]
-                kept += not start <= self.ids.c_freed[i] < start + n
-            self.ids.num_freed = kept
-            self.ids.taken = max(self.ids.taken, start + n)
-            for i in range(start, start + n):
-                self.ids.c_counts[i] = 1
-            first[0] = start
+            first[0] += length
+            length = self.ids.c_free_run(first, self.ids.limit, n)
+        if length >= n:
+            self.ids.c_take_run(first[0], n)
         pp_lock_release(&self.ids.lock)
-        return status
+        return PP_OK if length >= n else PP_EXHAUSTED
 
     def gather(self, layer, name, slots, out=None):
         """Copies the states `name` of a layer out of some slots, in their order, for a batch of sequences.
