@@ -81,7 +81,7 @@ class KvLayout:
     dtype: Any = "bfloat16"
     v_head_dim: int = None  # type: ignore[assignment]  # None is taken for head_dim
     v_in_k: bool = False
-    v_dtype: str | None = None
+    v_dtype: Any = None
 
     def __post_init__(self) -> None:
         for name, high in (("num_layers", MAX_COUNT), ("num_kv_heads", MAX_COUNT), ("block_size", MAX_BLOCK_SIZE)):

@@ -137,14 +137,13 @@ PP_API pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const 
                                    int64_t num_tokens, pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype);
 
 /* Reads the first `seq_len` tokens of the sequence in `blocks` back as f32, C-contiguous, K (seq_len, num_kv_heads,
- * head_dim) and V (seq_len, num_kv_heads, v_head_dim), widened exactly, what is quantised multiplied by its
- * scales.  PP_INVALID_BLOCK when one of the
- * ceil(seq_len / block_size) ids is out of range, PP_INVALID_ARGUMENT for the layer, when num_blocks is too small for
- * seq_len, or for tokens of a pointer that is NULL. */
+ * head_dim) and V (seq_len, num_kv_heads, v_head_dim), widened exactly, what is quantised multiplied by its scales.
+ * PP_INVALID_BLOCK when one of the ceil(seq_len / block_size) ids is out of range, PP_INVALID_ARGUMENT for the layer,
+ * when num_blocks is too small for seq_len, or for tokens of a pointer that is NULL. */
 PP_API pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
                               int64_t seq_len, float *k, float *v);
 
-/* Widens `n` neighbouring elements to f32, exactly. */
+/* Widens `n` neighbouring elements of PP_F32, PP_F16 or PP_BF16 to f32, exactly. */
 PP_API void pp_widen(float *to, const void *from, int64_t n, pp_dtype dtype);
 
 /* Copies the page of `src`, all layers, onto that of `dst`.  PP_INVALID_BLOCK when either is out of range. */

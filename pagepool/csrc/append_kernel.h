@@ -67,18 +67,14 @@ PP_INLINE void write_woven(const pp_rows *work, unsigned char *to, const unsigne
 /* Elements of a row in another dtype, both wide; n is at most PP_V_RUN. */
 static void convert_row(int32_t dtype, unsigned char *to, int32_t from_dtype, const unsigned char *from, int n) {
     float wide[PP_V_RUN];
-    const float *row = (const float *)(const void *)from;
-    if (from_dtype != PP_F32) {
-        (from_dtype == PP_F16 ? widen_f16 : widen_bf16)(wide, from, n);
-        row = wide;
-    }
+    const float *row = row_in_f32(from_dtype, from, wide, n);
     if (dtype == PP_F32)
         memcpy(to, row, (size_t)n * sizeof(float));
     else
         (dtype == PP_F16 ? narrow_f16 : narrow_bf16)(to, row, n);
 }
 
-/* The largest |x| of a row; NaN or infinite when one is not finite. */
+/* The largest |x| of a row; NaN when one is not finite. */
 static float largest_of(const float *row, int n) {
     pp_v most = v_set1(0.0f), sum = most;
     for (int i = 0; i < n; i += PP_LANES) {
@@ -91,27 +87,32 @@ static float largest_of(const float *row, int n) {
     return v_sum(sum) == 0.0f ? v_highest(most) : NAN;
 }
 
-/* Integers of a row to be quantised, and its scale. */
-static float quantise_row(const pp_rows *work, const unsigned char *from, int32_t most, int32_t *integers) {
-    float wide[PP_MAX_HEAD_DIM];
-    const int n = work->dims;
-    if (work->from_dtype == PP_F32)
-        memcpy(wide, from, (size_t)n * sizeof(float));
-    else
-        (work->from_dtype == PP_F16 ? widen_f16 : widen_bf16)(wide, from, n);
-    for (int i = 0; work->channel_scale && i < n; i++) wide[i] /= work->channel_scale[i];
-    const float largest = largest_of(wide, n);
+/* Makes a row integers of up to `most`; returns its scale: 0 of a row that counts as 0, NaN of one that is not
+ * finite. */
+static float make_integers(const float *row, int n, int32_t most, int32_t *integers) {
+    const float largest = largest_of(row, n);
     if (!(largest >= PP_LEAST_QUANTISED)) { /* or NaN */
         memset(integers, 0, (size_t)n * sizeof *integers);
         return largest == largest ? 0.0f : largest;
     }
     const float inverse = (float)most / largest;
     for (int i = 0; i < n; i++) {
-        const float x = wide[i] * inverse + PP_ROUND;
+        const float x = row[i] * inverse + PP_ROUND;
         memcpy(integers + i, &x, sizeof x);
         integers[i] -= PP_ROUND_BITS;
     }
     return largest / (float)most;
+}
+
+/* Integers of a row to be quantised, and its scale. */
+static float quantise_row(const pp_rows *work, const unsigned char *from, int32_t most, int32_t *integers) {
+    float wide[PP_MAX_HEAD_DIM];
+    const float *row = row_in_f32(work->from_dtype, from, wide, work->dims);
+    if (work->channel_scale) {
+        for (int i = 0; i < work->dims; i++) wide[i] = row[i] / work->channel_scale[i];
+        row = wide;
+    }
+    return make_integers(row, work->dims, most, integers);
 }
 
 /* Elements of quantised pages, token by token. */

@@ -10,44 +10,35 @@ int pp_note_first_block(uint32_t *bits, int32_t block) {
     return noted;
 }
 
-/* What a sequence may share: its chunks from the first that is seen to the last whole one, and their blocks. */
-typedef struct shareable {
-    int64_t first_block, first_chunk, end_chunk, blocks;
-} shareable;
-
-static shareable shareable_of(const pp_decode_plan *plan, int32_t s, int32_t seq_len) {
-    const extent seen = extent_of(&plan->args, plan->seq_lens[s], queries_of(plan, s));
-    const int64_t end = seq_len / PP_CHUNK, end_block = ceil_div(end * PP_CHUNK, plan->args.pool->layout.block_size);
-    return (shareable){seen.first_block, seen.first_chunk, end > seen.first_chunk ? end : seen.first_chunk,
-                       end_block > seen.first_block ? end_block - seen.first_block : 0};
+/* What is seen of a sequence, and the chunk before which two sequences have whole ones. */
+static extent seen_of(const pp_decode_plan *plan, int32_t s) {
+    return extent_of(&plan->args, plan->seq_lens[s], queries_of(plan, s));
 }
-
-static int32_t shorter(const pp_decode_plan *plan, int32_t a, int32_t b) {
-    return plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b];
+static int64_t end_of_both(const pp_decode_plan *plan, int32_t a, int32_t b) {
+    return (plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b]) / PP_CHUNK;
 }
 
 /* Whole chunks that two sequences have in common, from the first that is seen on, which must lie in one block. */
 static int64_t chunks_in_common(const pp_decode_plan *plan, int32_t a, int32_t b) {
-    const shareable of = shareable_of(plan, a, shorter(plan, a, b)), other = shareable_of(plan, b, 0);
+    const int64_t size = plan->args.pool->layout.block_size;
+    const extent seen = seen_of(plan, a), other = seen_of(plan, b);
+    if (seen.first_block != other.first_block || seen.first_chunk != other.first_chunk) return 0;
+    int64_t end = end_of_both(plan, a, b), same = 0;
+    const int64_t blocks = ceil_div(end * PP_CHUNK, size) - seen.first_block;
     const int32_t *x = plan->ids + plan->ids_begin[a], *y = plan->ids + plan->ids_begin[b];
-    int64_t same = 0;
-    if (other.first_block != of.first_block || other.first_chunk != of.first_chunk) return 0;
-    while (same < of.blocks && x[same] == y[same]) same++;
-    const int64_t end = (of.first_block + same) * plan->args.pool->layout.block_size / PP_CHUNK;
-    return (same == of.blocks || end > of.end_chunk ? of.end_chunk : end > of.first_chunk ? end : of.first_chunk) -
-           of.first_chunk;
+    while (same < blocks && x[same] == y[same]) same++;
+    if (same < blocks) end = (seen.first_block + same) * size / PP_CHUNK;
+    return end > seen.first_chunk ? end - seen.first_chunk : 0;
 }
 
-/* Whether sequence a comes before b: by the first block that is seen, then by the ids of whole blocks, else as they
+/* Whether sequence a comes before b: by the first block that is seen, then by the ids of whole chunks, else as they
  * are. */
 static int comes_before(const pp_decode_plan *plan, int32_t a, int32_t b) {
-    const int32_t len = shorter(plan, a, b);
-    const shareable of = shareable_of(plan, a, len), other = shareable_of(plan, b, len);
-    if (of.first_block != other.first_block) return of.first_block < other.first_block;
-    const int64_t blocks = len / PP_CHUNK * PP_CHUNK / plan->args.pool->layout.block_size - of.first_block;
-    const int way = blocks > 0 ? memcmp(plan->ids + plan->ids_begin[a], plan->ids + plan->ids_begin[b],
-                                        sizeof(int32_t) * (size_t)blocks)
-                               : 0;
+    const int64_t first = seen_of(plan, a).first_block, other = seen_of(plan, b).first_block;
+    if (first != other) return first < other;
+    const int64_t blocks = end_of_both(plan, a, b) * PP_CHUNK / plan->args.pool->layout.block_size - first;
+    const size_t bytes = blocks > 0 ? sizeof(int32_t) * (size_t)blocks : 0;
+    const int way = memcmp(plan->ids + plan->ids_begin[a], plan->ids + plan->ids_begin[b], bytes);
     if (way) return way < 0;
     return plan->seq_lens[a] != plan->seq_lens[b] ? plan->seq_lens[a] < plan->seq_lens[b] : a < b;
 }

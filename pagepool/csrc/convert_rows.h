@@ -35,6 +35,13 @@ static void widen_bf16(float *to, const void *from, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] = pp_bf16_to_f32(half_at(from, i));
 }
 
+/* A row of n elements of a caller's as f32: where it lies, or in `wide`. */
+static const float *row_in_f32(int32_t dtype, const void *row, float *wide, int32_t n) {
+    if (dtype == PP_F32) return row;
+    (dtype == PP_F16 ? widen_f16 : widen_bf16)(wide, row, n);
+    return wide;
+}
+
 /* Pairs of bf16 in the lanes of a vector of f32: what arithmetic of bf16 works on.  A lane holds two neighbours, the
  * first in its lower half: dims of q and K, tokens of V and of the weights.  As f32 the lanes mean nothing; they are
  * loaded, broadcast and stored as such because that keeps their bits. */

@@ -17,7 +17,12 @@
 #define PP_OF_PAGES(name) PP_CAT(name, _, PP_PAGES)
 #endif
 
-#if defined(PP_MIXED) /* quantised.h */
+#ifdef PP_MIXED /* quantised.h has what the walk calls */
+#define IS_MIXED 1
+#else
+#define IS_MIXED 0
+#endif
+#if defined(PP_MIXED)
 #elif defined(PP_DOT)
 #define IS_FAST 1
 #include "decode_dot.h"
@@ -136,27 +141,22 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
                 tile.k[i] = groups[i] + at;
                 tile.v[i] = tile.k[i] + layout->k_bytes;
                 tile.next_k[i] = then[i] + next_at;
-#ifdef PP_MIXED
-                tile.next_v[i] = tile.next_k[i] + layout->k_bytes;
+                tile.next_v[i] = scratch && !IS_MIXED ? NULL : tile.next_k[i] + layout->k_bytes;
             }
             for (int i = 0; i < 2 && scratch; i++) {
                 unsigned char *group = scratch + i * tiled->head_bytes;
+#ifdef PP_MIXED
                 tile.k[i] = bring_in(layout->dtype, 0, layout->head_dim, tile.k[i], group);
                 tile.v[i] = bring_in(layout->v_dtype, 1, layout->v_head_dim, tile.v[i], group + tiled->k_bytes);
                 if (mode) prefetch_into_l2(tile.next_k[i], (int)layout->head_bytes);
-            }
 #else
-                tile.next_v[i] = scratch ? NULL : tile.next_k[i] + layout->k_bytes;
-            }
-            for (int i = 0; i < 2 && scratch; i++) {
-                unsigned char *group = scratch + i * tiled->head_bytes;
                 tile.v[i] = group + tiled->k_bytes;
                 if (layout->tiled)
                     PP_OF_PAGES(transpose_v)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
                 else
                     tile.k[i] = group;
-            }
 #endif
+            }
             tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
             int32_t to = part_border(head_rows, index - head * parts);
             for (int32_t part = index, from; part < end; part++) {
@@ -178,7 +178,7 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
     pp_kv_layout tiled = *layout;
 #ifdef PP_MIXED
     tiled.k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
-    tiled.head_bytes = tiled.k_bytes + pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim);
+    tiled.head_bytes = pp_brought_in_bytes_of(layout);
 #else
     if (work->scratch) {
         pp_kv_layout_init_v(&tiled, 1, 1, layout->head_dim, layout->v_head_dim, 0, PP_GROUP, (pp_dtype)layout->dtype);
@@ -205,6 +205,7 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 #undef PP_COLUMN
 #undef PP_DOT
 #undef PP_MIXED
+#undef IS_MIXED
 #undef PP_IN_STEPS
 #undef PART_MODE
 #undef IS_FAST

@@ -92,6 +92,12 @@ static inline int64_t pp_brought_in_bytes(int32_t dtype, int64_t dims) {
     return dtype == PP_F16 || dtype == PP_BF16 ? PP_GROUP * dims * (int64_t)sizeof(float) : 0;
 }
 
+/* Both, of a group. */
+static inline int64_t pp_brought_in_bytes_of(const pp_kv_layout *layout) {
+    return pp_brought_in_bytes(layout->dtype, layout->head_dim) +
+           pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim);
+}
+
 /* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */
 typedef struct pp_merge {
     const pp_chunk *chunk;   /* of the first chunk; the arrays of the next one's record are record_stride behind */

@@ -156,8 +156,7 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
         return PP_INVALID_ARGUMENT;
     for (int64_t t = 0; t < num_tokens; t++)
         if (slot_mapping[t] < -1 || slot_mapping[t] >= num_slots) return PP_INVALID_SLOT;
-    const int64_t channels = (int64_t)layout->num_kv_heads * layout->head_dim;
-    const float *channel_scale = pool->k_channel_scale ? pool->k_channel_scale + layer * channels : NULL;
+    const float *channel_scale = pp_channel_scale(pool, layer, 0);
     const source sources[2] = {{k, bytes, (int32_t)src_dtype, layout->dtype, layout->head_dim, channel_scale},
                                {v, bytes, (int32_t)src_dtype, layout->v_dtype, layout->v_head_dim, NULL}};
     const uint64_t modes = pp_modes_enter();
@@ -199,7 +198,6 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
     for (int64_t b = 0; b < needed; b++)
         if (blocks[b] < 0 || blocks[b] >= pool->num_blocks) return PP_INVALID_BLOCK;
     const pp_kernels *kernels = pp_kernels_get();
-    const int64_t channels = (int64_t)layout->num_kv_heads * layout->head_dim;
     uint32_t row[PP_MAX_HEAD_DIM];
     pp_status status = PP_OK;
     const uint64_t modes = pp_modes_enter();
@@ -213,9 +211,7 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
         const unsigned char *head = pp_group_at(pool, layer, block, t % layout->block_size, &token);
         for (int32_t h = 0; h < layout->num_kv_heads; h++, head += layout->head_bytes) {
             if (pp_is_quantised(layout->dtype)) {
-                const float *scale = pool->k_channel_scale;
-                if (scale) scale += layer * channels + (int64_t)h * layout->head_dim;
-                read_quantised(layout->dtype, 0, head, token, layout->head_dim, scale, k);
+                read_quantised(layout->dtype, 0, head, token, layout->head_dim, pp_channel_scale(pool, layer, h), k);
             } else {
                 read_k(layout, head, token, row);
                 kernels->widen[layout->dtype](k, row, layout->head_dim);

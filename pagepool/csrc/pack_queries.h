@@ -68,13 +68,6 @@ static void transpose_rounded(float *to, const float *end, int64_t step, const f
     }
 }
 
-/* A head's query as f32: where it lies, or in `widened`. */
-static const float *widened_query(int32_t dtype, const void *q, float *widened, int32_t dims) {
-    if (dtype == PP_F32) return q;
-    (dtype == PP_F16 ? widen_f16 : widen_bf16)(widened, q, dims);
-    return widened;
-}
-
 /* `channel_scale` of each dim, or NULL: of quantised K. */
 typedef void transpose_rows(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
                             int32_t head_dim, float scale, const float *channel_scale);
@@ -91,7 +84,7 @@ PP_INLINE void pack_parts(transpose_rows *transpose, const int pair_floats, floa
             const int64_t size = (int64_t)rows * (head_dim / 2) * pair_floats;
             const float *row[8] = {NULL};
             for (int32_t r = 0; r < rows; r++) {
-                row[r] = widened_query(from->dtype, pp_query_at(from, query, (int64_t)kv * group_size + head),
+                row[r] = row_in_f32(from->dtype, pp_query_at(from, query, (int64_t)kv * group_size + head),
                                        from->widened + r * head_dim, head_dim);
                 if (++head < group_size) continue;
                 head = 0;

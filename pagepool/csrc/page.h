@@ -16,10 +16,16 @@ static inline int64_t pp_scales_at(int32_t dtype, int64_t dims) {
     return dtype == PP_INT4 ? dims * PP_GROUP / 2 : dims * PP_GROUP;
 }
 
-/* A dim of quantised V: its run of up to 64, the dims of that, and its place among them. */
+/* The dims of the run of V that a dim is in: 64, or what is left of them. */
 static inline int32_t pp_run_width(int32_t dims, int32_t dim) {
     const int32_t left = dims - dim / PP_V_RUN * PP_V_RUN;
     return left < PP_V_RUN ? left : PP_V_RUN;
+}
+
+/* The scales of K's channels, of a layer from KV head `head` on, or NULL. */
+static inline const float *pp_channel_scale(const pp_kv_pool *pool, int32_t layer, int32_t head) {
+    const int64_t heads = (int64_t)layer * pool->layout.num_kv_heads + head;
+    return pool->k_channel_scale ? pool->k_channel_scale + heads * pool->layout.head_dim : NULL;
 }
 
 /* The byte of an element of quantised K or V; of int4 *upper becomes whether it is the byte's upper half. */
@@ -53,8 +59,7 @@ static inline int64_t pp_k_index(const pp_kv_layout *layout, int32_t token, int3
 /* Element index of V[token][dim] within a head's V, which is stored apart from K. */
 static inline int64_t pp_v_index(const pp_kv_layout *layout, int32_t token, int32_t dim) {
     if (!layout->tiled) return (int64_t)token * layout->v_head_dim + dim;
-    int32_t run = dim / PP_V_RUN, column = dim % PP_V_RUN;
-    int32_t left = layout->v_head_dim - run * PP_V_RUN, width = left < PP_V_RUN ? left : PP_V_RUN;
+    int32_t run = dim / PP_V_RUN, column = dim % PP_V_RUN, width = pp_run_width(layout->v_head_dim, dim);
     int64_t start = (int64_t)run * PP_V_RUN * PP_GROUP;
     if (layout->v_dtype == PP_BF16) return start + (int64_t)(token / 2) * (2 * width) + column * 2 + token % 2;
     return start + (int64_t)token * width + column;

@@ -79,9 +79,7 @@ static size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN
 /* Scratch for two groups of one head, where the kernel has to bring them into order first: K and V of plain pages, V
  * that lies within K, and what the kernels of mixed pages do not read as it lies. */
 static size_t scratch_of(const pp_kv_layout *layout) {
-    if (pp_is_mixed(layout))
-        return (size_t)(2 * (pp_brought_in_bytes(layout->dtype, layout->head_dim) +
-                             pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim)));
+    if (pp_is_mixed(layout)) return (size_t)(2 * pp_brought_in_bytes_of(layout));
     const int64_t k_dims = layout->tiled ? 0 : layout->head_dim;
     const int64_t dims = k_dims + (layout->tiled && !layout->v_in_k ? 0 : layout->v_head_dim);
     return (size_t)(2 * PP_GROUP * dims * layout->item_bytes);
@@ -315,13 +313,6 @@ static pp_queries queries_from(const pp_decode_plan *plan, int32_t s, float *wid
                         .widened = widened};
 }
 
-/* The scales of K's channels in the layer, or NULL. */
-static const float *channel_scale_of(const pp_decode_args *args) {
-    const pp_kv_layout *layout = &args->pool->layout;
-    const int64_t of_layer = (int64_t)layout->num_kv_heads * layout->head_dim;
-    return args->pool->k_channel_scale ? args->pool->k_channel_scale + args->layer * of_layer : NULL;
-}
-
 /* Lays out the queries of a sequence. */
 static void pack(const pp_decode_plan *plan, int32_t s, float *widened) {
     const pp_decode_args *args = &plan->args;
@@ -329,7 +320,8 @@ static void pack(const pp_decode_plan *plan, int32_t s, float *widened) {
     const pp_queries from = queries_from(plan, s, widened);
     float *to = plan->q + plan->packed_begin[s] * args->num_qo_heads * layout->head_dim;
     kernels_of(args)->pack_queries[way_of(args)](to, &from, layout, args->num_qo_heads / layout->num_kv_heads,
-                                                 queries_of(plan, s), args->sm_scale, channel_scale_of(args));
+                                                 queries_of(plan, s), args->sm_scale,
+                                                 pp_channel_scale(args->pool, args->layer, 0));
 }
 
 /* Blocks of query tokens of a sequence that is cut into these, or 0. */
@@ -467,7 +459,7 @@ static void fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int
                        .sm_scale = args->sm_scale,
                        .logits_soft_cap = args->logits_soft_cap,
                        .alibi_slopes = args->alibi_slopes,
-                       .k_channel_scale = channel_scale_of(args),
+                       .k_channel_scale = pp_channel_scale(args->pool, args->layer, 0),
                        .q = plan->q + plan->packed_begin[s] * args->num_qo_heads * layout->head_dim,
                        .rows = record,
                        .m = m,

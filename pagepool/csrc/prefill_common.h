@@ -69,13 +69,13 @@ static int64_t lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsi
     scratch->sums = carve(memory, &at, PP_PANEL * row_stride * item);
     scratch->widened = carve(memory, &at, PP_PANEL * dims * item);
     const int mixed = pp_is_mixed(layout);
-    const int64_t group_bytes = mixed ? pp_brought_in_bytes(layout->dtype, dims) +
-                                            pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim)
-                                      : wide_bytes(layout, exact);
-    const int in_place = layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32 || mixed);
+    const int in_place = !mixed && layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32);
+    const int64_t group_bytes = mixed      ? pp_brought_in_bytes_of(layout)
+                                : in_place ? 0
+                                           : wide_bytes(layout, exact);
     const int64_t page_bytes = 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes;
-    scratch->groups = carve(memory, &at, in_place && !mixed ? 0 : PP_CHUNK / PP_GROUP * group_bytes);
-    scratch->staging = carve(memory, &at, in_place ? 0 : page_bytes);
+    scratch->groups = carve(memory, &at, PP_CHUNK / PP_GROUP * group_bytes);
+    scratch->staging = carve(memory, &at, mixed || in_place ? 0 : page_bytes);
     return at;
 }
 
@@ -266,7 +266,7 @@ static void begin_panel(pp_panel *panel, const pp_chunk *chunk, int32_t kv_head,
 /* The panel's queries in f32. */
 static void list_queries(const pp_panel *panel, int32_t q_dtype, float *widened, const float **queries) {
     for (int r = 0; r < panel->rows; r++)
-        queries[r] = widened_query(q_dtype, panel->row[r].q, widened + r * panel->head_dim, panel->head_dim);
+        queries[r] = row_in_f32(q_dtype, panel->row[r].q, widened + r * panel->head_dim, panel->head_dim);
     for (int r = panel->rows; r < PP_QUERY_ROWS; r++) queries[r] = queries[0]; /* as good as any */
 }
 

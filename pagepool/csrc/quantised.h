@@ -1,5 +1,5 @@
 /* quantised.h: attention over pages whose K, V or both are quantised, or whose dtypes differ.  Once per instruction set
- * for integers, after the kernels of the other dtypes and one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
+ * for integers, after the kernels of the other dtypes and one of simd_vnni.h, simd_madd.h and simd_int.h.
  *
  * All sums over quantised elements are sums of integers, which have no order: every instruction set, decode and prefill
  * have the same bits.  The other factors are made integers, too (reference/canonical.py):
@@ -33,19 +33,15 @@ static void transpose_quantised(float *to, const float *end, int64_t step, const
     int32_t integers[PP_MAX_HEAD_DIM];
     (void)end;
     for (int32_t r = 0; r < rows; r++) {
-        for (int32_t d = 0; d < head_dim; d++) scaled[d] = channel_scale ? row[r][d] * channel_scale[d] : row[r][d];
-        const float largest = largest_of(scaled, head_dim);
-        const int some = largest >= PP_LEAST_QUANTISED; /* and not NaN */
-        const float up = some ? (float)limit / largest : 0.0f;
-        uint32_t sum = 0;
-        for (int32_t d = 0; d < head_dim; d++) {
-            const float x = scaled[d] * up + PP_ROUND;
-            memcpy(integers + d, &x, sizeof x);
-            integers[d] = some ? integers[d] - PP_ROUND_BITS : 0;
-            sum += (uint32_t)integers[d];
+        const float *q = row[r];
+        if (channel_scale) {
+            for (int32_t d = 0; d < head_dim; d++) scaled[d] = row[r][d] * channel_scale[d];
+            q = scaled;
         }
         float *words = to + r * INT_WORDS;
-        words[0] = some ? largest / (float)limit * scale : largest == largest ? 0.0f : largest;
+        words[0] = make_integers(q, head_dim, limit, integers) * scale;
+        uint32_t sum = 0;
+        for (int32_t d = 0; d < head_dim; d++) sum += (uint32_t)integers[d];
         sum *= 128;
         memcpy(words + 1, &sum, sizeof sum);
         for (int32_t d = 0; d < head_dim; d += 4) ints_of_query(integers + d, words += step);
@@ -242,6 +238,25 @@ PP_INLINE void int_values_at(const int HEADS, const int NV, const unsigned char 
         }
 }
 
+/* A tile's weights as integers, of several rows, and the sums that they are for: each one's part from row h on. */
+typedef struct int_rows_of {
+    const float *words, *factors, *rescale; /* rescale may be NULL */
+    float *sums;
+    int64_t row_stride;
+} int_rows_of;
+
+/* int_values_at of ROWS rows from row h on, of which only the first vector has dims unless all have. */
+PP_INLINE void int_values_of(const int ROWS, const int NV, int all, const unsigned char *const *v,
+                             const unsigned char *const *next, int64_t at, int width, int column,
+                             const int_rows_of *of, int h) {
+    const float *words = of->words + h * PP_TILE / 4 * INT_WORDS, *rescale = of->rescale ? of->rescale + h : NULL;
+    float *sums = of->sums + h * of->row_stride + column;
+    if (all)
+        int_values_at(ROWS, NV, v, next, at, width, column, words, of->factors + h, rescale, sums, of->row_stride);
+    else
+        int_values_at(ROWS, 1, v, next, at, width, column, words, of->factors + h, rescale, sums, of->row_stride);
+}
+
 /* Adds p V of a tile, p being weights, to HEADS rows of sums, which are multiplied by `rescale` before, unless it is
  * NULL. */
 PP_INLINE void int_values(const int HEADS, const unsigned char *const *v, const unsigned char *const *next,
@@ -254,27 +269,13 @@ PP_INLINE void int_values(const int HEADS, const unsigned char *const *v, const 
         factors[h] = int_weights(p + h * PP_TILE, scales, bad, words + h * WORDS);
     for (int32_t d = 0; d < dims; d += PP_V_RUN) {
         const int width = pp_run_width(dims, d);
+        const int_rows_of of = {words, factors, rescale, rows + d, row_stride};
         const int64_t at = (int64_t)d * PP_GROUP;
-        for (int c = 0; c < width;) {
-            const int most = width - c > (NV - 1) * PP_GROUP; /* all vectors have dims */
-            const unsigned char *const *then = next;
-            for (int h = 0; h + ROWS <= HEADS; h += ROWS, then = NULL)
-                if (most)
-                    int_values_at(ROWS, NV, v, then, at, width, c, words + h * WORDS, factors + h,
-                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
-                else
-                    int_values_at(ROWS, 1, v, then, at, width, c, words + h * WORDS, factors + h,
-                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
-            if (LEFT) {
-                const int h = HEADS - LEFT;
-                if (most)
-                    int_values_at(LEFT, NV, v, NULL, at, width, c, words + h * WORDS, factors + h,
-                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
-                else
-                    int_values_at(LEFT, 1, v, NULL, at, width, c, words + h * WORDS, factors + h,
-                                  rescale ? rescale + h : NULL, rows + h * row_stride + d + c, row_stride);
-            }
-            c += most ? NV * PP_GROUP : PP_GROUP;
+        for (int c = 0, all; c < width; c += all ? NV * PP_GROUP : PP_GROUP) {
+            all = width - c > (NV - 1) * PP_GROUP;
+            for (int h = 0; h + ROWS <= HEADS; h += ROWS)
+                int_values_of(ROWS, NV, all, v, h ? NULL : next, at, width, c, &of, h);
+            if (LEFT) int_values_of(LEFT, NV, all, v, NULL, at, width, c, &of, HEADS - LEFT);
         }
     }
 }
@@ -428,7 +429,7 @@ static void read_chunk_mixed(const pp_chunk *chunk, int32_t head, const prefill_
     const pp_kv_layout *layout = &chunk->pool->layout;
     const int64_t first = chunk->first / PP_TILE * PP_TILE;
     const int64_t k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
-    const int64_t step = k_bytes + pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim);
+    const int64_t step = pp_brought_in_bytes_of(layout);
     const unsigned char *list[PP_CHUNK_GROUPS];
     const int groups = (int)((chunk->end - first + PP_TILE - 1) / PP_TILE * 2);
     pp_list_groups(chunk, chunk->end, list);
