@@ -136,24 +136,22 @@ class BlockManager:
         """Give `seq` a state, empty and for at most its `max_tokens`."""
         if not self.has_states:
             return
-        label = seq.id if seq.request_id is None else seq.request_id
         if self.memory is not None:
-            seq.kv = self.memory.make(seq.max_tokens, label)
+            seq.kv = self.memory.make(seq.max_tokens, seq._label)
             return
         state = self._make_state(self.allocator, self.block_size, self.blocks_for(seq.max_tokens))
-        state.label = label
+        state.label = seq._label
         seq.kv = state
 
     def fork(self, seq: Sequence, fork: Sequence) -> None:
         """Give `fork` a state with the blocks of the tokens that `seq` was fed."""
         if seq.kv is None:
             return
-        label = fork.id if fork.request_id is None else fork.request_id
         if self.memory is None:
             fork.kv = seq.kv.fork()
-            fork.kv.label = label
+            fork.kv.label = fork._label
         else:
-            fork.kv = seq.kv.fork(label)
+            fork.kv = seq.kv.fork(fork._label)
         self.num_tokens += fork.kv.len
         if fork.kv.len > seq.fed:  # slots of drafts
             self.truncate(fork, seq.fed)

@@ -141,6 +141,11 @@ class Sequence:
         return self.prompt_tokens + self.output_tokens
 
     @property
+    def _label(self) -> int | str:
+        """What its blocks are labelled with."""
+        return self.id if self.request_id is None else self.request_id
+
+    @property
     def _at_stop_token(self) -> bool:
         return bool(self.output_tokens) and self.output_tokens[-1] in self.stop_token_ids
 
