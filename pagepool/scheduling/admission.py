@@ -91,6 +91,7 @@ class Admission:
     def enter(self, seq: Sequence) -> None:
         """`seq` is active from now on."""
         self.tenants.start(seq)
+        self.waiting.change(seq.tenant)  # requests that had room in its quota may have none now
         self.reservations.enter(seq)
         self.active.add(seq)
 

@@ -40,6 +40,24 @@ def begin(scheduler, prompt=10, limit=30, **names):
     return seq_id
 
 
+def test_a_fork_takes_the_quota_that_a_waiting_request_had_room_in():
+    """The request was next and did not fit into the pool; meanwhile its tenant's quota has been filled by a fork."""
+    scheduler, _ = make(6, watermark=0, tenants={"a": Tenant(max_blocks=4)})
+    first = scheduler.add_request(range(5), 8, tenant="a")  # 2 of the quota's 4 blocks
+    other = scheduler.add_request(range(12), 16)
+    step(scheduler, -1)
+    waits = scheduler.add_request(range(7), 8, tenant="a")
+    step(scheduler, -1)
+    assert scheduler.get_sequence(waits).state is SeqState.WAITING  # 2 blocks are wanted, 1 is free
+    scheduler.fork(first)
+    scheduler.finish_sequence(other)
+    scheduler.schedule()
+    assert scheduler.get_sequence(waits).state is SeqState.WAITING
+    scheduler.finish_sequence(first)
+    scheduler.schedule()
+    assert scheduler.get_sequence(waits).state is not SeqState.WAITING
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_samples_share_the_prompts_blocks_until_they_part(cached):
     scheduler, allocator = make(cached=cached)

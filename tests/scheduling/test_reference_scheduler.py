@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pagepool
@@ -288,6 +288,7 @@ def test_the_same_plan_with_forks(seed):
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([None, 0, 3, 8, 13]), min_size=1, max_size=3))
+@example(2812, [0])  # a fork fills the quota that a waiting request was found to have room in
 def test_the_same_plan_with_windows(seed, windows):
     run(seed, memory={"windows": windows})
     run(seed, memory={"windows": windows}, forks=0.1)
