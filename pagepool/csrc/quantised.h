@@ -147,9 +147,8 @@ PP_INLINE int int_rows(int heads) {
     return heads < most ? heads : most;
 }
 PP_INLINE int int_vectors(int heads, int most) {
-    int vectors = most;
-    while (vectors > 1 && heads * vectors * INT_SUMS > INT_REGISTERS) vectors /= 2;
-    return vectors;
+    const int room = INT_REGISTERS / (heads * INT_SUMS);
+    return room >= 4 && most >= 4 ? 4 : room >= 2 ? 2 : 1;
 }
 
 PP_INLINE void int_scores(const int HEADS, const unsigned char *const *k, const unsigned char *const *next,
