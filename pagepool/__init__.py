@@ -8,6 +8,7 @@ from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, PreemptionCosts, SchedulerConfig, StateLayout, Tenant
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.block_refs import PrefixMatch
 from pagepool.memory.block_table import PagedSeqState, SequenceHandle
 from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
@@ -67,6 +68,7 @@ __all__ = [
     "PreemptionRecord",
     "PrefixCache",
     "PrefixEvent",
+    "PrefixMatch",
     "PrefixNamespace",
     "PrefixPins",
     "PrefixReplica",
