@@ -137,8 +137,8 @@ cdef class PrefixMatch:
         raise TypeError("a PrefixMatch is made by PrefixCache.match_tokens")
 
     def __dealloc__(self):
-        if self.refs is not None and self.refs.count:
-            self.refs.allocator.c_free_n(self.refs.ids, self.refs.count)
+        if self.refs is not None:
+            self.refs.give_back()
 
     cdef tuple found(self, BlockAllocator allocator, object num_tokens):
         if num_tokens is not None:
