@@ -1,5 +1,5 @@
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex, final
+from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ class BlockRefs:
 
 @final
 class PrefixMatch:
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def blocks(self) -> NDArray[np.int32]: ...
     @property
