@@ -88,7 +88,7 @@ endef
 
 # Another build repeats the tests that its difference can make fail: of assertions those that run our C. What every
 # instruction set does under assertions the sanitizers see.
-DEBUG_TESTS ?= attention foreign memory prefix replay scheduling test_model.py test_state_machine.py test_threads.py
+DEBUG_TESTS ?= attention foreign memory prefix test_model.py test_state_machine.py test_threads.py
 # Assertions on, warnings of our C are errors. Every build but that of the wheel takes the C that `build` had Cython write.
 debug: build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
 	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(DEBUG)/lib
