@@ -1,6 +1,7 @@
 """One side of models.py in a process of its own: python model_worker.py '{"side": ..., "folder": ..., "dtype": ...}'
 
-    {"workload": [sequences, shared, own, new]}  ->  {"first": s, "all": s, "bytes": n, "tokens": [[...]], "turns": share}
+    {"workload": [sequences, shared, own, new]}
+    ->  {"first": seconds, "all": seconds, "bytes": n, "tokens": [[...]], "turns": share}
 
 `turns`, where prompts share a beginning: the time to the first token of the requests behind the first, one after
 another, over that of the first. `--make MODEL FOLDER` writes a model with random weights.
@@ -34,7 +35,7 @@ MORE = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 1024}),
     "gemma3": ("Gemma3Text", {"head_dim": 64, "sliding_window": 512, "query_pre_attn_scalar": 64}),
-    "bamba": ("Bamba", {"attn_layer_indices": [3, 7, 11], "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_n_groups": 1}),
+    "bamba": ("Bamba", {"attn_layer_indices": [3, 7, 11], "mamba_n_heads": 24, "mamba_d_head": 64}),
 }
 
 

@@ -1,8 +1,8 @@
 """Whole models beside each other: tokens a second, time to the first token and memory, of four ways to generate text.
 
-    python bench/models.py [--model llama,mistral,gemma3,bamba] [--dtype bfloat16,float32] [--workload short,long,shared]
-                           [--side pagepool,generate,generate_batch,vllm] [--peers build/peers] [--threads 2]
-                           [--json FILE]
+    python bench/models.py [--model llama,mistral,gemma3,bamba] [--dtype bfloat16,float32]
+                           [--workload short,long,shared] [--side pagepool,generate,generate_batch,vllm]
+                           [--peers build/peers] [--threads 2] [--json FILE]
 
 Needs torch and transformers (`pip install pagepool[transformers]`); vLLM lives in an environment of its own (see
 peers.py) and is left out where that is missing. Models have random weights and about 125 million parameters. Each side
@@ -111,7 +111,8 @@ def line_of(row):
     later = f"{row['later_over_first']:.3f}" if "later_over_first" in row else ""
     return (
         f"{row['model']:8} {row['dtype']:9} {row['workload']:8} {row['side']:15}{row['tokens_per_s']:9.1f}"
-        f"{row['prefill_per_s']:10.0f}{row['decode_per_s']:9.1f}{row['first_s']:9.2f}{row['gib']:6.2f}{equal:>7}{later:>12}"
+        f"{row['prefill_per_s']:10.0f}{row['decode_per_s']:9.1f}{row['first_s']:9.2f}{row['gib']:6.2f}"
+        f"{equal:>7}{later:>12}"
     )
 
 
