@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle", "SwapError"]
+__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle", "SwapError", "TransferError"]
 
 
 class PoolError(Exception):
@@ -29,6 +29,10 @@ class StaleHandle(PoolError, ValueError):
 
 class SwapError(PoolError):
     """The swap file is full, cannot be written or read, or does not hold what was written."""
+
+
+class TransferError(PoolError):
+    """A peer has other pages, cannot be reached, or has another pool than the ticket says."""
 
 
 def refuse_copy(holder: object) -> NoReturn:

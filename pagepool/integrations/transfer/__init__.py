@@ -1,0 +1,17 @@
+"""Pages from one engine's pool into another's, checked by generation. See docs/guide/transfer.md."""
+
+from pagepool.errors import TransferError
+from pagepool.integrations.transfer.local import LocalTransfer
+from pagepool.integrations.transfer.protocol import Transfer
+from pagepool.integrations.transfer.tickets import Lease, PeerDescription, ReadResult, Ticket, fingerprint
+
+__all__ = [
+    "Lease",
+    "LocalTransfer",
+    "PeerDescription",
+    "ReadResult",
+    "Ticket",
+    "Transfer",
+    "TransferError",
+    "fingerprint",
+]
