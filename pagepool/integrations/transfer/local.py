@@ -45,14 +45,14 @@ class LocalTransfer(Transfer):
         self._by_name[self.name] = self
         return b""
 
-    def _detach(self) -> None:
+    def _detach(self, requests: list[Any]) -> None:
         del self._by_name[self.name]
 
     def _connect(self, peer: PeerDescription) -> None:
         self._check_alive(peer)
 
-    def _disconnect(self, peer: PeerDescription, requests: list[Any]) -> None:
-        """Copies end in `_post`: none is under way."""
+    def _disconnect(self, peer: PeerDescription) -> None:
+        """There is no connection."""
 
     def _post(self, peer: PeerDescription, copies: NDArray[np.int64]) -> Any:
         self._check_alive(peer)

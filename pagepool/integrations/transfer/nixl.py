@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -14,13 +14,6 @@ from pagepool.integrations.transfer.protocol import Memory, Transfer
 from pagepool.integrations.transfer.tickets import PeerDescription
 
 __all__ = ["NixlTransfer"]
-
-
-@dataclass
-class _Request:
-    handle: Any
-    peer: str
-    error: str = ""
 
 
 class NixlTransfer(Transfer):
@@ -38,37 +31,66 @@ class NixlTransfer(Transfer):
     def __init__(self, name: str | None = None, timeout: float = 30.0) -> None:
         super().__init__(name, timeout)
         nixl = import_module("nixl._api")
-        self._error = import_module("nixl._bindings").nixlError
+        kinds = vars(import_module("nixl._bindings")).values()
+        # NIXL's exceptions have no base of their own.
+        self._errors = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
         self._agent: Any = nixl.nixl_agent(self.name, nixl.nixl_agent_config(backends=["UCX"]))
-        self._memory: Any = None
 
     def _attach(self, memory: Memory) -> bytes:
         arrays = (memory.pages, memory.words, memory.epoch_word, memory.landing)
-        regions = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
-        self._memory = self._agent.register_memory(regions, mem_type="DRAM")
-        metadata: bytes = self._agent.get_agent_metadata()
+        try:
+            self._agent.register_memory([(array.ctypes.data, array.nbytes, 0, "") for array in arrays], "DRAM")
+            metadata: bytes = self._agent.get_agent_metadata()
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot register {memory.pages.nbytes} bytes of pages: {error}") from error
         return metadata
 
-    def _detach(self) -> None:
-        self._agent.deregister_memory(self._memory)
+    def _detach(self, requests: list[Any]) -> None:
+        # A request that is released, and one whose peer is removed, still writes what comes late: only the end of the
+        # agent, which closes all connections, ends it.
+        for request in requests:
+            self._release(request)
+        self._agent = None
 
     def _connect(self, peer: PeerDescription) -> None:
-        self._agent.add_remote_agent(peer.connection)
+        try:
+            self._agent.add_remote_agent(peer.connection)
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot connect to peer {peer.name!r}: {error}") from error
 
-    def _disconnect(self, peer: PeerDescription, requests: list[Any]) -> None:
+    def _disconnect(self, peer: PeerDescription) -> None:
         self._agent.remove_remote_agent(peer.name)
 
     def _post(self, peer: PeerDescription, copies: NDArray[np.int64]) -> Any:
-        here, there = copies[:, [0, 2, 2]], copies[:, [1, 2, 2]]
-        here[:, 2] = there[:, 2] = 0
-        agent = self._agent
-        handle = agent.initialize_xfer("READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), peer.name)
-        agent.transfer(handle)
-        return _Request(handle, peer.name)
+        agent, handle = self._agent, None
+        sides = np.zeros((2, len(copies), 3), np.int64)  # address, bytes, device
+        sides[:, :, 0], sides[:, :, 1] = copies[:, :2].T, copies[:, 2]
+        here, there = (agent.get_xfer_descs(side, "DRAM") for side in sides)
+        try:
+            handle = agent.initialize_xfer("READ", here, there, peer.name)
+            agent.transfer(handle)
+        except self._errors as error:
+            if handle is not None:
+                self._release(handle)
+            raise TransferError(f"NIXL cannot read from peer {peer.name!r}: {error}") from error
+        return handle
 
     def _check(self, request: Any) -> bool:
-        state = self._agent.check_xfer_state(request.handle)
-        if state == "DONE":
-            self._agent.release_xfer_handle(request.handle)
-            return True
-        return False
+        try:
+            state = self._agent.check_xfer_state(request)
+        except self._errors as error:
+            self._release(request)
+            raise TransferError(f"NIXL has lost the peer: {error}") from error
+        if state == "PROC":
+            return False
+        self._release(request)
+        if state != "DONE":
+            raise TransferError(f"a transfer of NIXL ended with {state}")
+        return True
+
+    def _release(self, request: Any) -> None:
+        try:
+            self._agent.release_xfer_handle(request)
+        except self._errors as error:
+            # NIXL keeps what it cannot cancel until the agent ends.
+            warnings.warn(f"NIXL keeps a transfer that it cannot release: {error}", ResourceWarning, stacklevel=2)

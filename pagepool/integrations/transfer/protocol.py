@@ -99,6 +99,7 @@ class Transfer(ABC):
         self.timeout = real("timeout", timeout, 0.0)
         self._registered: _Registered | None = None
         self._peers: dict[str, PeerDescription] = {}
+        self._leaving: dict[str, PeerDescription] = {}  # forgotten, but reads of theirs have not ended
         self._leases: list[Lease] = []
         self._reads: dict[int, _Read] = {}
         self._last_read = 0
@@ -161,9 +162,9 @@ class Transfer(ABC):
     def meet(self, peer: PeerDescription) -> str:
         """Connects to a peer; returns its name. Meeting one again that is the same changes nothing.
 
-        Raises `TransferError` when its pages are not laid out as those of this pool or it cannot be reached, and
-        `ValueError` for another transport, this engine's own name, or a peer that has another pool since it was met:
-        `forget` it first. Then nothing has changed.
+        Raises `TransferError` when its pages are not laid out as those of this pool, it cannot be reached, or it was
+        forgotten and its last reads have not ended; `ValueError` for another transport, this engine's own name, or a
+        peer that has another pool since it was met: `forget` it first. Then nothing has changed.
         """
         own = self._own().description
         if not isinstance(peer, PeerDescription):
@@ -174,6 +175,10 @@ class Transfer(ABC):
             raise TransferError(f"peer {peer.name!r} has {peer.fingerprint}; this pool has {own.fingerprint}")
         if peer.name == self.name:
             raise ValueError(f"peer {peer.name!r} has the name of this engine")
+        if peer.name in self._leaving:
+            raise TransferError(
+                f"peer {peer.name!r} was forgotten, and {self._in_flight(peer.name)} reads have not ended"
+            )
         known = self._peers.get(peer.name)
         if known is not None and known.epoch != peer.epoch:
             raise ValueError(f"peer {peer.name!r} was met in epoch {known.epoch}, not {peer.epoch}: forget it first")
@@ -258,6 +263,7 @@ class Transfer(ABC):
             for lease in [lease for lease in self._leases if lease.expires <= now]:
                 self.withdraw(lease)
             results = [result for read in [*self._reads.values()] if (result := self._advance(read, now))]
+            self._disconnect_idle()
             if results or now >= end or all(read.is_reported for read in self._reads.values()):
                 return results
             sleep(PAUSE)
@@ -270,32 +276,32 @@ class Transfer(ABC):
         found.error = found.error or "the read was cancelled"
 
     def forget(self, peer: str) -> None:
-        """Disconnects from a peer: no byte of it comes any more. `poll` returns the blocks of its reads as failed.
+        """Ends all reads from a peer, whose blocks `poll` returns as failed, and the connection when they have ended.
 
         Raises `ValueError` for a peer that was not met.
         """
         if peer not in self._peers:
             raise ValueError(f"peer {peer!r} is none of the {len(self._peers)} that were met")
-        reads = [read for read in self._reads.values() if read.ticket.peer == peer]
-        self._disconnect(self._peers.pop(peer), [read.request for read in reads if read.request is not None])
-        for read in reads:
-            read.request = None
-            read.error = read.error or f"peer {peer!r} was forgotten"
+        self._leaving[peer] = self._peers.pop(peer)
+        for read in self._reads.values():
+            if read.ticket.peer == peer:
+                read.error = read.error or f"peer {peer!r} was forgotten"
+        self._disconnect_idle()
 
     def close(self) -> None:
-        """Forgets all peers, drops reads without a result, withdraws leases. A second call does nothing."""
+        """Ends all reads, without results, all leases and all connections. A second call does nothing."""
         if self._is_closed:
             return
         for peer in [*self._peers]:
             self.forget(peer)
+        if self._registered is not None:
+            self._registered.memory.epoch_word[0] = 0  # who reads it after this does not find the epoch of its ticket
+            self._detach([read.request for read in self._reads.values() if read.request is not None])
         for read in self._reads.values():
             read.refs.give_back()
         self._reads.clear()
         for lease in [*self._leases]:
             self.withdraw(lease)
-        if self._registered is not None:
-            self._registered.memory.epoch_word[0] = 0  # who reads it after this does not find the epoch of its ticket
-            self._detach()
         self._registered = None
         self._is_closed = True
 
@@ -315,6 +321,14 @@ class Transfer(ABC):
         if self._registered is None:
             raise ValueError(f"transfer {self.name!r} has no pool yet: register one")
         return self._registered
+
+    def _in_flight(self, peer: str) -> int:
+        return sum(read.ticket.peer == peer and read.request is not None for read in self._reads.values())
+
+    def _disconnect_idle(self) -> None:
+        """Bytes of a peer may come until its last request has ended, connected or not."""
+        for name in [name for name in self._leaving if not self._in_flight(name)]:
+            self._disconnect(self._leaving.pop(name))
 
     def _peer_of(self, ticket: Ticket) -> PeerDescription:
         """The peer that made a ticket, checked: its epoch, and that it has these blocks."""
@@ -410,16 +424,16 @@ class Transfer(ABC):
         """Makes all arrays known to the transport; returns what peers need to connect."""
 
     @abstractmethod
-    def _detach(self) -> None:
-        """Gives back what `_attach` has taken. No peer is connected."""
+    def _detach(self, requests: list[Any]) -> None:
+        """Gives back what `_attach` has taken, and ends requests: when it returns, no byte comes any more."""
 
     @abstractmethod
     def _connect(self, peer: PeerDescription) -> None:
         """Raises `TransferError` when the peer cannot be reached."""
 
     @abstractmethod
-    def _disconnect(self, peer: PeerDescription, requests: list[Any]) -> None:
-        """Ends requests and connection: when it returns, no byte of the peer comes any more."""
+    def _disconnect(self, peer: PeerDescription) -> None:
+        """Ends the connection. No request of the peer is under way."""
 
     @abstractmethod
     def _post(self, peer: PeerDescription, copies: NDArray[np.int64]) -> Any:
