@@ -1,0 +1,387 @@
+"""What every transport shares, with one that copies within this process: tickets, leases, generations, failures."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from stepped import LAYOUT, SteppedTransfer
+
+from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout
+from pagepool.integrations.transfer import (
+    LocalTransfer,
+    PeerDescription,
+    Ticket,
+    Transfer,
+    TransferError,
+    fingerprint,
+    protocol,
+)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list with the time of all transfers, which stands still until a test sets it."""
+    now = [1000.0]
+    monkeypatch.setattr(protocol, "monotonic", lambda: now[0])
+    return now
+
+
+def stamp(pool, block, number):
+    pool.page(block)[:] = number
+
+
+@pytest.fixture
+def pair():
+    """A source of 8 blocks, of which 6 are in use and stamped 100 and up, and a reader of 8."""
+    pools = [KvCachePool.from_layout(LAYOUT, 8) for _ in range(2)]
+    source, reader = SteppedTransfer("source", timeout=10), SteppedTransfer("reader", timeout=10)
+    for transfer, pool in zip((source, reader), pools, strict=True):
+        transfer.register(pool, "model")
+        transfer.pool = pool
+    for block in pools[0].allocator.allocate_n(6).tolist():
+        stamp(pools[0], block, 100 + block)
+    reader.meet(source.describe())
+    yield source, reader
+    for transfer in (source, reader):
+        transfer.close()
+        assert transfer.references() == []
+        transfer.pool.allocator.check()
+
+
+def ended(reader):
+    """Polls until all reads have ended; returns their results."""
+    results = []
+    for _ in range(1000):
+        results += reader.poll()
+        if not reader._reads:
+            return results
+    raise AssertionError("a read never ended")
+
+
+def test_pages_arrive_in_the_blocks_that_the_reader_has_taken(pair):
+    source, reader = pair
+    lease = source.offer([4, 1], names=[b"a", b"b"])
+    assert lease.ticket == Ticket("source", source.describe().epoch, ((4, 1), (1, 1)), (b"a", b"b"))
+    blocks = reader.pool.allocator.allocate_n(2)
+    number = reader.read(pickle.loads(pickle.dumps(lease.ticket)), blocks)
+    assert reader.poll() == [] and reader.pool.allocator.ref_count(blocks[0]) == 2
+    assert reader.pool.allocator.owners(int(blocks[0]))[0][:3] == ("transfer", "reader", 1)
+    assert source.pool.allocator.owners(4)[0][:3] == ("transfer", "source", 1)
+    assert ended(reader) == [(number, blocks.tolist(), [], "")]
+    assert [reader.pool.page(block).tolist() for block in blocks] == [[104.0] * 256, [101.0] * 256]
+    assert reader.references() == [] and reader.pool.allocator.ref_count(blocks[0]) == 1
+    source.withdraw(lease)
+    source.withdraw(lease)
+    assert source.references() == []
+
+
+def test_poll_waits_for_the_first_read_and_for_none_not_at_all(pair):
+    source, reader = pair
+    ticket = source.offer([0, 1, 2]).ticket
+    assert reader.poll(1e9) == []
+    first = reader.read(ticket, reader.pool.allocator.allocate_n(3))
+    second = reader.read(ticket, reader.pool.allocator.allocate_n(3))
+    assert [result.read for result in reader.poll(60.0)] == [first, second]
+
+
+@pytest.mark.parametrize("when", ["before", "between pages and words"])
+def test_a_page_of_another_generation_has_failed_and_the_others_are_loaded(pair, when):
+    source, reader = pair
+    allocator = source.pool.allocator
+    ticket = source.offer([0, 1, 2], seconds=0).ticket
+    source.poll()
+    blocks = reader.pool.allocator.allocate_n(3).tolist()
+    number = reader.read(ticket, blocks)
+    if when != "before":
+        while not reader._reads[number].wants_words:
+            reader.poll()
+    allocator.free([1])
+    assert allocator.allocate() == 1
+    stamp(source.pool, 1, 999)
+    error = "1 of 3 pages are not those of the ticket: block 1 has generation 2, not 1"
+    assert ended(reader) == [(number, [blocks[0], blocks[2]], [blocks[1]], error)]
+    assert reader.pool.page(blocks[2])[0] == 102.0
+
+
+def test_a_block_that_is_free_has_failed_though_its_generation_is_the_same(pair):
+    source, reader = pair
+    ticket = source.offer([3], seconds=0).ticket
+    source.poll()
+    source.pool.allocator.free([3])  # its memory may have been given back to the system, and be zero
+    number = reader.read(ticket, reader.pool.allocator.allocate_n(1))
+    assert ended(reader) == [(number, [], [0], "1 of 1 pages are not those of the ticket: block 3 is free")]
+
+
+def test_a_ticket_of_yesterday_is_good_if_its_blocks_are_still_held(pair, clock):
+    source, reader = pair
+    ticket = source.offer([2, 3], seconds=60).ticket
+    clock[0] += 86400
+    source.poll()
+    assert source.references() == []
+    assert ended_after(reader, ticket) == ([0, 1], [], "")
+    source.pool.allocator.free([2, 3])
+    source.pool.allocator.allocate_n(2)
+    error = "2 of 2 pages are not those of the ticket: block 2 has generation 2, not 1"
+    assert ended_after(reader, ticket) == ([], [2, 3], error)
+
+
+def ended_after(reader, ticket):
+    reader.read(ticket, reader.pool.allocator.allocate_n(len(ticket.blocks)))
+    (result,) = ended(reader)
+    return result[1:]
+
+
+def test_a_lease_holds_its_blocks_until_it_expires(pair, clock):
+    source, _ = pair
+    allocator = source.pool.allocator
+    lease = source.offer([5, 4], seconds=30)
+    other = source.offer([4])
+    allocator.free([4, 5])
+    assert [allocator.ref_count(block) for block in (4, 5)] == [2, 1]
+    clock[0] += 29.9
+    source.poll()
+    assert sorted(source.references()) == [4, 4, 5]
+    clock[0] += 0.1
+    source.poll()
+    assert source.references() == [4] and allocator.ref_count(5) == 0
+    source.withdraw(lease)
+    source.withdraw(other)
+    assert allocator.in_use == 4
+    allocator.check(others=4)
+    allocator.allocate_n(2)
+
+
+def test_who_does_not_answer_in_time_has_failed_and_its_blocks_stay_taken_until_no_byte_can_come(pair, clock):
+    source, reader = pair
+    allocator = reader.pool.allocator
+    ticket = source.offer([0, 1]).ticket
+    blocks = allocator.allocate_n(2)
+    number = reader.read(ticket, blocks)
+    reader.poll()
+    reader.stopped = True
+    clock[0] += 9.9
+    assert reader.poll() == []
+    clock[0] += 0.1
+    assert reader.poll() == [(number, [], [0, 1], "peer 'source' has not answered for 10 s")]
+    with pytest.raises(ValueError, match="read 1 has ended or never began; the last one was 1"):
+        reader.cancel(number)
+    allocator.free(blocks)
+    assert allocator.in_use == 2 and reader.poll(1e9) == [], "nobody waits for it"
+    others = allocator.allocate_n(6)
+    assert not set(others.tolist()) & {0, 1}
+    reader.stopped = False
+    for _ in range(8):
+        assert reader.poll() == []
+    assert allocator.in_use == 6 and not reader._reads
+
+
+def test_a_cancelled_read_ends_failed(pair):
+    source, reader = pair
+    number = reader.read(source.offer([0]).ticket, reader.pool.allocator.allocate_n(1))
+    reader.cancel(number)
+    assert reader.poll() == [(number, [], [0], "the read was cancelled")]
+    ended(reader)
+    assert reader.references() == []
+    with pytest.raises(ValueError, match="read 7 has ended or never began; the last one was 1"):
+        reader.cancel(7)
+
+
+def test_a_peer_that_is_lost_fails_at_once(pair):
+    source, reader = pair
+    number = reader.read(source.offer([0]).ticket, reader.pool.allocator.allocate_n(1))
+    reader.gone = True
+    assert reader.poll() == [(number, [], [0], "the connection is lost")]
+    assert reader.references() == []
+
+
+def test_a_forgotten_peer_is_met_again_when_its_reads_have_ended(pair):
+    source, reader = pair
+    ticket = source.offer([0, 1]).ticket
+    number = reader.read(ticket, reader.pool.allocator.allocate_n(2))
+    reader.stopped = True
+    reader.forget("source")
+    with pytest.raises(TransferError, match="peer 'source' was forgotten, and 1 reads have not ended"):
+        reader.meet(source.describe())
+    assert reader.poll() == [(number, [], [0, 1], "peer 'source' was forgotten")]
+    assert reader.references() == [0, 1]
+    reader.stopped = False
+    ended(reader)
+    with pytest.raises(TransferError, match="peer 'source' of the ticket is none of the 0 that were met"):
+        reader.read(ticket, reader.pool.allocator.allocate_n(2))
+    assert reader.meet(source.describe()) == "source" == reader.meet(source.describe())
+    with pytest.raises(ValueError, match="peer 'x' is none of the 1 that were met"):
+        reader.forget("x")
+
+
+def test_a_source_that_begins_anew_is_in_another_epoch(pair):
+    source, reader = pair
+    old, met = source.offer([0]).ticket, source.describe()
+    number = reader.read(old, reader.pool.allocator.allocate_n(1))
+    source.close()
+    again = SteppedTransfer("source")
+    again.register(source.pool, "model")
+    (result,) = ended(reader)
+    assert result.read == number and result.failed == [0]
+    assert f"no local transfer of this process has the name 'source' and epoch {met.epoch}" == result.error
+    with pytest.raises(ValueError, match=f"peer 'source' was met in epoch {met.epoch}, not .*: forget it first"):
+        reader.meet(again.describe())
+    with pytest.raises(TransferError, match="no local transfer of this process has the name 'source' and epoch"):
+        stranger = LocalTransfer()
+        stranger.register(KvCachePool.from_layout(LAYOUT, 1), "model")
+        stranger.meet(met)
+    reader.forget("source")
+    reader.meet(again.describe())
+    with pytest.raises(TransferError, match=f"the ticket is of epoch {met.epoch} of peer 'source', met in"):
+        reader.read(old, reader.pool.allocator.allocate_n(1))
+    again.close()
+
+
+def test_the_epoch_is_read_with_the_words(pair):
+    source, reader = pair
+    ticket = source.offer([0, 1]).ticket
+    source._registered.memory.epoch_word[0] = 5  # another process came to this address
+    error = f"peer 'source' is in epoch 5, the ticket of {ticket.epoch}"
+    assert ended_after(reader, ticket) == ([], [0, 1], error)
+
+
+def test_a_transport_that_writes_nothing_is_not_believed(pair):
+    source, reader = pair
+    ticket = source.offer([0]).ticket
+    assert ended_after(reader, ticket) == ([0], [], "")
+    reader.pool.allocator.free([0])
+    reader._check = lambda request: True
+    assert ended_after(reader, ticket) == ([], [0], f"peer 'source' is in epoch 0, the ticket of {ticket.epoch}")
+
+
+@pytest.mark.parametrize(
+    ("other", "model"),
+    [
+        (KvLayout(1, 1, 8, dtype="bfloat16"), "model"),
+        (KvLayout(2, 1, 8, dtype="float32"), "model"),
+        (LAYOUT, "another model"),
+        (KvLayout(1, 1, 8, dtype="int8"), "model"),
+    ],
+)
+def test_a_peer_with_other_pages_is_refused(pair, other, model):
+    _, reader = pair
+    transfer = LocalTransfer("other")
+    transfer.register(KvCachePool.from_layout(other, 2), model)
+    with pytest.raises(TransferError) as caught:
+        reader.meet(transfer.describe())
+    assert transfer.describe().fingerprint in str(caught.value) and reader.describe().fingerprint in str(caught.value)
+    with pytest.raises(TransferError, match="is none of the 1 that were met"):
+        reader.read(Ticket("other", 1, [(0, 1)]), [0])
+    transfer.close()
+
+
+def test_channel_scales_and_elements_of_flat_pools_count_in_a_fingerprint():
+    layout = KvLayout(1, 1, 8, dtype="int8")
+    plain, ones, twos = (
+        KvCachePool.from_layout(layout, 1, k_channel_scale=scale)
+        for scale in (None, np.ones((1, 1, 8)), np.full((1, 1, 8), 2))
+    )
+    flat, wide = KvCachePool(256, 1), KvCachePool(256, 1, "float16")
+    assert len({fingerprint(pool) for pool in (plain, ones, twos, flat, wide)}) == 5
+    assert fingerprint(flat) == fingerprint(KvCachePool(256, 9)), "the size does not count"
+
+
+def test_flat_pools_and_pools_that_grow_are_transferred_too():
+    pools = [KvCachePool(16, 2), KvCachePool(16, 3)]
+    layout = KvLayout(1, 1, 8)
+    pools += [KvCachePool.from_layout(layout, 1, max_blocks=4) for _ in range(2)]
+    for source_pool, reader_pool in (pools[:2], pools[2:]):
+        with LocalTransfer() as source, LocalTransfer() as reader:
+            source.register(source_pool)
+            reader.register(reader_pool)
+            reader.meet(source.describe())
+            block = source_pool.allocator.allocate_n(2)[1]
+            source_pool.page(block)[:] = 3
+            reader.read(source.offer([block]).ticket, reader_pool.allocator.allocate_n(1))
+            assert reader.poll()[0].loaded == [0] and reader_pool.page(0)[5] == 3
+
+
+def test_calls_that_are_refused_change_nothing(pair):
+    source, reader = pair
+    allocator = reader.pool.allocator
+    free, shared, mine = 7, *allocator.allocate_n(2).tolist()
+    allocator.share(shared)
+    ticket, one = source.offer([0, 1]).ticket, source.offer([0]).ticket
+    before = allocator.stats(), source.pool.allocator.stats()
+    for error, text, call in [
+        (InvalidBlock, r"block 0 has 2 references, not the 1 of who", lambda: reader.read(one, [shared])),
+        (InvalidBlock, r"block 7 has 0 references, not the 1 of who", lambda: reader.read(one, [free])),
+        (InvalidBlock, "99", lambda: reader.read(one, [99])),
+        (ValueError, "the ticket has 2 blocks, 1 were given", lambda: reader.read(ticket, [mine])),
+        (ValueError, "of 2 blocks to read into only 1 are different", lambda: reader.read(ticket, [mine, mine])),
+        (TypeError, "ticket must be a Ticket, not str: 'x'", lambda: reader.read("x", [mine])),
+        (TransferError, "has block 8, and peer 'source' has 8 blocks", lambda: reader.read(changed(one), [mine])),
+        (InvalidBlock, "block 6", lambda: source.offer([0, 6])),
+        (ValueError, "a ticket needs at least 1 block, not 0", lambda: source.offer([])),
+        (ValueError, "a ticket of 2 blocks has as many names or none, not 1", lambda: source.offer([0, 1], [b"a"])),
+        (TypeError, "a block must be an integer", lambda: source.offer([0.5])),
+        (ValueError, "seconds must be 0.0 or more, not -1", lambda: source.offer([0], seconds=-1)),
+        (ValueError, "transfer 'reader' has <KvCachePool: .*> already", lambda: reader.register(reader.pool)),
+        (TypeError, "peer must be a PeerDescription, not str", lambda: reader.meet("source")),
+        (ValueError, "peer 'reader' has the name of this engine", lambda: reader.meet(reader.describe())),
+        (ValueError, "peer 'x' has transport 'nixl', not 'local'", lambda: reader.meet(described(source, "nixl"))),
+        (TypeError, "cannot be pickled or copied", lambda: copy.copy(reader)),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    assert (allocator.stats(), source.pool.allocator.stats()) == before and reader.poll() == []
+    assert len(source.references()) == 3 and reader.references() == []
+
+
+def changed(ticket):
+    return Ticket(ticket.peer, ticket.epoch, [(8, 1)])
+
+
+def described(transfer, transport):
+    own = transfer.describe()
+    return PeerDescription("x", transport, 1, own.fingerprint, 8, own.pages, own.words, own.epoch_word, b"")
+
+
+def test_what_cannot_be_registered():
+    transfer = LocalTransfer("one")
+    for call in (transfer.describe, lambda: transfer.offer([0]), lambda: transfer.read(None, [])):
+        with pytest.raises(ValueError, match="transfer 'one' has no pool yet: register one"):
+            call()
+    with pytest.raises(TypeError, match="pool must be a KvCachePool, not BlockAllocator"):
+        transfer.register(BlockAllocator(3))
+    with pytest.raises(ValueError, match="a pool of 0 blocks has no pages to transfer"):
+        transfer.register(KvCachePool.from_layout(LAYOUT, 0))
+    pool = KvCachePool.from_layout(LAYOUT, 1)
+    transfer.register(pool)
+    with pytest.raises(TransferError, match="another local transfer of this process has the name 'one'"):
+        LocalTransfer("one").register(pool)
+    with pytest.raises(BufferError):
+        pool.close()
+    for name in ("", 5):
+        with pytest.raises(TypeError, match="name must be a name or None"):
+            LocalTransfer(name)
+    with pytest.raises(ValueError, match=r"timeout must be 0.0 or more, not -1"):
+        LocalTransfer(timeout=-1)
+    with pytest.raises(TypeError):
+        Transfer()
+    transfer.close()
+    pool.close()
+
+
+def test_close_ends_everything_and_leaves_nothing(pair):
+    source, reader = pair
+    ticket = source.offer([0, 1]).ticket
+    blocks = reader.pool.allocator.allocate_n(2)
+    reader.read(ticket, blocks)
+    reader.poll()
+    for transfer in pair:
+        transfer.close()
+        transfer.close()
+        assert transfer.references() == []
+        with pytest.raises(ValueError, match="is closed"):
+            transfer.poll()
+        with pytest.raises(ValueError, match="is closed"):
+            transfer.register(source.pool)
+    reader.pool.allocator.check(others=2)
+    source.pool.allocator.check(others=6)
+    reader.pool.close()
