@@ -1,0 +1,125 @@
+"""The next token of one sequence from its logits: greedy or drawn, by a generator of the request's own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagepool.arguments import integer, real, wrong
+
+__all__ = ["Sampler", "SamplingParams"]
+
+MAX_LOGPROBS = 20  # as OpenAI's API has it
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    max_new_tokens  the most tokens that are generated, at least 1
+    temperature     logits are divided by it; 0: always the most likely token
+    top_k           only the k most likely tokens are drawn; 0: all
+    top_p           only the most likely tokens are drawn that together have this probability, above 0 and up to 1
+    seed            of the request's own generator: the same seed draws the same numbers, whatever runs beside it. None:
+                    another one each time
+    stop            strings that end the text when they come; they are not part of it. One string or several
+    stop_token_ids  tokens that end it, beside those that end every text of the model
+    logprobs        None, or how many of the most likely tokens are reported with each token, from 0 to 20
+
+    Raises TypeError and ValueError for a field of a wrong type or out of range.
+
+    >>> SamplingParams(max_new_tokens=8, temperature=0.7, seed=1, stop="end").stop
+    ('end',)
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Any = ()
+    stop_token_ids: Any = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        integer("max_new_tokens", self.max_new_tokens, 1)
+        if real("temperature", self.temperature, 0.0) == float("inf"):
+            raise ValueError("temperature must be finite, not inf")
+        integer("top_k", self.top_k, 0)
+        if not 0.0 < real("top_p", self.top_p) <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.seed is not None:
+            integer("seed", self.seed)
+        if self.logprobs is not None:
+            integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise wrong("a stop string", "a str of at least 1 character", text)
+        object.__setattr__(self, "stop", stop)
+        ids = frozenset(integer("a stop token", token, 0) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+
+class Sampler:
+    """Chooses the tokens of one request, one after another.
+
+    The choice depends on the logits, the `SamplingParams` and how many tokens were drawn before: one number is drawn
+    for each.
+
+    >>> logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
+    >>> greedy = Sampler(SamplingParams(max_new_tokens=1))
+    >>> greedy.sample(logits)
+    1
+    >>> sampler = Sampler(SamplingParams(max_new_tokens=5, temperature=1.0, seed=3))
+    >>> [sampler.sample(logits) for _ in range(5)]
+    [1, 1, 1, 2, 2]
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._random = random.Random(params.seed)
+
+    def sample(self, logits: Any) -> int:
+        """The next token, given the logits of all tokens, float32 of shape (vocab_size,).
+
+        Raises ValueError when one of them is NaN or inf: the model has failed.
+        """
+        params = self.params
+        best = int(logits.argmax())
+        if not np.isfinite(logits[best]):
+            raise ValueError(f"the logit of token {best} is {logits[best]}: the model's result is of no use")
+        if params.temperature == 0.0:
+            return best
+        with np.errstate(over="ignore"):  # by a temperature near 0: what is less likely becomes impossible
+            weights = np.exp((logits - logits[best]) / np.float32(max(params.temperature, 1e-30)))
+        number = self._random.random()
+        if not params.top_k and params.top_p == 1.0:
+            return _draw(weights, number)
+        order = np.argsort(-weights, kind="stable")  # of equal ones the lower id goes first
+        if params.top_k:
+            order = order[: params.top_k]
+        weights = weights[order].astype(np.float64)
+        before = np.cumsum(weights) - weights
+        count = int(np.searchsorted(before, params.top_p * weights.sum()))
+        return int(order[_draw(weights[:count], number)])
+
+    def logprobs(self, logits: Any, token: int) -> tuple[float, dict[int, float]]:
+        """The natural logarithm of the model's own probability of `token`, and of the most likely tokens by id, most
+        likely first: as many as the request's `logprobs`. Temperature, `top_k` and `top_p` do not change them."""
+        best = np.float64(logits.max())
+        total = best + np.log(np.exp(logits - best).sum(dtype=np.float64))
+        count = min(self.params.logprobs or 0, len(logits))
+        # The k largest in any order, then these in theirs: a whole vocabulary takes long to sort.
+        top = np.argpartition(-logits, count - 1)[:count] if count else np.empty(0, np.intp)
+        top = top[np.lexsort((top, -logits[top]))]
+        return float(logits[token] - total), {int(index): float(logits[index] - total) for index in top}
+
+
+def _draw(weights: Any, number: float) -> int:
+    """The index whose share of `weights` has `number`, from 0 up to but not 1, in it."""
+    ends = np.cumsum(weights, dtype=np.float64)
+    return int(np.searchsorted(ends, number * ends[-1], side="right"))
