@@ -27,7 +27,7 @@ class Detokenizer:
     ...         return "".join(map(chr, ids))
     >>> detokenizer = Detokenizer(Letters(), [], stop=("end",))
     >>> [detokenizer.add(ord(letter)) for letter in "been end"]
-    ['b', '', 'ee', 'n', ' ', '', '', '']
+    ['b', '', 'e', '', 'en ', '', '', '']
     >>> detokenizer.stopped
     True
     """

@@ -74,9 +74,9 @@ class Sampler:
     >>> greedy = Sampler(SamplingParams(max_new_tokens=1))
     >>> greedy.sample(logits)
     1
-    >>> sampler = Sampler(SamplingParams(max_new_tokens=5, temperature=1.0, seed=3))
+    >>> sampler = Sampler(SamplingParams(max_new_tokens=5, temperature=1.0, seed=2))
     >>> [sampler.sample(logits) for _ in range(5)]
-    [1, 1, 1, 2, 2]
+    [2, 2, 0, 0, 2]
     """
 
     def __init__(self, params: SamplingParams) -> None:

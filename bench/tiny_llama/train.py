@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,12 +87,15 @@ def new_model() -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, data: torch.Tensor, steps: int, rows: int) -> None:
-    """AdamW with one cycle of the learning rate, on random windows of the sources."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps, pct_start=0.05)
+    """Random windows of the sources; Muon for the matrices of the layers, which learn most from few steps, AdamW for the
+    rest; the learning rate rises and falls once."""
+    inner = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 and "embed" not in name]
+    others = [parameter for name, parameter in model.named_parameters() if parameter.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(inner, lr=0.02, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps)) for optimizer in optimizers]
     began, mean = time.monotonic(), None
     for step in range(1, steps + 1):
         starts = torch.randint(len(data) - LENGTH, (rows,)).tolist()
@@ -99,17 +103,23 @@ def train(model: LlamaForCausalLM, data: torch.Tensor, steps: int, rows: int) ->
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
-        if step % 50 == 0 or step == steps:
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        mean = loss.item() if mean is None else 0.95 * mean + 0.05 * loss.item()
+        if step % 25 == 0 or step == steps:
             print(f"step {step} of {steps}, loss {mean:.3f}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def rate(steps: int, step: int) -> float:
+    """The share of the learning rate: up within 20 steps, down to nothing over the second half."""
+    return min(1.0, (step + 1) / 20, 2.0 * (steps - step) / steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1500, help="training steps; default: 1500")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps; default: 1000")
     parser.add_argument("--rows", type=int, default=12, help=f"rows of {LENGTH} tokens in a step; default: 12")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; default: 1")
     parser.add_argument("--output", type=Path, default=FOLDER, help="where to write; default: this folder")
