@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from pagepool.integrations.transformers.attention import ADAPTERS, attends_with, attention_configs
+from pagepool.integrations.transformers.attention import Hooks
 from pagepool.integrations.transformers.step import AttentionLayer
 
 __all__ = ["ModelLayout", "Unsupported", "read_layout"]
@@ -132,7 +132,7 @@ def window_of(mask: Callable[..., Any], local_size: int | None) -> int | None:
     return window
 
 
-def read_layout(model: Any, tokens: torch.Tensor) -> ModelLayout:
+def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
     """Runs the model itself, eagerly, over tokens (1, n) and returns what it keeps of them.
 
     Raises Unsupported, with the reason, for a model whose layers pages cannot serve.
@@ -152,12 +152,12 @@ def read_layout(model: Any, tokens: torch.Tensor) -> ModelLayout:
     cache.update = note  # type: ignore[method-assign]
     _probing.probe = probe
     try:
-        with attends_with(attention_configs(model), PROBE):
+        with hooks.calling(PROBE):
             logits = model(input_ids=tokens, use_cache=True, cache=cache).logits[0].float()
     finally:
         del _probing.probe
     states = [states_of(layer) for layer in cache.layers]
-    attention = [attention_layer(model, probe, layer) for layer in sorted(probe.stored)]
+    attention = [attention_layer(hooks, probe, layer) for layer in sorted(probe.stored)]
     if not attention and not any(states):
         raise Unsupported("it keeps nothing in the cache that it is given")
     attention, windows, size = grouped(attention)
@@ -180,23 +180,18 @@ def states_of(layer: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     return found
 
 
-def attention_layer(model: Any, probe: Probe, number: int) -> AttentionLayer:
+def attention_layer(hooks: Hooks, probe: Probe, number: int) -> AttentionLayer:
     """What a layer stores, and what its queries see."""
     keys, values = probe.stored[number]
     module = probe.modules.get(number)
     if module is None:
-        require_adapter(model, number)
+        if not hooks.has_adapter(number):
+            raise Unsupported(f"layer {number} attends in code of its own, which calls no attention function")
     elif hasattr(module, "kv_b_proj"):
         dims = module.kv_lora_rank, module.qk_rope_head_dim
         if (keys.shape[1], keys.shape[-1], values.shape[-1]) == (1, *dims):
             return AttentionLayer(number, 1, sum(dims), dims[0], probe.windows[number], latent=True)
     return AttentionLayer(number, keys.shape[1], keys.shape[-1], values.shape[-1], probe.windows.get(number), False)
-
-
-def require_adapter(model: Any, number: int) -> None:
-    """Raises Unsupported unless the attention of this layer, which is code of its own, has a forward over pages."""
-    if not any(type(module).__name__ in ADAPTERS and module.layer_idx == number for module in model.modules()):
-        raise Unsupported(f"layer {number} attends in code of its own, which calls no attention function")
 
 
 def grouped(layers: list[AttentionLayer]) -> tuple[list[AttentionLayer], list[int | None], int]:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DummyLayer
 
 from pagepool.arguments import integer
 from pagepool.config import SchedulerConfig
-from pagepool.integrations.transformers.attention import IMPLEMENTATION, attends_with, attention_configs
+from pagepool.integrations.transformers.attention import Hooks
 from pagepool.integrations.transformers.cache import PagedLayer, PagedStateLayer, StateLayer
 from pagepool.integrations.transformers.layout import ModelLayout, Unsupported, read_layout
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layout
@@ -86,7 +86,7 @@ class ModelRunner:
         require_causal_lm(model)
         self.model = model
         self.max_model_len: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._configs = attention_configs(model)
+        self._hooks = Hooks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._lock = Lock()
         try:
@@ -162,7 +162,7 @@ class ModelRunner:
 
         Returns float32 (sum of keep, vocab_size), sequence after sequence.
         """
-        with self._lock, torch.inference_mode(), attends_with(self._configs, IMPLEMENTATION):
+        with self._lock, torch.inference_mode(), self._hooks.over_pages():
             return self._forward(self._memory, tokens, sequences, keep)
 
     def close(self) -> None:
@@ -283,8 +283,8 @@ class ModelRunner:
         vocabulary = self.model.get_input_embeddings().num_embeddings
         prompts = [random.integers(0, vocabulary, length).tolist() for length in PROBE_LENGTHS]
         with torch.inference_mode():
-            layout = read_layout(self.model, torch.tensor(prompts[:1]))
-            other = read_layout(self.model, torch.tensor(prompts[1:]))
+            layout = read_layout(self.model, self._hooks, torch.tensor(prompts[:1]))
+            other = read_layout(self.model, self._hooks, torch.tensor(prompts[1:]))
             self._layout = layout
             own = torch.cat((layout.logits, other.logits))
             for self._is_chunked in (True, False) if layout.has_states else (True,):
@@ -298,7 +298,7 @@ class ModelRunner:
         memory = ModelMemory(layout, 4 * max(1, len(layout.windows)), "float32", max_sequences=2)
         sequences = [memory.sequence() for _ in prompts]
         parts: list[list[torch.Tensor]] = [[], []]
-        with attends_with(self._configs, IMPLEMENTATION):
+        with self._hooks.over_pages():
             for chunk in (0, 1):
                 tokens = [
                     prompt[:cut] if chunk == 0 else prompt[cut:]
