@@ -12,10 +12,11 @@ from typing import NoReturn
 
 from pagepool._version import __version__
 from pagepool.errors import PoolError
+from pagepool.output import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.replay import command, options, record
 from pagepool.replay.driver import ReplayFailed
-from pagepool.replay.output import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.replay.ptrace import TraceError
+from pagepool.usage import UsageError
 
 __all__ = ["main"]
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is not None:  # None: the parent process has closed it; tables are left out
         try:
             check_writable(STDOUT)
-        except options.UsageError as error:
+        except UsageError as error:
             return _fail(BAD_INPUT, str(error))
     parser = OneLineParser(prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
@@ -88,7 +89,7 @@ def _run(chosen: argparse.Namespace) -> int:
     except BrokenPipeError:
         drop_output()  # its reader has left
         return FAILED
-    except (TraceError, options.UsageError, OSError) as error:
+    except (TraceError, UsageError, OSError) as error:
         return _fail(BAD_INPUT, str(error))
     except (ReplayFailed, PoolError, MemoryError) as error:
         return _fail(FAILED, str(error) or "out of memory")

@@ -291,7 +291,9 @@ class Engine:
         self._seconds["model_seconds"] += model_ended - model_began
         self._seconds["step_seconds"] += perf_counter() - began
 
-    def _deliver(self, seq_id: int, request: _Request, token: int, logprob: float | None, top: dict[int, float]) -> None:
+    def _deliver(
+        self, seq_id: int, request: _Request, token: int, logprob: float | None, top: dict[int, float]
+    ) -> None:
         """Hand a token that was committed to the generation; end it at a stop string."""
         sequence, detokenizer = self.scheduler.get_sequence(seq_id), request.detokenizer
         reason = sequence.finish_reason

@@ -40,6 +40,8 @@ FLOORS = {
     "detokenizer": 5,
     "generation": 5,
     "engine": 6,
+    "output": 6,
+    "usage": 5,
     "front": 6,
     "replay": 7,
     "generate": 7,
