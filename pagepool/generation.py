@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Event
 from time import monotonic
 
 __all__ = ["Generation", "Token"]
@@ -58,6 +58,7 @@ class Generation:
         self._texts: list[str] = []
         self._pending: deque[Token] = deque()
         self._changed = Condition()
+        self._ended = Event()  # for who waits for the end alone: each token would wake it
         self._futures: list[asyncio.Future[None]] = []  # of coroutines that wait for a change
 
     @property
@@ -74,9 +75,8 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> Generation:
         """Wait until it has ended and return it. Raises TimeoutError after `timeout` seconds; it goes on then."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
-                raise TimeoutError(f"{len(self.token_ids)} tokens came within {timeout} s, and it has not ended")
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{len(self.token_ids)} tokens came within {timeout} s, and it has not ended")
         return self
 
     def __iter__(self) -> Generation:
@@ -111,7 +111,7 @@ class Generation:
         if self._pending:
             return self._pending.popleft()
         if self.error is not None:
-            raise RuntimeError(f"the model failed: {self.error}") from self.error
+            raise RuntimeError(f"the generation failed: {self.error}") from self.error
         return None
 
     # For the engine, which calls them on its own thread.
@@ -130,6 +130,7 @@ class Generation:
         with self._changed:
             self.finish_reason, self.error = reason, error
             self._notify()
+        self._ended.set()
 
     def _notify(self) -> None:
         self._changed.notify_all()

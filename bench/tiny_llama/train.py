@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sysconfig
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,15 +86,13 @@ def new_model() -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, data: torch.Tensor, steps: int, rows: int) -> None:
-    """Random windows of the sources; Muon for the matrices of the layers, which learn most from few steps, AdamW for the
-    rest; the learning rate rises and falls once."""
-    inner = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 and "embed" not in name]
-    others = [parameter for name, parameter in model.named_parameters() if parameter.ndim != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(inner, lr=0.02, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    """Trains on random windows of the sources, by AdamW; the learning rate rises and falls once."""
+    groups = [
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim == 2], "weight_decay": 0.1},
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim != 2], "weight_decay": 0.0},
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps)) for optimizer in optimizers]
+    optimizer = torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     began, mean = time.monotonic(), None
     for step in range(1, steps + 1):
         starts = torch.randint(len(data) - LENGTH, (rows,)).tolist()
@@ -103,24 +100,23 @@ def train(model: LlamaForCausalLM, data: torch.Tensor, steps: int, rows: int) ->
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
         mean = loss.item() if mean is None else 0.95 * mean + 0.05 * loss.item()
         if step % 25 == 0 or step == steps:
             print(f"step {step} of {steps}, loss {mean:.3f}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def rate(steps: int, step: int) -> float:
-    """The share of the learning rate: up within 20 steps, down to nothing over the second half."""
-    return min(1.0, (step + 1) / 20, 2.0 * (steps - step) / steps)
+def rate(step: int, steps: int) -> float:
+    """The share of the learning rate: up within 40 steps, then down in a straight line."""
+    return min((step + 1) / 40, (steps - step) / steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1000, help="training steps; default: 1000")
-    parser.add_argument("--rows", type=int, default=12, help=f"rows of {LENGTH} tokens in a step; default: 12")
+    parser.add_argument("--steps", type=int, default=1600, help="training steps; default: 1600")
+    parser.add_argument("--rows", type=int, default=6, help=f"rows of {LENGTH} tokens in a step; default: 6")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; default: 1")
     parser.add_argument("--output", type=Path, default=FOLDER, help="where to write; default: this folder")
     options = parser.parse_args()
@@ -128,7 +124,7 @@ def main() -> None:
     torch.manual_seed(0)
     texts = sources()
     tokenizer = train_tokenizer(texts)
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     data = torch.tensor([token for tokens in ids for token in (tokenizer.eos_token_id, *tokens)])
     print(f"{len(texts)} files, {len(data):,} tokens", flush=True)
     model = new_model()
