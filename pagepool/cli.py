@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from pagepool import generate
 from pagepool._version import __version__
 from pagepool.errors import PoolError
 from pagepool.output import STDOUT, check_writable, drop_output, is_closed, written_to
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_arguments(replay)
     summary = "Make a trace from prompts with token ids. The trace holds no token ids."
     record.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
+    summary = "Write on from prompts, or chat, with a model of transformers over pagepool's pages."
+    generate.add_arguments(commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -81,6 +84,8 @@ def _run(chosen: argparse.Namespace) -> int:
             made = f"{record.run(chosen):,} requests in {chosen.output}"
             with written_to(STDOUT):
                 print(made)
+        elif chosen.command == "generate":
+            return generate.run(chosen)
         else:
             command.run(chosen)
         return 0

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import integer, wrong
+from pagepool.arguments import wrong
 from pagepool.config import SchedulerConfig
-from pagepool.detokenizer import Detokenizer
 from pagepool.errors import PoolError
 from pagepool.generation import Generation, Token
 from pagepool.sampling import Sampler, SamplingParams
+from pagepool.tokenizing import Detokenizer, Encoder
 
 __all__ = ["Engine"]
 
@@ -74,7 +74,7 @@ class Engine:
 
             sizes = {"pool_bytes": pool_bytes, "num_blocks": num_blocks, "block_size": config.block_size}
             self.runner = ModelRunner(model, dtype=dtype, max_sequences=config.max_sequences, **sizes)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
         self.prefix_cache = self.runner.new_prefix_cache() if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
         self.stop_token_ids = _stop_token_ids(self.runner.model, tokenizer)
@@ -84,7 +84,6 @@ class Engine:
         self._is_closing = False
         self._failure: BaseException | None = None
         self._stepping = Lock()  # held during a step
-        self._encoding = Lock()  # tokenizers are for one thread at a time
         self._counts: Counter[str] = Counter()
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
@@ -117,7 +116,7 @@ class Engine:
         then nothing has changed.
         """
         params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, logprobs)
-        tokens = self.encode(prompt)
+        tokens = self.encoder.encode(prompt)
         self._check(tokens, params)
         detokenizer = Detokenizer(self.tokenizer, tokens, params.stop)
         with self._changed:
@@ -139,20 +138,6 @@ class Engine:
             self._counts["prompt_tokens"] += len(tokens)
             self._changed.notify_all()
         return generation
-
-    def encode(self, text: str | Iterable[int], **options: Any) -> list[int]:
-        """The token ids of a text, as a new list; `options` are those of the tokenizer. Token ids stay as they are."""
-        if not isinstance(text, str):
-            return [integer("a token of the prompt", token, 0) for token in text]
-        if self.tokenizer is None:
-            raise TypeError("a prompt must be token ids, not str: the engine has no tokenizer")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
-        with self._encoding:
-            found: list[int] = self.tokenizer(text, **options)["input_ids"]
-        return found
 
     def stats(self) -> dict[str, Any]:
         """A dict of counters: requests that run and wait, have ended by their `finish_reason`, tokens, and seconds in

@@ -116,8 +116,8 @@ class Sampler:
 
 
 def _nucleus(weights: Any, top_k: int, top_p: float) -> Any:
-    """The ids of the fewest most likely tokens that have the share `top_p` of what the `top_k` most likely have together;
-    of equal ones the lower ids. A `top_k` of 0 stands for all tokens."""
+    """The ids of the fewest most likely tokens that have the share `top_p` of what the `top_k` most likely have, of equal
+    ones the lower ids. A `top_k` of 0 stands for all tokens."""
     count = min(top_k or FIRST_LOOK, len(weights))
     values = np.sort(np.partition(weights, -count)[-count:])[::-1]
     ends = np.cumsum(values, dtype=np.float64)

@@ -1,15 +1,70 @@
-"""The text of tokens as they come: whole characters only, and no part of a stop string."""
+"""From texts and conversations to tokens, and from tokens, as they come, to text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
-__all__ = ["Detokenizer"]
+from pagepool.arguments import integer
+
+__all__ = ["Detokenizer", "Encoder"]
 
 # A tokenizer may write a token differently at the beginning of a text: so many of the prompt's last ones go before.
 CONTEXT = 6
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole character
+
+
+class Encoder:
+    """Turns prompts into tokens. Any thread may call it.
+
+    tokenizer  one of transformers, or None: prompts are token ids then
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._lock = Lock()  # tokenizers are for one thread at a time
+
+    def encode(self, prompt: str | Iterable[int], **options: Any) -> list[int]:
+        """The token ids of a text, as a new list; those of a prompt of token ids are its own.
+
+        options  of the tokenizer's call, such as `add_special_tokens`
+
+        Raises TypeError for a text without a tokenizer and for what is no prompt, ValueError for a text that UTF-8 does
+        not have and a token below 0.
+
+        >>> Encoder(None).encode(range(3))
+        [0, 1, 2]
+        """
+        if not isinstance(prompt, str):
+            return [integer("a token of the prompt", token, 0) for token in prompt]
+        if self.tokenizer is None:
+            raise TypeError("a prompt must be token ids, not str: the engine has no tokenizer")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
+        with self._lock:
+            found: list[int] = self.tokenizer(prompt, **options)["input_ids"]
+        return found
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation, up to where the assistant's next message begins.
+
+        messages  each has "role" and "content", as the tokenizer's chat template wants them
+
+        Raises ValueError where the tokenizer has no chat template, and for messages that it does not take.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("the model's tokenizer has no chat template")
+        try:
+            with self._lock:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except ImportError:
+            raise
+        except Exception as error:  # whatever the template raises
+            raise ValueError(f"the chat template does not take these messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
 
 
 class Detokenizer:
