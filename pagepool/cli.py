@@ -17,6 +17,7 @@ from pagepool.output import STDOUT, check_writable, drop_output, is_closed, writ
 from pagepool.replay import command, options, record
 from pagepool.replay.driver import ReplayFailed
 from pagepool.replay.ptrace import TraceError
+from pagepool.serve import command as serve
 from pagepool.usage import UsageError
 
 __all__ = ["main"]
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
     summary = "Write on from prompts, or chat, with a model of transformers over pagepool's pages."
     generate.add_arguments(commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False))
+    summary = "Serve a model of transformers over pagepool's pages to OpenAI's clients."
+    serve.add_arguments(commands.add_parser("serve", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -86,6 +89,8 @@ def _run(chosen: argparse.Namespace) -> int:
                 print(made)
         elif chosen.command == "generate":
             return generate.run(chosen)
+        elif chosen.command == "serve":
+            return serve.run(chosen)
         else:
             command.run(chosen)
         return 0

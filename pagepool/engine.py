@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import wrong
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError
 from pagepool.generation import Generation, Token
@@ -23,6 +22,7 @@ from pagepool.tokenizing import Detokenizer, Encoder
 __all__ = ["Engine"]
 
 MAX_BATCH_SEQUENCES = 32
+UNBOUNDED = 4096  # tokens of a text of a model that has no bound
 EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
 
 
@@ -47,7 +47,8 @@ class Engine:
     prefix_cache  whether prompts begin with the pages of earlier ones, where the model's kind allows it
 
     One thread makes all steps: schedule, run the model, sample, commit. `submit` and `cancel` reach the scheduler by
-    its own calls for other threads. `close` it at the end, or use it as a context manager.
+    its own calls for other threads. `close` it at the end, or use it as a context manager. `runner`, `scheduler`,
+    `prefix_cache`, `tokenizer`, `encoder` and `is_accepting`, whether it takes requests, are attributes.
 
     Raises ImportError where torch or transformers is missing, ValueError for a model that cannot run over pages.
 
@@ -74,13 +75,14 @@ class Engine:
 
             sizes = {"pool_bytes": pool_bytes, "num_blocks": num_blocks, "block_size": config.block_size}
             self.runner = ModelRunner(model, dtype=dtype, max_sequences=config.max_sequences, **sizes)
-        self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, self.runner.vocab_size)
         self.prefix_cache = self.runner.new_prefix_cache() if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
         self.stop_token_ids = _stop_token_ids(self.runner.model, tokenizer)
         self._requests: dict[int, _Request] = {}
         self._changed = Condition()  # guards the requests and the three fields below
-        self._is_accepting = True
+        self.is_accepting = True
         self._is_closing = False
         self._failure: BaseException | None = None
         self._stepping = Lock()  # held during a step
@@ -117,10 +119,16 @@ class Engine:
         """
         params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, logprobs)
         tokens = self.encoder.encode(prompt)
-        self._check(tokens, params)
+        longest = self.runner.max_model_len
+        if longest is not None and len(tokens) + max_new_tokens > longest:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and {max_new_tokens} new ones pass the model's {longest}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise TypeError(f"stop needs a tokenizer: {params.stop[0]!r} is text")
         detokenizer = Detokenizer(self.tokenizer, tokens, params.stop)
         with self._changed:
-            if not self._is_accepting:
+            if not self.is_accepting:
                 raise RuntimeError("the engine takes no more requests") from self._failure
             seq_id = self.scheduler.submit(
                 tokens,
@@ -158,11 +166,6 @@ class Engine:
         """Requests that have not ended: they wait or run."""
         return len(self._requests)
 
-    @property
-    def is_accepting(self) -> bool:
-        """Whether `submit` takes requests: not after `drain`, `close` or a failure of the engine."""
-        return self._is_accepting
-
     def check(self) -> None:
         """Audit scheduler, prefix cache and pools between two steps; raises `PoolError` that names what is wrong.
 
@@ -185,13 +188,13 @@ class Engine:
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait until all have ended; returns whether they have, within `timeout` seconds."""
         with self._changed:
-            self._is_accepting = False
+            self.is_accepting = False
             return self._changed.wait_for(lambda: not self._requests, timeout)
 
     def close(self) -> None:
         """End all requests with the reason "abort", stop the thread and free the memory. May be called again."""
         with self._changed:
-            self._is_accepting, self._is_closing = False, True
+            self.is_accepting, self._is_closing = False, True
             self._changed.notify_all()
         self._thread.join()
         self.runner.close()
@@ -202,19 +205,13 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raises ValueError for a request that the model cannot run."""
-        if not tokens:
-            raise ValueError("a prompt needs at least 1 token, got 0")
-        size, longest = self.runner.vocab_size, self.runner.max_model_len
-        if max(tokens) >= size:
-            raise ValueError(f"token {max(tokens)} is not one of the model's {size}")
-        if longest is not None and len(tokens) + params.max_new_tokens > longest:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens and {params.max_new_tokens} new ones pass the model's {longest}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise wrong("stop", "empty without a tokenizer", params.stop)
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
+        pools, longest = self.runner.pools, self.runner.max_model_len
+        room = UNBOUNDED if longest is None else longest
+        if pools:
+            room = min(room, pools[0].allocator.capacity * pools[0].block_size // len(pools))
+        return max(1, room - num_prompt_tokens)
 
     # The stepping thread.
 
@@ -227,7 +224,7 @@ class Engine:
         except BaseException as error:
             failure = error
         with self._changed:
-            self._is_accepting, self._failure = False, failure
+            self.is_accepting, self._failure = False, failure
         for seq_id in list(self._requests):
             if failure is None:
                 self.scheduler.remove_sequence(seq_id)
@@ -281,9 +278,8 @@ class Engine:
     ) -> None:
         """Hand a token that was committed to the generation; end it at a stop string."""
         sequence, detokenizer = self.scheduler.get_sequence(seq_id), request.detokenizer
-        reason = sequence.finish_reason
-        text = "" if reason == "stop" else detokenizer.add(token)  # a stop token is no text
-        if reason is not None:
+        text = "" if sequence.finish_reason == "stop" else detokenizer.add(token)  # a stop token is no text
+        if sequence.finish_reason is not None:
             text += detokenizer.flush()
         if detokenizer.stopped:
             self.scheduler.finish_sequence(seq_id)

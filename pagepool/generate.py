@@ -104,8 +104,7 @@ def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace)
     tokens = engine.encoder.encode(prompt)
     count = options.max_new_tokens
     if count is None:
-        longest = engine.runner.max_model_len
-        count = DEFAULT_NEW_TOKENS if longest is None else max(1, min(DEFAULT_NEW_TOKENS, longest - len(tokens)))
+        count = min(DEFAULT_NEW_TOKENS, engine.max_new_tokens(len(tokens)))
     return engine.submit(
         tokens,
         max_new_tokens=count,

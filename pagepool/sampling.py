@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,9 @@ class SamplingParams:
             integer("seed", self.seed)
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Iterable):
+                raise wrong(name, "a sequence", getattr(self, name))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:
@@ -116,8 +120,8 @@ class Sampler:
 
 
 def _nucleus(weights: Any, top_k: int, top_p: float) -> Any:
-    """The ids of the fewest most likely tokens that have the share `top_p` of what the `top_k` most likely have, of equal
-    ones the lower ids. A `top_k` of 0 stands for all tokens."""
+    """The ids of the fewest most likely tokens with the share `top_p` of what the `top_k` most likely have, of equal ones
+    the lower ids. A `top_k` of 0 stands for all tokens."""
     count = min(top_k or FIRST_LOOK, len(weights))
     values = np.sort(np.partition(weights, -count)[-count:])[::-1]
     ends = np.cumsum(values, dtype=np.float64)

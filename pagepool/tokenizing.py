@@ -18,11 +18,12 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole char
 class Encoder:
     """Turns prompts into tokens. Any thread may call it.
 
-    tokenizer  one of transformers, or None: prompts are token ids then
+    tokenizer   one of transformers, or None: prompts are token ids then
+    vocab_size  how many tokens the model knows
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._lock = Lock()  # tokenizers are for one thread at a time
 
     def encode(self, prompt: str | Iterable[int], **options: Any) -> list[int]:
@@ -30,23 +31,18 @@ class Encoder:
 
         options  of the tokenizer's call, such as `add_special_tokens`
 
-        Raises TypeError for a text without a tokenizer and for what is no prompt, ValueError for a text that UTF-8 does
-        not have and a token below 0.
+        Raises TypeError for a text without a tokenizer and for what is no prompt, ValueError for a prompt without
+        tokens, a text that UTF-8 does not have and a token that the model does not know.
 
-        >>> Encoder(None).encode(range(3))
+        >>> Encoder(None, vocab_size=100).encode(range(3))
         [0, 1, 2]
         """
-        if not isinstance(prompt, str):
-            return [integer("a token of the prompt", token, 0) for token in prompt]
-        if self.tokenizer is None:
-            raise TypeError("a prompt must be token ids, not str: the engine has no tokenizer")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
-        with self._lock:
-            found: list[int] = self.tokenizer(prompt, **options)["input_ids"]
-        return found
+        tokens = self._tokens_of(prompt, options) if isinstance(prompt, str) else list(prompt)
+        for token in tokens:
+            integer("a token of the prompt", token, 0, self.vocab_size - 1)
+        if not tokens:
+            raise ValueError("a prompt needs at least 1 token, got 0")
+        return tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation, up to where the assistant's next message begins.
@@ -65,6 +61,17 @@ class Encoder:
         except Exception as error:  # whatever the template raises
             raise ValueError(f"the chat template does not take these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+    def _tokens_of(self, prompt: str, options: dict[str, Any]) -> list[int]:
+        if self.tokenizer is None:
+            raise TypeError("a prompt must be token ids, not str: there is no tokenizer")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
+        with self._lock:
+            found: list[int] = self.tokenizer(prompt, **options)["input_ids"]
+        return found
 
 
 class Detokenizer:

@@ -239,8 +239,8 @@ def test_a_prompt_begins_with_the_pages_of_an_earlier_one():
     [
         ("", {}, "a prompt needs at least 1 token, got 0"),
         ([], {}, "a prompt needs at least 1 token, got 0"),
-        ([300], {}, "token 300 is not one of the model's 256"),
-        ([-1], {}, "a token of the prompt must be at least 0, not -1"),
+        ([300], {}, "a token of the prompt must be from 0 to 255, not 300"),
+        ([-1], {}, "a token of the prompt must be from 0 to 255, not -1"),
         ("\ud800", {}, "the prompt is not valid Unicode: character 0 is a surrogate"),
         ("x" * 90, {"max_new_tokens": 20}, "a prompt of 90 tokens and 20 new ones pass the model's 100"),
         ("x" * 40, {"max_new_tokens": 50}, "23 blocks"),
@@ -272,9 +272,9 @@ def test_an_engine_without_a_tokenizer_takes_token_ids():
     with Engine(FakeRunner()) as engine:
         generation = engine.submit(b"hello", max_new_tokens=4).result(SECONDS)
         assert generation.token_ids == alone("hello", 4) and generation.text == ""
-        with pytest.raises(TypeError, match="no tokenizer"):
+        with pytest.raises(TypeError, match="there is no tokenizer"):
             engine.submit("hello", max_new_tokens=4)
-        with pytest.raises(TypeError, match="stop must be empty without a tokenizer"):
+        with pytest.raises(TypeError, match="stop needs a tokenizer"):
             engine.submit([1], max_new_tokens=4, stop="x")
 
 
