@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Lock, Thread
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError
 from pagepool.generation import Generation, Token
 from pagepool.sampling import Sampler, SamplingParams
-from pagepool.tokenizing import Detokenizer, Encoder
+from pagepool.tokenizing import Detokenizer, Encoder, stop_token_ids_of
 
 __all__ = ["Engine"]
 
@@ -79,7 +79,7 @@ class Engine:
         self.encoder = Encoder(tokenizer, self.runner.vocab_size)
         self.prefix_cache = self.runner.new_prefix_cache() if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
-        self.stop_token_ids = _stop_token_ids(self.runner.model, tokenizer)
+        self.stop_token_ids = stop_token_ids_of(self.runner.model, tokenizer)
         self._requests: dict[int, _Request] = {}
         self._changed = Condition()  # guards the requests and the three fields below
         self.is_accepting = True
@@ -124,8 +124,6 @@ class Engine:
             raise ValueError(
                 f"a prompt of {len(tokens)} tokens and {max_new_tokens} new ones pass the model's {longest}"
             )
-        if params.stop and self.tokenizer is None:
-            raise TypeError(f"stop needs a tokenizer: {params.stop[0]!r} is text")
         detokenizer = Detokenizer(self.tokenizer, tokens, params.stop)
         with self._changed:
             if not self.is_accepting:
@@ -218,7 +216,11 @@ class Engine:
     def _run(self) -> None:
         failure: BaseException | None = None
         try:
-            while self._wait_for_work():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closing or self.scheduler.has_work)
+                    if self._is_closing:
+                        break
                 with self._stepping:
                     self._step()
         except BaseException as error:
@@ -230,11 +232,6 @@ class Engine:
                 self.scheduler.remove_sequence(seq_id)
             self._end(seq_id, "abort" if failure is None else "error", failure)
 
-    def _wait_for_work(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or self.scheduler.has_work)
-            return not self._is_closing
-
     def _step(self) -> None:
         began = perf_counter()
         batch = self.scheduler.schedule()
@@ -242,8 +239,7 @@ class Engine:
             requests = [self._requests[seq_id] for seq_id in batch.seq_ids]
         self._end_finished()  # those that were cancelled
         if batch.is_empty:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closing, EMPTY_STEP if self.scheduler.has_work else 0.0)
+            sleep(EMPTY_STEP if self.scheduler.has_work else 0.0)
             return
         model_began = perf_counter()
         try:
@@ -260,22 +256,17 @@ class Engine:
                 try:
                     logits = next(rows)
                     tokens[place] = token = request.sampler.sample(logits)
-                    found = (None, {})
-                    if request.sampler.params.logprobs is not None:
-                        found = request.sampler.logprobs(logits, token)
-                    pieces.append((seq_id, request, token, found))
+                    pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
                 except ValueError as error:
                     self._fail(seq_id, error)
         self.scheduler.commit(batch, tokens)
-        for seq_id, request, token, found in pieces:
-            self._deliver(seq_id, request, token, *found)
+        for piece in pieces:
+            self._deliver(*piece)
         self._end_finished()
         self._seconds["model_seconds"] += model_ended - model_began
         self._seconds["step_seconds"] += perf_counter() - began
 
-    def _deliver(
-        self, seq_id: int, request: _Request, token: int, logprob: float | None, top: dict[int, float]
-    ) -> None:
+    def _deliver(self, seq_id: int, request: _Request, token: int, logprobs: tuple[float | None, Any]) -> None:
         """Hand a token that was committed to the generation; end it at a stop string."""
         sequence, detokenizer = self.scheduler.get_sequence(seq_id), request.detokenizer
         text = "" if sequence.finish_reason == "stop" else detokenizer.add(token)  # a stop token is no text
@@ -285,7 +276,7 @@ class Engine:
             self.scheduler.finish_sequence(seq_id)
         generation = request.generation()
         if generation is not None:
-            generation._put(Token(token, text, logprob, top), sequence.num_cached)
+            generation._put(Token(token, text, *logprobs), sequence.num_cached)
         self._counts["generated_tokens"] += 1
         if len(sequence.output_tokens) == 1:
             self._counts["cached_tokens"] += sequence.num_cached
@@ -306,12 +297,3 @@ class Engine:
             self._changed.notify_all()
         if generation is not None:
             generation._end(reason, error)
-
-
-def _stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end every text of the model, as it or else its tokenizer says."""
-    config = getattr(model, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    if found is None:
-        found = getattr(tokenizer, "eos_token_id", None)
-    return frozenset([found] if isinstance(found, int) else found or ())

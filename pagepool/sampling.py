@@ -108,20 +108,25 @@ class Sampler:
         ids = _nucleus(weights, params.top_k, params.top_p)
         return int(ids[_draw(weights[ids], number)])
 
-    def logprobs(self, logits: Any, token: int) -> tuple[float, dict[int, float]]:
+    def logprobs(self, logits: Any, token: int) -> tuple[float | None, dict[int, float]]:
         """The natural logarithm of the model's own probability of `token`, and of the most likely tokens by id, most
-        likely first: as many as the request's `logprobs`. Temperature, `top_k` and `top_p` do not change them."""
+        likely first: as many as the request's `logprobs`, which may be None: (None, {}).
+
+        Temperature, `top_k` and `top_p` do not change them.
+        """
+        if self.params.logprobs is None:
+            return None, {}
         best = np.float64(logits.max())
         total = best + np.log(np.exp(logits - best).sum(dtype=np.float64))
-        count = min(self.params.logprobs or 0, len(logits))
+        count = min(self.params.logprobs, len(logits))
         top = np.argpartition(-logits, count - 1)[:count] if count else np.empty(0, np.intp)
         top = top[np.lexsort((top, -logits[top]))]
         return float(logits[token] - total), {int(index): float(logits[index] - total) for index in top}
 
 
 def _nucleus(weights: Any, top_k: int, top_p: float) -> Any:
-    """The ids of the fewest most likely tokens with the share `top_p` of what the `top_k` most likely have, of equal ones
-    the lower ids. A `top_k` of 0 stands for all tokens."""
+    """The ids of the fewest most likely tokens with the share `top_p` of what the `top_k` most likely have; of equal
+    ones the lower ids. A `top_k` of 0 stands for all tokens."""
     count = min(top_k or FIRST_LOOK, len(weights))
     values = np.sort(np.partition(weights, -count)[-count:])[::-1]
     ends = np.cumsum(values, dtype=np.float64)

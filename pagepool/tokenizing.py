@@ -8,7 +8,7 @@ from typing import Any
 
 from pagepool.arguments import integer
 
-__all__ = ["Detokenizer", "Encoder"]
+__all__ = ["Detokenizer", "Encoder", "stop_token_ids_of"]
 
 # A tokenizer may write a token differently at the beginning of a text: so many of the prompt's last ones go before.
 CONTEXT = 6
@@ -82,7 +82,7 @@ class Detokenizer:
     stop       strings that end the text
 
     A character that comes in several tokens is returned with its last one. Text that may be the beginning of a stop
-    string is held back until that is decided.
+    string is held back until that is decided. Raises TypeError for stop strings without a tokenizer.
 
     >>> class Letters:
     ...     def decode(self, ids, skip_special_tokens):
@@ -95,6 +95,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
+        if stop and tokenizer is None:
+            raise TypeError(f"stop needs a tokenizer: {stop[0]!r} is text")
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
@@ -145,3 +147,12 @@ class Detokenizer:
 def _beginning_at_end(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def stop_token_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end every text of the model, as it or else its tokenizer says."""
+    config = getattr(model, "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        found = getattr(tokenizer, "eos_token_id", None)
+    return frozenset([found] if isinstance(found, int) else found or ())

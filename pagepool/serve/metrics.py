@@ -29,7 +29,7 @@ class Metrics:
         present = {name: pool for name, pool in pools.items() if pool is not None}
         self._registry.register(PagepoolCollector(engine.scheduler, present, caches))
         self._registry.register(self)
-        self.responses = Counter("pagepool:http_responses", "Responses.", ["path", "status"], registry=self._registry)
+        self.responses = Counter("pagepool:http_responses", "Responses.", ["status"], registry=self._registry)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its last token.")
 
