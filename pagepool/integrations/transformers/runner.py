@@ -165,6 +165,13 @@ class ModelRunner:
         with self._lock, torch.inference_mode(), self._hooks.over_pages():
             return self._forward(self._memory, tokens, sequences, keep)
 
+    def new_sequence(self, label: int | None = None) -> Any:
+        """Returns a new sequence for `forward`: a `PagedSeqState`, or a `HybridSequence` for windows or states.
+
+        The caller appends tokens to it and closes it. Raises PoolExhausted when no slot is free for its state.
+        """
+        return self._memory.sequence(label)
+
     def close(self) -> None:
         """Frees the memory. Raises BufferError while views of the pages are held."""
         self._memory.close()
