@@ -42,7 +42,7 @@ class ModelRunner:
                    the model's own maximum where that is less; pages that are never used take no memory
     dtype          of the pages, as in `KvLayout`; by default that of the model's keys
     block_size     tokens per block
-    max_sequences  how many recurrent states there is room for
+    max_sequences  how many sequences may run at a time: as many recurrent states there are
 
     To see what the model keeps, and that it computes the same over pages, it is run five times over about a dozen
     random tokens. The model itself is not changed: outside of `run` it behaves as before.
@@ -85,6 +85,7 @@ class ModelRunner:
         max_sequences = integer("max_sequences", max_sequences, 1)
         require_causal_lm(model)
         self.model = model
+        self.max_sequences = max_sequences
         self.max_model_len: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._hooks = Hooks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)

@@ -6,6 +6,7 @@ import threading
 from functools import wraps
 from typing import Any
 
+from pagepool.integrations.transformers.batch import generate_batch
 from pagepool.integrations.transformers.paged_cache import PagedCache
 from pagepool.integrations.transformers.runner import ModelRunner
 
@@ -87,7 +88,12 @@ def use(
                     cache.close()
         return result
 
+    @wraps(model.generate_batch)
+    def paged_generate_batch(*args: Any, **kwargs: Any) -> Any:
+        return generate_batch(runner, prefixes, *args, **kwargs)
+
     model.forward = paged_forward
+    model.generate_batch = paged_generate_batch
     model.generate = paged_generate
     model._prepare_cache_for_generation = paged_prepare
     vars(model)[RUNNER] = runner
