@@ -32,9 +32,19 @@ FAMILIES = {
     "Qwen3": {"head_dim": 16},
     "Mistral": {"sliding_window": 32},
     "Gemma2": {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16},
-    "Gemma3": {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16, "layer_types": 3 * ["sliding_attention"] + ["full_attention"]},
+    "Gemma3": {
+        "head_dim": 16,
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 16,
+        "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
+    },
     "GptOss": {"head_dim": 16, "sliding_window": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Cohere2": {"head_dim": 16, "sliding_window": 32, "layer_types": 3 * ["sliding_attention"] + ["full_attention"], "logit_scale": 1.0},
+    "Cohere2": {
+        "head_dim": 16,
+        "sliding_window": 32,
+        "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
+        "logit_scale": 1.0,
+    },
     "Bloom": {"n_layer": 3, "n_head": 4},
     "DeepseekV3": {
         "num_key_value_heads": 4,
@@ -50,7 +60,16 @@ FAMILIES = {
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
     },
-    "Mamba2": {"num_hidden_layers": 3, "state_size": 16, "conv_kernel": 4, "expand": 2, "head_dim": 16, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
+    "Mamba2": {
+        "num_hidden_layers": 3,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "expand": 2,
+        "head_dim": 16,
+        "num_heads": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
     "Bamba": {**MAMBA, "attn_layer_indices": [2]},
     "Qwen3Next": {
         "head_dim": 16,
@@ -78,7 +97,13 @@ FAMILIES = {
 }
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 NO_SUCH_SIZE = {
-    "Bloom": {"intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"},
+    "Bloom": {
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    },
     "Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"},
 }
 LENGTHS = (5, 17, 9, 70, 33, 130, 16, 1)  # of the prompts: shorter and longer than a block and than a window

@@ -18,7 +18,7 @@ from pagepool.scheduling.scheduler import Scheduler
 __all__ = ["generate_batch"]
 
 BATCH_TOKENS = 512  # of a step, where the caller says nothing
-# What a batch does not have of a generation config, by the name of its field there, with the value that asks for it not.
+# Fields of a generation config that a batch does not serve, with the values that do not ask for it.
 UNSUPPORTED = {"num_beams": (None, 1), "assistant_early_exit": (None,), "prompt_lookup_num_tokens": (None,)}
 
 
@@ -37,7 +37,7 @@ class Batch:
 
     def add(self, request_id: str, prompt: list[int], max_new_tokens: int) -> None:
         """Queues a request. One that cannot be served fails, with the reason in its `error`; the others go on."""
-        output = GenerationOutput(request_id, list(prompt), timestamps=[] if self._record_timestamps else None)
+        output = GenerationOutput(request_id, prompt, timestamps=[] if self._record_timestamps else None)
         self.outputs[request_id] = output
         try:
             number = self._scheduler.add_request(
@@ -81,7 +81,9 @@ class Batch:
         for number, row in zip(numbers, logits, strict=True):
             processors = self._processors[number]
             if processors:
-                tokens = torch.tensor([self._scheduler.get_sequence(number).all_tokens])
+                sequence = self._scheduler.get_sequence(number)
+                assert sequence is not None
+                tokens = torch.tensor([sequence.all_tokens])
                 row = processors(tokens, row[None])[0]
             scores.append(row)
         if not scores:
@@ -147,7 +149,7 @@ def generate_batch(
             length = config.max_length - len(prompt) if count is None else count
             ids = [f"req_{place}", *(f"req_{place}__child#{child}" for child in range(config.num_return_sequences - 1))]
             for request_id in ids:
-                batch.add(request_id, prompt, length)
+                batch.add(request_id, list(prompt), length)
         with tqdm(total=len(batch.outputs), disable=not progress_bar, unit="request") as bar:
             while scheduler.has_work:
                 bar.update(batch.step())

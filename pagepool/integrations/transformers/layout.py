@@ -102,7 +102,7 @@ def probe_attention(
     own: Callable[..., Any] = getattr(
         sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward
     )
-    return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    return own(module, query, key, value, attention_mask, **kwargs)
 
 
 def probe_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

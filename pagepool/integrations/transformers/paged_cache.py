@@ -1,4 +1,4 @@
-"""PagedCache: the cache that transformers' `generate` hands from step to step, with a sequence of pages for each row."""
+"""PagedCache: what transformers' `generate` hands from step to step, a sequence of pages for each row."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PagedCache(Cache):
         out = logits[0].new_zeros((batch, min(logits_to_keep or count, count), self._runner.vocab_size))
         for row, of_row in enumerate(logits):
             out[row, out.shape[1] - of_row.shape[0] :] = of_row
-        return CausalLMOutputWithPast(logits=out, cache=self)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=out, cache=self)
 
     def _count_tokens(self, mask: torch.Tensor | None, batch: int, count: int) -> list[int]:
         """How many of the new tokens of each row are no padding. ValueError unless all padding is on the left."""

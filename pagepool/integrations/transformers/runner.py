@@ -271,8 +271,8 @@ class ModelRunner:
     def _in_turn(self, counts: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
         """Which sequences a model with recurrent states runs together, and which of their tokens.
 
-        Sequences that go on with one token each run as one batch. A chunk of a prompt runs alone. One that goes on where
-        the layers cannot go on with several tokens runs token by token.
+        Sequences that go on with one token each run as one batch, and a chunk of a prompt runs alone: token by token if
+        the model cannot go on with several.
         """
         decodes = [row for row, count in enumerate(counts) if count == 1 and starts[row]]
         if decodes:
