@@ -39,7 +39,12 @@ class Batch:
         """Queues a request. One that cannot be served fails, with the reason in its `error`; the others go on."""
         output = GenerationOutput(request_id, prompt, timestamps=[] if self._record_timestamps else None)
         self.outputs[request_id] = output
+        limit = self._runner.length_limit
         try:
+            if limit is not None and len(prompt) + max_new_tokens > limit:
+                raise ValueError(
+                    f"asked for {len(prompt)} and {max_new_tokens} tokens, and the model takes {limit} over pages"
+                )
             number = self._scheduler.add_request(
                 prompt, max_new_tokens=max_new_tokens, stop_token_ids=self._stops, request_id=request_id
             )

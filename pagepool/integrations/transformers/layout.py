@@ -99,10 +99,9 @@ def probe_attention(
         probe.returned[key.data_ptr()] = layer
         probe.modules[layer] = module
         probe.windows[layer] = probe.masks[attention_mask.data_ptr()]
-    own: Callable[..., Any] = getattr(
-        sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward
-    )
-    return own(module, query, key, value, attention_mask, **kwargs)
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    result: tuple[torch.Tensor, torch.Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
+    return result
 
 
 def probe_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -149,7 +148,7 @@ def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
         probe.returned[result[0].data_ptr()] = layer
         return result
 
-    cache.update = note  # type: ignore[method-assign]
+    cache.update = note
     _probing.probe = probe
     try:
         with hooks.calling(PROBE):

@@ -47,6 +47,9 @@ class ModelRunner:
     To see what the model keeps, and that it computes the same over pages, it is run five times over about a dozen
     random tokens. The model itself is not changed: outside of `run` it behaves as before.
 
+    `length_limit` is the longest sequence that `run` takes, or None: beyond it, models with a `rope_type` of "dynamic" or
+    "longrope" would compute other keys for tokens that are stored already.
+
     `model`, `pool` (a `KvCachePool`, or None for a model without attention), `pools` (the pool of each group),
     `groups` (a tuple of `KvGroup`, or None where one block table does), `states` (an `SsmStatePool` or None),
     `vocab_size`, and `max_model_len`, the longest sequence that the model was made for, or None, are attributes.
@@ -86,7 +89,9 @@ class ModelRunner:
         require_causal_lm(model)
         self.model = model
         self.max_sequences = max_sequences
-        self.max_model_len: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        config = model.config.get_text_config(decoder=True)
+        self.length_limit = rope_limit(config)
+        self.max_model_len: int | None = self.length_limit or getattr(config, "max_position_embeddings", None)
         self._hooks = Hooks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._lock = Lock()
@@ -94,6 +99,9 @@ class ModelRunner:
             self._layout, self._is_chunked = self._try_out()
         except Unsupported as error:
             raise ValueError(f"{type(model).__name__} cannot run over pages: {error}") from error
+        except Exception as error:  # whatever the code of a model raises that is not run as it expects
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"{type(model).__name__} cannot run over pages: its forward raised {reason}") from error
         self.vocab_size: int = self._layout.logits.shape[-1]
         if dtype is None:
             dtype = next(model.parameters()).dtype
@@ -161,8 +169,15 @@ class ModelRunner:
         sequences  as `ScheduledBatch.states`
         keep       for each sequence of how many of its last tokens logits are wanted
 
-        Returns float32 (sum of keep, vocab_size), sequence after sequence.
+        Returns float32 (sum of keep, vocab_size), sequence after sequence. Raises ValueError for a sequence beyond
+        `length_limit`; then nothing is stored.
         """
+        longest = max((sequence.len for sequence in sequences), default=0)
+        if self.length_limit is not None and longest > self.length_limit:
+            raise ValueError(
+                f"a sequence has {longest} tokens, and beyond {self.length_limit} {type(self.model).__name__} computes "
+                "other keys for tokens that are stored already"
+            )
         with self._lock, torch.inference_mode(), self._hooks.over_pages():
             return self._forward(self._memory, tokens, sequences, keep)
 
@@ -337,6 +352,18 @@ def require_causal_lm(model: Any) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if devices:
         raise ValueError(f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu")
+
+
+def rope_limit(config: Any) -> int | None:
+    """The length up to which rotary embeddings do not depend on how long a sequence is; None for any length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+    limits = [
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
 
 
 def tolerance(model: Any) -> float:
