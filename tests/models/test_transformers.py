@@ -129,6 +129,6 @@ def test_assisted_decoding_gives_the_same_tokens(family, in_use):
 @pytest.mark.parametrize("family", sorted(RECURRENT))
 def test_recurrent_states_refuse_drafts(family, in_use):
     model, runner = in_use(family)
-    with pytest.raises(ValueError, match="cropped|stateful"):
+    with pytest.raises(ValueError, match=r"cropped|stateful"):
         model.generate(torch.tensor(prompts((17,))), max_new_tokens=9, prompt_lookup_num_tokens=4, **GREEDY)
     assert_nothing_is_left(runner)

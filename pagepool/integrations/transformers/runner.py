@@ -17,7 +17,7 @@ from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.attention import Hooks
 from pagepool.integrations.transformers.cache import PagedLayer, PagedStateLayer, StateLayer
 from pagepool.integrations.transformers.layout import ModelLayout, Unsupported, read_layout
-from pagepool.integrations.transformers.memory import ModelMemory, kv_layout
+from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.step import Step, Tables, running
 from pagepool.memory.hybrid import KvGroup
 from pagepool.memory.kv_pool import KvCachePool
@@ -47,8 +47,8 @@ class ModelRunner:
     To see what the model keeps, and that it computes the same over pages, it is run five times over about a dozen
     random tokens. The model itself is not changed: outside of `run` it behaves as before.
 
-    `length_limit` is the longest sequence that `run` takes, or None: beyond it, models with a `rope_type` of "dynamic" or
-    "longrope" would compute other keys for tokens that are stored already.
+    `length_limit` is the longest sequence that `run` takes, or None. Beyond it models with a `rope_type` of "dynamic"
+    or "longrope" would compute other keys for tokens that are stored already.
 
     `model`, `pool` (a `KvCachePool`, or None for a model without attention), `pools` (the pool of each group),
     `groups` (a tuple of `KvGroup`, or None where one block table does), `states` (an `SsmStatePool` or None),
@@ -105,20 +105,20 @@ class ModelRunner:
         self.vocab_size: int = self._layout.logits.shape[-1]
         if dtype is None:
             dtype = next(model.parameters()).dtype
-        layout = kv_layout(self._layout, block_size, dtype)
-        if layout is None:
+        block_bytes = sum(layout.block_bytes for layout in kv_layouts(self._layout, block_size, dtype))
+        if not block_bytes:
             num_blocks = 0
         elif pool_bytes is not None:
-            num_blocks = integer("pool_bytes", pool_bytes, layout.block_bytes) // layout.block_bytes
+            num_blocks = integer("pool_bytes", pool_bytes, block_bytes) // block_bytes
         elif num_blocks is None:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
-            num_blocks = max_sequences * len(self._layout.windows) * -(-length // layout.block_size)
+            num_blocks = max_sequences * len(self._layout.groups) * -(-length // block_size)
         self._memory = ModelMemory(self._layout, num_blocks, dtype, block_size, max_sequences)
 
     @property
     def pool(self) -> KvCachePool | None:
-        """The pool of keys and values, None for a model without attention."""
-        return self._memory.pool
+        """The pool of keys and values, the first where there are several; None for a model without attention."""
+        return self.pools[0] if self.pools else None
 
     @property
     def groups(self) -> tuple[KvGroup, ...] | None:
@@ -127,8 +127,8 @@ class ModelRunner:
 
     @property
     def pools(self) -> tuple[KvCachePool, ...]:
-        """The pool of each group: one pool serves them all."""
-        return () if self.pool is None else (self.pool,) * len(self._layout.windows)
+        """The pool of each group: one for all layers that store keys and values of one shape."""
+        return self._memory.pools
 
     @property
     def states(self) -> SsmStatePool | None:
@@ -229,7 +229,7 @@ class ModelRunner:
         ends = np.cumsum([len(row) for row in tokens])
         wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, keep, strict=True)])
         cache = Cache(layers=[self._paged_layer(number) for number in range(len(self._layout.states))])
-        step = Step(memory.pool, tables, max(starts), self._layout.borrowed)
+        step = Step(memory.pools, tables, max(starts), self._layout.borrowed)
         # A model computes logits of at least one token.
         rows = torch.from_numpy(wanted) if len(wanted) else torch.tensor([0])
         logits = self._call(step, ids, torch.from_numpy(positions)[None], cache, rows)[0]
@@ -247,7 +247,7 @@ class ModelRunner:
         """Sequences of as many tokens each, as rows of a batch; all of them are new, or none is."""
         ids = torch.tensor(tokens)
         positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
-        step = Step(memory.pool, tables, max(starts), self._layout.borrowed)
+        step = Step(memory.pools, tables, max(starts), self._layout.borrowed)
         layers: list[Any] = []
         for number, views in enumerate(memory.views):
             states = {name: rows_of(view, slots) for name, view in views.items()}
@@ -318,7 +318,7 @@ class ModelRunner:
 
     def _error_over_pages(self, layout: ModelLayout, prompts: list[list[int]], own: torch.Tensor) -> float:
         """How far logits over pages are off, as a share of the largest: of all tokens the median, or the most."""
-        memory = ModelMemory(layout, 4 * max(1, len(layout.windows)), "float32", max_sequences=2)
+        memory = ModelMemory(layout, 4 * max(1, len(layout.groups)), "float32", max_sequences=2)
         sequences = [memory.sequence() for _ in prompts]
         parts: list[list[torch.Tensor]] = [[], []]
         with self._hooks.over_pages():
