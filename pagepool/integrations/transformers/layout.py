@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from pagepool.integrations.transformers.attention import Hooks
-from pagepool.integrations.transformers.step import AttentionLayer
+from pagepool.integrations.transformers.step import AttentionLayer, Shape
 
 __all__ = ["ModelLayout", "Unsupported", "read_layout"]
 
@@ -34,6 +34,13 @@ class Unsupported(ValueError):
     """A model that cannot run over pages; the sentence says why."""
 
 
+class Group(NamedTuple):
+    """Layers of one window whose keys and values lie in one pool."""
+
+    window: int | None
+    pool: int
+
+
 @dataclass
 class ModelLayout:
     """What a model keeps.
@@ -41,17 +48,17 @@ class ModelLayout:
     attention   its attention layers, in the order of the cache
     states      for each layer of the cache the recurrent states: name -> (shape, dtype), empty without any
     borrowed    modules that attend to keys and values of another layer, with that layer
-    windows     the window of each group, None for full attention
-    group_size  how many layers a block of the pool has
+    groups      the groups of layers with a block table each
+    shapes      the shape and the number of layers of each pool
     logits      float32 (tokens, vocab_size): what the model itself computed for the tokens of the probe
     """
 
     attention: list[AttentionLayer]
     states: list[dict[str, tuple[tuple[int, ...], str]]]
     borrowed: dict[Any, AttentionLayer]
-    windows: list[int | None]
+    groups: list[Group]
+    shapes: list[tuple[Shape, int]]
     logits: torch.Tensor
-    group_size: int
 
     def __post_init__(self) -> None:
         self.by_cache_layer = {layer.cache_layer: layer for layer in self.attention}
@@ -99,10 +106,9 @@ def probe_attention(
         probe.returned[key.data_ptr()] = layer
         probe.modules[layer] = module
         probe.windows[layer] = probe.masks[attention_mask.data_ptr()]
-    own: Callable[..., Any] = getattr(
-        sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward
-    )
-    return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    result: tuple[torch.Tensor, torch.Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
+    return result
 
 
 def probe_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -149,7 +155,7 @@ def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
         probe.returned[result[0].data_ptr()] = layer
         return result
 
-    cache.update = note  # type: ignore[method-assign]
+    cache.update = note
     _probing.probe = probe
     try:
         with hooks.calling(PROBE):
@@ -160,10 +166,10 @@ def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
     attention = [attention_layer(hooks, probe, layer) for layer in sorted(probe.stored)]
     if not attention and not any(states):
         raise Unsupported("it keeps nothing in the cache that it is given")
-    attention, windows, size = grouped(attention)
+    attention, groups, shapes = grouped(attention)
     by_number = {layer.cache_layer: layer for layer in attention}
     borrowed = {module: by_number[layer] for module, layer in probe.borrowed.items()}
-    return ModelLayout(attention, states, borrowed, windows, logits, size)
+    return ModelLayout(attention, states, borrowed, groups, shapes, logits)
 
 
 def states_of(layer: Any) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -194,24 +200,23 @@ def attention_layer(hooks: Hooks, probe: Probe, number: int) -> AttentionLayer:
     return AttentionLayer(number, keys.shape[1], keys.shape[-1], values.shape[-1], probe.windows.get(number), False)
 
 
-def grouped(layers: list[AttentionLayer]) -> tuple[list[AttentionLayer], list[int | None], int]:
-    """Layers with their groups, the window of each group, and how many layers a block of the pool has.
+def grouped(layers: list[AttentionLayer]) -> tuple[list[AttentionLayer], list[Group], list[tuple[Shape, int]]]:
+    """Layers with their groups, the groups, and the shape and the number of layers of each pool.
 
-    A group has layers of one window. All groups have about as many layers as the smallest kind, since each block of the
-    pool has room for the largest group.
+    A group has layers of one window and shape. All groups of a pool have about as many layers as its smallest kind,
+    since each of its blocks has room for the largest group.
     """
-    shapes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.latent) for layer in layers}
-    if len(shapes) > 1:
-        raise Unsupported(f"its layers store keys and values of {len(shapes)} shapes, and a pool has one")
-    kinds: Mapping[int | None, list[AttentionLayer]] = {
-        window: [layer for layer in layers if layer.window == window] for window in {layer.window for layer in layers}
-    }
-    size = min(map(len, kinds.values()), default=0)
-    windows: list[int | None] = []
+    kinds: dict[tuple[Shape, int | None], list[AttentionLayer]] = {}
+    for layer in layers:
+        kinds.setdefault((layer.shape, layer.window), []).append(layer)
+    sizes: dict[Shape, int] = {}
+    for (shape, _), members in kinds.items():
+        sizes[shape] = min(len(members), sizes.get(shape, len(members)))
+    groups: list[Group] = []
     found: list[AttentionLayer] = []
-    for window, members in sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0)):
-        for begin in range(0, len(members), size):
-            chunk = members[begin : begin + size]
-            found += [replace(layer, group=len(windows), pool_layer=place) for place, layer in enumerate(chunk)]
-            windows.append(window)
-    return sorted(found, key=lambda layer: layer.cache_layer), windows, size
+    for (shape, window), members in sorted(kinds.items(), key=lambda kind: (kind[0][1] is not None, kind[0][1] or 0)):
+        for begin in range(0, len(members), sizes[shape]):
+            chunk = members[begin : begin + sizes[shape]]
+            found += [replace(layer, group=len(groups), pool_layer=place) for place, layer in enumerate(chunk)]
+            groups.append(Group(window, list(sizes).index(shape)))
+    return sorted(found, key=lambda layer: layer.cache_layer), groups, list(sizes.items())

@@ -16,29 +16,29 @@ from pagepool.memory.hybrid import HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
 
-__all__ = ["ModelMemory", "kv_layout"]
+__all__ = ["ModelMemory", "kv_layouts"]
 
 
-def kv_layout(layout: ModelLayout, block_size: int, dtype: Any) -> KvLayout | None:
-    """What a block holds for a model; None for one without attention. Raises as `KvLayout`."""
-    if not layout.attention:
-        return None
-    first = layout.attention[0]
-    return KvLayout(
-        layout.group_size,
-        first.num_kv_heads,
-        first.head_dim,
-        block_size,
-        dtype,
-        v_head_dim=first.v_head_dim,
-        v_in_k=first.latent,
-    )
+def kv_layouts(layout: ModelLayout, block_size: int, dtype: Any) -> list[KvLayout]:
+    """What a block of each pool holds. Raises as `KvLayout`."""
+    return [
+        KvLayout(
+            num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            block_size,
+            dtype,
+            v_head_dim=shape.v_head_dim,
+            v_in_k=shape.latent,
+        )
+        for shape, num_layers in layout.shapes
+    ]
 
 
 class ModelMemory:
     """The memory of one model.
 
-    pool    its `KvCachePool`, which serves all groups, or None
+    pools   the `KvCachePool` of each group: layers of one shape share one, and all have one allocator
     groups  a `KvGroup` for each set of layers with a block table; None for a single one without a window
     states  its `SsmStatePool`, or None
     """
@@ -46,11 +46,13 @@ class ModelMemory:
     def __init__(
         self, layout: ModelLayout, num_blocks: int, dtype: Any, block_size: int = 16, max_sequences: int = 32
     ) -> None:
-        kv = kv_layout(layout, block_size, dtype)
-        self.pool = None if kv is None else KvCachePool.from_layout(kv, num_blocks)
-        self.groups: tuple[KvGroup, ...] | None = None
-        if self.pool is not None and layout.windows != [None]:
-            self.groups = tuple(KvGroup(self.pool.allocator, block_size, window) for window in layout.windows)
+        self._pools: list[KvCachePool] = []
+        for kv in kv_layouts(layout, block_size, dtype):
+            allocator = self._pools[0].allocator if self._pools else None
+            self._pools.append(KvCachePool.from_layout(kv, num_blocks, allocator))
+        self.pools = tuple(self._pools[group.pool] for group in layout.groups)
+        groups = tuple(KvGroup(self.pools[0].allocator, block_size, group.window) for group in layout.groups)
+        self.groups = None if [group.window for group in groups] in ([], [None]) else groups
         self.states: SsmStatePool | None = None
         self.views: list[dict[str, torch.Tensor]] = []
         if layout.has_states:
@@ -60,7 +62,7 @@ class ModelMemory:
                 for layer, names in enumerate(layout.states)
             ]
         self._block_size = block_size
-        self._tables = [BlockTables(max_sequences, 64) for _ in layout.windows]
+        self._tables = [BlockTables(max_sequences, 64) for _ in layout.groups]
 
     def sequence(self, label: int | None = None) -> Any:
         """Returns a new sequence: a `PagedSeqState`, or a `HybridSequence` of a model with windows or states.
@@ -68,11 +70,8 @@ class ModelMemory:
         Raises PoolExhausted when no slot is free for its state.
         """
         if self.groups is None and self.states is None:
-            assert self.pool is not None
-            return PagedSeqState(self.pool.allocator, self._block_size, label=label)
-        groups = self.groups
-        if groups is None:
-            groups = () if self.pool is None else (KvGroup(self.pool.allocator, self._block_size),)
+            return PagedSeqState(self.pools[0].allocator, self._block_size, label=label)
+        groups = self.groups or tuple(KvGroup(pool.allocator, self._block_size) for pool in self.pools)
         return HybridSequence(groups, self.states, label=label)
 
     def fill(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Tables]:
@@ -95,5 +94,6 @@ class ModelMemory:
         """Frees the pages. Raises BufferError while views of them are held."""
         self.views = []
         self.states = None
-        if self.pool is not None:
-            self.pool.close()
+        self.pools = ()
+        while self._pools:
+            self._pools.pop().close()

@@ -17,7 +17,7 @@ from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.attention import Hooks
 from pagepool.integrations.transformers.cache import PagedLayer, PagedStateLayer, StateLayer
 from pagepool.integrations.transformers.layout import ModelLayout, Unsupported, read_layout
-from pagepool.integrations.transformers.memory import ModelMemory, kv_layout
+from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.step import Step, Tables, running
 from pagepool.memory.hybrid import KvGroup
 from pagepool.memory.kv_pool import KvCachePool
@@ -42,10 +42,13 @@ class ModelRunner:
                    the model's own maximum where that is less; pages that are never used take no memory
     dtype          of the pages, as in `KvLayout`; by default that of the model's keys
     block_size     tokens per block
-    max_sequences  how many recurrent states there is room for
+    max_sequences  how many sequences may run at a time: as many recurrent states there are
 
     To see what the model keeps, and that it computes the same over pages, it is run five times over about a dozen
     random tokens. The model itself is not changed: outside of `run` it behaves as before.
+
+    `length_limit` is the longest sequence that `run` takes, or None. Beyond it models with a `rope_type` of "dynamic"
+    or "longrope" would compute other keys for tokens that are stored already.
 
     `model`, `pool` (a `KvCachePool`, or None for a model without attention), `pools` (the pool of each group),
     `groups` (a tuple of `KvGroup`, or None where one block table does), `states` (an `SsmStatePool` or None),
@@ -85,7 +88,10 @@ class ModelRunner:
         max_sequences = integer("max_sequences", max_sequences, 1)
         require_causal_lm(model)
         self.model = model
-        self.max_model_len: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_sequences = max_sequences
+        config = model.config.get_text_config(decoder=True)
+        self.length_limit = rope_limit(config)
+        self.max_model_len: int | None = self.length_limit or getattr(config, "max_position_embeddings", None)
         self._hooks = Hooks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._lock = Lock()
@@ -93,23 +99,26 @@ class ModelRunner:
             self._layout, self._is_chunked = self._try_out()
         except Unsupported as error:
             raise ValueError(f"{type(model).__name__} cannot run over pages: {error}") from error
+        except Exception as error:  # whatever the code of a model raises that is not run as it expects
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"{type(model).__name__} cannot run over pages: its forward raised {reason}") from error
         self.vocab_size: int = self._layout.logits.shape[-1]
         if dtype is None:
             dtype = next(model.parameters()).dtype
-        layout = kv_layout(self._layout, block_size, dtype)
-        if layout is None:
+        block_bytes = sum(layout.block_bytes for layout in kv_layouts(self._layout, block_size, dtype))
+        if not block_bytes:
             num_blocks = 0
         elif pool_bytes is not None:
-            num_blocks = integer("pool_bytes", pool_bytes, layout.block_bytes) // layout.block_bytes
+            num_blocks = integer("pool_bytes", pool_bytes, block_bytes) // block_bytes
         elif num_blocks is None:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
-            num_blocks = max_sequences * len(self._layout.windows) * -(-length // layout.block_size)
+            num_blocks = max_sequences * len(self._layout.groups) * -(-length // block_size)
         self._memory = ModelMemory(self._layout, num_blocks, dtype, block_size, max_sequences)
 
     @property
     def pool(self) -> KvCachePool | None:
-        """The pool of keys and values, None for a model without attention."""
-        return self._memory.pool
+        """The pool of keys and values, the first where there are several; None for a model without attention."""
+        return self.pools[0] if self.pools else None
 
     @property
     def groups(self) -> tuple[KvGroup, ...] | None:
@@ -118,8 +127,8 @@ class ModelRunner:
 
     @property
     def pools(self) -> tuple[KvCachePool, ...]:
-        """The pool of each group: one pool serves them all."""
-        return () if self.pool is None else (self.pool,) * len(self._layout.windows)
+        """The pool of each group: one for all layers that store keys and values of one shape."""
+        return self._memory.pools
 
     @property
     def states(self) -> SsmStatePool | None:
@@ -160,10 +169,24 @@ class ModelRunner:
         sequences  as `ScheduledBatch.states`
         keep       for each sequence of how many of its last tokens logits are wanted
 
-        Returns float32 (sum of keep, vocab_size), sequence after sequence.
+        Returns float32 (sum of keep, vocab_size), sequence after sequence. Raises ValueError for a sequence beyond
+        `length_limit`; then nothing is stored.
         """
+        longest = max((sequence.len for sequence in sequences), default=0)
+        if self.length_limit is not None and longest > self.length_limit:
+            raise ValueError(
+                f"a sequence has {longest} tokens, and beyond {self.length_limit} {type(self.model).__name__} computes "
+                "other keys for tokens that are stored already"
+            )
         with self._lock, torch.inference_mode(), self._hooks.over_pages():
             return self._forward(self._memory, tokens, sequences, keep)
+
+    def new_sequence(self, label: int | None = None) -> Any:
+        """Returns a new sequence for `forward`: a `PagedSeqState`, or a `HybridSequence` for windows or states.
+
+        The caller appends tokens to it and closes it. Raises PoolExhausted when no slot is free for its state.
+        """
+        return self._memory.sequence(label)
 
     def close(self) -> None:
         """Frees the memory. Raises BufferError while views of the pages are held."""
@@ -206,7 +229,7 @@ class ModelRunner:
         ends = np.cumsum([len(row) for row in tokens])
         wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, keep, strict=True)])
         cache = Cache(layers=[self._paged_layer(number) for number in range(len(self._layout.states))])
-        step = Step(memory.pool, tables, max(starts), self._layout.borrowed)
+        step = Step(memory.pools, tables, max(starts), self._layout.borrowed)
         # A model computes logits of at least one token.
         rows = torch.from_numpy(wanted) if len(wanted) else torch.tensor([0])
         logits = self._call(step, ids, torch.from_numpy(positions)[None], cache, rows)[0]
@@ -224,7 +247,7 @@ class ModelRunner:
         """Sequences of as many tokens each, as rows of a batch; all of them are new, or none is."""
         ids = torch.tensor(tokens)
         positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
-        step = Step(memory.pool, tables, max(starts), self._layout.borrowed)
+        step = Step(memory.pools, tables, max(starts), self._layout.borrowed)
         layers: list[Any] = []
         for number, views in enumerate(memory.views):
             states = {name: rows_of(view, slots) for name, view in views.items()}
@@ -263,8 +286,8 @@ class ModelRunner:
     def _in_turn(self, counts: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
         """Which sequences a model with recurrent states runs together, and which of their tokens.
 
-        Sequences that go on with one token each run as one batch. A chunk of a prompt runs alone. One that goes on where
-        the layers cannot go on with several tokens runs token by token.
+        Sequences that go on with one token each run as one batch, and a chunk of a prompt runs alone: token by token if
+        the model cannot go on with several.
         """
         decodes = [row for row, count in enumerate(counts) if count == 1 and starts[row]]
         if decodes:
@@ -295,7 +318,7 @@ class ModelRunner:
 
     def _error_over_pages(self, layout: ModelLayout, prompts: list[list[int]], own: torch.Tensor) -> float:
         """How far logits over pages are off, as a share of the largest: of all tokens the median, or the most."""
-        memory = ModelMemory(layout, 4 * max(1, len(layout.windows)), "float32", max_sequences=2)
+        memory = ModelMemory(layout, 4 * max(1, len(layout.groups)), "float32", max_sequences=2)
         sequences = [memory.sequence() for _ in prompts]
         parts: list[list[torch.Tensor]] = [[], []]
         with self._hooks.over_pages():
@@ -329,6 +352,18 @@ def require_causal_lm(model: Any) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if devices:
         raise ValueError(f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu")
+
+
+def rope_limit(config: Any) -> int | None:
+    """The length up to which rotary embeddings do not depend on how long a sequence is; None for any length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+    limits = [
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
 
 
 def tolerance(model: Any) -> float:

@@ -13,7 +13,7 @@ import torch
 from pagepool.attention.decode import decode
 from pagepool.memory.kv_pool import KvCachePool
 
-__all__ = ["AttentionLayer", "Step", "Tables", "current_step", "running"]
+__all__ = ["AttentionLayer", "Shape", "Step", "Tables", "current_step", "running"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,20 @@ class AttentionLayer:
     group: int = 0
     pool_layer: int = 0
 
+    @property
+    def shape(self) -> Shape:
+        """What it stores of a token; layers of one shape may share a pool."""
+        return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, self.latent)
+
+
+class Shape(NamedTuple):
+    """What a layer stores of a token."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    latent: bool
+
 
 class Tables(NamedTuple):
     """The block tables of a forward in one group, as `BlockTables` has them."""
@@ -49,18 +63,18 @@ class Tables(NamedTuple):
 class Step:
     """The memory of one forward: tables of each group, and the layer that has stored and not attended yet.
 
-    pool      the pool of all groups
+    pools     the pool of each group
     tables    the `Tables` of each group
     seen      the most tokens that a sequence of this forward had before
     borrowed  modules that attend to keys and values of another layer, with that layer
     """
 
-    __slots__ = ("borrowed", "pending", "pool", "seen", "tables", "threads")
+    __slots__ = ("borrowed", "pending", "pools", "seen", "tables", "threads")
 
     def __init__(
-        self, pool: KvCachePool | None, tables: Sequence[Tables], seen: int, borrowed: Mapping[Any, AttentionLayer]
+        self, pools: Sequence[KvCachePool], tables: Sequence[Tables], seen: int, borrowed: Mapping[Any, AttentionLayer]
     ) -> None:
-        self.pool = pool
+        self.pools = pools
         self.tables = tables
         self.seen = seen
         self.borrowed = borrowed
@@ -69,14 +83,11 @@ class Step:
 
     def append(self, layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores keys and values, (batch, heads, tokens, dims) each, of this forward's tokens."""
-        assert self.pool is not None
-        slots = self.tables[layer.group].slot_mapping
+        pool, slots = self.pools[layer.group], self.tables[layer.group].slot_mapping
         if layer.latent:
-            rows = by_token(torch.cat((keys, values), -1))
-            self.pool.append(layer.pool_layer, slots, self._as_stored(rows))
+            pool.append(layer.pool_layer, slots, stored_as(pool, by_token(torch.cat((keys, values), -1))))
         else:
-            keys, values = self._as_stored(by_token(keys)), self._as_stored(by_token(values))
-            self.pool.append(layer.pool_layer, slots, keys, values)
+            pool.append(layer.pool_layer, slots, stored_as(pool, by_token(keys)), stored_as(pool, by_token(values)))
         self.pending = layer
 
     def attend(
@@ -89,16 +100,15 @@ class Step:
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends with queries (batch, heads, tokens, dims); returns (batch, tokens, heads, dims of values)."""
-        assert self.pool is not None
         layer, self.pending = self.pending or self.borrowed[module], None
-        tables = self.tables[layer.group]
+        pool, tables = self.pools[layer.group], self.tables[layer.group]
         batch, heads, count, _ = query.shape
         q = absorbed(module, query) if layer.latent else query
         q = by_token(q)
-        out = torch.empty((batch * count, heads, self.pool.v_head_dim), dtype=query.dtype)
+        out = torch.empty((batch * count, heads, pool.v_head_dim), dtype=query.dtype)
         decode(
             q,
-            self.pool,
+            pool,
             layer.pool_layer,
             tables.block_tables,
             tables.seq_lens,
@@ -115,10 +125,12 @@ class Step:
             out = expanded(module, out)
         return out.view(batch, count, heads, out.shape[-1])
 
-    def _as_stored(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows as pages of this dtype take them: as they are, or in float32."""
-        assert self.pool is not None
-        return rows if str(rows.dtype) == f"torch.{self.pool.dtype}" else rows.float()
+
+def stored_as(pool: KvCachePool, rows: torch.Tensor) -> torch.Tensor:
+    """Rows as pages of this dtype take them: as they are, or in float32."""
+    if rows.stride(-1) != 1:  # as `append` wants it
+        rows = rows.contiguous()
+    return rows if str(rows.dtype) == f"torch.{pool.dtype}" else rows.float()
 
 
 def by_token(rows: torch.Tensor) -> torch.Tensor:
