@@ -30,10 +30,10 @@ def wanted_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 255, 256, 257, 1000])
+@pytest.mark.parametrize("size", [1, 2, 256, 257, 1000])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.5}])
 def test_tokens_are_drawn_as_often_as_they_are_likely(size, params):
-    logits, count = random_logits(size), 4000
+    logits, count = random_logits(size), 1000
     wanted = wanted_probabilities(logits, **params)
     one = sampler(**{"temperature": 1.0, "seed": 5, **params})
     found = np.bincount([one.sample(logits) for _ in range(count)], minlength=size)
@@ -46,7 +46,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(size, params):
 def test_a_nucleus_of_more_tokens_than_are_looked_at_first_is_found_whole(top_p):
     logits = np.zeros(5000, np.float32)
     one = sampler(temperature=1.0, top_p=top_p, seed=1)
-    found = {one.sample(logits) for _ in range(3000)}
+    found = {one.sample(logits) for _ in range(1000)}
     assert max(found) < int(np.ceil(5000 * top_p)) and max(found) > 0.98 * 5000 * top_p
 
 
