@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig  # noqa: E402
 from pagepool import PoolExhausted, SchedulerConfig  # noqa: E402
 from pagepool.integrations.transformers import ModelRunner, release, use  # noqa: E402
 from pagepool.integrations.transformers.layout import Unsupported, window_of  # noqa: E402
+from pagepool.integrations.transformers.paged_cache import PagedCache  # noqa: E402
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -58,7 +59,7 @@ def test_a_second_call_computes_only_what_is_new(llama):
     prompt = prompts((70,))[0]
     first, fed = count_fed(runner, lambda: llama.generate(torch.tensor([prompt]), max_new_tokens=8, **GREEDY))
     assert fed == 70 + 7
-    longer = torch.tensor([first[0].tolist() + [11, 12]])
+    longer = torch.tensor([[*first[0].tolist(), 11, 12]])
     _, fed = count_fed(runner, lambda: llama.generate(longer, max_new_tokens=1, **GREEDY))
     assert fed == 80 - 64  # four blocks of 16 were kept
     outputs, fed = count_fed(runner, lambda: llama.generate_batch([prompt], batch_config()))
@@ -88,8 +89,9 @@ def test_a_prefix_cache_gives_way_when_the_pool_is_full(llama):
 
 def test_a_pool_that_is_too_small_raises_and_loses_no_block(llama):
     runner = use(llama, num_blocks=4, prefix_cache=False)
-    with pytest.raises(PoolExhausted, match=r"asked for 2 blocks, 0 of 4 are free|asked for \d+ blocks?, \d of 4"):
-        llama.generate(torch.tensor(prompts((70,))), max_new_tokens=8, **GREEDY)
+    ids, mask = padded(prompts((30, 40)))
+    with pytest.raises(PoolExhausted, match="asked for 3 blocks, 2 of 4 are free"):
+        llama.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)
     assert runner.pool.allocator.in_use == 0
     assert llama.generate(torch.tensor(prompts((17,))), max_new_tokens=8, **GREEDY).shape == (1, 25)
     outputs = llama.generate_batch(prompts((70, 17)), batch_config())
@@ -123,7 +125,7 @@ def test_model_and_other_caches_are_as_before(llama):
         assert torch.equal(llama(ids).logits, own)
         assert torch.equal(llama.generate(ids, max_new_tokens=8, use_cache=False, **GREEDY), tokens)
         cache = DynamicCache(config=llama.config)
-        assert torch.equal(llama.generate(ids, max_new_tokens=8, past_key_values=cache, **GREEDY), tokens)
+        assert torch.equal(llama.generate(ids, max_new_tokens=8, cache=cache, **GREEDY), tokens)
         assert cache.get_seq_length() == 24
         assert torch.equal(llama.generate(ids, max_new_tokens=8, cache_implementation="static", **GREEDY), tokens)
     llama.train()
@@ -164,9 +166,7 @@ def test_a_returned_cache_goes_on(llama):
     longer = torch.cat((mask, torch.ones(2, 6, dtype=torch.long)), 1)
     rest, fed = count_fed(
         runner,
-        lambda: llama.generate(
-            part.sequences, attention_mask=longer, past_key_values=part.cache, max_new_tokens=6, **GREEDY
-        ),
+        lambda: llama.generate(part.sequences, attention_mask=longer, cache=part.cache, max_new_tokens=6, **GREEDY),
     )
     assert rest.tolist() == whole.tolist()
     assert fed == 2 * 6
@@ -232,10 +232,6 @@ REFUSED_CALLS = {
         {"attention_mask": [[1, 1, 1, 0]]},
         "attention_mask must have its zeros on the left: generation over pages needs left padding",
     ),
-    "a mask of another width": (
-        {"attention_mask": [[1, 1, 1]]},
-        r"attention_mask must have the shape \(1, 4\), not \(1, 3\)",
-    ),
     "positions of its own": ({"position_ids": [[5, 6, 7, 8]]}, "position_ids of row 0 end at 8, and its tokens at 3"),
     "attention weights": (
         {"output_attentions": True, "return_dict_in_generate": True},
@@ -251,6 +247,20 @@ def test_a_call_that_pages_cannot_serve_is_refused(name, llama):
     options = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
     with pytest.raises(ValueError, match=message):
         llama.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=2, **options, **GREEDY)
+    assert runner.pool.allocator.in_use == 0
+
+
+def test_masks_and_batches_of_another_size_are_refused(llama):
+    runner = use(llama, num_blocks=16)
+    cache = PagedCache(runner)
+    with pytest.raises(ValueError, match=r"attention_mask must have the shape \(1, 4\), not \(1, 3\)"):
+        llama(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.ones(1, 3), cache=cache)
+    llama(torch.ones(1, 4, dtype=torch.long), cache=cache)
+    with pytest.raises(ValueError, match="input_ids has 2 rows, and the cache has 1"):
+        llama(torch.ones(2, 1, dtype=torch.long), cache=cache)
+    with pytest.raises(ValueError, match="tokens_to_remove must be 0 or less, not 3"):
+        cache.crop(3)
+    cache.close()
     assert runner.pool.allocator.in_use == 0
 
 
@@ -283,7 +293,9 @@ def test_batches_end_at_stop_tokens_and_keep_the_order_of_prompts(llama):
     inputs = prompts((5, 17))
     stop = eager_tokens("Llama")[0][2]
     outputs = llama.generate_batch(
-        inputs, batch_config(eos_token_id=stop, num_return_sequences=2), record_timestamps=True, progress_bar=False
+        inputs,
+        batch_config(eos_token_id=stop, do_sample=True, top_k=1, num_return_sequences=2),
+        record_timestamps=True,
     )
     assert list(outputs) == ["req_0", "req_0__child#0", "req_1", "req_1__child#0"]
     first = outputs["req_0"]
@@ -321,7 +333,9 @@ def test_sizes_and_objects_that_are_wrong_are_refused(llama):
     refuse(llama, "pool_bytes must be at least 16384, not 100|pool_bytes must be from 16384", pool_bytes=100)
     refuse(llama, "max_sequences must be at least 1, not 0|max_sequences must be from 1", max_sequences=0)
     refuse(llama, "dtype must be one of .*, not 'float64'", dtype="float64")
-    refuse(llama.to(torch.float64), "dtype must be one of .*, not 'float64'")
+    refuse(
+        llama.to(torch.float64), "LlamaForCausalLM cannot run over pages: its weights are torch.float64, not a dtype"
+    )
     llama.float()
     refuse(llama.model, "LlamaModel cannot run over pages: it has no head that generates tokens")
     with torch.device("meta"):
@@ -335,7 +349,7 @@ T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "
 OTHER_FAMILIES = {
     "T5ForConditionalGeneration": (T5, "it is an encoder-decoder"),
     "FalconForCausalLM": (
-        {"num_hidden_layers": 2},
+        {},
         "layer 0 attends in code of its own, which calls no attention function",
     ),
     "JetMoeForCausalLM": (
@@ -355,7 +369,7 @@ OTHER_FAMILIES = {
 def test_a_model_that_pages_cannot_serve_is_refused_by_name(name):
     options, reason = OTHER_FAMILIES[name]
     cls = getattr(transformers, name)
-    model = cls(cls.config_class(**({} if name.startswith("T5") else SIZES), **options)).eval()
+    model = cls(cls.config_class(**{**({} if name.startswith("T5") else SIZES), **options})).eval()
     refuse(model, re.escape(f"{name} cannot run over pages: {reason}"))
 
 
