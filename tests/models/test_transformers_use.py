@@ -358,6 +358,10 @@ OTHER_FAMILIES = {
     ),
     "DogeForCausalLM": ({}, "DogeAttention makes its mask itself, and pages need to know its window"),
     "Llama4ForCausalLM": ({"attention_chunk_size": 16}, "a mask that is not a causal window of 16 at query"),
+    "MoshiForCausalLM": (
+        {"sliding_window": 8, "ffn_dim": 96, "hidden_act": "silu"},
+        "layer 0 sees all tokens, and its own cache keeps 8",
+    ),
     "DeepseekV32ForCausalLM": (
         {"q_lora_rank": 32, "kv_lora_rank": 32, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2},
         "its attention chooses tokens by an index",
