@@ -122,7 +122,8 @@ lint: build $(VENV)/.tools  ## ruff, mypy, stubtest, cython-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m mypy.stubtest pagepool --allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
+	$(PY) -m mypy.stubtest pagepool --mypy-config-file pyproject.toml \
+		--allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
 	PATH=$(abspath $(VENV))/bin:$$PATH cython-lint $$(git ls-files '*.pyx' '*.pxd' 2>/dev/null || find pagepool tests -name '*.p[yx][xd]')
 
 docs: build $(VENV)/.tools  ## the guide and the reference as HTML; warnings are errors
