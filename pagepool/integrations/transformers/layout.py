@@ -162,6 +162,8 @@ def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
             logits = model(input_ids=tokens, use_cache=True, cache=cache).logits[0].float()
     finally:
         del _probing.probe
+    for number, window in probe.windows.items():
+        require_same_window(number, cache.layers[number], window)
     states = [states_of(layer) for layer in cache.layers]
     attention = [attention_layer(hooks, probe, layer) for layer in sorted(probe.stored)]
     if not attention and not any(states):
@@ -170,6 +172,14 @@ def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
     by_number = {layer.cache_layer: layer for layer in attention}
     borrowed = {module: by_number[layer] for module, layer in probe.borrowed.items()}
     return ModelLayout(attention, states, borrowed, groups, shapes, logits)
+
+
+def require_same_window(number: int, layer: Any, window: int | None) -> None:
+    """Raises Unsupported where the model's own cache forgets tokens that the layer's mask shows."""
+    size = getattr(layer, "sliding_window", None)
+    if size is not None and window != size - 1:
+        seen = "all tokens" if window is None else f"{window + 1} tokens"
+        raise Unsupported(f"layer {number} sees {seen}, and its own cache keeps {size}")
 
 
 def states_of(layer: Any) -> dict[str, tuple[tuple[int, ...], str]]:

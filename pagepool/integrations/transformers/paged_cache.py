@@ -97,7 +97,7 @@ class PagedCache(Cache):
             shape = tuple(mask.shape)
             raise ValueError(f"attention_mask must have the shape {(batch, self._width + count)}, not {shape}")
         seen = mask.bool()
-        if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
+        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
             raise ValueError("attention_mask must have its zeros on the left: generation over pages needs left padding")
         counts: list[int] = seen[:, self._width :].sum(1).tolist()
         return counts

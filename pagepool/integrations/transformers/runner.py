@@ -104,7 +104,7 @@ class ModelRunner:
             raise ValueError(f"{type(model).__name__} cannot run over pages: its forward raised {reason}") from error
         self.vocab_size: int = self._layout.logits.shape[-1]
         if dtype is None:
-            dtype = next(model.parameters()).dtype
+            dtype = model.dtype
         block_bytes = sum(layout.block_bytes for layout in kv_layouts(self._layout, block_size, dtype))
         if not block_bytes:
             num_blocks = 0
@@ -349,6 +349,8 @@ def require_causal_lm(model: Any) -> None:
         raise ValueError(f"{name} cannot run over pages: it is an encoder-decoder")
     if not model.can_generate():
         raise ValueError(f"{name} cannot run over pages: it has no head that generates tokens")
+    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} cannot run over pages: its weights are {model.dtype}, not a dtype that pages have")
     devices = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if devices:
         raise ValueError(f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu")
@@ -368,7 +370,7 @@ def rope_limit(config: Any) -> int | None:
 
 def tolerance(model: Any) -> float:
     """How far logits may be off, as a share of the largest: rounding, in the model's dtype."""
-    return 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    return 1e-3 if model.dtype == torch.float32 else 0.1
 
 
 def cut(tables: Tables, rows: Sequence[int], begin: int, end: int, counts: Sequence[int]) -> Tables:

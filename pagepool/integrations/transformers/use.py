@@ -47,7 +47,7 @@ def use(
     torch.Size([1, 8])
     >>> release(model)
     """
-    if RUNNER in vars(model):
+    if hasattr(model, RUNNER):
         raise ValueError(f"this {type(model).__name__} is in use already: release it first")
     runner = ModelRunner(
         model,
@@ -102,7 +102,7 @@ def use(
 
 def release(model: Any) -> None:
     """Undoes `use` and frees the memory. Raises ValueError for a model that is not in use."""
-    if RUNNER not in vars(model):
+    if not hasattr(model, RUNNER):
         raise ValueError(f"this {type(model).__name__} is not in use")
     runner: ModelRunner = vars(model).pop(RUNNER)
     for name in HOOKED:
