@@ -73,8 +73,8 @@ class Engine:
         if not hasattr(model, "run"):
             from pagepool.integrations.transformers import ModelRunner
 
-            sizes = {"pool_bytes": pool_bytes, "num_blocks": num_blocks, "block_size": config.block_size}
-            self.runner = ModelRunner(model, dtype=dtype, max_sequences=config.max_sequences, **sizes)
+            sizes = {"block_size": config.block_size, "max_sequences": config.max_sequences}
+            self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **sizes)
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, self.runner.vocab_size)
         self.prefix_cache = self.runner.new_prefix_cache() if prefix_cache else None

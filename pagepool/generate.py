@@ -134,18 +134,18 @@ def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) ->
             print(f"--- {number} of {len(prompts)}")
         if is_shown and generation is not None:
             print(prompt, end="", flush=True)
-        error = refusal
+        fault = refusal
         if generation is not None:
             with written_to(STDOUT):
                 for piece in progress.watch(generation):
                     if is_shown:
                         print(piece, end="", flush=True)
-            error = None if generation.error is None else str(generation.error)
+            fault = None if generation.error is None else str(generation.error)
         if is_shown and generation is not None:
             print(flush=True)
-        if error is not None:
-            print(f"pagepool: prompt {number}: {error}", file=sys.stderr)
-        outputs.append(output_of(prompt, generation, error))
+        if fault is not None:
+            print(f"pagepool: prompt {number}: {fault}", file=sys.stderr)
+        outputs.append(output_of(prompt, generation, fault))
     return outputs
 
 

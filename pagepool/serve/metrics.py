@@ -41,7 +41,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        found: bytes = generate_latest(self._registry)
+        return found
 
     def collect(self) -> Iterator[Any]:
         """The metric families of the engine's counters; prometheus_client calls this at each scrape."""

@@ -174,7 +174,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(400, f"messages[{number}] must be an object with a role", param="messages")
         content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
         if not all(
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             for part in parts
