@@ -34,9 +34,7 @@ def one_thread(monkeypatch):
 
 def run(capsys, *arguments):
     """The command in this process: its exit code, output and errors."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdin", open(os.devnull))
-        code = cli.main(["generate", "--threads", "1", *arguments])
+    code = cli.main(["generate", "--threads", "1", *arguments])
     found = capsys.readouterr()
     return code, found.out, found.err
 
