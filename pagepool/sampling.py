@@ -63,8 +63,10 @@ class SamplingParams:
                 raise wrong(name, "a sequence", getattr(self, name))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
-            if not isinstance(text, str) or not text:
-                raise wrong("a stop string", "a str of at least 1 character", text)
+            if not isinstance(text, str):
+                raise wrong("a stop string", "a str", text)
+            if not text:
+                raise ValueError("a stop string needs at least 1 character, got 0")
         object.__setattr__(self, "stop", stop)
         ids = frozenset(integer("a stop token", token, 0) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)

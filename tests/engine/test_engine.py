@@ -249,6 +249,7 @@ def test_a_prompt_begins_with_the_pages_of_an_earlier_one():
         ("x", {"temperature": float("inf")}, "temperature must be finite, not inf"),
         ("x", {"top_k": -1}, "top_k must be at least 0, not -1"),
         ("x", {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
+        ("x", {"stop": [""]}, "a stop string needs at least 1 character, got 0"),
         ("x", {"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
     ],
 )
@@ -262,7 +263,7 @@ def test_a_request_that_cannot_run_is_refused_and_others_go_on(prompt, options, 
         assert engine.num_requests == 0
 
 
-@pytest.mark.parametrize("options", [{"seed": "x"}, {"stop": [""]}, {"stop": [3]}, {"top_k": 1.5}, {"logprobs": "3"}])
+@pytest.mark.parametrize("options", [{"seed": "x"}, {"stop": 5}, {"stop": [3]}, {"top_k": 1.5}, {"logprobs": "3"}])
 def test_a_request_of_wrong_types_is_refused(options):
     with new_engine() as engine, pytest.raises(TypeError):
         engine.submit("x", max_new_tokens=5, **options)
