@@ -232,7 +232,7 @@ REFUSED_CALLS = {
         {"attention_mask": [[1, 1, 1, 0]]},
         "attention_mask must have its zeros on the left: generation over pages needs left padding",
     ),
-    "positions of its own": ({"position_ids": [[5, 6, 7, 8]]}, "position_ids of row 0 end at 8, and its tokens at 3"),
+    "positions of its own": ({"position_ids": [[5, 6, 7, 8]]}, "position_ids of row 0 are 5 to 8, and its tokens are numbers 0 to 3"),
     "attention weights": (
         {"output_attentions": True, "return_dict_in_generate": True},
         "generation over pages gives logits, and neither attentions nor hidden states",
@@ -255,6 +255,8 @@ def test_masks_and_batches_of_another_size_are_refused(llama):
     cache = PagedCache(runner)
     with pytest.raises(ValueError, match=r"attention_mask must have the shape \(1, 4\), not \(1, 3\)"):
         llama(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.ones(1, 3), cache=cache)
+    with pytest.raises(ValueError, match="generation over pages takes tokens, and no pixel_values"):
+        llama(torch.ones(1, 4, dtype=torch.long), pixel_values=torch.ones(1), images={"a": None}, cache=cache)
     llama(torch.ones(1, 4, dtype=torch.long), cache=cache)
     with pytest.raises(ValueError, match="input_ids has 2 rows, and the cache has 1"):
         llama(torch.ones(2, 1, dtype=torch.long), cache=cache)

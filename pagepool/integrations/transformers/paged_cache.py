@@ -32,6 +32,11 @@ class Row:
         return Row(self.sequence.fork(), list(self.tokens))
 
 
+def says_something(value: Any) -> bool:
+    """Whether an argument of a forward is more than a name: not None, False or a dict of such."""
+    return any(map(says_something, value.values())) if isinstance(value, dict) else value is not None and value is not False
+
+
 class PagedCache(Cache):
     """What transformers' `generate` keeps between its steps: rows of a batch, each with a sequence of pages.
 
@@ -61,15 +66,19 @@ class PagedCache(Cache):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = True,
-        **kwargs: Any,
+        use_cache: bool | None = True,
+        **others: Any,
     ) -> CausalLMOutputWithPast:
         """One forward of the model for `generate`: `logits` are those of the last `logits_to_keep` tokens, or of all.
 
         Logits of padding are zeros. Raises ValueError for what pages cannot serve: padding that is not on the left,
-        positions that are not those of the tokens, embeddings instead of ids, attention weights and hidden states.
+        positions that are not those of the tokens, embeddings and images, attention weights and hidden states.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("generation over pages begins with input_ids, not with inputs_embeds")
+        unknown = [name for name, value in others.items() if says_something(value)]
+        if unknown:
+            raise ValueError(f"generation over pages takes tokens, and no {', '.join(unknown)}")
         if output_attentions or output_hidden_states:
             raise ValueError("generation over pages gives logits, and neither attentions nor hidden states")
         batch, count = input_ids.shape
@@ -106,14 +115,14 @@ class PagedCache(Cache):
         if positions is None:
             return
         starts = [row.sequence.len for row in self._rows] or [0] * len(counts)
-        for row, (start, own) in enumerate(zip(starts, counts, strict=True)):
-            of_row = positions[row if positions.shape[0] > 1 else 0]
-            if own and (of_row.ndim != 1 or int(of_row[-1]) != start + own - 1 or int(of_row[-own]) != start):
-                last = of_row.flatten()[-1]
-                raise ValueError(
-                    f"position_ids of row {row} end at {int(last)}, and its tokens at {start + own - 1}: pages have no "
-                    "other positions"
-                )
+        for axis in positions if positions.ndim == 3 else [positions]:  # of time, height and width: equal for text
+            for row, (start, own) in enumerate(zip(starts, counts, strict=True)):
+                of_row = axis[row if axis.shape[0] > 1 else 0, count - own :].tolist()
+                if of_row != list(range(start, start + own)):
+                    raise ValueError(
+                        f"position_ids of row {row} are {of_row[0]} to {of_row[-1]}, and its tokens are numbers {start} "
+                        f"to {start + own - 1}: pages have no other positions"
+                    )
 
     def _begin(self, tokens: list[list[int]], keep: list[int]) -> list[torch.Tensor]:
         """The first forward: rows of equal tokens are computed once and forked."""
