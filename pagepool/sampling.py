@@ -118,12 +118,13 @@ class Sampler:
         """
         if self.params.logprobs is None:
             return None, {}
-        best = np.float64(logits.max())
-        total = best + np.log(np.exp(logits - best).sum(dtype=np.float64))
+        best = logits.max()
+        total = float(best) + float(np.log(np.exp(logits - best).sum(dtype=np.float64)))
         count = min(self.params.logprobs, len(logits))
-        top = np.argpartition(-logits, count - 1)[:count] if count else np.empty(0, np.intp)
-        top = top[np.lexsort((top, -logits[top]))]
-        return float(logits[token] - total), {int(index): float(logits[index] - total) for index in top}
+        least = np.partition(logits, -count)[-count] if count else np.inf
+        top = np.flatnonzero(logits >= least)
+        top = top[np.argsort(-logits[top], kind="stable")][:count]
+        return float(logits[token]) - total, {int(index): float(logits[index]) - total for index in top}
 
 
 def _nucleus(weights: Any, top_k: int, top_p: float) -> Any:
