@@ -102,13 +102,18 @@ class Sampler:
             raise ValueError(f"the logit of token {best} is {logits[best]}: the model's result is of no use")
         if params.temperature == 0.0:
             return best
+        ids = None
+        if 0 < params.top_k < len(logits):
+            ids = _largest(logits, params.top_k)
+            logits = logits[ids]
         with np.errstate(over="ignore"):  # by a temperature near 0: what is less likely becomes impossible
-            weights = np.exp((logits - logits[best]) / np.float32(max(params.temperature, 1e-30)))
-        number = self._random.random()
-        if not params.top_k and params.top_p == 1.0:
-            return _draw(weights, number)
-        ids = _nucleus(weights, params.top_k, params.top_p)
-        return int(ids[_draw(weights[ids], number)])
+            weights = np.exp((logits - logits.max()) / np.float32(max(params.temperature, 1e-30)))
+        if params.top_p < 1.0:
+            nucleus = _nucleus(weights, params.top_p)
+            ids = nucleus if ids is None else ids[nucleus]
+            weights = weights[nucleus]
+        place = _draw(weights, self._random.random())
+        return place if ids is None else int(ids[place])
 
     def logprobs(self, logits: Any, token: int) -> tuple[float | None, dict[int, float]]:
         """The natural logarithm of the model's own probability of `token`, and of the most likely tokens by id, most
@@ -121,26 +126,27 @@ class Sampler:
         best = logits.max()
         total = float(best) + float(np.log(np.exp(logits - best).sum(dtype=np.float64)))
         count = min(self.params.logprobs, len(logits))
-        least = np.partition(logits, -count)[-count] if count else np.inf
-        top = np.flatnonzero(logits >= least)
-        top = top[np.argsort(-logits[top], kind="stable")][:count]
+        top = _largest(logits, count) if count else np.empty(0, np.intp)
+        top = top[np.argsort(-logits[top], kind="stable")]
         return float(logits[token]) - total, {int(index): float(logits[index]) - total for index in top}
 
 
-def _nucleus(weights: Any, top_k: int, top_p: float) -> Any:
-    """The ids of the fewest most likely tokens with the share `top_p` of what the `top_k` most likely have; of equal
-    ones the lower ids. A `top_k` of 0 stands for all tokens."""
-    count = min(top_k or FIRST_LOOK, len(weights))
-    values = np.sort(np.partition(weights, -count)[-count:])[::-1]
+def _largest(values: Any, count: int) -> Any:
+    """The indices of the `count` largest, rising; of equal ones the lower indices."""
+    least = np.partition(values, -count)[-count]
+    found = np.flatnonzero(values >= least)
+    ties = np.flatnonzero(values[found] == least)
+    return np.delete(found, ties[len(ties) - (len(found) - count) :])
+
+
+def _nucleus(weights: Any, top_p: float) -> Any:
+    """The indices of the fewest largest weights that have the share `top_p` of all together, rising."""
+    values = np.sort(np.partition(weights, -FIRST_LOOK)[-FIRST_LOOK:] if len(weights) > FIRST_LOOK else weights)[::-1]
     ends = np.cumsum(values, dtype=np.float64)
-    needed = top_p * (ends[-1] if top_k else weights.sum(dtype=np.float64))
+    needed = top_p * weights.sum(dtype=np.float64)
     if ends[-1] < needed:
-        values = np.sort(weights)[::-1]
-        ends = np.cumsum(values, dtype=np.float64)
-    size = min(int(np.searchsorted(ends, needed)) + 1, len(values))
-    found = np.flatnonzero(weights >= values[size - 1])
-    ties = np.flatnonzero(weights[found] == values[size - 1])
-    return np.delete(found, ties[len(ties) - (len(found) - size) :])
+        ends = np.cumsum(np.sort(weights)[::-1], dtype=np.float64)
+    return _largest(weights, min(int(np.searchsorted(ends, needed)) + 1, len(weights)))
 
 
 def _draw(weights: Any, number: float) -> int:

@@ -34,7 +34,11 @@ class Row:
 
 def says_something(value: Any) -> bool:
     """Whether an argument of a forward is more than a name: not None, False or a dict of such."""
-    return any(map(says_something, value.values())) if isinstance(value, dict) else value is not None and value is not False
+    return (
+        any(map(says_something, value.values()))
+        if isinstance(value, dict)
+        else value is not None and value is not False
+    )
 
 
 class PagedCache(Cache):
