@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -226,7 +227,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientDisconnect):  # the response has begun: there is nobody to tell
+                await super().__call__(scope, receive, send)
         finally:
             self._run.cancel()
 

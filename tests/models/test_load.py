@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
-import importlib
+import importlib.util
+import json
+import os
 import random
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -22,6 +25,7 @@ sys.path.append(str(BENCH))
 from fake_runner import Bytes, FakeRunner  # noqa: E402
 from test_serve import SECONDS, serving, wait_until  # noqa: E402
 
+import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.engine import Engine  # noqa: E402
 from pagepool.generation import Generation  # noqa: E402
@@ -126,3 +130,14 @@ def test_a_thousand_requests_over_http_leave_nothing():
         assert stats["scheduler"]["preemptions"] > 0
         found = load.metrics(served.url)
         assert found['pagepool:kv_blocks{pool="kv",state="used"}'] == 0
+
+
+def test_a_server_under_load_gives_no_error_leaks_nothing_and_drains():
+    if not (BENCH / "tiny_llama" / "model.safetensors").is_file() or importlib.util.find_spec("torch") is None:
+        pytest.skip("bench/tiny_llama or torch is not there")
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    command = [sys.executable, str(BENCH / "load.py"), "--seconds", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["requests"] >= 8 and found["errors"] == 0 and set(found["ended"]) <= set(load.WAYS)

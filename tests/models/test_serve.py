@@ -308,6 +308,37 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(slow):
     assert slow.post(prompt="x", max_tokens=1).status_code == 200
 
 
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_a_server_that_says_in_either_way_that_the_client_has_left_cancels(version):
+    """Before ASGI 2.4 a message says so, from then on `send` raises."""
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1"}
+    scope |= {"method": "POST", "path": "/v1/completions", "raw_path": b"/", "query_string": b"", "headers": []}
+    body = {"type": "http.request", "body": b'{"prompt": "x", "max_tokens": 200, "stream": true}', "more_body": False}
+
+    async def call(app):
+        messages, left = [body], asyncio.Event()
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            if message.get("body"):
+                left.set()
+                if version == "2.4":
+                    raise OSError("closed")
+
+        await app(dict(scope), receive, send)
+
+    with Engine(FakeRunner(step_seconds=0.01), Bytes()) as engine:
+        asyncio.run(asyncio.wait_for(call(create_app(engine, "fake")), SECONDS))
+        wait_until(lambda: engine.num_requests == 0)
+        assert engine.stats()["ended"]["abort"] == 1
+        engine.check()
+
+
 def test_many_clients_get_their_own_answers(served):
     async def ask(client, number):
         stream = await client.completions.create(
