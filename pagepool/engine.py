@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -89,6 +90,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
+        atexit.register(self.close)  # Python must not end while the thread is in the model
         self._thread.start()
 
     def submit(
@@ -151,13 +153,8 @@ class Engine:
         counts = self._counts
         ended = {reason: counts[reason] for reason in ("stop", "length", "abort", "error")}
         tokens = {name: counts[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens")}
-        return {
-            "requests": len(self._requests),
-            "ended": ended,
-            **tokens,
-            **self._seconds,
-            "scheduler": self.scheduler.stats(),
-        }
+        scheduler = self.scheduler.stats()
+        return {"requests": len(self._requests), "ended": ended, **tokens, **self._seconds, "scheduler": scheduler}
 
     @property
     def num_requests(self) -> int:
@@ -195,6 +192,7 @@ class Engine:
             self.is_accepting, self._is_closing = False, True
             self._changed.notify_all()
         self._thread.join()
+        atexit.unregister(self.close)
         self.runner.close()
 
     def __enter__(self) -> Engine:

@@ -1,6 +1,10 @@
 """The engine generates what transformers generates, for every family, and leaves nothing behind."""
 
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 
 from families import FAMILIES, NEW_TOKENS, eager_tokens, prompts, tiny_model  # noqa: E402
 
+import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.engine import Engine  # noqa: E402
 
@@ -66,6 +71,17 @@ def test_a_failure_of_the_model_ends_only_the_requests_of_its_step():
         handle.remove()
         assert engine.submit([5], max_new_tokens=4).result(SECONDS).finish_reason == "length"
         engine.check()
+
+
+def test_python_ends_cleanly_under_an_engine_that_nobody_has_closed():
+    program = "from families import tiny_model; from pagepool.engine import Engine; "
+    program += (
+        "engine = Engine(tiny_model('Llama')); generation = engine.submit([5], max_new_tokens=400); next(generation)"
+    )
+    places = [str(Path(pagepool.__file__).parents[1]), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_engine_that_is_closed_gives_its_memory_back():
