@@ -34,7 +34,11 @@ class Row:
 
 def says_something(value: Any) -> bool:
     """Whether an argument of a forward is more than a name: not None, False or a dict of such."""
-    return any(map(says_something, value.values())) if isinstance(value, dict) else value is not None and value is not False
+    return (
+        any(map(says_something, value.values()))
+        if isinstance(value, dict)
+        else value is not None and value is not False
+    )
 
 
 class PagedCache(Cache):
@@ -120,8 +124,8 @@ class PagedCache(Cache):
                 of_row = axis[row if axis.shape[0] > 1 else 0, count - own :].tolist()
                 if of_row != list(range(start, start + own)):
                     raise ValueError(
-                        f"position_ids of row {row} are {of_row[0]} to {of_row[-1]}, and its tokens are numbers {start} "
-                        f"to {start + own - 1}: pages have no other positions"
+                        f"position_ids of row {row} are {of_row[0]} to {of_row[-1]}, and its tokens are numbers "
+                        f"{start} to {start + own - 1}: pages have no other positions"
                     )
 
     def _begin(self, tokens: list[list[int]], keep: list[int]) -> list[torch.Tensor]:
