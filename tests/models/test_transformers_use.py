@@ -17,6 +17,7 @@ from pagepool import PoolExhausted, SchedulerConfig  # noqa: E402
 from pagepool.integrations.transformers import ModelRunner, release, use  # noqa: E402
 from pagepool.integrations.transformers.layout import Unsupported, window_of  # noqa: E402
 from pagepool.integrations.transformers.paged_cache import PagedCache  # noqa: E402
+from pagepool.integrations.transformers.trial import try_out  # noqa: E402
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -182,6 +183,119 @@ def test_prompts_may_be_read_in_chunks_by_generate(llama):
     assert cut.tolist() == whole.tolist()
 
 
+def test_long_prompts_and_many_rows_have_room(llama):
+    use(llama, num_blocks=200, max_sequences=2, prefix_cache=False)
+    inputs = prompts((1100, 3, 40, 5, 17))
+    ids, mask = padded(inputs)
+    tokens = llama.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY)[:, ids.shape[1] :].tolist()
+    model = tiny_model("Llama")
+    for prompt, row in zip(inputs, tokens, strict=True):
+        assert model.generate(torch.tensor([prompt]), max_new_tokens=6, **GREEDY)[0, len(prompt) :].tolist() == row
+    assert [
+        output.generated_tokens for output in llama.generate_batch(inputs, batch_config(max_new_tokens=6)).values()
+    ] == tokens
+
+
+def test_states_have_no_more_rows_than_asked_for():
+    model = tiny_model("Mamba2")
+    runner = use(model, max_sequences=2)
+    assert (runner.pool, runner.pools, runner.groups, runner.states.capacity) == (None, (), None, 2)
+    ids, mask = padded(prompts((5, 9, 17)))
+    with pytest.raises(PoolExhausted):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY)
+    assert runner.states.used_count == 0
+    assert greedy(model, prompts((5, 9, 17)), 4) == [
+        row[:4] for row in greedy(tiny_model("Mamba2"), prompts((5, 9, 17)), 4)
+    ]
+    release(model)
+
+
+def greedy(model, inputs, new_tokens):
+    """Tokens of each prompt: of a batch where the model is in use, else one by one."""
+    if hasattr(model, "_pagepool_runner"):
+        outputs = model.generate_batch(inputs, batch_config(max_new_tokens=new_tokens))
+        return [output.generated_tokens for output in outputs.values()]
+    rows = (model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, **GREEDY) for prompt in inputs)
+    return [row[0, len(prompt) :].tolist() for prompt, row in zip(inputs, rows, strict=True)]
+
+
+def test_a_model_that_computes_all_logits_runs_too():
+    class All(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, use_cache=None, **others):
+            return super().forward(input_ids, attention_mask, position_ids, cache, use_cache=use_cache)
+
+    model = All(tiny_model("Llama").config).eval()
+    model.load_state_dict(tiny_model("Llama").state_dict())
+    use(model, num_blocks=128)
+    assert greedy(model, prompts(), 8) == [row[:8] for row in eager_tokens("Llama")]
+    ids, mask = padded(prompts())
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)
+    assert tokens[:, ids.shape[1] :].tolist() == [row[:8] for row in eager_tokens("Llama")]
+    release(model)
+
+
+def test_pages_have_as_many_bytes_as_asked_for(llama):
+    runner = ModelRunner(llama, pool_bytes=1 << 20, dtype="float16")
+    assert runner.pool.num_blocks == (1 << 20) // (
+        4 * 2 * 2 * 16 * 16 * 2
+    )  # layers, K and V, heads, dims, tokens, bytes
+    runner.close()
+    runner = ModelRunner(llama, max_sequences=4)
+    assert runner.pool.num_blocks == 4 * 512 // 16
+    runner.close()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Bamba"])
+def test_a_forward_that_fails_leaves_nothing_behind(family):
+    model = tiny_model(family)
+    runner = use(model, num_blocks=128, prefix_cache=False)
+    forward, calls = runner.forward, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) % 4 == 0:
+            raise RuntimeError("no more today")
+        return forward(*args)
+
+    runner.forward = failing
+    ids, mask = padded(prompts((5, 17)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no more today"):
+            model.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)
+        with pytest.raises(RuntimeError, match="no more today"):
+            model.generate_batch(prompts((5, 17)), batch_config())
+    gc.collect()
+    assert runner.pool.allocator.in_use == 0
+    assert runner.states is None or runner.states.used_count == 0
+    release(model)
+
+
+def test_a_plain_forward_beside_one_over_pages_is_never_wrong(llama):
+    """The attention function is looked up in the model's config, which is one for all threads."""
+    runner = ModelRunner(llama, num_blocks=16)
+    errors = []
+
+    def plain():
+        try:
+            llama(torch.ones(1, 4, dtype=torch.long))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def beside(*args):
+        thread = threading.Thread(target=plain)
+        thread.start()
+        thread.join()
+
+    hook = llama.model.layers[0].register_forward_hook(beside)
+    sequence = runner.new_sequence()
+    sequence.append(3)
+    runner.forward([[5, 6, 7]], [sequence], [1])
+    hook.remove()
+    assert errors == ["another thread runs this model over pages: one forward of a model at a time"]
+    sequence.close()
+    runner.close()
+
+
 def test_two_models_and_two_threads_at_once():
     families = ("Llama", "Qwen3", "Llama", "Bamba")
     models = [tiny_model(family) for family in families]
@@ -232,7 +346,10 @@ REFUSED_CALLS = {
         {"attention_mask": [[1, 1, 1, 0]]},
         "attention_mask must have its zeros on the left: generation over pages needs left padding",
     ),
-    "positions of its own": ({"position_ids": [[5, 6, 7, 8]]}, "position_ids of row 0 are 5 to 8, and its tokens are numbers 0 to 3"),
+    "positions of its own": (
+        {"position_ids": [[5, 6, 7, 8]]},
+        "position_ids of row 0 are 5 to 8, and its tokens are numbers 0 to 3",
+    ),
     "attention weights": (
         {"output_attentions": True, "return_dict_in_generate": True},
         "generation over pages gives logits, and neither attentions nor hidden states",
@@ -262,6 +379,14 @@ def test_masks_and_batches_of_another_size_are_refused(llama):
         llama(torch.ones(2, 1, dtype=torch.long), cache=cache)
     with pytest.raises(ValueError, match="tokens_to_remove must be 0 or less, not 3"):
         cache.crop(3)
+    assert (cache.get_seq_length(), cache.get_max_length()) == (4, -1)
+    cache.batch_repeat_interleave(3)
+    llama(torch.ones(3, 1, dtype=torch.long), cache=cache)
+    cache.batch_select_indices(torch.tensor([2]))
+    llama(torch.ones(1, 1, dtype=torch.long), cache=cache)
+    cache.reset()
+    assert (cache.get_seq_length(), runner.pool.allocator.in_use) == (0, 0)
+    llama(torch.ones(2, 4, dtype=torch.long), cache=cache)
     cache.close()
     assert runner.pool.allocator.in_use == 0
 
@@ -321,6 +446,17 @@ def test_batches_refuse_beams_and_drafts(options, message, llama):
         llama.generate_batch(prompts((5,)), batch_config(**options))
 
 
+def test_batches_refuse_log_probabilities(llama):
+    use(llama, num_blocks=16)
+    config = transformers.ContinuousBatchingConfig(return_logprobs=True)
+    with pytest.raises(ValueError, match="generate_batch over pages returns no log probabilities"):
+        llama.generate_batch(prompts((5,)), batch_config(), continuous_batching_config=config)
+    budgets = transformers.ContinuousBatchingConfig(max_batch_tokens=16, max_requests_per_batch=2)
+    outputs = llama.generate_batch(prompts((40, 5, 17)), batch_config(), continuous_batching_config=budgets)
+    own = greedy(tiny_model("Llama"), prompts((40, 5, 17)), 8)
+    assert [output.generated_tokens for output in outputs.values()] == own
+
+
 def refuse(model, message, **options):
     before = dict(vars(model)) if isinstance(model, torch.nn.Module) else None
     with pytest.raises((ValueError, TypeError), match=message):
@@ -360,10 +496,16 @@ OTHER_FAMILIES = {
     ),
     "DogeForCausalLM": ({}, "DogeAttention makes its mask itself, and pages need to know its window"),
     "Llama4ForCausalLM": ({"attention_chunk_size": 16}, "a mask that is not a causal window of 16 at query"),
+    # Its attention asks the cache how many tokens it has seen, which differs from row to row of a batch.
+    "Llama4 without chunks": (
+        {"layer_types": 4 * ["full_attention"], "no_rope_layers": 4 * [0], "num_local_experts": 2, "head_dim": 16},
+        "its logits over pages differ from its own by",
+    ),
     "MoshiForCausalLM": (
         {"sliding_window": 8, "ffn_dim": 96, "hidden_act": "silu"},
         "layer 0 sees all tokens, and its own cache keeps 8",
     ),
+    "RwkvForCausalLM": ({}, "it keeps nothing in the cache that it is given"),
     "DeepseekV32ForCausalLM": (
         {"q_lora_rank": 32, "kv_lora_rank": 32, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2},
         "its attention chooses tokens by an index",
@@ -374,6 +516,7 @@ OTHER_FAMILIES = {
 @pytest.mark.parametrize("name", OTHER_FAMILIES)
 def test_a_model_that_pages_cannot_serve_is_refused_by_name(name):
     options, reason = OTHER_FAMILIES[name]
+    name = "Llama4ForCausalLM" if name == "Llama4 without chunks" else name
     cls = getattr(transformers, name)
     model = cls(cls.config_class(**{**({} if name.startswith("T5") else SIZES), **options})).eval()
     refuse(model, re.escape(f"{name} cannot run over pages: {reason}"))
@@ -393,6 +536,18 @@ def test_a_model_that_computes_something_else_over_pages_is_refused(llama):
     attention.forward = lambda *args, **kwargs: 1 // 0
     refuse(llama, "LlamaForCausalLM cannot run over pages: its forward raised ZeroDivisionError")
     del attention.forward
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_found_whether_recurrent_layers_go_on_with_several_tokens(dtype):
+    """Rounding to bfloat16 is about as large as the mistake that a chunk makes of a state that it overlooks."""
+    for family, takes_chunks in (("Jamba", False), ("Bamba", True)):
+        assert try_out(tiny_model(family).to(getattr(torch, dtype))).takes_chunks is takes_chunks
+
+
+def test_head_dims_that_pages_do_not_have_are_refused():
+    message = "LlamaForCausalLM cannot run over pages: pages do not hold its keys and values: head_dim must be"
+    refuse(tiny_model("Llama", head_dim=12), message)
 
 
 def test_masks_are_recognised_far_beyond_the_probe():

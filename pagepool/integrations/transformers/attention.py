@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface
@@ -57,10 +59,17 @@ def bloom_attention(
 ADAPTERS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}
 
 
+_locks: WeakKeyDictionary[torch.nn.Module, RLock] = WeakKeyDictionary()
+
+
 class Hooks:
-    """Where a model chooses its attention: the configs that name the function, and modules with code of their own."""
+    """Where a model chooses its attention: the configs that name the function, and modules with code of their own.
+
+    One thread at a time changes it, whichever runner it runs for.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._lock = _locks.setdefault(model, RLock())
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self._configs = [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
         self._adapted = [module for module in model.modules() if type(module).__name__ in ADAPTERS]
@@ -72,14 +81,15 @@ class Hooks:
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
         """Within, the model calls the attention function of this name."""
-        before = [config._attn_implementation_internal for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation_internal = name
-        try:
-            yield
-        finally:
-            for config, own in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = own
+        with self._lock:
+            before = [config._attn_implementation_internal for config in self._configs]
+            for config in self._configs:
+                config._attn_implementation_internal = name
+            try:
+                yield
+            finally:
+                for config, own in zip(self._configs, before, strict=True):
+                    config._attn_implementation_internal = own
 
     @contextmanager
     def over_pages(self) -> Iterator[None]:

@@ -124,8 +124,8 @@ class PagedCache(Cache):
                 of_row = axis[row if axis.shape[0] > 1 else 0, count - own :].tolist()
                 if of_row != list(range(start, start + own)):
                     raise ValueError(
-                        f"position_ids of row {row} are {of_row[0]} to {of_row[-1]}, and its tokens are numbers {start} "
-                        f"to {start + own - 1}: pages have no other positions"
+                        f"position_ids of row {row} are {of_row[0]} to {of_row[-1]}, and its tokens are numbers "
+                        f"{start} to {start + own - 1}: pages have no other positions"
                     )
 
     def _begin(self, tokens: list[list[int]], keep: list[int]) -> list[torch.Tensor]:
@@ -202,6 +202,11 @@ class PagedCache(Cache):
                 self._prefix_cache.cache_blocks(row.tokens, row.sequence.blocks)
             row.sequence.close()
 
+    def reset(self) -> None:
+        """Closes the cache, for another batch."""
+        self.close()
+        self._width = 0
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on with what row `beam_idx[i]` has; beams share blocks until they part."""
         self._take(beam_idx.tolist())
@@ -239,19 +244,9 @@ class PagedCache(Cache):
         return -1
 
     @property
-    def batch_size(self) -> int:
-        """The number of rows, -1 before the first forward."""
-        return len(self._rows) or -1
-
-    @property
     def is_croppable(self) -> bool:
         """Whether `crop` works: recurrent states cannot be cut back."""
         return self._runner.states is None
-
-    @property
-    def is_initialized(self) -> bool:
-        """Pages are there already."""
-        return True
 
     @property
     def is_linear(self) -> list[bool]:

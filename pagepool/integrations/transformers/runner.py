@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer
 
 from pagepool.arguments import integer
 from pagepool.config import SchedulerConfig
-from pagepool.integrations.transformers.attention import Hooks
-from pagepool.integrations.transformers.cache import PagedLayer, PagedStateLayer, StateLayer
-from pagepool.integrations.transformers.layout import ModelLayout, Unsupported, read_layout
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
-from pagepool.integrations.transformers.step import Step, Tables, running
+from pagepool.integrations.transformers.trial import try_out
 from pagepool.memory.hybrid import KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -29,8 +22,6 @@ from pagepool.scheduling.scheduler import Scheduler
 __all__ = ["ModelRunner"]
 
 DEFAULT_LENGTH = 2048  # tokens that a pool of no given size has room for, of each sequence
-PROBE_LENGTHS = (14, 9)  # tokens of the sequences with which a model is tried, run in two chunks each
-PROBE_CHUNKS = (9, 8)
 
 
 class ModelRunner:
@@ -44,8 +35,9 @@ class ModelRunner:
     block_size     tokens per block
     max_sequences  how many sequences may run at a time: as many recurrent states there are
 
-    To see what the model keeps, and that it computes the same over pages, it is run five times over about a dozen
-    random tokens. The model itself is not changed: outside of `run` it behaves as before.
+    To see what the model keeps, and that it computes the same over pages, it is run over about a dozen random tokens
+    five times, with recurrent states up to a dozen times, in float32. The model itself is not changed: outside of `run`
+    it behaves as before.
 
     `length_limit` is the longest sequence that `run` takes, or None. Beyond it models with a `rope_type` of "dynamic"
     or "longrope" would compute other keys for tokens that are stored already.
@@ -86,34 +78,26 @@ class ModelRunner:
         if pool_bytes is not None and num_blocks is not None:
             raise ValueError(f"give pool_bytes, {pool_bytes}, or num_blocks, {num_blocks}, not both")
         max_sequences = integer("max_sequences", max_sequences, 1)
-        require_causal_lm(model)
+        self._paged_forward = try_out(model)
+        self._lock = Lock()
+        layout = self._paged_forward.layout
         self.model = model
         self.max_sequences = max_sequences
+        self.vocab_size: int = layout.logits.shape[-1]
         config = model.config.get_text_config(decoder=True)
         self.length_limit = rope_limit(config)
         self.max_model_len: int | None = self.length_limit or getattr(config, "max_position_embeddings", None)
-        self._hooks = Hooks(model)
-        self._parameters = set(inspect.signature(model.forward).parameters)
-        self._lock = Lock()
-        try:
-            self._layout, self._is_chunked = self._try_out()
-        except Unsupported as error:
-            raise ValueError(f"{type(model).__name__} cannot run over pages: {error}") from error
-        except Exception as error:  # whatever the code of a model raises that is not run as it expects
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ValueError(f"{type(model).__name__} cannot run over pages: its forward raised {reason}") from error
-        self.vocab_size: int = self._layout.logits.shape[-1]
         if dtype is None:
             dtype = model.dtype
-        block_bytes = sum(layout.block_bytes for layout in kv_layouts(self._layout, block_size, dtype))
+        block_bytes = sum(kv.block_bytes for kv in kv_layouts(layout, block_size, dtype))
         if not block_bytes:
             num_blocks = 0
         elif pool_bytes is not None:
             num_blocks = integer("pool_bytes", pool_bytes, block_bytes) // block_bytes
         elif num_blocks is None:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
-            num_blocks = max_sequences * len(self._layout.groups) * -(-length // block_size)
-        self._memory = ModelMemory(self._layout, num_blocks, dtype, block_size, max_sequences)
+            num_blocks = max_sequences * len(layout.groups) * -(-length // block_size)
+        self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences)
 
     @property
     def pool(self) -> KvCachePool | None:
@@ -178,8 +162,8 @@ class ModelRunner:
                 f"a sequence has {longest} tokens, and beyond {self.length_limit} {type(self.model).__name__} computes "
                 "other keys for tokens that are stored already"
             )
-        with self._lock, torch.inference_mode(), self._hooks.over_pages():
-            return self._forward(self._memory, tokens, sequences, keep)
+        with self._lock, torch.inference_mode():
+            return self._paged_forward(self._memory, tokens, sequences, keep)
 
     def new_sequence(self, label: int | None = None) -> Any:
         """Returns a new sequence for `forward`: a `PagedSeqState`, or a `HybridSequence` for windows or states.
@@ -192,169 +176,6 @@ class ModelRunner:
         """Frees the memory. Raises BufferError while views of the pages are held."""
         self._memory.close()
 
-    def _forward(
-        self, memory: ModelMemory, tokens: Sequence[Sequence[int]], sequences: Sequence[Any], keep: Sequence[int]
-    ) -> torch.Tensor:
-        counts = [len(row) for row in tokens]
-        starts = [sequence.len - count for sequence, count in zip(sequences, counts, strict=True)]
-        tables = memory.fill(sequences, counts)
-        if memory.states is None:
-            return self._run_flat(memory, tables, tokens, starts, keep)
-        found: list[list[torch.Tensor]] = [[] for _ in tokens]
-        slots = [sequence.state.index for sequence in sequences]
-        for rows, begin, end in self._in_turn(counts, starts):
-            ids = [list(tokens[row][begin:end]) for row in rows]
-            first = [starts[row] + begin for row in rows]
-            part = [cut(one, rows, begin, end, counts) for one in tables]
-            most = max(keep[row] for row in rows)
-            logits = self._run_states(memory, part, ids, first, [slots[row] for row in rows], max(most, 1))
-            for row, of_row in zip(rows, logits, strict=True):
-                wanted = min(max(keep[row] - (counts[row] - end), 0), end - begin)
-                found[row].append(of_row[of_row.shape[0] - wanted :])
-        return torch.cat([part for parts in found for part in parts]).float()
-
-    def _run_flat(
-        self,
-        memory: ModelMemory,
-        tables: Sequence[Tables],
-        tokens: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        keep: Sequence[int],
-    ) -> torch.Tensor:
-        """All tokens of all sequences one behind the other, as one row."""
-        ids = torch.tensor([[token for row in tokens for token in row]])
-        positions = np.concatenate(
-            [np.arange(start, start + len(row)) for start, row in zip(starts, tokens, strict=True)]
-        )
-        ends = np.cumsum([len(row) for row in tokens])
-        wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, keep, strict=True)])
-        cache = Cache(layers=[self._paged_layer(number) for number in range(len(self._layout.states))])
-        step = Step(memory.pools, tables, max(starts), self._layout.borrowed)
-        # A model computes logits of at least one token.
-        rows = torch.from_numpy(wanted) if len(wanted) else torch.tensor([0])
-        logits = self._call(step, ids, torch.from_numpy(positions)[None], cache, rows)[0]
-        return logits[: len(wanted)].float()
-
-    def _run_states(
-        self,
-        memory: ModelMemory,
-        tables: Sequence[Tables],
-        tokens: list[list[int]],
-        starts: list[int],
-        slots: list[int],
-        keep: int,
-    ) -> torch.Tensor:
-        """Sequences of as many tokens each, as rows of a batch; all of them are new, or none is."""
-        ids = torch.tensor(tokens)
-        positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
-        step = Step(memory.pools, tables, max(starts), self._layout.borrowed)
-        layers: list[Any] = []
-        for number, views in enumerate(memory.views):
-            states = {name: rows_of(view, slots) for name, view in views.items()}
-            layers.append(self._paged_layer(number, states, starts[0] > 0))
-        logits = self._call(step, ids, positions, Cache(layers=layers), keep)
-        for layer, views in zip(layers, memory.views, strict=True):
-            for name, view in views.items():
-                kind, _, index = name.rpartition(".")
-                store_rows(view, slots, getattr(layer, kind)[int(index)])
-        return logits
-
-    def _call(self, step: Step, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, keep: Any) -> torch.Tensor:
-        """Logits (batch, tokens that are kept, vocab_size) of the model's own forward."""
-        kwargs: dict[str, Any] = {"input_ids": ids, "cache": cache, "use_cache": True}
-        if "position_ids" in self._parameters:
-            kwargs["position_ids"] = positions
-        if "logits_to_keep" in self._parameters:
-            kwargs["logits_to_keep"] = keep
-        with running(step):
-            logits: torch.Tensor = self.model(**kwargs).logits
-        if "logits_to_keep" not in self._parameters:
-            logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
-        return logits
-
-    def _paged_layer(
-        self, number: int, states: dict[str, torch.Tensor] | None = None, has_previous_state: bool = False
-    ) -> Any:
-        """The layer of transformers' cache for layer `number` of the model."""
-        attention = self._layout.by_cache_layer.get(number)
-        if states:
-            if attention is None:
-                return StateLayer(states, has_previous_state)
-            return PagedStateLayer(attention, states, has_previous_state)
-        return DummyLayer() if attention is None else PagedLayer(attention)
-
-    def _in_turn(self, counts: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-        """Which sequences a model with recurrent states runs together, and which of their tokens.
-
-        Sequences that go on with one token each run as one batch, and a chunk of a prompt runs alone: token by token if
-        the model cannot go on with several.
-        """
-        decodes = [row for row, count in enumerate(counts) if count == 1 and starts[row]]
-        if decodes:
-            yield decodes, 0, 1
-        for row, count in enumerate(counts):
-            if count == 1 and starts[row]:
-                continue
-            if starts[row] and not self._is_chunked:
-                yield from (([row], place, place + 1) for place in range(count))
-            else:
-                yield [row], 0, count
-
-    def _try_out(self) -> tuple[ModelLayout, bool]:
-        """Reads the model's layout and compares its logits with those over pages."""
-        random = np.random.default_rng(0)
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        prompts = [random.integers(0, vocabulary, length).tolist() for length in PROBE_LENGTHS]
-        with torch.inference_mode():
-            layout = read_layout(self.model, self._hooks, torch.tensor(prompts[:1]))
-            other = read_layout(self.model, self._hooks, torch.tensor(prompts[1:]))
-            self._layout = layout
-            own = torch.cat((layout.logits, other.logits))
-            for self._is_chunked in (True, False) if layout.has_states else (True,):
-                error = self._error_over_pages(layout, prompts, own)
-                if error <= tolerance(self.model):
-                    return layout, self._is_chunked
-        raise Unsupported(f"its logits over pages differ from its own by {error:.1e} of the largest")
-
-    def _error_over_pages(self, layout: ModelLayout, prompts: list[list[int]], own: torch.Tensor) -> float:
-        """How far logits over pages are off, as a share of the largest: of all tokens the median, or the most."""
-        memory = ModelMemory(layout, 4 * max(1, len(layout.groups)), "float32", max_sequences=2)
-        sequences = [memory.sequence() for _ in prompts]
-        parts: list[list[torch.Tensor]] = [[], []]
-        with self._hooks.over_pages():
-            for chunk in (0, 1):
-                tokens = [
-                    prompt[:cut] if chunk == 0 else prompt[cut:]
-                    for prompt, cut in zip(prompts, PROBE_CHUNKS, strict=True)
-                ]
-                counts = [len(row) for row in tokens]
-                for sequence, count in zip(sequences, counts, strict=True):
-                    sequence.append(count)
-                logits = self._forward(memory, tokens, sequences, counts)
-                for row, part in enumerate(logits.split(counts)):
-                    parts[row].append(part)
-        over_pages = torch.cat([part for of_row in parts for part in of_row])
-        for sequence in sequences:
-            sequence.close()
-        errors = (over_pages - own).abs().amax(1) / own.abs().amax()
-        return float(errors.max())
-
-
-def require_causal_lm(model: Any) -> None:
-    """Raises TypeError, or ValueError with the reason, for what can be no causal language model on the CPU."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a PreTrainedModel of transformers, not {type(model).__name__}")
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} cannot run over pages: it is an encoder-decoder")
-    if not model.can_generate():
-        raise ValueError(f"{name} cannot run over pages: it has no head that generates tokens")
-    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"{name} cannot run over pages: its weights are {model.dtype}, not a dtype that pages have")
-    devices = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
-    if devices:
-        raise ValueError(f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu")
-
 
 def rope_limit(config: Any) -> int | None:
     """The length up to which rotary embeddings do not depend on how long a sequence is; None for any length."""
@@ -366,30 +187,3 @@ def rope_limit(config: Any) -> int | None:
         if kind.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(limits, default=None)
-
-
-def tolerance(model: Any) -> float:
-    """How far logits may be off, as a share of the largest: rounding, in the model's dtype."""
-    return 1e-3 if model.dtype == torch.float32 else 0.1
-
-
-def cut(tables: Tables, rows: Sequence[int], begin: int, end: int, counts: Sequence[int]) -> Tables:
-    """The tables of a forward of tokens `begin` to `end` of what `rows` feed, all other sequences left out."""
-    first = tables.query_start_loc
-    lens = [tables.seq_lens[row] - counts[row] + end for row in rows]
-    slots = np.concatenate([tables.slot_mapping[first[row] + begin : first[row] + end] for row in rows])
-    starts = np.arange(len(rows) + 1, dtype=np.int32) * (end - begin)
-    return Tables(tables.block_tables[list(rows)], np.array(lens, np.int32), slots, starts)
-
-
-def rows_of(view: torch.Tensor, slots: list[int]) -> torch.Tensor:
-    """The states of these slots: where they lie, if they are neighbours, else a copy."""
-    if slots == list(range(slots[0], slots[0] + len(slots))):
-        return view[slots[0] : slots[0] + len(slots)]
-    return view[slots]
-
-
-def store_rows(view: torch.Tensor, slots: list[int], states: torch.Tensor) -> None:
-    """Writes states to their slots, unless they lie there."""
-    if states.data_ptr() != view[slots[0]].data_ptr():
-        view[slots] = states
