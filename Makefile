@@ -58,8 +58,8 @@ $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	@touch $@
 
 demo-generate: build $(MODELS_VENV)/.test  ## write Python with the tiny model of the repository
-	$(MODELS_VENV)/bin/python -m pagepool generate $$'class Reader:\n    def __init__(self, ' \
-		$$'import os\n\n\ndef read_file(path):\n' 'for name in names:' --max-new-tokens 80
+	$(MODELS_VENV)/bin/python -m pagepool generate "$$(printf 'class Reader:\n    def __init__(self, ')" \
+		'def read_file(path):' 'import' --max-new-tokens 80 --temperature 0.5 --seed 1
 
 SECONDS ?= 600
 load-test: build $(MODELS_VENV)/.test  ## 8 clients that cancel, leave and give up, against a server, for SECONDS=600

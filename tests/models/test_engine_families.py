@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,21 @@ def test_an_engine_that_is_closed_gives_its_memory_back():
         engine.close()
         gc.collect()
         assert engine.runner.pool is None
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Bamba", "Mamba2"])
+def test_cancels_leave_no_block_and_no_slot(family):
+    choice = random.Random(family)
+    config = SchedulerConfig(max_sequences=4, max_batch_sequences=4, max_prefill_tokens=16)
+    with Engine(tiny_model(family), config=config) as engine:
+        for round_number in range(4):
+            running = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts(seed=round_number)]
+            for generation in choice.sample(running, 5):
+                for _ in range(choice.randint(0, 3)):
+                    next(generation, None)
+                generation.cancel()
+            for generation in running:
+                assert generation.result(SECONDS).finish_reason in ("length", "abort")
+            engine.check()
+        ended = engine.stats()["ended"]
+        assert ended["abort"] > 0 and ended["length"] >= 12 and ended["error"] == 0
