@@ -42,7 +42,7 @@ class Engine:
     model         a causal LM of transformers, in evaluation mode on the CPU; or what has the methods of
                   `pagepool.integrations.transformers.ModelRunner`, whose memory it then uses
     tokenizer     its tokenizer; None: prompts are token ids, and there is no text
-    pool_bytes, num_blocks  the size of the pool; give one of them
+    pool_bytes, num_blocks  the size of the pool: one of them, or None for what `ModelRunner` takes by default
     dtype         of the pages; None: the model's
     config        a `SchedulerConfig`; None: one whose steps have up to 32 sequences
     prefix_cache  whether prompts begin with the pages of earlier ones, where the model's kind allows it
@@ -246,7 +246,7 @@ class Engine:
             for seq_id in batch.seq_ids:
                 self._fail(seq_id, error)
             return
-        model_ended = perf_counter()
+        self._seconds["model_seconds"] += perf_counter() - model_began
         tokens: list[int | None] = [None] * len(batch)
         pieces = []
         for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):
@@ -255,13 +255,15 @@ class Engine:
                     logits = next(rows)
                     tokens[place] = token = request.sampler.sample(logits)
                     pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
-                except ValueError as error:
+                except Exception as error:
                     self._fail(seq_id, error)
         self.scheduler.commit(batch, tokens)
         for piece in pieces:
-            self._deliver(*piece)
+            try:
+                self._deliver(*piece)
+            except Exception as error:  # of the tokenizer
+                self._fail(piece[0], error)
         self._end_finished()
-        self._seconds["model_seconds"] += model_ended - model_began
         self._seconds["step_seconds"] += perf_counter() - began
 
     def _deliver(self, seq_id: int, request: _Request, token: int, logprobs: tuple[float | None, Any]) -> None:

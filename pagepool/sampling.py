@@ -13,6 +13,7 @@ from pagepool.arguments import integer, real, wrong
 
 __all__ = ["Sampler", "SamplingParams"]
 
+LOWEST = 1e-30  # temperature that float32 has; one below does the same, and so at the other end
 MAX_LOGPROBS = 20  # as OpenAI's API has it
 CHUNK = 256  # weights that are summed at a time
 FIRST_LOOK = 1024  # a whole vocabulary takes long to sort, and few tokens mostly have the share that top_p asks for
@@ -106,8 +107,9 @@ class Sampler:
         if 0 < params.top_k < len(logits):
             ids = _largest(logits, params.top_k)
             logits = logits[ids]
+        temperature = np.float32(min(max(params.temperature, LOWEST), 1 / LOWEST))
         with np.errstate(over="ignore"):  # by a temperature near 0: what is less likely becomes impossible
-            weights = np.exp((logits - logits.max()) / np.float32(max(params.temperature, 1e-30)))
+            weights = np.exp((logits - logits.max()) / temperature)
         if params.top_p < 1.0:
             nucleus = _nucleus(weights, params.top_p)
             ids = nucleus if ids is None else ids[nucleus]

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from starlette.applications import Starlette
@@ -83,6 +83,7 @@ class Server:
         self._engine, self._model = engine, model
         self._max_prompt_tokens, self._max_requests, self._timeout = max_prompt_tokens, max_requests, timeout
         self.metrics = Metrics(engine)
+        self._created = int(time())
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions"""
@@ -113,7 +114,7 @@ class Server:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _model_object(self) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "created": 0, "owned_by": "pagepool"}
+        return {"id": self._model, "object": "model", "created": self._created, "owned_by": "pagepool"}
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
@@ -155,7 +156,7 @@ class Server:
                 limit = self._limit(request, len(tokens))
                 for number in range(request.n):
                     sampling = dict(request.sampling)
-                    if sampling.get("seed") is not None:
+                    if sampling["seed"] is not None:
                         sampling["seed"] += number  # choices of one prompt differ
                     generations.append(engine.submit(tokens, max_new_tokens=limit, **sampling))
         except (TypeError, ValueError) as error:

@@ -117,9 +117,9 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
         raise RequestError(400, f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
     default = None if is_chat else DEFAULT_MAX_TOKENS
     request.max_new_tokens = _typed(given, "max_completion_tokens", int, _typed(given, "max_tokens", int, default))
-    names = ("temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "priority", "cache_salt")
+    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "priority", "cache_salt")
     request.sampling = {"temperature": 1.0, **{name: given[name] for name in names if name in given}}
-    request.sampling["logprobs"] = _logprobs(given, is_chat)
+    request.sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": _logprobs(given, is_chat)}
     return request
 
 

@@ -163,6 +163,22 @@ def test_logits_that_are_no_numbers_end_only_the_request_whose_they_are():
         engine.check()
 
 
+def test_a_tokenizer_that_fails_ends_only_the_request_whose_token_it_is():
+    class Picky(Bytes):
+        def decode(self, ids, skip_special_tokens=True):
+            if ord("b") in ids:
+                raise KeyError("b")
+            return super().decode(ids)
+
+    runner = FakeRunner(next_token=says("abc"))
+    with new_engine(runner, Picky()) as engine:
+        both = engine.submit("x", max_new_tokens=9), engine.submit("x", max_new_tokens=1)
+        assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
+        assert isinstance(both[0].error, KeyError) and both[0].text == "a"
+        assert engine.is_accepting
+        engine.check()
+
+
 def test_an_engine_whose_scheduler_fails_ends_everything_and_says_so(monkeypatch):
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
         first = engine.submit("x", max_new_tokens=200)

@@ -73,6 +73,14 @@ def test_greedy_takes_the_best_and_draws_nothing():
     assert {sampler(temperature=1e-30, seed=seed).sample(logits) for seed in range(5)} == {int(logits.argmax())}
 
 
+def test_any_temperature_draws_a_possible_token():
+    logits = random_logits(50)
+    logits[10:] = -np.inf
+    for temperature in (5e-324, 1e-40, 1e40, 1e308):
+        one = sampler(temperature=temperature, seed=0)
+        assert {one.sample(logits) for _ in range(50)} <= set(range(10))
+
+
 def test_impossible_tokens_are_never_drawn():
     logits = np.full(600, -np.inf, np.float32)
     logits[[3, 300, 599]] = 1.0

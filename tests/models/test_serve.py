@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -16,11 +17,23 @@ import httpx  # noqa: E402
 import openai  # noqa: E402
 import uvicorn  # noqa: E402
 from fake_runner import Bytes, FakeRunner, says  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 from pagepool.engine import Engine  # noqa: E402
 from pagepool.serve.app import create_app  # noqa: E402
+from pagepool.serve.protocol import KNOWN, UNSUPPORTED  # noqa: E402
 
 SECONDS = 60
+# Values of all types, near the ends of their ranges.
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 5)
+    | st.sampled_from([2**70, -(2**70), 0.5, 1e308, -0.0, float("nan"), float("inf"), "", "x", "é", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
+    max_leaves=4,
+)
 
 
 def wait_until(condition):
@@ -202,7 +215,7 @@ BAD = [
     ({"prompt": "x", "stop": 5}, "stop must be a sequence"),
     ({"prompt": "x", "stop": [5]}, "a stop string must be"),
     ({"prompt": "x", "logprobs": 50}, "logprobs must be from 0 to 20, not 50"),
-    ({"prompt": "x", "seed": 1.5}, "seed must be an integer"),
+    ({"prompt": "x", "seed": 1.5}, "seed must be of type int, not float"),
     ({"prompt": "x", "stream": "yes"}, "stream must be of type bool, not str"),
     ({"prompt": "x", "stream_options": 3}, "stream_options must be of type dict, not int"),
     ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
@@ -258,6 +271,23 @@ def test_unknown_paths_and_methods_get_json(served):
     assert served.http.get("/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: Not Found"
     response = served.http.get("/v1/completions")
     assert response.status_code == 405 and "Method Not Allowed" in response.json()["error"]["message"]
+
+
+@given(
+    st.booleans(),
+    st.dictionaries(st.sampled_from(sorted(KNOWN[True] | KNOWN[False] | UNSUPPORTED.keys())), VALUES, max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_request_has_it_gets_an_answer_or_one_sentence(served, is_chat, body):
+    path = "chat/completions" if is_chat else "completions"
+    body = {"messages": [{"role": "user", "content": "x"}]} | body if is_chat else {"prompt": "x"} | body
+    response = served.http.post(f"/v1/{path}", content=json.dumps({**body, "max_tokens": 2}))
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        message = response.json()["error"]["message"]
+        # Not what Python says of a value that nobody has checked.
+        assert message and not re.search(r"object is|operand|unexpected|concatenate", message), message
+    assert served.engine.is_accepting
 
 
 def test_what_asks_for_nothing_is_taken(served):
