@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
 
-from families import FAMILIES, LENGTHS, NEW_TOKENS, eager_tokens, padded, prompts, tiny_model  # noqa: E402
+from families import FAMILIES, LENGTHS, NEW_TOKENS, OTHERS, eager_tokens, padded, prompts, tiny_model  # noqa: E402
 
 from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.integrations.transformers import ModelRunner, release, use  # noqa: E402
@@ -63,6 +63,16 @@ def test_generate_gives_the_tokens_of_eager_attention(family, in_use):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_batch_gives_the_tokens_of_eager_attention(family, in_use):
     model, runner = in_use(family, prefix_cache=False)
+    assert greedy_batch(model, prompts()) == eager_tokens(family)
+    assert_nothing_is_left(runner)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_families_that_do_what_others_do_not_give_the_tokens_of_eager_attention(family, in_use):
+    model, runner = in_use(family)
+    ids, mask = padded(prompts())
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **GREEDY)
+    assert tokens[:, ids.shape[1] :].tolist() == eager_tokens(family)
     assert greedy_batch(model, prompts()) == eager_tokens(family)
     assert_nothing_is_left(runner)
 
