@@ -1,5 +1,7 @@
 """Models of transformers over pages give the tokens that they give by themselves."""
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
@@ -134,6 +136,19 @@ def test_assisted_decoding_gives_the_same_tokens(family, in_use):
         helped = model.generate(ids, max_new_tokens=40, assistant_model=tiny_model(family), **GREEDY)
         assert helped.tolist() == plain.tolist()
     assert_nothing_is_left(runner)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_model_in_use_drafts_for_another(family, in_use):
+    helper, runner = in_use(family)
+    model = tiny_model(family, num_hidden_layers=2)
+    for prompt in prompts((17, 70)):
+        ids = torch.tensor([prompt])
+        plain = model.generate(ids, max_new_tokens=40, **GREEDY)
+        assert model.generate(ids, max_new_tokens=40, assistant_model=helper, **GREEDY).tolist() == plain.tolist()
+    gc.collect()
+    assert runner.pool.allocator.in_use == 0
+    runner.pool.allocator.check()
 
 
 @pytest.mark.parametrize("family", sorted(RECURRENT))
