@@ -1,6 +1,7 @@
 """Uses an installed pagepool a little, on any Python: imports all of it, appends, gathers, decodes, schedules."""
 
 import importlib
+import importlib.util
 import pkgutil
 import sys
 
@@ -9,7 +10,8 @@ import numpy as np
 import pagepool
 
 for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."):
-    if not module.name.endswith("__main__"):
+    needs_models = module.name.startswith("pagepool.integrations.transformers")
+    if not module.name.endswith("__main__") and not (needs_models and importlib.util.find_spec("transformers") is None):
         importlib.import_module(module.name)
 for name in pagepool.__all__:
     getattr(pagepool, name)
