@@ -18,7 +18,7 @@ FREE := build/free-threaded
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
-.PHONY: help demo test test-torch test-models model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
+.PHONY: help demo demo-generate test test-torch test-models load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
 	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
@@ -50,14 +50,22 @@ $(TORCH_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 # The same for models of transformers.
 MODELS_VENV ?= build/models-venv
 test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, beside transformers alone
-	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/models
+	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/models tests/engine
 
 $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) -m venv $(MODELS_VENV)
-	$(PY) .ci/requirements.py run test transformers test-models > $@.txt
+	$(PY) .ci/requirements.py run test transformers serve test-models > $@.txt
 	$(MODELS_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
 		"$(TORCH)"
 	@touch $@
+
+demo-generate: build $(MODELS_VENV)/.test  ## write Python with the tiny model of the repository
+	$(MODELS_VENV)/bin/python -m pagepool generate $$'class Reader:\n    def __init__(self, ' \
+		$$'import os\n\n\ndef read_file(path):\n' 'for name in names:' --max-new-tokens 80
+
+SECONDS ?= 600
+load-test: build $(MODELS_VENV)/.test  ## 8 clients that cancel, leave and give up, against a server, for SECONDS=600
+	PYTHONPATH=. $(MODELS_VENV)/bin/python bench/load.py --seconds $(SECONDS)
 
 OPS ?= 10000000
 model-test: build $(VENV)/.test  ## a long random program on the memory, compared with reference: SEED=1 OPS=10000000
