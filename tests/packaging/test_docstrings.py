@@ -18,8 +18,12 @@ NAMES = sorted(
 )
 
 
-# Packages that are imported by those alone who have what they need.
-NEEDS = {"pagepool.integrations.transformers": "transformers"}
+# Modules that are imported by those alone who have what they need.
+NEEDS = {
+    "pagepool.integrations.transformers": "transformers",
+    "pagepool.serve.app": "starlette",
+    "pagepool.serve.metrics": "prometheus_client",
+}
 
 
 @pytest.mark.parametrize("name", ["pagepool", *NAMES])

@@ -33,7 +33,7 @@ setup(name="example", ext_modules=cythonize([extension], language_level=3))
 
 
 # What the examples of a document need beside NumPy.
-NEEDS = {"transformers.md": "transformers"}
+NEEDS = {"engine.md": "transformers", "transformers.md": "transformers"}
 
 
 def examples_of(path, *languages):
