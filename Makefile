@@ -32,8 +32,9 @@ test: build $(VENV)/.test  ## every test but the benchmarks, on up to 8 cores
 	$(PY) -m pytest -q -n auto --maxprocesses 8 tests
 
 # torch is large and `test` needs none: an environment of its own, with torch's build for CPUs. The index is PyTorch's;
-# another with a build for CPUs does as well.
+# another with a build for CPUs does as well. TORCH=torch==... chooses the version.
 TORCH_VENV ?= build/torch-venv
+TORCH ?= torch
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 test-torch: build $(TORCH_VENV)/.test  ## the tests that hand torch's tensors to every call
 	$(TORCH_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/test_torch.py
@@ -54,7 +55,8 @@ test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, b
 $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) -m venv $(MODELS_VENV)
 	$(PY) .ci/requirements.py run test transformers serve test-models > $@.txt
-	$(MODELS_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt
+	$(MODELS_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
+		"$(TORCH)"
 	@touch $@
 
 demo-generate: build $(MODELS_VENV)/.test  ## write Python with the tiny model of the repository
@@ -107,7 +109,7 @@ endef
 
 # Another build repeats the tests that its difference can make fail: of assertions those that run our C. What every
 # instruction set does under assertions the sanitizers see.
-DEBUG_TESTS ?= attention foreign memory prefix replay scheduling test_model.py test_state_machine.py test_threads.py
+DEBUG_TESTS ?= attention foreign memory prefix test_model.py test_state_machine.py test_threads.py
 # Assertions on, warnings of our C are errors. Every build but that of the wheel takes the C that `build` had Cython write.
 debug: build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
 	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(DEBUG)/lib

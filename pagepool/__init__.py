@@ -8,8 +8,10 @@ from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, PreemptionCosts, SchedulerConfig, StateLayout, Tenant
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.block_refs import PrefixMatch
 from pagepool.memory.block_table import PagedSeqState, SequenceHandle
 from pagepool.memory.block_tables import BlockTables
+from pagepool.memory.generations import BlockGenerations
 from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.owners import Leak, Owner
@@ -48,6 +50,7 @@ from pagepool.scheduling import (
 __all__ = [
     "AttentionSequenceState",
     "BlockAllocator",
+    "BlockGenerations",
     "BlockTables",
     "Checkpoint",
     "HybridSequence",
@@ -67,6 +70,7 @@ __all__ = [
     "PreemptionRecord",
     "PrefixCache",
     "PrefixEvent",
+    "PrefixMatch",
     "PrefixNamespace",
     "PrefixPins",
     "PrefixReplica",

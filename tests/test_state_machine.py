@@ -20,7 +20,7 @@ from pagepool.memory import block_tables
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 PROFILE = settings(
-    max_examples=5000 if LONG else 150,
+    max_examples=5000 if LONG else 100,
     stateful_step_count=100 if LONG else 40,
     derandomize=not LONG,
     deadline=None,

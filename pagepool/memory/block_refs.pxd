@@ -16,6 +16,19 @@ cdef class BlockRefs:
     cdef void c_note(self, const int32_t *blocks, Py_ssize_t n) noexcept
 
 
+cdef class PrefixMatch:
+    cdef BlockRefs refs
+    cdef readonly object blocks
+    cdef readonly int64_t num_tokens
+
+    # Its blocks and tokens, for a sequence over `allocator` that was told `num_tokens`.
+    cdef tuple found(self, BlockAllocator allocator, object num_tokens)
+
+
+# One without blocks yet: what takes references for `refs` fills it.
+cdef PrefixMatch new_match(BlockAllocator allocator)
+
+
 cdef class CachedRefs:
     # The blocks that a prefix cache has one reference to. With the allocator's lock held, for each block b:
     #   marks[b] > 0: it is cached; the mark is its group, a number of the cache's choice from 1 to 255

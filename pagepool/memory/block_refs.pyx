@@ -22,7 +22,7 @@ from pagepool.errors import InvalidBlock
 from pagepool.arguments import integer
 from pagepool.memory.explain import exhausted
 
-__all__ = ["BlockRefs", "block_refs"]
+__all__ = ["BlockRefs", "PrefixMatch", "block_refs"]
 
 
 @cython.final
@@ -108,6 +108,74 @@ cdef class BlockRefs:
         if count and self.allocator.c_free_n(self.ids, count) != PP_OK:
             raise InvalidBlock(f"one of the {count} blocks of a transaction was freed by someone else")
         self.count = 0
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class PrefixMatch:
+    """What `PrefixCache.match_tokens` found: blocks with one reference each, which the match gives back by itself.
+
+    blocks      int32 (n,): the ids, in order
+    num_tokens  how many tokens they hold; the last block may hold some in part
+
+    `PagedSeqState.adopt(match)` takes the blocks over. `close()`, the end of a `with` block or the last reference to
+    the match gives them back. `blocks, num_tokens = match` hands them to the caller, who frees the blocks then.
+
+    >>> from pagepool import BlockAllocator, PrefixCache
+    >>> cache = PrefixCache(BlockAllocator(8), block_size=4)
+    >>> cache.cache_blocks([1, 2, 3, 4], cache.allocator.allocate_n(1))
+    1
+    >>> with cache.match_tokens([1, 2, 3, 9]) as match:
+    ...     match, cache.allocator.ref_count(0)
+    (<PrefixMatch: 3 tokens in 1 block>, 3)
+    >>> cache.allocator.ref_count(0)
+    2
+    """
+
+    def __init__(self):
+        raise TypeError("a PrefixMatch is made by PrefixCache.match_tokens")
+
+    def __dealloc__(self):
+        if self.refs is not None:
+            self.refs.give_back()
+
+    cdef tuple found(self, BlockAllocator allocator, object num_tokens):
+        if num_tokens is not None:
+            raise TypeError(f"num_tokens must be None for a match, which says itself that it has {self.num_tokens}")
+        if allocator is not self.refs.allocator:
+            raise ValueError("the match is of another allocator than the sequence")
+        if self.refs.count != len(self.blocks):
+            raise ValueError(f"the {len(self.blocks)} blocks of the match were given back or taken over")
+        return self.blocks, self.num_tokens
+
+    def close(self):
+        """Gives the blocks back; does nothing when they were given back or taken over.
+
+        Raises `InvalidBlock` when one was freed by someone else; then nothing has changed.
+        """
+        self.refs.give_back()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def __iter__(self):
+        found = iter(self.found(self.refs.allocator, None))
+        self.refs.count = 0
+        return found
+
+    def __repr__(self):
+        n = len(self.blocks)
+        return f"<PrefixMatch: {self.num_tokens} tokens in {n} block{'s' * (n != 1)}>"
+
+
+cdef PrefixMatch new_match(BlockAllocator allocator):
+    cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
+    match.refs = BlockRefs(allocator)
+    return match
 
 
 def block_refs(allocator):

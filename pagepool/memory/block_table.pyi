@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.block_refs import PrefixMatch
 
 __all__ = ["PagedSeqState", "SequenceHandle"]
 
@@ -48,7 +49,9 @@ class PagedSeqState:
     def drop_before(self, position: SupportsIndex) -> None: ...
     def fork(self) -> PagedSeqState: ...
     def adopt(
-        self, blocks: SupportsIndex | Sequence[int] | NDArray[np.integer], num_tokens: SupportsIndex | None = None
+        self,
+        blocks: PrefixMatch | SupportsIndex | Sequence[int] | NDArray[np.integer],
+        num_tokens: SupportsIndex | None = None,
     ) -> None: ...
     def release(self) -> None: ...
     def close(self) -> None: ...

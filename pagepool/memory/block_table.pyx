@@ -16,6 +16,7 @@ from pagepool.csrc cimport (
     pp_status,
 )
 from pagepool.memory.arrays cimport IdArray, list_ids, new_int64, read_count, read_ids, release_ids
+from pagepool.memory.block_refs cimport PrefixMatch
 from pagepool.memory.page_buffer cimport PageBuffer
 
 from pagepool.errors import InvalidBlock, PoolError, StaleHandle, refuse_copy
@@ -545,13 +546,15 @@ cdef class PagedSeqState:
     def adopt(self, blocks, num_tokens=None):
         """Begins with tokens whose K and V are in blocks already, such as those of `PrefixCache.match_prefix`.
 
-        blocks      ids of the blocks, in order: a sequence of integers or an array
-        num_tokens  how many tokens they hold; by default all blocks are full. The last one may be filled in part
+        blocks      a `PrefixMatch`, whose blocks it takes over; or ids of the blocks, in order: a sequence of integers
+                    or an array. To these it adds one reference each, and the caller still frees its own
+        num_tokens  how many tokens ids hold; by default all blocks are full. The last one may be filled in part. A
+                    match says it itself
 
-        Adds one reference to each block; the caller still frees its own. Copies nothing: the first `append` into a last
-        block that others share copies its page. Raises `ValueError` when the state is not empty, passes its maximum of
-        blocks, or `blocks` are not as many as the tokens need, `InvalidBlock` for a block that is free or out of range;
-        then nothing has changed.
+        Copies nothing: the first `append` into a last block that others share copies its page. Raises `ValueError` when
+        the state is not empty, passes its maximum of blocks, `blocks` are not as many as the tokens need or the match
+        has none any more or is of another allocator, `InvalidBlock` for a block that is free or out of range; then
+        nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> allocator = BlockAllocator(8)
@@ -563,6 +566,10 @@ cdef class PagedSeqState:
         cdef IdArray ids
         cdef pp_status status
         cdef int64_t number
+        if isinstance(blocks, PrefixMatch):
+            self.adopt(*(<PrefixMatch>blocks).found(self.allocator, num_tokens))
+            (<PrefixMatch>blocks).close()
+            return
         read_ids(blocks, &ids)
         try:
             number = ids.count * <int64_t>self.block_size if num_tokens is None else read_count(num_tokens)

@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.block_refs import BlockRefs
+from pagepool.memory.block_refs import BlockRefs, PrefixMatch
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.prefix.eviction import CacheReservations
@@ -31,7 +31,7 @@ class PrefixCache:
     ) -> NDArray[np.int32]: ...
     def match_tokens(
         self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
-    ) -> tuple[NDArray[np.int32], int]: ...
+    ) -> PrefixMatch: ...
     def match_held(
         self, held: BlockRefs, tokens: _Ids, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()
     ) -> NDArray[np.int32]: ...

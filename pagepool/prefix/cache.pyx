@@ -9,7 +9,7 @@ from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.block_refs cimport BlockRefs
+from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
 from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
 from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.prefix.events cimport Event, EventLog
@@ -108,12 +108,12 @@ cdef class PrefixCache:
         return self.match(tokens, cache_salt, extra_keys, False, None)[0]
 
     def match_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
-        """Does as `match_prefix`, and also finds a last block that agrees only in part: `(blocks, num_tokens)`.
+        """Does as `match_prefix`, and also finds a last block that agrees only in part; returns a `PrefixMatch`.
 
         The last block is the one that shares the most tokens, among those cached behind the full ones; if there are
-        more than 1,024, only the most recent are compared. Each block has one reference more, which the caller frees.
-        `PagedSeqState.adopt(blocks, num_tokens)` begins a sequence with them; its first `append` into a shared block
-        copies the page.
+        more than 1,024, only the most recent are compared. Each block has one reference more, which the match has:
+        `PagedSeqState.adopt(match)` begins a sequence with them, else they go with it. The sequence's first `append`
+        into a shared block copies the page.
 
         >>> from pagepool import BlockAllocator, PagedSeqState
         >>> allocator = BlockAllocator(8)
@@ -121,16 +121,17 @@ cdef class PrefixCache:
         >>> first = allocator.allocate_n(2)
         >>> cache.cache_blocks([1, 2, 3, 4, 5, 6, 7, 8], first)
         2
-        >>> blocks, num_tokens = cache.match_tokens([1, 2, 3, 4, 5, 6, 9])
-        >>> blocks, num_tokens
+        >>> match = cache.match_tokens([1, 2, 3, 4, 5, 6, 9])
+        >>> match.blocks, match.num_tokens
         (array([0, 1], dtype=int32), 6)
         >>> state = PagedSeqState(allocator, block_size=4)
-        >>> state.adopt(blocks, num_tokens)
-        >>> allocator.free(blocks)
+        >>> state.adopt(match)
         >>> state.append().tolist(), state.blocks
         ([10], [0, 2])
         """
-        return self.match(tokens, cache_salt, extra_keys, True, None)
+        cdef PrefixMatch found = new_match(self.allocator)
+        found.blocks, found.num_tokens = self.match(tokens, cache_salt, extra_keys, True, found.refs)
+        return found
 
     def match_held(self, BlockRefs held not None, tokens, cache_salt=None, extra_keys=()):
         """As `match_prefix`; it is `held`, of the same allocator, that has the references. Internal."""

@@ -368,9 +368,10 @@ class StateCheckpoints:
 
     A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps its arguments:
 
-        blocks, kv_tokens = cache.match_tokens(tokens)           # keys and values, parts of a block included
-        begin = checkpoints.resume(slot, tokens, kv_tokens)      # the state: go on from token `begin`
-        for position, reason in checkpoints.stops(tokens, kv_tokens, begin):
+        match = cache.match_tokens(tokens)                       # keys and values, parts of a block included
+        n = match.num_tokens
+        begin = checkpoints.resume(slot, tokens, n)              # the state: go on from token `begin`
+        for position, reason in checkpoints.stops(tokens, n, begin):
             ...                                                  # compute tokens up to `position`
             checkpoints.save(slot, tokens, position, reason)
         ...                                                      # the rest, and the output

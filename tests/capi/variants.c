@@ -106,7 +106,7 @@ static void check_prompts(const scenario *s, int variant, pp_arithmetic arithmet
     right.block_scores = scenario_memory(rows * (size_t)s->width * sizeof(float));
     CHECK(pp_decode(&right, 1) == PP_OK);
     for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
-        for (int num_threads = 1; num_threads <= 4; num_threads += 3) {
+        for (int num_threads = dtype == PP_F32 ? 1 : 4; num_threads <= 4; num_threads += 3) {
             pp_decode_args args = right;
             const size_t item = dtype == PP_F32 ? sizeof(float) : sizeof(uint16_t);
             args.block_scores = NULL;
@@ -267,6 +267,7 @@ static void check_layout(const pp_kv_layout *layout, int32_t group) {
         guarded.q = at_the_end(s.q, (size_t)scenario_row_count(&s) * (size_t)layout->head_dim * sizeof(float));
         for (int32_t seq = 0; seq < s.num_seqs; seq++) scenario_append(&guarded, seq, 0, s.seq_lens[seq]);
         for (int variant = several == 1 ? 5 : 0; variant < (several ? NUM_VARIANTS : 5); variant++) {
+            if (several == 2 && variant == 5) continue; /* prompts are several queries: 0 is the same call */
             /* Arithmetic of bf16, which "baseline" emulates, plain, with several queries, with all and with masks. */
             const int rounds = layout->dtype == PP_BF16 && (variant % 5 == 0 || variant >= 7);
             for (int way = PP_EXACT; way <= (rounds ? PP_ROUNDED_BF16 : PP_EXACT); way++)

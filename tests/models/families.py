@@ -95,7 +95,39 @@ FAMILIES = {
     },
     "FalconH1": {**MAMBA, "mamba_d_ssm": 128, "head_dim": 16},
 }
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+# Families that do what none of those above does.
+OTHERS = {
+    # Layers of two shapes, and layers that attend to keys and values of others.
+    "Gemma4": {
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 32,
+        "vocab_size_per_layer_input": 997,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "layer_types": 3 * ["sliding_attention", "full_attention"],
+    },
+    # One attention module for several layers.
+    "Zamba2": {
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,
+        "layers_block_type": 3 * ["mamba", "hybrid"],
+        "num_mem_blocks": 1,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "chunk_size": 8,
+        "use_mamba_kernels": False,
+    },
+    # A convolution without a recurrent state.
+    "Lfm2": {"full_attn_idxs": [1], "conv_L_cache": 3},
+}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 NO_SUCH_SIZE = {
     "Bloom": {
         "intermediate_size",
@@ -113,7 +145,9 @@ NEW_TOKENS = 64
 def tiny_model(family, **changes):
     """A model of a family in float32 on the CPU, whose greedy tokens vary: the same one each time."""
     sizes = {name: size for name, size in SIZES.items() if name not in NO_SUCH_SIZE.get(family, ())}
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**sizes, **FAMILIES[family], **changes})
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+        **{**sizes, **FAMILIES.get(family, {}), **OTHERS.get(family, {}), **changes}
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for weight in model.parameters():

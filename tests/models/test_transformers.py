@@ -1,11 +1,13 @@
 """Models of transformers over pages give the tokens that they give by themselves."""
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
 
-from families import FAMILIES, LENGTHS, NEW_TOKENS, eager_tokens, padded, prompts, tiny_model  # noqa: E402
+from families import FAMILIES, LENGTHS, NEW_TOKENS, OTHERS, eager_tokens, padded, prompts, tiny_model  # noqa: E402
 
 from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.integrations.transformers import ModelRunner, release, use  # noqa: E402
@@ -67,6 +69,16 @@ def test_generate_batch_gives_the_tokens_of_eager_attention(family, in_use):
     assert_nothing_is_left(runner)
 
 
+@pytest.mark.parametrize("family", OTHERS)
+def test_families_that_do_what_others_do_not_give_the_tokens_of_eager_attention(family, in_use):
+    model, runner = in_use(family)
+    ids, mask = padded(prompts())
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **GREEDY)
+    assert tokens[:, ids.shape[1] :].tolist() == eager_tokens(family)
+    assert greedy_batch(model, prompts()) == eager_tokens(family)
+    assert_nothing_is_left(runner)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_tokens_vary(family):
     """Equal tokens would prove little where a model repeats one."""
@@ -124,6 +136,19 @@ def test_assisted_decoding_gives_the_same_tokens(family, in_use):
         helped = model.generate(ids, max_new_tokens=40, assistant_model=tiny_model(family), **GREEDY)
         assert helped.tolist() == plain.tolist()
     assert_nothing_is_left(runner)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_model_in_use_drafts_for_another(family, in_use):
+    helper, runner = in_use(family)
+    model = tiny_model(family, num_hidden_layers=2)
+    for prompt in prompts((17, 70)):
+        ids = torch.tensor([prompt])
+        plain = model.generate(ids, max_new_tokens=40, **GREEDY)
+        assert model.generate(ids, max_new_tokens=40, assistant_model=helper, **GREEDY).tolist() == plain.tolist()
+    gc.collect()
+    assert runner.pool.allocator.in_use == 0
+    runner.pool.allocator.check()
 
 
 @pytest.mark.parametrize("family", sorted(RECURRENT))

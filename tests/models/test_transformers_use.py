@@ -17,6 +17,7 @@ from pagepool import PoolExhausted, SchedulerConfig  # noqa: E402
 from pagepool.integrations.transformers import ModelRunner, release, use  # noqa: E402
 from pagepool.integrations.transformers.layout import Unsupported, window_of  # noqa: E402
 from pagepool.integrations.transformers.paged_cache import PagedCache  # noqa: E402
+from pagepool.integrations.transformers.step import stored_as  # noqa: E402
 from pagepool.integrations.transformers.trial import try_out  # noqa: E402
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -580,3 +581,15 @@ def test_rotary_embeddings_that_depend_on_the_length_have_a_limit(kind):
     assert outputs["req_0"].error == f"asked for 60 and 8 tokens, and the model takes {limit} over pages"
     assert len(outputs["req_1"].generated_tokens) == 8
     release(model)
+
+
+def test_keys_of_any_strides_and_dtypes_are_stored(llama):
+    runner = ModelRunner(llama, num_blocks=2, dtype="float16")
+    turned = torch.arange(32.0).reshape(1, 16, 2).transpose(1, 2)  # (tokens, heads, dims)
+    assert turned.stride(-1) != 1
+    for rows in (turned, turned.half(), turned.bfloat16()):
+        sequence = runner.new_sequence()
+        runner.pool.append(0, sequence.append(1), *2 * [stored_as(runner.pool, rows)])
+        assert torch.equal(torch.from_numpy(runner.pool.gather(0, sequence.blocks, 1)[0]), turned)
+        sequence.close()
+    runner.close()

@@ -331,11 +331,11 @@ def test_a_last_block_that_is_the_same_in_part_is_found_and_copied_before_it_is_
     cache.cache_blocks([1, 2, 3, 4, 5, 6, 7, 8], first.blocks)
     first.release()
 
-    blocks, num_tokens = cache.match_tokens([1, 2, 3, 4, 5, 6, 9, 9, 9])
-    assert (blocks.tolist(), num_tokens) == ([0, 1], 6)
+    match = cache.match_tokens([1, 2, 3, 4, 5, 6, 9, 9, 9])
+    blocks = match.blocks
+    assert (blocks.tolist(), match.num_tokens) == ([0, 1], 6)
     second = PagedSeqState(pool.allocator, block_size=4)
-    second.adopt(blocks, num_tokens)
-    pool.allocator.free(blocks)
+    second.adopt(match)
     new = np.full((3, 1, 8), 7, np.float32)
     slots = second.append(3)
     for layer in range(2):
@@ -362,7 +362,7 @@ def test_of_several_blocks_the_one_that_is_the_same_for_longest_is_found(cache):
         blocks, num_tokens = cache.match_tokens(tokens)
         assert (blocks.tolist(), num_tokens) == (found, number)
         cache.allocator.free(blocks)
-    assert cache.match_tokens([1, 2, 3], cache_salt="other")[1] == 0
+    assert cache.match_tokens([1, 2, 3], cache_salt="other").num_tokens == 0
     cache.check()
 
 

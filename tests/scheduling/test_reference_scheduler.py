@@ -255,7 +255,7 @@ def report(rng, worlds, batches):
             world.scheduler.commit(batch, [results[seq_id] for seq_id in batch.seq_ids])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_same_plan_and_the_same_records_in_every_step(seed):
     run(seed)
@@ -279,14 +279,14 @@ def test_the_same_plan_with_requests_that_are_submitted_and_cancelled(seed):
     run(seed, inbox=True)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_same_plan_with_forks(seed):
     run(seed, forks=0.1)
     run(seed, forks=0.1, forget=0.05, max_sequences=20)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([None, 0, 3, 8, 13]), min_size=1, max_size=3))
 @example(2812, [0])  # a fork fills the quota that a waiting request was found to have room in
 def test_the_same_plan_with_windows(seed, windows):
@@ -294,7 +294,7 @@ def test_the_same_plan_with_windows(seed, windows):
     run(seed, memory={"windows": windows}, forks=0.1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([[None], [3], [None, 8]]), st.integers(1, 5))
 def test_the_same_plan_with_recurrent_states(seed, windows, slots):
     memory = {"windows": windows, "slots": slots}
@@ -311,14 +311,14 @@ def test_the_same_plan_with_recurrent_states_that_are_kept_of_what_is_cached(see
     run(seed, memory=memory, lookahead=0, forget=0.05)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_same_plan_beside_a_cache_that_forgets(seed):
     run(seed, forget=0.1)
     run(seed, tenants=(0, 0, 1, 2), forget=0.05)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_longest_match_goes_first_whoever_was_looked_up_again(seed):
     run(seed, policy="lpm", max_sequences=20)

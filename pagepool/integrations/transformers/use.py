@@ -33,7 +33,7 @@ def use(
     prefix_cache   whether prompts begin with what earlier calls have computed of them, where the model allows it: it
                    has neither windows nor recurrent states
 
-    A call with a cache of its own (`past_key_values=`, `cache_implementation=`) or with `use_cache=False` runs as
+    A call with a cache of its own (`cache=`, `cache_implementation=`) or with `use_cache=False` runs as
     before, and so does `model(...)`. Raises as `ModelRunner`, and ValueError for a model that is in use already; then
     nothing has changed.
 
@@ -72,8 +72,10 @@ def use(
     def paged_prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         is_ours = model_kwargs.get("cache") is None and generation_config.cache_implementation is None
         if is_ours and generation_config.use_cache is not False:
-            model_kwargs["cache"] = PagedCache(runner, prefixes)
-            calls.caches.append(model_kwargs["cache"])
+            cache = model_kwargs["cache"] = PagedCache(runner, prefixes)
+            calls.caches.append(cache)
+            if generation_config.is_assistant:  # its drafts will be taken back
+                cache.activate_past_recording()
         return prepare(generation_config, model_kwargs, *args, **kwargs)
 
     @wraps(generate)

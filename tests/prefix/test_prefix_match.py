@@ -1,0 +1,123 @@
+"""What `match_tokens` returns: blocks that go back by themselves, or to the sequence that adopts them."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+
+from pagepool import BlockAllocator, InvalidBlock, PagedSeqState, PoolError, PrefixCache, PrefixMatch
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.fixture
+def cache():
+    cache = PrefixCache(BlockAllocator(8), block_size=4)
+    blocks = cache.allocator.allocate_n(2)
+    cache.cache_blocks(PROMPT, blocks)
+    cache.allocator.free(blocks)
+    return cache
+
+
+def counts(cache):
+    cache.check()
+    return [cache.allocator.ref_count(block) for block in range(3)]
+
+
+def test_a_match_gives_its_blocks_back_when_it_goes(cache):
+    match = cache.match_tokens([*PROMPT[:6], 9])
+    assert (match.blocks.tolist(), match.num_tokens, counts(cache)) == ([0, 1], 6, [2, 2, 0])
+    blocks = match.blocks
+    del match
+    gc.collect()
+    assert counts(cache) == [1, 1, 0] and blocks.tolist() == [0, 1]
+
+
+def test_close_gives_them_back_once_and_so_does_a_with_block(cache):
+    with cache.match_tokens(PROMPT) as match:
+        assert counts(cache) == [2, 2, 0]
+    assert counts(cache) == [1, 1, 0]
+    match.close()
+    match.close()
+    assert counts(cache) == [1, 1, 0]
+    with pytest.raises(ValueError, match="the 2 blocks of the match were given back or taken over"):
+        list(match)
+    with pytest.raises(ZeroDivisionError), cache.match_tokens(PROMPT):
+        raise ZeroDivisionError
+    assert counts(cache) == [1, 1, 0]
+
+
+def test_a_sequence_takes_them_over(cache):
+    match = cache.match_tokens([*PROMPT[:6], 9])
+    state = PagedSeqState(cache.allocator, block_size=4)
+    state.adopt(match)
+    assert (state.blocks, state.len, counts(cache)) == ([0, 1], 6, [2, 2, 0])
+    other = PagedSeqState(cache.allocator, block_size=4)
+    with pytest.raises(ValueError, match="the 2 blocks of the match were given back or taken over"):
+        other.adopt(match)
+    del match
+    assert counts(cache) == [2, 2, 0] and other.len == 0
+    state.close()
+    assert counts(cache) == [1, 1, 0]
+
+
+def test_a_refused_adoption_leaves_the_match_as_it_was(cache):
+    match = cache.match_tokens(PROMPT)
+    busy = PagedSeqState(cache.allocator, block_size=4)
+    busy.append(1)
+    small = PagedSeqState(cache.allocator, block_size=4, max_blocks_per_seq=1)
+    foreign = PagedSeqState(BlockAllocator(8), block_size=4)
+    unequal = PagedSeqState(cache.allocator, block_size=16)
+    closed = PagedSeqState(cache.allocator, block_size=4)
+    closed.close()
+    for state, words in (
+        (busy, "cannot adopt blocks: the sequence has 1 of its own"),
+        (small, "8 tokens need 2 blocks, the maximum is 1"),
+        (foreign, "the match is of another allocator"),
+        (unequal, "8 tokens do not match 2 blocks of 16"),
+        (closed, "closed"),
+    ):
+        with pytest.raises((ValueError, PoolError), match=words):
+            state.adopt(match)
+    with pytest.raises(TypeError, match="num_tokens must be None for a match, which says itself that it has 8"):
+        small.adopt(match, 4)
+    assert counts(cache)[:2] == [2, 2]
+    match.close()
+    assert counts(cache)[:2] == [1, 1]
+
+
+def test_unpacked_it_is_the_callers_to_free(cache):
+    blocks, num_tokens = cache.match_tokens(PROMPT)
+    assert (blocks.tolist(), num_tokens, counts(cache)) == ([0, 1], 8, [2, 2, 0])
+    cache.allocator.free(blocks)
+    assert counts(cache) == [1, 1, 0]
+
+
+def test_nothing_found_is_a_match_too(cache):
+    match = cache.match_tokens([9])
+    assert (match.blocks.tolist(), match.num_tokens) == ([], 0)
+    state = PagedSeqState(cache.allocator, block_size=4)
+    state.adopt(match)
+    state.append(1)
+    assert repr(cache.match_tokens(PROMPT[:3])) == "<PrefixMatch: 3 tokens in 1 block>"
+
+
+def test_blocks_that_someone_else_freed_are_named_and_the_rest_stays(cache):
+    match = cache.match_tokens(PROMPT)
+    cache.allocator.free([1, 1])  # the reference of the match, and that of the cache
+    with pytest.raises(InvalidBlock, match="one of the 2 blocks"):
+        match.close()
+    assert cache.allocator.ref_count(0) == 2
+    blocks, _ = match  # which would say the same of itself when it goes
+    cache.allocator.free(blocks[:1])
+
+
+def test_a_match_is_made_by_a_cache_alone_and_is_not_copied(cache):
+    with pytest.raises(TypeError, match=r"made by PrefixCache.match_tokens"):
+        PrefixMatch()
+    match = cache.match_tokens(PROMPT)
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError):
+            make(match)
+    assert counts(cache) == [2, 2, 0]
