@@ -148,21 +148,20 @@ class Server:
             raise RequestError(
                 429, f"{waiting} requests run and wait, {count} more pass the limit of {self._max_requests}"
             )
-        generations = []
+        encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
+        seed, generations = request.sampling["seed"], []
         try:
-            for prompt in request.prompts:
-                encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
-                tokens = encode(prompt)
-                limit = self._limit(request, len(tokens))
+            prompts = [encode(prompt) for prompt in request.prompts]
+            limits = [self._limit(request, len(tokens)) for tokens in prompts]
+            for tokens, limit in zip(prompts, limits, strict=True):
                 for number in range(request.n):
-                    sampling = dict(request.sampling)
-                    if sampling["seed"] is not None:
-                        sampling["seed"] += number  # choices of one prompt differ
+                    # Choices of one prompt differ.
+                    sampling = {**request.sampling, "seed": None if seed is None else seed + number}
                     generations.append(engine.submit(tokens, max_new_tokens=limit, **sampling))
-        except (TypeError, ValueError) as error:
-            raise RequestError(400, str(error)) from error
-        except RuntimeError as error:
-            raise RequestError(503, str(error)) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            for generation in generations:
+                generation.cancel()
+            raise RequestError(503 if isinstance(error, RuntimeError) else 400, str(error)) from error
         return generations
 
     def _limit(self, request: Request, num_tokens: int) -> int:
