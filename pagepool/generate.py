@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -118,46 +119,40 @@ def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace)
 
 def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all prompts together, print their texts in order as they come, and return what came of each."""
-    running: list[tuple[str, Generation | None, str | None]] = []
+    running: list[Generation | str] = []  # a str: why a prompt cannot run
     for prompt in prompts:
         try:
-            running.append((prompt, submit(engine, prompt, options), None))
+            running.append(submit(engine, prompt, options))
         except ValueError as error:
             if len(prompts) == 1:
                 raise UsageError(str(error)) from error
-            running.append((prompt, None, str(error)))
+            running.append(str(error))
     is_shown = options.json != STDOUT and sys.stdout is not None
-    progress = Progress(engine, len(prompts), is_shown and sys.stdout.isatty())
+    progress = Progress(engine, len(prompts), is_silent=is_shown and sys.stdout.isatty())
     outputs = []
-    for number, (prompt, generation, refusal) in enumerate(running, 1):
+    for number, (prompt, found) in enumerate(zip(prompts, running, strict=True), 1):
         if is_shown and len(prompts) > 1:
             print(f"--- {number} of {len(prompts)}")
-        if is_shown and generation is not None:
-            print(prompt, end="", flush=True)
-        fault = refusal
-        if generation is not None:
+        if isinstance(found, str):
+            outputs.append({"prompt": prompt, "text": "", "finish_reason": None, "error": found})
+        else:
             with written_to(STDOUT):
-                for piece in progress.watch(generation):
+                for piece in chain([prompt], progress.watch(found), ["\n"]):
                     if is_shown:
                         print(piece, end="", flush=True)
-            fault = None if generation.error is None else str(generation.error)
-        if is_shown and generation is not None:
-            print(flush=True)
-        if fault is not None:
-            print(f"pagepool: prompt {number}: {fault}", file=sys.stderr)
-        outputs.append(output_of(prompt, generation, fault))
+            outputs.append(output_of(prompt, found))
+        if outputs[-1]["error"] is not None:
+            print(f"pagepool: prompt {number}: {outputs[-1]['error']}", file=sys.stderr)
     return outputs
 
 
-def output_of(prompt: str, generation: Generation | None, error: str | None) -> dict[str, Any]:
-    """What came of a prompt, for JSON."""
-    if generation is None:
-        return {"prompt": prompt, "text": "", "finish_reason": None, "error": error}
+def output_of(prompt: str, generation: Generation) -> dict[str, Any]:
+    """What came of a prompt that ran, for JSON."""
     return {
         "prompt": prompt,
         "text": generation.text,
         "finish_reason": generation.finish_reason,
-        "error": error,
+        "error": None if generation.error is None else str(generation.error),
         "prompt_tokens": generation.num_prompt_tokens,
         "cached_tokens": generation.num_cached,
         "generated_tokens": len(generation.token_ids),
@@ -168,8 +163,8 @@ def output_of(prompt: str, generation: Generation | None, error: str | None) -> 
 class Progress:
     """Says on standard error every two seconds how far all prompts are, unless a terminal shows their texts."""
 
-    def __init__(self, engine: Engine, total: int, is_shown: bool) -> None:
-        self._engine, self._total, self._is_silent = engine, total, is_shown
+    def __init__(self, engine: Engine, total: int, is_silent: bool) -> None:
+        self._engine, self._total, self._is_silent = engine, total, is_silent
         self._began = monotonic()
         self._next = self._began + PROGRESS_SECONDS
 
