@@ -113,7 +113,8 @@ def test_a_thousand_requests_in_process_leave_nothing():
         assert stats["ended"]["abort"] > 100 and stats["scheduler"]["preemptions"] > 0
     assert set(ways) == set(WAYS) and sum(ways.values()) >= REQUESTS - 2 * THREADS
     assert sizes[1] - sizes[0] < 100_000
-    assert not [thing for thing in gc.get_objects() if isinstance(thing, Generation)]
+    # `isinstance` would read __class__, which some objects of torch answer with a warning.
+    assert not [thing for thing in gc.get_objects() if type(thing) is Generation]
 
 
 def test_a_thousand_requests_over_http_leave_nothing():
