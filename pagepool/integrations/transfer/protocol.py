@@ -289,9 +289,17 @@ class Transfer(ABC):
         self._disconnect_idle()
 
     def close(self) -> None:
-        """Ends all reads, without results, all leases and all connections. A second call does nothing."""
+        """Ends all reads, without results, all leases and all connections. A second call does nothing.
+
+        Waits for what is under way, as long as that has time: a peer may not bear to be left in the middle of it.
+        """
         if self._is_closed:
             return
+        while any(
+            read.request is not None and not self._has_arrived(read) and monotonic() < read.deadline
+            for read in self._reads.values()
+        ):
+            sleep(PAUSE)
         for peer in [*self._peers]:
             self.forget(peer)
         if self._registered is not None:

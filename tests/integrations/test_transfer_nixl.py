@@ -1,0 +1,168 @@
+"""NIXL between processes: pages, races with a source that reuses blocks, peers that stop, die or are others.
+
+`make test-transfer` makes an environment that has nixl.
+"""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+from transfer_source import SourceProcess, content, race, words_of
+
+from pagepool import KvCachePool, KvLayout
+from pagepool.integrations.transfer import TransferError
+
+pytest.importorskip("nixl", reason="nixl is not installed: make test-transfer")
+nixl = pytest.importorskip("pagepool.integrations.transfer.nixl")
+
+WHERE = ("pagepool.integrations.transfer.nixl", "NixlTransfer")
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64)  # pages of 32 KiB
+NUM_BLOCKS = 64
+READS = 10_000
+
+
+@pytest.fixture
+def source():
+    process = SourceProcess(*WHERE, LAYOUT, NUM_BLOCKS)
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def pool():
+    pool = KvCachePool.from_layout(LAYOUT, NUM_BLOCKS)
+    yield pool
+    pool.allocator.check(others=0)
+    assert pool.allocator.in_use == 0, "nothing is leaked"
+
+
+@pytest.fixture
+def reader(pool):
+    with nixl.NixlTransfer("reader", timeout=2.0) as transfer:
+        transfer.register(pool)
+        yield transfer
+
+
+def read(reader, pool, ticket, seconds=60):
+    """One read to its end; frees the blocks and returns (loaded, failed, error)."""
+    blocks = pool.allocator.allocate_n(len(ticket.blocks)).tolist()
+    reader.read(ticket, blocks)
+    (result,) = reader.poll(seconds)
+    words = words_of(pool)
+    for block, pair in zip(blocks, ticket.blocks, strict=True):
+        assert block in result.failed or (words[block] == content(*pair)).all()
+    pool.allocator.free(blocks)
+    return result[1:]
+
+
+def test_pages_of_another_process_arrive(source, reader, pool):
+    reader.meet(source.describe())
+    ticket = source.offer([9, 3, 60], 60)
+    assert read(reader, pool, ticket) == ([0, 1, 2], [], "")
+    assert source.check() == [9, 3, 60]
+    assert read(reader, pool, source.offer(list(range(NUM_BLOCKS)), 60))[2] == ""
+
+
+def test_every_accepted_page_is_right_while_the_source_reuses_its_blocks(source, reader, pool):
+    counts, reused = race(source, reader, pool, READS, pages_per_read=4)
+    print(f"{READS} reads of 4 pages, {reused} blocks reused: {counts}")
+    assert counts["wrong"] == 0 < counts["would_be_wrong"] <= counts["refused"]
+    assert counts["accepted"] > READS / 10
+    assert source.check() == []
+
+
+def test_a_ticket_whose_blocks_were_taken_anew_or_are_free_fails(source, reader, pool):
+    reader.meet(source.describe())
+    old = source.offer([5, 6], 0)
+    source.free([6])
+    assert read(reader, pool, old) == ([0], [1], "1 of 2 pages are not those of the ticket: block 6 is free")
+
+
+def test_a_source_that_is_killed_fails_its_reads_with_one_error(source, reader, pool):
+    reader.meet(source.describe())
+    ticket = source.offer([1, 2], 60)
+    assert read(reader, pool, ticket)[2] == ""
+    source.end()
+    loaded, failed, error = read(reader, pool, ticket)
+    assert loaded == [] and failed == [0, 1] and "NIXL" in error
+    reader.forget("source")
+    with pytest.raises(TransferError, match="is none of the 0 that were met"):
+        reader.read(ticket, [])
+
+
+def test_a_source_that_has_closed_fails_its_reads(source, reader, pool):
+    reader.meet(source.describe())
+    ticket = source.offer([1, 2], 60)
+    source.close()
+    loaded, failed, error = read(reader, pool, ticket)
+    assert loaded == [] and failed == [0, 1] and error
+
+
+def test_a_source_that_is_stopped_is_read_by_the_kernel_or_fails_in_time(source, reader, pool):
+    reader.meet(source.describe())
+    ticket = source.offer([1, 2], 60)
+    assert read(reader, pool, ticket)[2] == ""
+    os.kill(source.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    loaded, _failed, error = read(reader, pool, ticket)
+    assert loaded or "has not answered for 2 s" in error
+    assert time.monotonic() - began < 30
+    os.kill(source.process.pid, signal.SIGCONT)
+    while reader.references():
+        reader.poll(0.1)
+
+
+@pytest.fixture
+def tcp(monkeypatch):
+    """As between machines without RDMA, where the source itself must answer."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def test_what_comes_late_over_tcp_comes_into_blocks_that_nobody_else_has(tcp, source, reader, pool):
+    met = source.describe()
+    reader.meet(met)
+    ticket = source.offer([1, 2], 60)
+    assert read(reader, pool, ticket)[2] == ""
+    words_of(pool)[:] = 0
+    os.kill(source.process.pid, signal.SIGSTOP)
+    assert read(reader, pool, ticket) == ([], [0, 1], "peer 'source' has not answered for 2 s")
+    assert pool.allocator.in_use == 2 == len(reader.references())
+    others = pool.allocator.allocate_n(NUM_BLOCKS - 2)
+    reader.forget("source")
+    with pytest.raises(TransferError, match="peer 'source' was forgotten, and 1 reads have not ended"):
+        reader.meet(met)
+    os.kill(source.process.pid, signal.SIGCONT)
+    end = time.monotonic() + 30
+    while reader.references() and time.monotonic() < end:
+        assert reader.poll(0.01) == []
+    assert reader.references() == [] and not words_of(pool)[others].any()
+    pool.allocator.free(others)
+
+
+def test_after_close_no_byte_comes_even_over_tcp(tcp, source, pool):
+    with nixl.NixlTransfer("reader", timeout=0.5) as reader:
+        reader.register(pool)
+        reader.meet(source.describe())
+        ticket = source.offer([1, 2], 60)
+        assert read(reader, pool, ticket)[2] == ""
+        words_of(pool)[:] = 0
+        os.kill(source.process.pid, signal.SIGSTOP)
+        assert read(reader, pool, ticket)[2] == "peer 'source' has not answered for 0.5 s"
+    assert pool.allocator.in_use == 0
+    os.kill(source.process.pid, signal.SIGCONT)
+    time.sleep(1)
+    assert not words_of(pool).any()
+
+
+def test_a_peer_of_another_layout_is_refused(source):
+    with nixl.NixlTransfer("reader") as reader:
+        reader.register(KvCachePool.from_layout(KvLayout(4, 2, 128), 4))
+        with pytest.raises(TransferError, match=r"peer 'source' has KvLayout\(.*head_dim=64.*; this pool has .*=128"):
+            reader.meet(source.describe())
+
+
+def test_a_description_that_is_no_nixl_agent_is_refused(source, reader):
+    with pytest.raises(TransferError, match="NIXL cannot connect to peer 'source'"):
+        reader.meet(replace(source.describe(), connection=b"nonsense"))

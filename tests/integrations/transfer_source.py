@@ -1,0 +1,146 @@
+"""A process with a pool that others read from, at the other end of a pipe: the source of tests and of bench/transfer.py.
+
+It can take, free and fill blocks as fast as it can while it is read from: `reuse` says until when.
+"""
+
+import multiprocessing
+import random
+from importlib import import_module
+
+import numpy as np
+
+from pagepool import BlockGenerations, KvCachePool
+
+
+def content(block, generation):
+    """What all 8-byte words of a page are: another number for each block and generation."""
+    return (int(block) << 32) + int(generation)
+
+
+def words_of(pool):
+    """The pages of a pool as 8-byte words (num_blocks, words of a page)."""
+    return np.frombuffer(memoryview(pool), np.uint64).reshape(pool.max_blocks, -1)
+
+
+class Source:
+    """What the process does; each public method is a request through the pipe, and what it returns the answer."""
+
+    def __init__(self, module, cls, layout, num_blocks, name):
+        self.pool = KvCachePool.from_layout(layout, num_blocks)
+        self.generations = BlockGenerations(self.pool.allocator)
+        self.transfer = getattr(import_module(module), cls)(name)
+        self.transfer.register(self.pool)
+        self.words = words_of(self.pool)
+        self.held = []
+        for _ in range(num_blocks):
+            self._take()
+        self.choose = random.Random(1)
+
+    def _take(self):
+        block = self.pool.allocator.allocate()
+        self.words[block] = content(block, self.generations.of(block)[0])
+        self.held.append(block)
+
+    def describe(self):
+        return self.transfer.describe()
+
+    def offer(self, blocks, seconds):
+        ticket = self.transfer.offer(blocks, seconds=seconds).ticket
+        self.transfer.poll()
+        return ticket
+
+    def free(self, blocks):
+        self.pool.allocator.free(blocks)
+
+    def reuse(self, pipe):
+        """Frees and takes blocks until the pipe has a request; a lease only ever lasts for one ticket."""
+        times = 0
+        while not pipe.poll():
+            at = self.choose.randrange(len(self.held))
+            self.held[at], self.held[-1] = self.held[-1], self.held[at]
+            self.pool.allocator.free(self.held.pop())
+            self._take()
+            times += 1
+        return times
+
+    def check(self):
+        self.transfer.poll()
+        self.pool.allocator.check()
+        return self.transfer.references()
+
+    def close(self):
+        self.transfer.close()
+
+
+def serve(pipe, *arguments):
+    source = Source(*arguments)
+    reused = 0
+    reuses = False
+    while True:
+        if reuses:
+            reused += source.reuse(pipe)
+        request, *rest = pipe.recv()
+        if request == "end":
+            return
+        if request == "reuse":
+            reuses = rest[0]
+            pipe.send(reused)
+        else:
+            pipe.send(getattr(source, request)(*rest))
+
+
+class SourceProcess:
+    """Starts the process; `source.offer(...)` and so on wait for its answer."""
+
+    def __init__(self, module, cls, layout, num_blocks, name="source"):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, module, cls, layout, num_blocks, name), daemon=True)
+        self.process.start()
+        other.close()
+
+    def __getattr__(self, request):
+        def ask(*arguments):
+            self.pipe.send((request, *arguments))
+            if not self.pipe.poll(60):
+                raise TimeoutError(f"the source has not answered {request} for 60 s")
+            return self.pipe.recv()
+
+        return ask
+
+    def end(self):
+        """Ends the process, which may be stopped or gone."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def race(source, reader, pool, reads, pages_per_read, seed=2):
+    """Reads while the source reuses its blocks as fast as it can; returns counts of pages, and how often it reused.
+
+    accepted        pages that the reader was told are loaded
+    wrong           those of them that are not what their ticket says: must be 0
+    refused         pages that the reader was told have failed
+    would_be_wrong  pages that arrived and are not what their ticket says: what a reader without the check would use
+    """
+    choose = random.Random(seed)
+    words = words_of(pool)
+    peer = reader.meet(source.describe())
+    source.reuse(True)
+    counts = dict.fromkeys(("accepted", "wrong", "refused", "would_be_wrong"), 0)
+    for _ in range(reads):
+        ticket = source.offer(choose.sample(range(pool.max_blocks), pages_per_read), 0)
+        blocks = pool.allocator.allocate_n(pages_per_read).tolist()
+        reader.read(ticket, blocks)
+        (result,) = reader.poll(60)
+        assert not result.error or "not those of the ticket" in result.error, result.error
+        pairs = zip(blocks, ticket.blocks, strict=True)
+        right = {block for block, pair in pairs if (words[block] == content(*pair)).all()}
+        counts["accepted"] += len(result.loaded)
+        counts["refused"] += len(result.failed)
+        counts["wrong"] += len(set(result.loaded) - right)
+        counts["would_be_wrong"] += len(set(blocks) - right)
+        pool.allocator.free(blocks)
+    reused = source.reuse(False)
+    reader.forget(peer)
+    return counts, reused
