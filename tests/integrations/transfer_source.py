@@ -1,4 +1,4 @@
-"""A process with a pool that others read from, at the other end of a pipe: the source of tests and of bench/transfer.py.
+"""A process with a pool that others read from, at the end of a pipe: the source of tests and of bench/transfer.py.
 
 It can take, free and fill blocks as fast as it can while it is read from: `reuse` says until when.
 """
