@@ -35,7 +35,7 @@ class Choice:
     found_tokens  what `Router.report` was told; None before
     """
 
-    worker: Hashable
+    worker: Any
     forecast_tokens: int
     found_tokens: int | None = None
 
@@ -185,20 +185,26 @@ class Router:
         when there is no worker.
         """
         row = token_row(tokens)
-        # A worker computes at least the last token, so that the block that ends with it does not count.
-        names = name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
         with self._lock:
+            lengths, stale = self._lengths(row, cache_salt, extra_keys)
             if self._heard.max() == NEVER:
                 raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
-            lengths = self._directory.prefix_lengths(names)
-            stale = self._heard < self._clock() - self.max_staleness
-            lengths[stale] = 0
             best = self._best(stale, lengths)
             forecast = int(lengths[best]) * self.block_size
             self._counts["choices"] += 1
             self._chosen[best] = self._counts["choices"]
             self._load[best] += len(row) - forecast
             return Choice(self._places[best].name, forecast)
+
+    def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Hashable, int]:
+        """Returns worker -> how many tokens of a prompt it has cached, workers without any left out. Changes nothing.
+
+        This is for whoever moves pages between workers. Arguments as in `choose`.
+        """
+        with self._lock:
+            lengths, _ = self._lengths(token_row(tokens), cache_salt, extra_keys)
+            return {known.name: int(lengths[known.number]) * self.block_size
+                    for known in self._workers.values() if lengths[known.number]}
 
     def report(self, choice: Choice, found_tokens: int) -> None:
         """Says how many tokens of the prompt the worker found cached. Raises `ValueError` for a second report."""
@@ -229,6 +235,17 @@ class Router:
             known.epoch, known.next_sequence = epoch, 1
             self._counts["epochs"] += 1
         return known if epoch == known.epoch else None
+
+    def _lengths(
+        self, row: NDArray[np.int32], cache_salt: Any, extra_keys: Iterable[Any]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """By number of worker: the blocks of a prompt that it has, and whether it was not heard of for too long."""
+        # A worker computes at least the last token, so that the block that ends with it does not count.
+        names = name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
+        lengths = self._directory.prefix_lengths(names)
+        stale = self._heard < self._clock() - self.max_staleness
+        lengths[stale] = 0
+        return lengths, stale
 
     def _hear(self, known: _Worker, load: int, room: int) -> None:
         self._heard[known.number] = self._clock()

@@ -121,19 +121,19 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
     return Outcome(numbers, report.print_table, picture.replay_picture(numbers, timeline))
 
 
-def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
-    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
+def _num_blocks(trace: Trace, options: argparse.Namespace) -> int:
+    """Blocks of a pool: as many as the longest request needs, and `DEFAULT_BLOCKS` at least."""
+    # A request for no output still gets one token.
+    needed = -(-(trace.longest() + 1) // (options.block_size or DEFAULT_BLOCK_SIZE))
+    return max(DEFAULT_BLOCKS, needed) if options.blocks is None else int(options.blocks)
+
+
+def _config(trace: Trace, options: argparse.Namespace, blocks: int) -> SchedulerConfig:
+    """The scheduler's, over a pool of so many blocks."""
     size = options.block_size or DEFAULT_BLOCK_SIZE
-    longest = trace.longest() + 1  # a request for no output still gets one token
-    geometry = GEOMETRIES[options.attend] if options.attend else None
-    blocks = options.blocks
-    if blocks is None:
-        blocks = max(DEFAULT_BLOCKS, -(-longest // size))
-        if geometry is not None:
-            blocks = min(blocks, ATTEND_BYTES // geometry.layout(size, options.dtype).block_bytes)
-    longest = min(longest, blocks * size)  # longer ones are refused
+    longest = min(trace.longest() + 1, blocks * size)
     budget = options.budget if options.schedule == "chunked" else max(options.budget, longest)
-    config = SchedulerConfig(
+    return SchedulerConfig(
         max_sequences=options.max_batch,
         max_batch_sequences=options.max_batch,
         max_batch_tokens=budget,
@@ -143,6 +143,17 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         schedule=options.schedule,
         policy=options.order or "fcfs",
     )
+
+
+def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
+    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
+    size = options.block_size or DEFAULT_BLOCK_SIZE
+    geometry = GEOMETRIES[options.attend] if options.attend else None
+    blocks = _num_blocks(trace, options)
+    if options.blocks is None and geometry is not None:
+        blocks = min(blocks, ATTEND_BYTES // geometry.layout(size, options.dtype).block_bytes)
+    longest = min(trace.longest() + 1, blocks * size)  # longer ones are refused
+    config = _config(trace, options, blocks)
     attention = None
     if geometry is None:
         allocator = memory.BlockAllocator(blocks)
@@ -150,7 +161,7 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         pool = memory.KvCachePool.from_layout(geometry.layout(size, options.dtype), blocks)
         allocator = pool.allocator
         width = -(-longest // size)
-        attention = Attention(memory, pool, geometry, options.max_batch, budget, width, options.threads)
+        attention = Attention(memory, pool, geometry, options.max_batch, config.max_batch_tokens, width, options.threads)
     cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0])) if options.policy else None
     tokens = TraceTokens(trace) if options.policy else None
     scheduler = None
