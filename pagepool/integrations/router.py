@@ -55,6 +55,7 @@ class Router:
 
     block_size     tokens per block, from 1 to 1,024, as the caches have it
     max_workers    how many workers there may be at a time, up to 65,536; a block takes 32 to 64 bytes with up to 64
+    max_imbalance  tokens: a worker with so much more load than another one is passed over, whatever it has cached
     max_staleness  seconds: the prefixes of a worker count for so long after its last `update` or `restore`
     clock          returns the time in seconds
 
@@ -85,17 +86,22 @@ class Router:
         block_size: int,
         max_workers: int = 64,
         *,
+        max_imbalance: int = 32_768,
         max_staleness: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
         self.max_workers = integer("max_workers", max_workers, 1, MAX_WORKERS)
+        self.max_imbalance = integer("max_imbalance", max_imbalance, 0, MAX_NUMBER)
         self.max_staleness = real("max_staleness", max_staleness, 0)
         self._clock = clock
         self._lock = Lock()
         self._workers: dict[Hashable, _Worker] = {}
         self._places: list[_Worker | None] = [None] * self.max_workers
-        self._directory = PrefixDirectory(self.max_workers)
+        # What workers have said that they hold; what they will soon hold of prompts that were sent to them, of late and
+        # of before. `_expect` drops the last one, so that an expectation lasts for max_staleness, twice at most.
+        self._directories = [PrefixDirectory(self.max_workers) for _ in range(3)]
+        self._aged = clock()
         # By number of worker. A place without a worker was never heard of.
         self._heard = np.full(self.max_workers, NEVER)
         self._load = np.zeros(self.max_workers, np.int64)  # as reported, and of choices since
@@ -135,15 +141,15 @@ class Router:
                     )
                 if NAME_BYTES.get(event.kind) != len(event.name):
                     raise ValueError(f"event {sequence} is {event.kind!r} with a name of {len(event.name)} bytes")
-            directory = self._directory
-            directory.reserve(len(fresh))
+            self._directories[0].reserve(len(fresh))
             for event in fresh:
                 if event.kind == "stored":
-                    directory.add(known.number, event.name)
+                    self._directories[0].add(known.number, event.name)
                 elif event.kind == "removed":
-                    directory.remove(known.number, event.name)
+                    for directory in self._directories:
+                        directory.remove(known.number, event.name)
                 else:
-                    directory.clear(known.number)
+                    self._clear(known.number)
             self._counts["events"] += len(fresh)
             known.next_sequence += len(fresh)
             self._hear(known, load, room)
@@ -162,7 +168,7 @@ class Router:
             known = self._known(worker, integer("epoch", epoch))
             if known is None or snapshot.next_sequence < known.next_sequence:
                 return
-            self._directory.replace(known.number, b"".join(names))
+            self._directories[0].replace(known.number, b"".join(names))
             known.next_sequence = snapshot.next_sequence
             self._counts["snapshots"] += 1
             self._hear(known, load, room)
@@ -171,7 +177,7 @@ class Router:
         """Forgets a worker. Raises `KeyError` for one that is not known."""
         with self._lock:
             known = self._workers.pop(worker)
-            self._directory.clear(known.number)
+            self._clear(known.number)
             self._heard[known.number] = NEVER
             self._places[known.number] = None
 
@@ -186,7 +192,8 @@ class Router:
         """
         row = token_row(tokens)
         with self._lock:
-            lengths, stale = self._lengths(row, cache_salt, extra_keys)
+            names = self._block_names(row, cache_salt, extra_keys)
+            lengths, stale = self._lengths(names)
             if self._heard.max() == NEVER:
                 raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
             best = self._best(stale, lengths)
@@ -194,6 +201,7 @@ class Router:
             self._counts["choices"] += 1
             self._chosen[best] = self._counts["choices"]
             self._load[best] += len(row) - forecast
+            self._expect(best, names)
             return Choice(self._places[best].name, forecast)
 
     def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Hashable, int]:
@@ -202,9 +210,9 @@ class Router:
         This is for whoever moves pages between workers. Arguments as in `choose`.
         """
         with self._lock:
-            lengths, _ = self._lengths(token_row(tokens), cache_salt, extra_keys)
-            return {known.name: int(lengths[known.number]) * self.block_size
-                    for known in self._workers.values() if lengths[known.number]}
+            lengths, _ = self._lengths(self._block_names(token_row(tokens), cache_salt, extra_keys))
+            has = [known for known in self._workers.values() if lengths[known.number]]
+            return {known.name: int(lengths[known.number]) * self.block_size for known in has}
 
     def report(self, choice: Choice, found_tokens: int) -> None:
         """Says how many tokens of the prompt the worker found cached. Raises `ValueError` for a second report."""
@@ -231,21 +239,35 @@ class Router:
             known = self._workers[worker] = _Worker(worker, free, epoch)
             self._places[free] = known
         elif epoch > known.epoch:
-            self._directory.clear(known.number)
+            self._clear(known.number)
             known.epoch, known.next_sequence = epoch, 1
             self._counts["epochs"] += 1
         return known if epoch == known.epoch else None
 
-    def _lengths(
-        self, row: NDArray[np.int32], cache_salt: Any, extra_keys: Iterable[Any]
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    def _block_names(self, row: NDArray[np.int32], cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
+        # A worker computes at least the last token, so that a block that ends with it does not count.
+        return name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
+
+    def _lengths(self, names: bytes) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """By number of worker: the blocks of a prompt that it has, and whether it was not heard of for too long."""
-        # A worker computes at least the last token, so that the block that ends with it does not count.
-        names = name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
-        lengths = self._directory.prefix_lengths(names)
+        lengths = self._directories[0].prefix_lengths(names)
+        for directory in self._directories[1:]:
+            np.maximum(lengths, directory.prefix_lengths(names), out=lengths)
         stale = self._heard < self._clock() - self.max_staleness
         lengths[stale] = 0
         return lengths, stale
+
+    def _expect(self, number: int, names: bytes) -> None:
+        """The worker will hold these blocks before it says so: prompts that begin alike stay together meanwhile."""
+        now = self._clock()
+        if now - self._aged >= self.max_staleness:
+            self._aged = now
+            self._directories = [self._directories[0], PrefixDirectory(self.max_workers), self._directories[1]]
+        self._directories[1].add(number, names)
+
+    def _clear(self, number: int) -> None:
+        for directory in self._directories:
+            directory.clear(number)
 
     def _hear(self, known: _Worker, load: int, room: int) -> None:
         self._heard[known.number] = self._clock()
@@ -254,9 +276,16 @@ class Router:
     def _best(self, stale: NDArray[np.bool_], lengths: NDArray[np.int32]) -> int:
         """The number of the worker that comes first."""
         left = np.flatnonzero(self._heard > NEVER)
-        for key in (stale, -lengths, self._load, -self._room, self._chosen):
+        for key, slack in (
+            (stale, 0),
+            (self._load, self.max_imbalance),
+            (-lengths, 0),
+            (self._load, 0),
+            (-self._room, 0),
+            (self._chosen, 0),
+        ):
             values = key[left]
-            left = left[values == values.min()]
+            left = left[values <= values.min() + slack]
             if len(left) == 1:
                 break
         return int(left[0])
@@ -276,6 +305,6 @@ class Router:
         with self._lock:
             heard = self._heard[self._heard > NEVER]
             stale = int((heard < self._clock() - self.max_staleness).sum())
-            directory = self._directory
-            now = {"workers": len(heard), "stale": stale, "blocks": len(directory), "bytes": directory.nbytes}
+            size = sum(directory.nbytes for directory in self._directories)
+            now = {"workers": len(heard), "stale": stale, "blocks": len(self._directories[0]), "bytes": size}
             return {**now, **self._counts}

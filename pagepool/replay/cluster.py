@@ -24,6 +24,7 @@ __all__ = ["ROUTES", "Cluster", "ClusterOptions", "Link"]
 
 ROUTES = ("prefix", "least-loaded", "round-robin", "random")
 MAX_EVENTS = 4096  # of a step; when there are more, the router takes a snapshot
+SIGN_OF_LIFE = 5_000_000  # microseconds
 EPOCH = 1  # no worker restarts here
 
 # When it can be used, a running number, the request, when it arrived, tokens of it that are moved here first.
@@ -159,10 +160,9 @@ class Cluster:
         self.found_tokens = self.moved_tokens = self.moved_us = 0
         self.router: Router | None = None
         if options.route == "prefix" or options.link is not None:
-            forever = float("inf")  # an idle worker says nothing here, and all that is known of it stays true
-            self.router = Router(
-                config.block_size, options.workers, max_staleness=forever, clock=lambda: self.now / 1e6
-            )
+            self.router = Router(config.block_size, options.workers, clock=lambda: self.now / 1e6)
+            for number in range(options.workers):
+                self.router.update(number, EPOCH, [], load=0, room=blocks)
         self._cost = cost
         self._random = Random(options.seed)
         self._choices: dict[int, Choice] = {}  # request -> where it went, until it begins
@@ -171,8 +171,7 @@ class Cluster:
         self._messages: list[tuple[int, int, int, list[PrefixEvent], int, int]] = []  # a heap: see _tell
         self._link_free = [0] * options.workers  # when the link of a worker has sent everything
         self._sent = self._told = 0
-        for number in range(options.workers):
-            self._tell(number)  # that it is there
+        self._signed = 0  # when idle workers last gave a sign of life
 
     def run(self, *observers: Callable[[Cluster], Any]) -> None:
         """Replay everything; call each of `observers` with the cluster after each request that was sent."""
@@ -284,7 +283,12 @@ class Cluster:
             )
 
     def _deliver(self) -> None:
-        """The router takes in all messages that have arrived by now."""
+        """The router takes in all messages that have arrived by now, and signs of life of workers that have no work."""
+        if self.now >= self._signed + SIGN_OF_LIFE:
+            self._signed = self.now
+            for number, following in enumerate(self._next):
+                if following is None:
+                    self._tell(number)
         while self.router is not None and self._messages and self._messages[0][0] <= self.now:
             _, _, number, events, load, room = heappop(self._messages)
             try:
