@@ -25,6 +25,18 @@ __all__ = ["Choice", "Router"]
 MAX_WORKERS = 65_536
 MAX_NUMBER = 2**53
 NAME_BYTES = {"stored": 16, "removed": 16, "cleared": 0}
+COUNTS = (
+    "choices",
+    "reports",
+    "forecast_tokens",
+    "found_tokens",
+    "overestimated",
+    "underestimated",
+    "events",
+    "gaps",
+    "snapshots",
+    "epochs",
+)
 NEVER = float("-inf")
 
 
@@ -97,7 +109,7 @@ class Router:
         self._clock = clock
         self._lock = Lock()
         self._workers: dict[Hashable, _Worker] = {}
-        self._places: list[_Worker | None] = [None] * self.max_workers
+        self._places: list[Any] = [None] * self.max_workers  # their workers, by number
         # What workers have said that they hold; what they will soon hold of prompts that were sent to them, of late and
         # of before. `_expect` drops the last one, so that an expectation lasts for max_staleness, twice at most.
         self._directories = [PrefixDirectory(self.max_workers) for _ in range(3)]
@@ -107,11 +119,7 @@ class Router:
         self._load = np.zeros(self.max_workers, np.int64)  # as reported, and of choices since
         self._room = np.zeros(self.max_workers, np.int64)
         self._chosen = np.zeros(self.max_workers, np.int64)  # the number of the last choice
-        self._counts = dict.fromkeys(
-            ("choices", "reports", "forecast_tokens", "found_tokens", "overestimated", "underestimated")
-            + ("events", "gaps", "snapshots", "epochs"),
-            0,
-        )
+        self._counts = dict.fromkeys(COUNTS, 0)
 
     def update(self, worker: Hashable, epoch: int, events: Sequence[PrefixEvent], *, load: int, room: int) -> None:
         """Takes in what a worker says of itself: changes of its cache, its load and its room.
@@ -204,7 +212,7 @@ class Router:
             self._expect(best, names)
             return Choice(self._places[best].name, forecast)
 
-    def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Hashable, int]:
+    def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Any, int]:
         """Returns worker -> how many tokens of a prompt it has cached, workers without any left out. Changes nothing.
 
         This is for whoever moves pages between workers. Arguments as in `choose`.

@@ -1,4 +1,4 @@
-"""Many engines under one virtual clock: each a scheduler with a pool of its own, and a route that says who gets what."""
+"""Many engines under one virtual clock, each with a scheduler and a pool, and a route that says who gets what."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ class Worker(Replay):
 class Cluster:
     """A replay of a trace by many workers, which `run` runs.
 
-    `found_tokens` were in the cache of the worker when a request began, `moved_tokens` were moved there for it, in
-    `moved_us` microseconds of the links; `moved_tokens` are among the `found_tokens` unless they were evicted before.
+    Of `prompt_tokens`, those of all requests that have begun, `found_tokens` were in the worker's cache. `moved_tokens`
+    had been moved there, in `moved_us` microseconds of the links, and are among them unless they were evicted before.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Cluster:
         self.tokens = TraceTokens(trace)
         self.workers = [Worker(self, config, cost, blocks, policy) for _ in range(options.workers)]
         self.now = 0
-        self.found_tokens = self.moved_tokens = self.moved_us = 0
+        self.prompt_tokens = self.found_tokens = self.moved_tokens = self.moved_us = 0
         self.router: Router | None = None
         if options.route == "prefix" or options.link is not None:
             self.router = Router(config.block_size, options.workers, clock=lambda: self.now / 1e6)
@@ -200,6 +200,7 @@ class Cluster:
 
     def began(self, index: int, found: int) -> None:
         """Request `index` has begun at its worker, which found so many tokens of it in its cache."""
+        self.prompt_tokens += self.trace.prompt[index]
         self.found_tokens += found
         choice = self._choices.pop(index, None)
         if choice is not None and self.router is not None:

@@ -15,9 +15,11 @@ from typing import Any
 from pagepool.config import SchedulerConfig
 from pagepool.replay import picture, plot, report
 from pagepool.replay.attend import GEOMETRIES, Attention
-from pagepool.replay.clock import Users
+from pagepool.replay.clock import OpenLoop, Users
+from pagepool.replay.cluster import Cluster, ClusterOptions, Link
+from pagepool.replay.cluster_report import cluster_results, print_cluster
 from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay
-from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, UsageError
+from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, TOKEN_BYTES, UsageError
 from pagepool.replay.order import in_order
 from pagepool.replay.output import STDOUT, check_writable, written_to
 from pagepool.replay.passes import BELADY, StateOptions, cache_passes, hybrid_pass
@@ -29,6 +31,8 @@ __all__ = ["Outcome", "bundled_trace", "run"]
 
 ATTEND_BYTES = 2 << 30
 NEEDS_NO_CLOCK = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
+NEEDS_WORKERS = ("route", "staleness", "link", "token_bytes")
+NOT_WITH_WORKERS = ("attend", "reference", "plot", "html")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,11 @@ def run(options: argparse.Namespace) -> None:
         check_writable(file)
     if options.plot:
         _check_plot()
-    outcome = _run_passes(options) if options.clock == "none" else _run_replay(options)
+    _check_workers(options)
+    if options.workers:
+        outcome = _run_workers(options)
+    else:
+        outcome = _run_passes(options) if options.clock == "none" else _run_replay(options)
     if not outcome.numbers["requests"]:
         print("pagepool: the trace has no requests", file=sys.stderr)
     for name, file in files.items():
@@ -98,8 +106,20 @@ def _as_usage_errors(path: str | Path) -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
-def _run_replay(options: argparse.Namespace) -> Outcome:
-    """The whole scheduler, under the virtual clock."""
+def _check_workers(options: argparse.Namespace) -> None:
+    """Raise `UsageError` for options that need `--workers`, and for those that do not go with it."""
+    if options.workers and options.clock == "none":
+        raise UsageError("--workers needs the virtual clock")
+    for option in NOT_WITH_WORKERS if options.workers else NEEDS_WORKERS:
+        if getattr(options, option) not in (None, False):
+            needs = "does not go with" if options.workers else "needs"
+            raise UsageError(f"--{option.replace('_', '-')} {needs} --workers")
+    if options.token_bytes and not options.link:
+        raise UsageError("--token-bytes needs --link")
+
+
+def _check_clock(options: argparse.Namespace) -> None:
+    """Raise `UsageError` for options that the virtual clock does not go with."""
     for option in NEEDS_NO_CLOCK:
         if getattr(options, option):
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
@@ -107,6 +127,39 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
         raise UsageError("several policies, and belady, need --clock none")
     if options.order and options.order not in CLOCK_ORDERS:
         raise UsageError(f"--order {options.order} needs --clock none; with a clock: {', '.join(CLOCK_ORDERS)}")
+
+
+def _run_workers(options: argparse.Namespace) -> Outcome:
+    """Many workers under the virtual clock: a run for each route."""
+    _check_clock(options)
+    path = options.trace or bundled_trace()
+    trace = read_trace(path, options.requests, prefixes=True)
+    if not trace.block:
+        raise UsageError(f"{path}: the trace names no prefix blocks, which --workers needs")
+    blocks = _num_blocks(trace, options)
+    link = Link(options.link[0], options.link[1], options.token_bytes or TOKEN_BYTES) if options.link else None
+    policy = options.policy[0] if options.policy else "gittins"
+    routes = options.route or ["prefix"]
+    clusters: list[Cluster] = []
+    with Progress(len(trace) * len(routes)) as progress:
+
+        def show(cluster: Cluster) -> None:
+            progress.update(len(trace) * len(clusters) + cluster.submitted, cluster.options.route)
+
+        for route in routes:
+            about = ClusterOptions(options.workers, route, options.staleness or 0, link, options.seed)
+            arrivals = Users(trace, options.users) if options.users else OpenLoop(trace)
+            with _as_usage_errors(path):
+                config = _config(trace, options, blocks)
+                cluster = Cluster(trace, config, options.cost, arrivals, blocks, policy, about)
+            cluster.run(show)
+            clusters.append(cluster)
+    return Outcome(cluster_results(clusters, options.users), print_cluster, {})
+
+
+def _run_replay(options: argparse.Namespace) -> Outcome:
+    """The whole scheduler, under the virtual clock."""
+    _check_clock(options)
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=bool(options.policy))
     with _as_usage_errors(path):
@@ -161,7 +214,9 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         pool = memory.KvCachePool.from_layout(geometry.layout(size, options.dtype), blocks)
         allocator = pool.allocator
         width = -(-longest // size)
-        attention = Attention(memory, pool, geometry, options.max_batch, config.max_batch_tokens, width, options.threads)
+        attention = Attention(
+            memory, pool, geometry, options.max_batch, config.max_batch_tokens, width, options.threads
+        )
     cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0])) if options.policy else None
     tokens = TraceTokens(trace) if options.policy else None
     scheduler = None
