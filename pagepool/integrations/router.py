@@ -25,18 +25,8 @@ __all__ = ["Choice", "Router"]
 MAX_WORKERS = 65_536
 MAX_NUMBER = 2**53
 NAME_BYTES = {"stored": 16, "removed": 16, "cleared": 0}
-COUNTS = (
-    "choices",
-    "reports",
-    "forecast_tokens",
-    "found_tokens",
-    "overestimated",
-    "underestimated",
-    "events",
-    "gaps",
-    "snapshots",
-    "epochs",
-)
+FORECASTS = ("choices", "reports", "forecast_tokens", "found_tokens", "overestimated", "underestimated")
+COUNTS = (*FORECASTS, "events", "gaps", "snapshots", "epochs")
 NEVER = float("-inf")
 
 
@@ -236,6 +226,12 @@ class Router:
             counts["forecast_tokens"] += choice.forecast_tokens
             counts["found_tokens"] += found
             counts["overestimated" if error > 0 else "underestimated"] += abs(error)
+
+    def check(self) -> None:
+        """Audits the table of blocks. Raises `AssertionError` when an equation does not hold. O(blocks)."""
+        with self._lock:
+            for directory in self._directories:
+                directory.check()
 
     def _known(self, worker: Hashable, epoch: int) -> _Worker | None:
         """The record of a worker, a new one after a restart; None when the epoch is an earlier one."""

@@ -116,6 +116,12 @@ class Worker(Replay):
         self._unread += self.trace.prompt[item[2]]
         self.inbox.push(item)
 
+    def cached(self, index: int) -> int:
+        """Tokens of a request's prompt that are cached now, in full blocks and without the last one."""
+        prompt, salt = self._cluster.prompt(index), self._cluster.tokens.salt(index)
+        tokens = self.prefixes.cached_tokens(prompt[:-1], cache_salt=salt)
+        return tokens - tokens % self.prefixes.block_size
+
     def _take_pages(self, index: int, tokens: int) -> None:
         self.prefixes.touch(self._cluster.prompt(index)[:tokens], cache_salt=self._cluster.tokens.salt(index))
 
@@ -239,12 +245,10 @@ class Cluster:
         when. A worker's link sends one after the other."""
         if self.router is None:
             return 0, arrival
-        tokens, salt = self.prompt(index), self.tokens.salt(index)
-        forecast = self.router.forecast(tokens, cache_salt=salt)
+        forecast = self.router.forecast(self.prompt(index), cache_salt=self.tokens.salt(index))
         source = max(forecast, key=lambda worker: forecast[worker], default=number)
-        # The source says how much it still has.
-        there = self.workers[source].prefixes.cached_tokens(tokens, cache_salt=salt)
-        missing = there - self.workers[number].prefixes.cached_tokens(tokens, cache_salt=salt)
+        there = self.workers[source].cached(index)  # the source says what it still has
+        missing = there - self.workers[number].cached(index)
         if missing <= 0:
             return 0, arrival
         start, takes = max(arrival, self._link_free[source]), link.cost(missing)
