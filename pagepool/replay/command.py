@@ -111,7 +111,8 @@ def _check_workers(options: argparse.Namespace) -> None:
     if options.workers and options.clock == "none":
         raise UsageError("--workers needs the virtual clock")
     for option in NOT_WITH_WORKERS if options.workers else NEEDS_WORKERS:
-        if getattr(options, option) not in (None, False):
+        value = getattr(options, option)
+        if value is not None and value is not False:  # 0 is a value
             needs = "does not go with" if options.workers else "needs"
             raise UsageError(f"--{option.replace('_', '-')} {needs} --workers")
     if options.token_bytes and not options.link:
