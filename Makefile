@@ -18,7 +18,7 @@ FREE := build/free-threaded
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
-.PHONY: help demo test test-torch model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
+.PHONY: help demo demo-generate test test-torch test-models load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
 	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
@@ -32,8 +32,9 @@ test: build $(VENV)/.test  ## every test but the benchmarks, on up to 8 cores
 	$(PY) -m pytest -q -n auto --maxprocesses 8 tests
 
 # torch is large and `test` needs none: an environment of its own, with torch's build for CPUs. The index is PyTorch's;
-# another with a build for CPUs does as well.
+# another with a build for CPUs does as well. TORCH=torch==... chooses the version.
 TORCH_VENV ?= build/torch-venv
+TORCH ?= torch
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 test-torch: build $(TORCH_VENV)/.test  ## the tests that hand torch's tensors to every call
 	$(TORCH_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/test_torch.py
@@ -45,6 +46,26 @@ $(TORCH_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
 		$$($(PY) .ci/requirements.py test-torch)
 	@touch $@
+
+# The same for models of transformers.
+MODELS_VENV ?= build/models-venv
+test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, beside transformers alone
+	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/models tests/engine
+
+$(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
+	$(PY) -m venv $(MODELS_VENV)
+	$(PY) .ci/requirements.py run test transformers serve test-models > $@.txt
+	$(MODELS_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
+		"$(TORCH)"
+	@touch $@
+
+demo-generate: build $(MODELS_VENV)/.test  ## write Python with the tiny model of the repository
+	$(MODELS_VENV)/bin/python -m pagepool generate "$$(printf 'class Reader:\n    def __init__(self, ')" \
+		'def read_file(path):' 'import' --max-new-tokens 80 --temperature 0.5 --seed 1
+
+SECONDS ?= 600
+load-test: build $(MODELS_VENV)/.test  ## 8 clients that cancel, leave and give up, against a server, for SECONDS=600
+	PYTHONPATH=. $(MODELS_VENV)/bin/python bench/load.py --seconds $(SECONDS)
 
 OPS ?= 10000000
 model-test: build $(VENV)/.test  ## a long random program on the memory, compared with reference: SEED=1 OPS=10000000
@@ -88,7 +109,7 @@ endef
 
 # Another build repeats the tests that its difference can make fail: of assertions those that run our C. What every
 # instruction set does under assertions the sanitizers see.
-DEBUG_TESTS ?= attention foreign memory prefix replay scheduling test_model.py test_state_machine.py test_threads.py
+DEBUG_TESTS ?= attention foreign memory prefix test_model.py test_state_machine.py test_threads.py
 # Assertions on, warnings of our C are errors. Every build but that of the wheel takes the C that `build` had Cython write.
 debug: build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
 	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(DEBUG)/lib
@@ -111,7 +132,8 @@ lint: build $(VENV)/.tools  ## ruff, mypy, stubtest, cython-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m mypy.stubtest pagepool --allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
+	$(PY) -m mypy.stubtest pagepool --mypy-config-file pyproject.toml \
+		--allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
 	PATH=$(abspath $(VENV))/bin:$$PATH cython-lint $$(git ls-files '*.pyx' '*.pxd' 2>/dev/null || find pagepool tests -name '*.p[yx][xd]')
 
 docs: build $(VENV)/.tools  ## the guide and the reference as HTML; warnings are errors

@@ -1,6 +1,7 @@
 """Uses an installed pagepool a little, on any Python: imports all of it, appends, gathers, decodes, schedules."""
 
 import importlib
+import importlib.util
 import pkgutil
 import sys
 
@@ -8,8 +9,16 @@ import numpy as np
 
 import pagepool
 
+# Modules that are imported by those alone who have what they need.
+NEEDS = {
+    "pagepool.integrations.transformers": "transformers",
+    "pagepool.serve.app": "starlette",
+    "pagepool.serve.metrics": "prometheus_client",
+}
+
 for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."):
-    if not module.name.endswith("__main__"):
+    need = next((NEEDS[part] for part in NEEDS if module.name.startswith(part)), None)
+    if not module.name.endswith("__main__") and (need is None or importlib.util.find_spec(need) is not None):
         importlib.import_module(module.name)
 for name in pagepool.__all__:
     getattr(pagepool, name)

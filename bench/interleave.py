@@ -31,7 +31,8 @@ def bound_of(module, environment):
 class Process:
     """A worker script in the environment of `python`; once it has failed to answer it stays failed."""
 
-    def __init__(self, python, argument, environment, script="side_worker.py"):
+    def __init__(self, python, argument, environment, script="side_worker.py", patience=PATIENCE):
+        self.patience = patience
         self.process = subprocess.Popen(
             [str(python), str(HERE / script), argument],
             stdin=subprocess.PIPE,
@@ -50,9 +51,9 @@ class Process:
                 self.gone = f"its process ended with status {self.process.wait()}"
 
     def answer(self):
-        if not self.gone and not select.select([self.process.stdout], [], [], PATIENCE)[0]:
+        if not self.gone and not select.select([self.process.stdout], [], [], self.patience)[0]:
             self.process.kill()
-            self.gone = f"no answer within {PATIENCE} seconds"
+            self.gone = f"no answer within {self.patience} seconds"
         line = "" if self.gone else self.process.stdout.readline()
         if not line and not self.gone:
             self.gone = f"its process ended with status {self.process.wait()}"

@@ -24,6 +24,8 @@ myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 smartquotes = False
+# The pages are built without them.
+autodoc_mock_imports = ["starlette", "torch", "tqdm", "transformers"]
 html_theme = "furo"
 html_title = "pagepool"
 html_static_path = ["static"]

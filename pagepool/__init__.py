@@ -11,6 +11,7 @@ from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import PrefixMatch
 from pagepool.memory.block_table import PagedSeqState, SequenceHandle
 from pagepool.memory.block_tables import BlockTables
+from pagepool.memory.generations import BlockGenerations
 from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.owners import Leak, Owner
@@ -49,6 +50,7 @@ from pagepool.scheduling import (
 __all__ = [
     "AttentionSequenceState",
     "BlockAllocator",
+    "BlockGenerations",
     "BlockTables",
     "Checkpoint",
     "HybridSequence",

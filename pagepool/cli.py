@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from pagepool import generate
 from pagepool._version import __version__
 from pagepool.errors import PoolError
+from pagepool.output import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.replay import command, options, record
 from pagepool.replay.driver import ReplayFailed
-from pagepool.replay.output import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.replay.ptrace import TraceError
+from pagepool.serve import command as serve
+from pagepool.usage import UsageError
 
 __all__ = ["main"]
 
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is not None:  # None: the parent process has closed it; tables are left out
         try:
             check_writable(STDOUT)
-        except options.UsageError as error:
+        except UsageError as error:
             return _fail(BAD_INPUT, str(error))
     parser = OneLineParser(prog="pagepool", description="Paged memory for LLM engines on CPU.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
@@ -51,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_arguments(replay)
     summary = "Make a trace from prompts with token ids. The trace holds no token ids."
     record.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
+    summary = "Write on from prompts, or chat, with a model of transformers over pagepool's pages."
+    generate.add_arguments(commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False))
+    summary = "Serve a model of transformers over pagepool's pages to OpenAI's clients."
+    serve.add_arguments(commands.add_parser("serve", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -80,6 +87,10 @@ def _run(chosen: argparse.Namespace) -> int:
             made = f"{record.run(chosen):,} requests in {chosen.output}"
             with written_to(STDOUT):
                 print(made)
+        elif chosen.command == "generate":
+            return generate.run(chosen)
+        elif chosen.command == "serve":
+            return serve.run(chosen)
         else:
             command.run(chosen)
         return 0
@@ -88,7 +99,7 @@ def _run(chosen: argparse.Namespace) -> int:
     except BrokenPipeError:
         drop_output()  # its reader has left
         return FAILED
-    except (TraceError, options.UsageError, OSError) as error:
+    except (TraceError, UsageError, OSError) as error:
         return _fail(BAD_INPUT, str(error))
     except (ReplayFailed, PoolError, MemoryError) as error:
         return _fail(FAILED, str(error) or "out of memory")

@@ -1,6 +1,6 @@
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
@@ -29,7 +29,18 @@ cdef extern from *:
      * others read of the block before what the owner then writes to it. */
     #define pp_set_count(count, value) __atomic_store_n(count, value, __ATOMIC_RELEASE)
     #define pp_get_count(count) __atomic_load_n(count, __ATOMIC_ACQUIRE)
+    /* A word is {generation:32 | holders:32}, of which one bit of holders is in use. The fence puts it before every
+     * byte that the new owner writes: who reads the word after the page sees whether the page has changed meanwhile. */
+    static inline void pp_word_taken(uint64_t *word) {
+        __atomic_store_n(word, ((*word >> 32) + 1) << 32 | 1, __ATOMIC_RELAXED);
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+    }
+    static inline void pp_word_freed(uint64_t *word) {
+        __atomic_store_n(word, *word >> 32 << 32, __ATOMIC_RELAXED);
+    }
     """
+    void pp_word_taken(uint64_t *word) nogil
+    void pp_word_freed(uint64_t *word) nogil
     void pp_set_count(int32_t *count, int32_t value) nogil
     int32_t pp_get_count(int32_t *count) nogil
 
@@ -63,6 +74,14 @@ cdef struct Audit:
     int32_t right
 
 
+cdef inline Audit audit_words(const uint64_t *words, const int32_t *counts, int32_t taken) noexcept nogil:
+    cdef int32_t b
+    for b in range(taken):
+        if <uint32_t>words[b] != <uint32_t>(counts[b] > 0):
+            return Audit(b"words[b] & 1 == ref_counts[b] > 0", <int32_t>words[b], counts[b])
+    return Audit(NULL, 0, 0)
+
+
 @cython.final
 cdef class BlockAllocator:
     # With the lock held; `taken` ids were handed out at least once:
@@ -70,6 +89,7 @@ cdef class BlockAllocator:
     #   ref_counts[b] > 0                     for the in_use blocks
     #   ref_counts[b] == 0                    for those in freed[0:num_freed], each once, and for all b >= taken
     #   taken <= limit <= max_capacity        the arrays have room for max_capacity
+    #   words[b] & 1 == ref_counts[b] > 0     and words[b] >> 32 counts how often b was taken, where they are kept
     #   peak_in_use = max(peak, taken)        since fresh ids are taken only when no freed one is left; `peak` is the
     #                                         most that `taken` was before it fell
     cdef pp_lock lock
@@ -84,6 +104,8 @@ cdef class BlockAllocator:
     cdef int32_t *c_counts  # == &ref_counts[0]
     cdef pp_regions *regions
     cdef CachedCounts *cached  # of all prefix caches, with the lock held
+    cdef uint64_t *words  # of each block, see BlockGenerations; NULL unless they are kept
+    cdef object word_buffer  # owns them
     cdef Link head  # of the list of sequences
     cdef Py_ssize_t num_sequences
     cdef list others  # weak references to holders of other types
@@ -113,6 +135,8 @@ cdef class BlockAllocator:
         else:
             return PP_EXHAUSTED
         self.c_counts[taken] = 1
+        if self.words != NULL:
+            pp_word_taken(&self.words[taken])
         block[0] = taken
         return PP_OK
 
@@ -141,6 +165,8 @@ cdef class BlockAllocator:
         self.taken = max(self.taken, first + n)
         for i in range(first, first + n):
             self.c_counts[i] = 1
+            if self.words != NULL:
+                pp_word_taken(&self.words[i])
 
     # All n or PP_EXHAUSTED; PP_INVALID_ARGUMENT for n < 0.
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil
@@ -163,6 +189,8 @@ cdef class BlockAllocator:
         if count == 0:
             self.c_freed[self.num_freed] = block
             self.num_freed += 1
+            if self.words != NULL:
+                pp_word_freed(&self.words[block])
         elif count == 1:
             count_idle(self.cached, block, 1)
         return PP_OK

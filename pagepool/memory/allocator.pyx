@@ -224,6 +224,9 @@ cdef class BlockAllocator:
         for i in range(recycled, n):
             blocks[i] = fresh + i
             counts[fresh + i] = 1
+        if self.words != NULL:
+            for i in range(n):
+                pp_word_taken(&self.words[blocks[i]])
         pp_lock_release(&self.lock)
         return PP_OK
 
@@ -266,6 +269,10 @@ cdef class BlockAllocator:
                 pp_set_count(&counts[blocks[i]], count + 1)
                 if count == 1:
                     count_idle(self.cached, blocks[i], -1)
+        elif self.words != NULL:
+            for i in range(n):
+                if counts[blocks[i]] == 0:
+                    pp_word_freed(&self.words[blocks[i]])
         self.num_freed = num_freed
         pp_lock_release(&self.lock)
         return PP_OK if done == n else PP_INVALID_BLOCK
@@ -698,6 +705,8 @@ cdef class BlockAllocator:
         cdef Audit audit
         pp_lock_acquire(&self.lock)
         audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.limit, self.c_counts)
+        if audit.equation == NULL and self.words != NULL:
+            audit = audit_words(self.words, self.c_counts, self.taken)
         pp_lock_release(&self.lock)
         return audit
 

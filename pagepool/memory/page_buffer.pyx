@@ -34,7 +34,7 @@ cdef extern from *:
     void pp_count_down(Py_ssize_t *count) nogil
 
 
-cdef dict ITEM_BYTES = {"f": 4, "i": 4, "e": 2, "H": 2, "B": 1}
+cdef dict ITEM_BYTES = {"f": 4, "i": 4, "e": 2, "H": 2, "B": 1, "Q": 8}
 
 
 @cython.final
@@ -42,8 +42,8 @@ cdef dict ITEM_BYTES = {"f": 4, "i": 4, "e": 2, "H": 2, "B": 1}
 cdef class PageBuffer:
     """Zeroed elements in one piece whose address never changes, committed when they are touched.
 
-    Internal: pools, tables and their views share it. `format` is that of the buffer protocol ("f", "e", "H", "i" or
-    "B"). With `huge` the address is a multiple of 2 MiB and huge pages are asked for. Raises `MemoryError` when the
+    Internal: pools, tables and their views share it. `format` is that of the buffer protocol ("f", "e", "H", "i", "B"
+    or "Q"). With `huge` the address is a multiple of 2 MiB and huge pages are asked for. Raises `MemoryError` when the
     system has no room.
 
     >>> memoryview(PageBuffer(3, "i")).tolist()

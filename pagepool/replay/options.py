@@ -13,8 +13,9 @@ from pagepool.replay.clock import CostModel
 from pagepool.replay.cluster import ROUTES
 from pagepool.replay.order import ORDERS, USER_ORDERS
 from pagepool.replay.passes import BELADY
+from pagepool.usage import between, file_name, size_in_bytes
 
-__all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "TOKEN_BYTES", "UsageError", "add_arguments"]
+__all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "TOKEN_BYTES", "add_arguments"]
 
 # Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
 DEFAULT_BLOCKS = 3072
@@ -24,40 +25,9 @@ MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
 MAX_THREADS = 256  # of decode
 MAX_BUDGET = 1 << 24
-MAX_BYTES = 1 << 50
 MAX_WORKERS = 65_536
 MAX_MICROSECONDS = 10**12
 TOKEN_BYTES = 32 << 10  # of llama-3.2-1b in 16 bits
-
-
-class UsageError(ValueError):
-    """Arguments contradict one another, or name a file that cannot be written."""
-
-
-def _between(low: int, high: int) -> Any:
-    def parse(text: str) -> int:
-        try:
-            value = int(text) if len(text) <= 20 else high + 1
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text[:24]}")
-        return value
-
-    return parse
-
-
-def _file(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("the name of a file is empty")
-    return text
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,12})([kMGT]?)", text)
-    if match is None or not 1 <= (size := int(match[1]) << 10 * " kMGT".index(match[2] or " ")) <= MAX_BYTES:
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is no size such as 4096, 512k, 16M or 2G, up to {MAX_BYTES}")
-    return size
 
 
 def _several(parse: Any) -> Any:
@@ -96,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "trace",
         nargs="?",
-        type=_file,
+        type=file_name,
         metavar="TRACE",
         help="a ptrace-1 file, plain or .xz; default: the bundled first 2,000 requests of an hour at Azure",
     )
-    parser.add_argument("--requests", type=_between(1, MAX_BLOCKS), metavar="N", help="only the first N requests")
+    parser.add_argument("--requests", type=between(1, MAX_BLOCKS), metavar="N", help="only the first N requests")
     parser.add_argument(
         "--clock",
         choices=("virtual", "none"),
@@ -132,19 +102,19 @@ def _add_pool(group: Any) -> None:
     add = group.add_argument
     add(
         "--blocks",
-        type=_between(1, MAX_BLOCKS),
+        type=between(1, MAX_BLOCKS),
         metavar="N",
         help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or what the longest request needs if that is more; with "
         "--attend at most what 2 GiB hold",
     )
     add(
         "--block-size",
-        type=_between(1, 1024),
+        type=between(1, 1024),
         metavar="N",
         help=f"tokens per block; default: {DEFAULT_BLOCK_SIZE}, with --clock none the trace's",
     )
-    add("--budget", type=_between(1, MAX_BUDGET), default=512, metavar="N", help="tokens per step; default: 512")
-    add("--max-batch", type=_between(1, MAX_BATCH), default=256, metavar="N", help="running sequences; default: 256")
+    add("--budget", type=between(1, MAX_BUDGET), default=512, metavar="N", help="tokens per step; default: 512")
+    add("--max-batch", type=between(1, MAX_BATCH), default=256, metavar="N", help="running sequences; default: 256")
     add(
         "--schedule",
         choices=("chunked", "prefill-first"),
@@ -170,7 +140,7 @@ def _add_attention(group: Any) -> None:
         help=f"store K/V and run decode in the shape of a model: {', '.join(GEOMETRIES)}",
     )
     add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages; default: bfloat16")
-    add("--threads", type=_between(1, MAX_THREADS), metavar="N", help="threads of decode; default: all cores")
+    add("--threads", type=between(1, MAX_THREADS), metavar="N", help="threads of decode; default: all cores")
 
 
 def _add_prefix_cache(group: Any) -> None:
@@ -184,7 +154,7 @@ def _add_prefix_cache(group: Any) -> None:
     )
     add(
         "--capacity",
-        type=_several(_between(0, MAX_BLOCKS)),
+        type=_several(between(0, MAX_BLOCKS)),
         metavar="N,...",
         help="blocks of the cache, with --clock none; default: unlimited. Memory grows with use, not with N",
     )
@@ -202,7 +172,7 @@ def _add_order(group: Any) -> None:
     add = group.add_argument
     add(
         "--users",
-        type=_between(1, MAX_BATCH),
+        type=between(1, MAX_BATCH),
         metavar="N",
         help="N users who take the sessions of the trace one after another; a request outside all sessions is a "
         "session of its own. Under the virtual clock each waits for the answer and the recorded think time",
@@ -215,22 +185,22 @@ def _add_order(group: Any) -> None:
         "cached prefix first; with --clock none, the order of prompts: arrival (default), session, turns (default with "
         f"--users), think, random, prefix; --users goes with {', '.join(USER_ORDERS)}",
     )
-    add("--seed", type=_between(0, MAX_BLOCKS), default=0, metavar="N", help="seed of --order random; default: 0")
+    add("--seed", type=between(0, MAX_BLOCKS), default=0, metavar="N", help="seed of --order random; default: 0")
 
 
 def _add_hybrid(group: Any) -> None:
     add = group.add_argument
     add(
         "--hybrid",
-        type=_bytes,
+        type=size_in_bytes,
         metavar="BYTES",
         help="how many of the hits a hybrid model can use whose recurrent state has BYTES (such as 16M), with states "
         "saved at the ends of prompts, where prompts part, and on a grid",
     )
-    add("--state-budget", type=_bytes, metavar="BYTES", help="bytes of all saved states; default: no bound")
+    add("--state-budget", type=size_in_bytes, metavar="BYTES", help="bytes of all saved states; default: no bound")
     add(
         "--state-grid",
-        type=_between(0, MAX_BUDGET),
+        type=between(0, MAX_BUDGET),
         default=16_384,
         metavar="N",
         help="tokens between two states of the grid; 0: no grid; default: 16384",
@@ -241,7 +211,7 @@ def _add_workers(group: Any) -> None:
     add = group.add_argument
     add(
         "--workers",
-        type=_between(1, MAX_WORKERS),
+        type=between(1, MAX_WORKERS),
         metavar="N",
         help="N engines under one clock, each with a pool of --blocks and a prefix cache (default: gittins)",
     )
@@ -253,7 +223,7 @@ def _add_workers(group: Any) -> None:
     )
     add(
         "--staleness",
-        type=_between(0, MAX_MICROSECONDS),
+        type=between(0, MAX_MICROSECONDS),
         metavar="US",
         help="microseconds until the router hears what a step has changed; default: 0",
     )
@@ -266,7 +236,7 @@ def _add_workers(group: Any) -> None:
     )
     add(
         "--token-bytes",
-        type=_bytes,
+        type=size_in_bytes,
         metavar="BYTES",
         help=f"keys and values of a token, which --link moves; default: {TOKEN_BYTES >> 10}k",
     )
@@ -276,15 +246,15 @@ def _add_output(group: Any) -> None:
     add = group.add_argument
     add(
         "--plot",
-        type=_file,
+        type=file_name,
         metavar="FILE",
         help="draw a PNG: pool, batches and latency over time; with --clock none the hit rate over capacity; with "
         "--hybrid usable hits over the bytes of states and over the trace; needs matplotlib",
     )
-    add("--html", type=_file, metavar="FILE", help="the same as an interactive page that needs only a browser")
+    add("--html", type=file_name, metavar="FILE", help="the same as an interactive page that needs only a browser")
     add(
         "--json",
-        type=_file,
+        type=file_name,
         metavar="FILE",
         help="write the results as JSON. FILE may be - for standard output, here or for --plot or --html; no table is "
         "printed then",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagepool.recorder import MAX_BLOCK, TraceRecorder
-from pagepool.replay.options import UsageError
 from pagepool.replay.ptrace import Fault, JsonLines, parse, short
+from pagepool.usage import UsageError
 
 __all__ = ["add_arguments", "run"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from pagepool.output import show
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
-from pagepool.replay.output import show
 from pagepool.replay.passes import BELADY, CachePass, HybridPass, StateOptions
 from pagepool.replay.prompts import Prompts
 

@@ -20,6 +20,8 @@ NOT_AT_ONCE = {
     "rich",
     "statistics",
     "tempfile",
+    "torch",
+    "transformers",
 }
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from trace_bytes import lines_of
 
-from pagepool import BlockAllocator, SchedulerConfig
+from pagepool import BlockAllocator, SchedulerConfig, output
 from pagepool.cli import main
-from pagepool.replay import output, report
 from pagepool.replay import progress as progress_module
+from pagepool.replay import report
 from pagepool.replay.clock import CostModel
 from pagepool.replay.command import bundled_trace
 from pagepool.replay.driver import MeteredBlockManager, Replay

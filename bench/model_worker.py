@@ -1,0 +1,185 @@
+"""One side of models.py in a process of its own: python model_worker.py '{"side": ..., "folder": ..., "dtype": ...}'
+
+    {"workload": [sequences, shared, own, new]}
+    ->  {"first": seconds, "all": seconds, "bytes": n, "tokens": [[...]], "turns": share}
+
+`turns`, where prompts share a beginning: the time to the first token of the requests behind the first, one after
+another, over that of the first. `--make MODEL FOLDER` writes a model with random weights.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path[0] = str(Path(__file__).resolve().parent)
+VOCABULARY, SEED = 32_000, 0
+LONGEST = 8192  # tokens of a sequence
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": LONGEST,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MORE = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 1024}),
+    "gemma3": ("Gemma3Text", {"head_dim": 64, "sliding_window": 512, "query_pre_attn_scalar": 64}),
+    "bamba": ("Bamba", {"attn_layer_indices": [3, 7, 11], "mamba_n_heads": 24, "mamba_d_head": 64}),
+}
+
+
+def make(model, folder):
+    """Writes a model with random weights, in float32."""
+    import torch
+    import transformers
+
+    name, more = MORE[model]
+    torch.manual_seed(SEED)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **more)
+    kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+    kind(config).save_pretrained(folder)
+
+
+class Transformers:
+    """`generate` of transformers, with its own cache; prompts have one length, so that nothing is padded."""
+
+    def __init__(self, folder, dtype, threads):
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    def tokens(self, prompts, new):
+        ids = self.torch.tensor(prompts)
+        mask = self.torch.ones_like(ids)
+        with self.torch.inference_mode():
+            out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+        return out[:, ids.shape[1] :].tolist()
+
+
+class GenerateBatch(Transformers):
+    """`generate_batch` of transformers: its continuous batching over its own pages."""
+
+    def tokens(self, prompts, new):
+        from transformers import GenerationConfig
+        from transformers.generation import ContinuousBatchingConfig
+
+        blocks = sum(-(-(len(prompt) + new) // 16) + 1 for prompt in prompts)
+        out = self.model.generate_batch(
+            prompts,
+            generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(page_size=16, num_blocks=blocks),
+            progress_bar=False,
+        )
+        found = {tuple(one.prompt_ids): list(one.generated_tokens) for one in out.values()}
+        return [found[tuple(prompt)] for prompt in prompts]
+
+
+class Pagepool(Transformers):
+    """Our engine over the same model."""
+
+    def __init__(self, folder, dtype, threads):
+        super().__init__(folder, dtype, threads)
+        from pagepool import SchedulerConfig
+        from pagepool.engine import Engine
+
+        config = SchedulerConfig(max_batch_sequences=32, max_batch_tokens=2048, max_prefill_tokens=2048)
+        self.engine = Engine(self.model, pool_bytes=4 << 30, config=config)
+
+    def tokens(self, prompts, new):
+        running = [self.engine.submit(prompt, max_new_tokens=new) for prompt in prompts]
+        return [one.result().token_ids for one in running]
+
+
+class Vllm:
+    """vLLM's CPU engine, eager."""
+
+    def __init__(self, folder, dtype, threads):
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, whose memory is measured
+        from vllm import LLM, SamplingParams
+
+        self.params = SamplingParams
+        self.llm = LLM(
+            model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=LONGEST, seed=SEED
+        )
+
+    def tokens(self, prompts, new):
+        params = self.params(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        out = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in out]
+
+
+SIDES = {"pagepool": Pagepool, "generate": Transformers, "generate_batch": GenerateBatch, "vllm": Vllm}
+
+
+def prompts_of(sequences, shared, own, draw):
+    """Random prompts; every call has others, so that none is in a cache."""
+    numbers = random.Random(draw)
+    beginning = [numbers.randrange(3, VOCABULARY) for _ in range(shared)]
+    return [[*beginning, *(numbers.randrange(3, VOCABULARY) for _ in range(own))] for _ in range(sequences)]
+
+
+def timed(side, prompts, new):
+    began = time.perf_counter()
+    tokens = side.tokens(prompts, new)
+    return time.perf_counter() - began, tokens
+
+
+def peak_bytes():
+    """The most memory that the process has had since `forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(side, sequences, shared, own, new):
+    side.tokens(prompts_of(2, 0, 32, SEED), 2)  # what is made at the first call
+    forget_peak()
+    first, _ = timed(side, prompts_of(sequences, shared, own, SEED + 1), 1)
+    every, tokens = timed(side, prompts_of(sequences, shared, own, SEED + 2), new)
+    found = {"first": first, "all": every, "bytes": peak_bytes(), "tokens": tokens, "turns": None}
+    if shared:
+        times = [timed(side, [prompt], 1)[0] for prompt in prompts_of(sequences, shared, own, SEED + 3)]
+        found["turns"] = median(times[1:]) / times[0]
+    return found
+
+
+def main(about):
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    side = None
+    for line in sys.stdin:
+        try:
+            if side is None:
+                side = SIDES[about["side"]](about["folder"], about["dtype"], about["threads"])
+            answer = measure(side, *json.loads(line)["workload"])
+        except Exception as error:
+            sentence = " ".join(str(error).split())
+            answer = {"failed": f"{type(error).__name__}: {sentence[:300]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--make":
+        make(*sys.argv[2:])
+    else:
+        main(json.loads(sys.argv[1]))

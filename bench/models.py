@@ -1,0 +1,154 @@
+"""Whole models beside each other: tokens a second, time to the first token and memory, of four ways to generate text.
+
+    python bench/models.py [--model llama,mistral,gemma3,bamba] [--dtype bfloat16,float32]
+                           [--workload short,long,shared] [--side pagepool,generate,generate_batch,vllm]
+                           [--peers build/peers] [--threads 2] [--json FILE]
+
+Needs torch and transformers (`pip install pagepool[transformers]`); vLLM lives in an environment of its own (see
+peers.py) and is left out where that is missing. Models have random weights and about 125 million parameters. Each side
+is a process of its own, and the sides take turns at each workload. A workload runs twice, with new prompts of the same
+lengths: for one token, which is the time to the first token of all, and for all tokens. Generation is greedy, and no
+token ends it. `equal` counts the sequences that are those of `generate`, token by token.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from interleave import Process
+from machine import cpu_name
+from peers import PEERS, python_of
+
+MODELS = ("llama", "mistral", "gemma3", "bamba")
+SIDES = ("pagepool", "generate", "generate_batch", "vllm")
+DTYPES = ("bfloat16", "float32")
+PATIENCE = 1800  # seconds for a workload
+# Of a workload: sequences, tokens that all begin with, tokens of each one's own, new tokens.
+WORKLOADS = {"short": (32, 0, 128, 128), "long": (8, 0, 4096, 128), "shared": (32, 2048, 32, 128)}
+
+
+def absent(side, model, peers):
+    """Why a side cannot run a model, or None."""
+    if side == "vllm" and model != "llama":
+        return "it is measured with llama alone"
+    if side == "vllm" and not python_of(PEERS["vllm"], peers).exists():
+        return f"its environment is missing in {peers}"
+    return None
+
+
+def start(side, folder, dtype, options):
+    """The process of a side."""
+    python = python_of(PEERS["vllm"], options.peers) if side == "vllm" else sys.executable
+    environment = {
+        "OMP_NUM_THREADS": str(options.threads),
+        "PAGEPOOL_NUM_THREADS": str(options.threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    argument = json.dumps({"side": side, "folder": str(folder), "dtype": dtype, "threads": options.threads})
+    return Process(python, argument, environment, script="model_worker.py", patience=PATIENCE)
+
+
+def rows_of(model, dtype, options, say):
+    """The results of a model: a dict for each workload and side."""
+    with tempfile.TemporaryDirectory() as folder:
+        worker = Path(__file__).with_name("model_worker.py")
+        subprocess.run([sys.executable, str(worker), "--make", model, folder], check=True)
+        processes = {}
+        for side in options.side:
+            reason = absent(side, model, options.peers)
+            if reason is None:
+                processes[side] = start(side, folder, dtype, options)
+            else:
+                say(f"{model} {dtype}: {side} is left out: {reason}")
+        for workload in options.workload:
+            found = {}
+            for side, process in processes.items():
+                process.tell(workload=WORKLOADS[workload])
+                answer = process.answer()
+                if "failed" in answer:
+                    say(f"{model} {dtype} {workload}: {side} failed: {answer['failed']}")
+                else:
+                    found[side] = answer
+            yield from (row_of(model, dtype, workload, side, found) for side in found)
+        for process in processes.values():
+            process.quit()
+
+
+def row_of(model, dtype, workload, side, found):
+    sequences, shared, own, new = WORKLOADS[workload]
+    answer, plain = found[side], found.get("generate")
+    return {
+        "model": model,
+        "dtype": dtype,
+        "workload": workload,
+        "side": side,
+        "tokens_per_s": sequences * new / answer["all"],
+        "prefill_per_s": sequences * (shared + own) / answer["first"],
+        "decode_per_s": sequences * (new - 1) / max(answer["all"] - answer["first"], 1e-9),
+        "first_s": answer["first"],
+        "gib": answer["bytes"] / 2**30,
+        "equal": None if plain is None else sum(map(list.__eq__, answer["tokens"], plain["tokens"])),
+        "of": sequences,
+        **({} if answer["turns"] is None else {"later_over_first": answer["turns"]}),
+    }
+
+
+def heading():
+    return (
+        f"{'model':8} {'dtype':9} {'workload':8} {'side':15}{'tokens/s':>9}{'prefill/s':>10}{'decode/s':>9}"
+        f"{'first s':>9}{'GiB':>6}{'equal':>7}{'later/first':>12}"
+    )
+
+
+def line_of(row):
+    equal = "" if row["equal"] is None else f"{row['equal']}/{row['of']}"
+    later = f"{row['later_over_first']:.3f}" if "later_over_first" in row else ""
+    return (
+        f"{row['model']:8} {row['dtype']:9} {row['workload']:8} {row['side']:15}{row['tokens_per_s']:9.1f}"
+        f"{row['prefill_per_s']:10.0f}{row['decode_per_s']:9.1f}{row['first_s']:9.2f}{row['gib']:6.2f}"
+        f"{equal:>7}{later:>12}"
+    )
+
+
+def choices(known):
+    def read(text):
+        chosen = text.split(",")
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return chosen
+
+    return read
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="bench/README.md has results", allow_abbrev=False
+    )
+    parser.add_argument("--model", type=choices(MODELS), default=list(MODELS))
+    parser.add_argument("--dtype", type=choices(DTYPES), default=list(DTYPES))
+    parser.add_argument("--workload", type=choices(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--side", type=choices(SIDES), default=list(SIDES))
+    parser.add_argument("--peers", type=Path, default=Path("build/peers"), help="where the environments of peers are")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    rows = []
+    print(heading())
+    for model in options.model:
+        for dtype in options.dtype:
+            for row in rows_of(model, dtype, options, print):
+                rows.append(row)
+                print(line_of(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"cpu": cpu_name(), "threads": options.threads, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""An engine: a model, a scheduler, and one thread that steps. Other threads submit prompts and get tokens."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition, Lock, Thread
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+
+from pagepool.config import SchedulerConfig
+from pagepool.errors import PoolError
+from pagepool.generation import Generation, Token
+from pagepool.sampling import Sampler, SamplingParams
+from pagepool.tokenizing import Detokenizer, Encoder, stop_token_ids_of
+
+__all__ = ["Engine"]
+
+MAX_BATCH_SEQUENCES = 32
+UNBOUNDED = 4096  # tokens of a text of a model that has no bound
+EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
+
+
+@dataclass(slots=True)
+class _Request:
+    """What the stepping thread has of a request. Only its caller holds the generation."""
+
+    generation: weakref.ref[Generation]
+    sampler: Sampler
+    detokenizer: Detokenizer
+
+
+class Engine:
+    """Generates text with a model over pagepool's pages; any thread may call it.
+
+    model         a causal LM of transformers, in evaluation mode on the CPU; or what has the methods of
+                  `pagepool.integrations.transformers.ModelRunner`, whose memory it then uses
+    tokenizer     its tokenizer; None: prompts are token ids, and there is no text
+    pool_bytes, num_blocks  the size of the pool: one of them, or None for what `ModelRunner` takes by default
+    dtype         of the pages; None: the model's
+    config        a `SchedulerConfig`; None: one whose steps have up to 32 sequences
+    prefix_cache  whether prompts begin with the pages of earlier ones, where the model's kind allows it
+
+    One thread makes all steps: schedule, run the model, sample, commit. `submit` and `cancel` reach the scheduler by
+    its own calls for other threads. `close` it at the end, or use it as a context manager. `runner`, `scheduler`,
+    `prefix_cache`, `tokenizer`, `encoder` and `is_accepting`, whether it takes requests, are attributes.
+
+    Raises ImportError where torch or transformers is missing, ValueError for a model that cannot run over pages.
+
+        with Engine(model, tokenizer, pool_bytes=1 << 30) as engine:
+            for token in engine.submit("def main():", max_new_tokens=64):
+                print(token.text, end="", flush=True)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        pool_bytes: int | None = None,
+        num_blocks: int | None = None,
+        dtype: Any = None,
+        config: SchedulerConfig | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
+        config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
+        self.runner = model
+        if not hasattr(model, "run"):
+            from pagepool.integrations.transformers import ModelRunner
+
+            sizes = {"block_size": config.block_size, "max_sequences": config.max_sequences}
+            self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **sizes)
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, self.runner.vocab_size)
+        self.prefix_cache = self.runner.new_prefix_cache() if prefix_cache else None
+        self.scheduler = self.runner.scheduler(config, self.prefix_cache)
+        self.stop_token_ids = stop_token_ids_of(self.runner.model, tokenizer)
+        self._requests: dict[int, _Request] = {}
+        self._changed = Condition()  # guards the requests and the three fields below
+        self.is_accepting = True
+        self._is_closing = False
+        self._failure: BaseException | None = None
+        self._stepping = Lock()  # held during a step
+        self._counts: Counter[str] = Counter()
+        self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
+        self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
+        atexit.register(self.close)  # Python must not end while the thread is in the model
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: str | Iterable[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Iterable[int] = (),
+        logprobs: int | None = None,
+        request_id: int | str | None = None,
+        priority: int = 0,
+        tenant: Any = None,
+        cache_salt: str | bytes | int | None = None,
+    ) -> Generation:
+        """Queue a prompt and return its `Generation`; it is cancelled when nobody holds that any more.
+
+        prompt    a text, or token ids
+        request_id, priority, tenant, cache_salt  as in `Scheduler.add_request`
+        The others are those of `SamplingParams`.
+
+        Raises TypeError or ValueError for what cannot run, and RuntimeError when the engine takes no more requests;
+        then nothing has changed.
+        """
+        params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, logprobs)
+        tokens = self.encoder.encode(prompt)
+        longest = self.runner.max_model_len
+        if longest is not None and len(tokens) + max_new_tokens > longest:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and {max_new_tokens} new ones pass the model's {longest}"
+            )
+        detokenizer = Detokenizer(self.tokenizer, tokens, params.stop)
+        with self._changed:
+            if not self.is_accepting:
+                raise RuntimeError("the engine takes no more requests") from self._failure
+            seq_id = self.scheduler.submit(
+                tokens,
+                max_new_tokens=params.max_new_tokens,
+                stop_token_ids=self.stop_token_ids | params.stop_token_ids,
+                request_id=request_id,
+                priority=priority,
+                tenant=tenant,
+                cache_salt=cache_salt,
+            )
+            generation = Generation(len(tokens), partial(self.scheduler.cancel, seq_id))
+            # `cancel` may be called in a finalizer, which is what this callback is.
+            reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
+            self._requests[seq_id] = _Request(reference, Sampler(params), detokenizer)
+            self._counts["prompt_tokens"] += len(tokens)
+            self._changed.notify_all()
+        return generation
+
+    def stats(self) -> dict[str, Any]:
+        """A dict of counters: requests that run and wait, have ended by their `finish_reason`, tokens, and seconds in
+        all steps and in the model; `scheduler` has those of the scheduler."""
+        counts = self._counts
+        ended = {reason: counts[reason] for reason in ("stop", "length", "abort", "error")}
+        tokens = {name: counts[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens")}
+        scheduler = self.scheduler.stats()
+        return {"requests": len(self._requests), "ended": ended, **tokens, **self._seconds, "scheduler": scheduler}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended: they wait or run."""
+        return len(self._requests)
+
+    def check(self) -> None:
+        """Audit scheduler, prefix cache and pools between two steps; raises `PoolError` that names what is wrong.
+
+        When no request is left, every block in use is one of the prefix cache and no state is in use.
+        """
+        with self._stepping, self._changed:
+            self.scheduler.check()
+            cached = 0
+            if self.prefix_cache is not None:
+                self.prefix_cache.check()
+                cached = self.prefix_cache.num_cached
+            for pool in self.runner.pools:
+                pool.allocator.check()
+                if not self._requests and pool.allocator.in_use != cached:
+                    raise PoolError(f"{pool.allocator.in_use} blocks are in use without a request, {cached} are cached")
+            states = self.runner.states
+            if states is not None and not self._requests and states.used_count:
+                raise PoolError(f"{states.used_count} states are in use without a request")
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and wait until all have ended; returns whether they have, within `timeout` seconds."""
+        with self._changed:
+            self.is_accepting = False
+            return self._changed.wait_for(lambda: not self._requests, timeout)
+
+    def close(self) -> None:
+        """End all requests with the reason "abort", stop the thread and free the memory. May be called again."""
+        with self._changed:
+            self.is_accepting, self._is_closing = False, True
+            self._changed.notify_all()
+        self._thread.join()
+        atexit.unregister(self.close)
+        self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
+        pools, longest = self.runner.pools, self.runner.max_model_len
+        room = UNBOUNDED if longest is None else longest
+        if pools:
+            room = min(room, pools[0].allocator.capacity * pools[0].block_size // len(pools))
+        return max(1, room - num_prompt_tokens)
+
+    # The stepping thread.
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closing or self.scheduler.has_work)
+                    if self._is_closing:
+                        break
+                with self._stepping:
+                    self._step()
+        except BaseException as error:
+            failure = error
+        with self._changed:
+            self.is_accepting, self._failure = False, failure
+        for seq_id in list(self._requests):
+            if failure is None:
+                self.scheduler.remove_sequence(seq_id)
+            self._end(seq_id, "abort" if failure is None else "error", failure)
+
+    def _step(self) -> None:
+        began = perf_counter()
+        batch = self.scheduler.schedule()
+        with self._changed:  # `submit` has entered what it has handed to the scheduler
+            requests = [self._requests[seq_id] for seq_id in batch.seq_ids]
+        self._end_finished()  # those that were cancelled
+        if batch.is_empty:
+            sleep(EMPTY_STEP if self.scheduler.has_work else 0.0)
+            return
+        model_began = perf_counter()
+        try:
+            rows = iter(np.asarray(self.runner.run(batch)))
+        except Exception as error:
+            for seq_id in batch.seq_ids:
+                self._fail(seq_id, error)
+            return
+        self._seconds["model_seconds"] += perf_counter() - model_began
+        tokens: list[int | None] = [None] * len(batch)
+        pieces = []
+        for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):
+            if batch.wants_token[place]:
+                try:
+                    logits = next(rows)
+                    tokens[place] = token = request.sampler.sample(logits)
+                    pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
+                except Exception as error:
+                    self._fail(seq_id, error)
+        self.scheduler.commit(batch, tokens)
+        for piece in pieces:
+            try:
+                self._deliver(*piece)
+            except Exception as error:  # of the tokenizer
+                self._fail(piece[0], error)
+        self._end_finished()
+        self._seconds["step_seconds"] += perf_counter() - began
+
+    def _deliver(self, seq_id: int, request: _Request, token: int, logprobs: tuple[float | None, Any]) -> None:
+        """Hand a token that was committed to the generation; end it at a stop string."""
+        sequence, detokenizer = self.scheduler.get_sequence(seq_id), request.detokenizer
+        text = "" if sequence.finish_reason == "stop" else detokenizer.add(token)  # a stop token is no text
+        if sequence.finish_reason is not None:
+            text += detokenizer.flush()
+        if detokenizer.stopped:
+            self.scheduler.finish_sequence(seq_id)
+        generation = request.generation()
+        if generation is not None:
+            generation._put(Token(token, text, *logprobs), sequence.num_cached)
+        self._counts["generated_tokens"] += 1
+        if len(sequence.output_tokens) == 1:
+            self._counts["cached_tokens"] += sequence.num_cached
+
+    def _end_finished(self) -> None:
+        for sequence in self.scheduler.drain_finished():
+            stopped = self._requests[sequence.id].detokenizer.stopped
+            self._end(sequence.id, "stop" if stopped else sequence.finish_reason)
+
+    def _fail(self, seq_id: int, error: Exception) -> None:
+        self.scheduler.remove_sequence(seq_id)
+        self._end(seq_id, "error", error)
+
+    def _end(self, seq_id: int, reason: str, error: BaseException | None = None) -> None:
+        with self._changed:
+            generation = self._requests.pop(seq_id).generation()
+            self._counts[reason] += 1
+            self._changed.notify_all()
+        if generation is not None:
+            generation._end(reason, error)

@@ -1,0 +1,277 @@
+"""`pagepool generate`: writes on from prompts, or chats, with a model over pagepool's pages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from pagepool.model_options import add_model_arguments, memory_of, open_engine, require
+from pagepool.output import STDOUT, check_writable, written_to
+from pagepool.usage import UsageError, between, file_name
+
+if TYPE_CHECKING:  # other commands need not wait for these
+    from pagepool.engine import Engine
+    from pagepool.generation import Generation
+
+__all__ = ["add_arguments", "run"]
+
+DEFAULT_NEW_TOKENS = 128
+MAX_NEW_TOKENS = 1 << 24
+PROGRESS_SECONDS = 2.0
+FAILED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `pagepool generate`."""
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="texts to write on from; they run together")
+    add("--file", type=file_name, metavar="FILE", help="more prompts, one a line, in UTF-8; - is standard input")
+    add("--chat", action="store_true", help="talk to the model, a message a line; needs a chat template")
+    add("--system", metavar="TEXT", help="with --chat, what the conversation begins with")
+    add(
+        "--max-new-tokens",
+        type=between(1, MAX_NEW_TOKENS),
+        metavar="N",
+        help=f"the most tokens of a text; default: {DEFAULT_NEW_TOKENS}, or what the model has room for",
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
+    add("--top-k", type=between(0, MAX_NEW_TOKENS), default=0, metavar="K", help="draw from the K most likely tokens")
+    add(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely that have the share P together"
+    )
+    add("--seed", type=between(0, 2**63), metavar="N", help="of all prompts; default: another one each time")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a text where this comes; may be repeated")
+    add("--json", type=file_name, metavar="FILE", help="write texts and figures as JSON; - is standard output")
+    add_model_arguments(parser)
+    parser.epilog = "Texts go to standard output, progress and figures to standard error."
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate or chat; returns 1 when a prompt failed, else 0. Raises `UsageError` for what cannot be done."""
+    if options.chat and (options.prompts or options.file or options.json):
+        raise UsageError("--chat reads messages from standard input: it goes with no prompts, --file and --json")
+    if options.system is not None and not options.chat:
+        raise UsageError("--system goes with --chat")
+    prompts = [] if options.chat else read_prompts(options.prompts, options.file)
+    if options.json:
+        check_writable(options.json)
+    with open_engine(options, "pagepool generate") as engine:
+        if options.chat:
+            Chat(engine, options).run()
+            return 0
+        began = monotonic()
+        outputs = generate(engine, prompts, options)
+        numbers = figures(engine, outputs, monotonic() - began, options)
+    if options.json:
+        with written_to(options.json):
+            text = json.dumps(numbers, indent=2) + "\n"
+            sys.stdout.write(text) if options.json == STDOUT else Path(options.json).write_text(text, encoding="utf-8")
+    report(numbers)
+    return FAILED if any(output["error"] for output in outputs) else 0
+
+
+def read_prompts(prompts: list[str], file: str | None) -> list[str]:
+    """The prompts of the command line, then those of the file. Raises `UsageError` for none, an empty one, no UTF-8."""
+    found = list(prompts)
+    if file is not None:
+        try:
+            data = sys.stdin.buffer.read() if file == STDOUT else Path(file).read_bytes()
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+        for number, line in enumerate(data.splitlines(), 1):
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{file}: line {number} is not UTF-8, from byte {error.start} on") from None
+            if text:
+                found.append(text)
+    if not found:
+        raise UsageError(f"{file}: it has no prompts" if file else "there is no prompt: give one, or --file, or --chat")
+    for number, prompt in enumerate(found, 1):
+        if not prompt:
+            raise UsageError(f"prompt {number} is empty")
+    return found
+
+
+def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace) -> Generation:
+    """Hand a prompt to the engine. Raises ValueError for one that it cannot run."""
+    tokens = engine.encoder.encode(prompt)
+    count = options.max_new_tokens
+    if count is None:
+        count = min(DEFAULT_NEW_TOKENS, engine.max_new_tokens(len(tokens)))
+    return engine.submit(
+        tokens,
+        max_new_tokens=count,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=options.stop,
+    )
+
+
+def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run all prompts together, print their texts in order as they come, and return what came of each."""
+    running: list[Generation | str] = []  # a str: why a prompt cannot run
+    for prompt in prompts:
+        try:
+            running.append(submit(engine, prompt, options))
+        except ValueError as error:
+            if len(prompts) == 1:
+                raise UsageError(str(error)) from error
+            running.append(str(error))
+    is_shown = options.json != STDOUT and sys.stdout is not None
+    progress = Progress(engine, len(prompts), is_silent=is_shown and sys.stdout.isatty())
+    outputs = []
+    for number, (prompt, found) in enumerate(zip(prompts, running, strict=True), 1):
+        if is_shown and len(prompts) > 1:
+            print(f"--- {number} of {len(prompts)}")
+        if isinstance(found, str):
+            outputs.append({"prompt": prompt, "text": "", "finish_reason": None, "error": found})
+        else:
+            with written_to(STDOUT):
+                for piece in chain([prompt], progress.watch(found), ["\n"]):
+                    if is_shown:
+                        print(piece, end="", flush=True)
+            outputs.append(output_of(prompt, found))
+        if outputs[-1]["error"] is not None:
+            print(f"pagepool: prompt {number}: {outputs[-1]['error']}", file=sys.stderr)
+    return outputs
+
+
+def output_of(prompt: str, generation: Generation) -> dict[str, Any]:
+    """What came of a prompt that ran, for JSON."""
+    return {
+        "prompt": prompt,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "error": None if generation.error is None else str(generation.error),
+        "prompt_tokens": generation.num_prompt_tokens,
+        "cached_tokens": generation.num_cached,
+        "generated_tokens": len(generation.token_ids),
+        "time_to_first_token": generation.time_to_first_token,
+    }
+
+
+class Progress:
+    """Says on standard error every two seconds how far all prompts are, unless a terminal shows their texts."""
+
+    def __init__(self, engine: Engine, total: int, is_silent: bool) -> None:
+        self._engine, self._total, self._is_silent = engine, total, is_silent
+        self._began = monotonic()
+        self._next = self._began + PROGRESS_SECONDS
+
+    def watch(self, generation: Generation) -> Iterator[str]:
+        """The texts of its tokens; they end where it fails."""
+        with suppress(RuntimeError):  # `error` has the reason
+            for token in generation:
+                if not self._is_silent and monotonic() >= self._next:
+                    self._next = monotonic() + PROGRESS_SECONDS
+                    count = self._engine.stats()["generated_tokens"]
+                    done = self._total - self._engine.num_requests
+                    speed = count / (monotonic() - self._began)
+                    line = f"pagepool: {done} of {self._total} prompts, {count:,} tokens, {speed:,.1f} tokens/s"
+                    print(line, file=sys.stderr, flush=True)
+                yield token.text
+
+
+def figures(
+    engine: Engine, outputs: list[dict[str, Any]], seconds: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """All numbers of a run, for JSON."""
+    first = sorted(output["time_to_first_token"] for output in outputs if output.get("time_to_first_token") is not None)
+    generated = sum(output.get("generated_tokens", 0) for output in outputs)
+    return {
+        "model": options.model or "bench/tiny_llama",
+        "prompts": len(outputs),
+        "failed": sum(output["error"] is not None for output in outputs),
+        "prompt_tokens": sum(output.get("prompt_tokens", 0) for output in outputs),
+        "cached_tokens": sum(output.get("cached_tokens", 0) for output in outputs),
+        "generated_tokens": generated,
+        "seconds": seconds,
+        "tokens_per_second": generated / seconds,
+        "time_to_first_token": {"median": first[len(first) // 2], "max": first[-1]} if first else None,
+        "memory": memory_of(engine),
+        "outputs": outputs,
+    }
+
+
+def report(numbers: dict[str, Any]) -> None:
+    """Print the figures as lines on standard error."""
+    first, memory = numbers["time_to_first_token"], numbers["memory"]
+    lines = [
+        f"{numbers['generated_tokens']:,} tokens in {numbers['seconds']:.2f} s, "
+        f"{numbers['tokens_per_second']:,.1f} tokens/s; {numbers['prompt_tokens']:,} prompt tokens, "
+        f"{numbers['cached_tokens']:,} of them cached",
+        f"pages: {memory['pages_peak_bytes'] / 2**20:,.1f} of {memory['pool_bytes'] / 2**20:,.1f} MiB at most; "
+        f"process: {memory['process_peak_bytes'] / 2**20:,.0f} MiB",
+    ]
+    if first is not None:
+        lines.insert(1, f"first token after {first['median']:.3f} s (median), {first['max']:.3f} s at most")
+    for line in lines:
+        print(f"pagepool: {line}", file=sys.stderr)
+
+
+class Chat:
+    """A conversation on the terminal: reads a message a line, streams the answer; Ctrl-C ends an answer."""
+
+    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
+        require("--chat", "transformers", "jinja2")
+        if getattr(engine.tokenizer, "chat_template", None) is None:
+            raise UsageError(f"{options.model}: its tokenizer has no chat template: --chat needs one")
+        self._engine, self._options = engine, options
+        self._messages: list[dict[str, str]] = []
+        if options.system is not None:
+            self._messages.append({"role": "system", "content": options.system})
+
+    def run(self) -> None:
+        """Talk until the input ends."""
+        while (line := self._read()) is not None:
+            if line.strip():
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        """The next line of standard input; None at its end."""
+        if not sys.stdin.isatty():
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+
+    def _answer(self, line: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": line}]
+        began = monotonic()
+        try:
+            generation = submit(self._engine, self._engine.encoder.encode_chat(messages), self._options)
+        except ValueError as error:
+            print(f"pagepool: {error}", file=sys.stderr)
+            return
+        with written_to(STDOUT):
+            try:
+                for token in generation:
+                    print(token.text, end="", flush=True)
+            except KeyboardInterrupt:
+                generation.cancel()
+                generation.result()
+            except RuntimeError as error:
+                print(f"pagepool: {error}", file=sys.stderr)
+                return
+            print(flush=True)
+        self._messages = [*messages, {"role": "assistant", "content": generation.text}]
+        seconds, count = monotonic() - began, len(generation.token_ids)
+        print(
+            f"pagepool: {count} tokens, {count / seconds:,.1f} tokens/s, first after "
+            f"{generation.time_to_first_token or seconds:.3f} s; {generation.num_cached} of "
+            f"{generation.num_prompt_tokens} prompt tokens cached",
+            file=sys.stderr,
+        )

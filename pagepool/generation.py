@@ -1,0 +1,148 @@
+"""What a caller gets for a request: its tokens as they come, from any thread or event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Condition, Event
+from time import monotonic
+
+__all__ = ["Generation", "Token"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    token_id      its id
+    text          the text that is certain since the token before; empty while a character or, perhaps, a stop string is
+                  not complete. The texts of all tokens, one after another, are the text of the generation
+    logprob       the natural logarithm of the model's probability of it, or None where none was asked for
+    top_logprobs  the same of the most likely tokens, by id
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: dict[int, float] = field(default_factory=dict)
+
+
+class Generation:
+    """The tokens of one request: an iterator and an async iterator of `Token`. `Engine.submit` makes it.
+
+    token_ids           list of int: all tokens so far
+    text                their text so far
+    num_prompt_tokens   tokens of the prompt
+    num_cached          tokens of the prompt that the prefix cache had, once a token has come
+    time_to_first_token seconds from `submit`, or None
+    finish_reason       "stop" at a stop token or stop string, "length" at the limit, "abort" when it was cancelled,
+                        "error" when the model failed; None while it runs
+    error               the exception of a failed model, or None
+
+    A generation that nobody holds any more is cancelled. Each token is handed out once; `token_ids` and `text` have all
+    of them. Iteration raises RuntimeError, with `error` as its cause, where the model has failed.
+    """
+
+    def __init__(self, num_prompt_tokens: int, cancel: Callable[[], None]) -> None:
+        self.token_ids: list[int] = []
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached = 0
+        self.time_to_first_token: float | None = None
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+        self._cancel = cancel
+        self._submitted = monotonic()
+        self._texts: list[str] = []
+        self._pending: deque[Token] = deque()
+        self._changed = Condition()
+        self._ended = Event()  # for who waits for the end alone: each token would wake it
+        self._futures: list[asyncio.Future[None]] = []  # of coroutines that wait for a change
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far."""
+        return "".join(self._texts)
+
+    def cancel(self) -> None:
+        """Stop it: it ends before the next step with the reason "abort". Nothing happens when it has ended."""
+        if self.finish_reason is None:
+            self._cancel()
+
+    close = cancel
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait until it has ended and return it. Raises TimeoutError after `timeout` seconds; it goes on then."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{len(self.token_ids)} tokens came within {timeout} s, and it has not ended")
+        return self
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> Token:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self.finish_reason is not None)
+            token = self._take()
+        if token is None:
+            raise StopIteration
+        return token
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Token:
+        while True:
+            with self._changed:
+                if self._pending or self.finish_reason is not None:
+                    token = self._take()
+                    break
+                future = asyncio.get_running_loop().create_future()
+                self._futures.append(future)
+            await future
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    def _take(self) -> Token | None:
+        """The next token, or None at the end."""
+        if self._pending:
+            return self._pending.popleft()
+        if self.error is not None:
+            raise RuntimeError(f"the generation failed: {self.error}") from self.error
+        return None
+
+    # For the engine, which calls them on its own thread.
+
+    def _put(self, token: Token, num_cached: int) -> None:
+        with self._changed:
+            if self.time_to_first_token is None:
+                self.time_to_first_token = monotonic() - self._submitted
+                self.num_cached = num_cached
+            self.token_ids.append(token.token_id)
+            self._texts.append(token.text)
+            self._pending.append(token)
+            self._notify()
+
+    def _end(self, reason: str, error: BaseException | None = None) -> None:
+        with self._changed:
+            self.finish_reason, self.error = reason, error
+            self._notify()
+        self._ended.set()
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        futures, self._futures = self._futures, []
+        for future in futures:
+            with suppress(RuntimeError):  # its event loop is closed: nobody waits there any more
+                future.get_loop().call_soon_threadsafe(_wake, future)
+
+    def __repr__(self) -> str:
+        return f"<Generation: {len(self.token_ids)} tokens, {self.finish_reason or 'running'}>"
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():  # a coroutine that was cancelled waits no more
+        future.set_result(None)

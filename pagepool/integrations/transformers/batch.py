@@ -1,0 +1,161 @@
+"""`generate_batch` of a model in use: continuous batching by the scheduler, in and out as transformers has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from pagepool.config import SchedulerConfig
+from pagepool.integrations.transformers.runner import ModelRunner
+from pagepool.prefix.cache import PrefixCache
+from pagepool.scheduling.scheduler import Scheduler
+
+__all__ = ["generate_batch"]
+
+BATCH_TOKENS = 512  # of a step, where the caller says nothing
+# Fields of a generation config that a batch does not serve, with the values that do not ask for it.
+UNSUPPORTED = {"num_beams": (None, 1), "assistant_early_exit": (None,), "prompt_lookup_num_tokens": (None,)}
+
+
+class Batch:
+    """The requests of one call: what they are by the scheduler's id, and what comes of them."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, config: Any, record_timestamps: bool) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._config = config
+        self._record_timestamps = record_timestamps
+        self._processors: dict[int, Any] = {}
+        self._stops = stop_tokens(config)
+        self.outputs: dict[str, GenerationOutput] = {}
+        self._running: dict[int, GenerationOutput] = {}
+
+    def add(self, request_id: str, prompt: list[int], max_new_tokens: int) -> None:
+        """Queues a request. One that cannot be served fails, with the reason in its `error`; the others go on."""
+        output = GenerationOutput(request_id, prompt, timestamps=[] if self._record_timestamps else None)
+        self.outputs[request_id] = output
+        limit = self._runner.length_limit
+        try:
+            if limit is not None and len(prompt) + max_new_tokens > limit:
+                raise ValueError(
+                    f"asked for {len(prompt)} and {max_new_tokens} tokens, and the model takes {limit} over pages"
+                )
+            number = self._scheduler.add_request(
+                prompt, max_new_tokens=max_new_tokens, stop_token_ids=self._stops, request_id=request_id
+            )
+        except (TypeError, ValueError) as error:
+            output.error, output.status = str(error), RequestStatus.FAILED
+            return
+        self._running[number] = output
+        self._processors[number] = self._runner.model._get_logits_processor(
+            self._config, input_ids_seq_length=len(prompt), device="cpu"
+        )
+
+    def step(self) -> int:
+        """Runs one step of the scheduler; returns how many requests have ended."""
+        batch = self._scheduler.schedule()
+        now = time.perf_counter()
+        for number in batch.seq_ids:
+            output = self._running[number]
+            if output.status is RequestStatus.PENDING:
+                output.status, output.lifespan = RequestStatus.PREFILLING, (now, -1)
+        logits = self._runner.run(batch)
+        wanted = [number for number, wants in zip(batch.seq_ids, batch.wants_token, strict=True) if wants]
+        chosen = iter(self._choose(wanted, logits))
+        tokens = [next(chosen) if wants else None for wants in batch.wants_token]
+        self._scheduler.commit(batch, tokens)
+        now = time.perf_counter()
+        for number in wanted:
+            if self._running[number].timestamps is not None:
+                self._running[number].timestamps.append(now)
+        ended = self._scheduler.drain_finished()
+        for sequence in ended:
+            output = self._running.pop(sequence.id)
+            output.generated_tokens, output.status = sequence.output_tokens, RequestStatus.FINISHED
+            output.lifespan = (output.lifespan[0], now)
+        return len(ended)
+
+    def _choose(self, numbers: Sequence[int], logits: torch.Tensor) -> list[int]:
+        """The next token of each of these requests, as the generation config has it."""
+        scores = []
+        for number, row in zip(numbers, logits, strict=True):
+            processors = self._processors[number]
+            if processors:
+                sequence = self._scheduler.get_sequence(number)
+                assert sequence is not None
+                tokens = torch.tensor([sequence.all_tokens])
+                row = processors(tokens, row[None])[0]
+            scores.append(row)
+        if not scores:
+            return []
+        if self._config.do_sample:
+            chosen = torch.multinomial(torch.stack(scores).softmax(-1), 1)[:, 0]
+        else:
+            chosen = torch.stack(scores).argmax(-1)
+        return chosen.tolist()  # type: ignore[no-any-return]
+
+
+def stop_tokens(config: Any) -> list[int]:
+    """The tokens that end a request; -1, which says that none does, left out."""
+    eos = config.eos_token_id
+    tokens = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return [token for token in tokens if token >= 0]
+
+
+def generate_batch(
+    runner: ModelRunner,
+    prefix_cache: PrefixCache | None,
+    inputs: Sequence[Sequence[int]],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    max_new_tokens: int | None = None,
+) -> dict[str, GenerationOutput]:
+    """Generates for many prompts, batched continuously; as `generate_batch` of transformers.
+
+    runner, prefix_cache  of the model
+    inputs                the tokens of each prompt
+    generation_config     how tokens are chosen, and how many; by default the model's own. Beams and drafts are refused
+    continuous_batching_config  of it `max_batch_tokens` and `max_requests_per_batch` count; memory is the runner's
+    record_timestamps     whether outputs have the time of each token
+    progress_bar          whether to show one
+    persistent_manager, warmup  there is nothing to keep or to warm up
+    max_new_tokens        instead of that of the config
+
+    Returns request id -> `GenerationOutput`, in the order of the prompts; a request that cannot be served has its
+    `error` set, and the others are not touched. Raises ValueError for beams, drafts and log probabilities.
+    """
+    config, _ = runner.model._prepare_generation_config(generation_config)
+    for name, plain in UNSUPPORTED.items():
+        if getattr(config, name, None) not in plain:
+            raise ValueError(f"generate_batch takes no {name}, which is {getattr(config, name)}: use generate")
+    if getattr(continuous_batching_config, "return_logprobs", False):
+        raise ValueError("generate_batch over pages returns no log probabilities: return_logprobs is True")
+    runner.model._prepare_special_tokens(config, True, device="cpu")
+    count = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+    tokens = getattr(continuous_batching_config, "max_batch_tokens", None) or max(BATCH_TOKENS, runner.max_sequences)
+    rows = getattr(continuous_batching_config, "max_requests_per_batch", None) or runner.max_sequences
+    rows = min(rows, runner.max_sequences, tokens)
+    budgets = SchedulerConfig(
+        max_sequences=rows, max_batch_sequences=rows, max_batch_tokens=tokens, max_prefill_tokens=tokens
+    )
+    scheduler = runner.scheduler(budgets, prefix_cache)
+    with torch.inference_mode():
+        batch = Batch(runner, scheduler, config, record_timestamps)
+        for place, prompt in enumerate(inputs):
+            length = config.max_length - len(prompt) if count is None else count
+            ids = [f"req_{place}", *(f"req_{place}__child#{child}" for child in range(config.num_return_sequences - 1))]
+            for request_id in ids:
+                batch.add(request_id, list(prompt), length)
+        with tqdm(total=len(batch.outputs), disable=not progress_bar, unit="request") as bar:
+            while scheduler.has_work:
+                bar.update(batch.step())
+    return batch.outputs

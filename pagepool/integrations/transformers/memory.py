@@ -1,0 +1,99 @@
+"""The pages and slots of states of a model, and the tables of a batch of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pagepool.config import KvLayout, StateLayout
+from pagepool.integrations.transformers.layout import ModelLayout
+from pagepool.integrations.transformers.step import Tables
+from pagepool.memory.block_table import PagedSeqState
+from pagepool.memory.block_tables import BlockTables
+from pagepool.memory.hybrid import HybridSequence, KvGroup
+from pagepool.memory.kv_pool import KvCachePool
+from pagepool.memory.ssm_pool import SsmStatePool
+
+__all__ = ["ModelMemory", "kv_layouts"]
+
+
+def kv_layouts(layout: ModelLayout, block_size: int, dtype: Any) -> list[KvLayout]:
+    """What a block of each pool holds. Raises as `KvLayout`."""
+    return [
+        KvLayout(
+            num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            block_size,
+            dtype,
+            v_head_dim=shape.v_head_dim,
+            v_in_k=shape.latent,
+        )
+        for shape, num_layers in layout.shapes
+    ]
+
+
+class ModelMemory:
+    """The memory of one model.
+
+    pools   the `KvCachePool` of each group: layers of one shape share one, and all have one allocator
+    groups  a `KvGroup` for each set of layers with a block table; None for a single one without a window
+    states  its `SsmStatePool`, or None
+    """
+
+    def __init__(
+        self, layout: ModelLayout, num_blocks: int, dtype: Any, block_size: int = 16, max_sequences: int = 32
+    ) -> None:
+        self._pools: list[KvCachePool] = []
+        for kv in kv_layouts(layout, block_size, dtype):
+            allocator = self._pools[0].allocator if self._pools else None
+            self._pools.append(KvCachePool.from_layout(kv, num_blocks, allocator))
+        self.pools = tuple(self._pools[group.pool] for group in layout.groups)
+        groups = tuple(KvGroup(self.pools[0].allocator, block_size, group.window) for group in layout.groups)
+        self.groups = None if [group.window for group in groups] in ([], [None]) else groups
+        self.states: SsmStatePool | None = None
+        self.views: list[dict[str, torch.Tensor]] = []
+        if layout.has_states:
+            self.states = SsmStatePool.from_layout(StateLayout(layers=layout.states), max_sequences)
+            self.views = [
+                {name: torch.from_dlpack(self.states.view(layer, name)) for name in names}
+                for layer, names in enumerate(layout.states)
+            ]
+        self._block_size = block_size
+        self._tables = [BlockTables(max_sequences, 64) for _ in layout.groups]
+
+    def sequence(self, label: int | None = None) -> Any:
+        """Returns a new sequence: a `PagedSeqState`, or a `HybridSequence` of a model with windows or states.
+
+        Raises PoolExhausted when no slot is free for its state.
+        """
+        if self.groups is None and self.states is None:
+            return PagedSeqState(self.pools[0].allocator, self._block_size, label=label)
+        groups = self.groups or tuple(KvGroup(pool.allocator, self._block_size) for pool in self.pools)
+        return HybridSequence(groups, self.states, label=label)
+
+    def fill(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Tables]:
+        """The tables of each group, for a forward of the last `counts[i]` tokens of each sequence.
+
+        They are valid until the next call.
+        """
+        found = []
+        for group, tables in enumerate(self._tables):
+            rows = [getattr(sequence, "kv", [sequence])[group] for sequence in sequences]
+            width = max((-(-row.len // self._block_size) for row in rows), default=0)
+            if len(rows) > tables.max_seqs or width > tables.max_blocks_per_seq:
+                height = max(len(rows), tables.max_seqs)
+                self._tables[group] = tables = BlockTables(height, max(2 * width, tables.max_blocks_per_seq))
+            tables.fill(rows, counts)
+            found.append(Tables(tables.block_tables, tables.seq_lens, tables.slot_mapping, tables.query_start_loc))
+        return found
+
+    def close(self) -> None:
+        """Frees the pages. Raises BufferError while views of them are held."""
+        self.views = []
+        self.states = None
+        self.pools = ()
+        while self._pools:
+            self._pools.pop().close()

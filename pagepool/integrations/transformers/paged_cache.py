@@ -1,0 +1,254 @@
+"""PagedCache: what transformers' `generate` hands from step to step, a sequence of pages for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from pagepool.integrations.transformers.runner import ModelRunner
+from pagepool.memory.hybrid import HybridSequence
+from pagepool.prefix.cache import PrefixCache
+
+__all__ = ["PagedCache"]
+
+KEPT = 256  # tokens that a sequence with windows can be cropped by, while `generate` tries drafts
+
+
+class Row:
+    """One row of a batch: its sequence, and its tokens, the ones of padding left out."""
+
+    __slots__ = ("sequence", "tokens")
+
+    def __init__(self, sequence: Any, tokens: list[int]) -> None:
+        self.sequence = sequence
+        self.tokens = tokens
+
+    def fork(self) -> Row:
+        """Another row with the same tokens, on the same pages."""
+        return Row(self.sequence.fork(), list(self.tokens))
+
+
+def says_something(value: Any) -> bool:
+    """Whether an argument of a forward is more than a name: not None, False or a dict of such."""
+    return (
+        any(map(says_something, value.values()))
+        if isinstance(value, dict)
+        else value is not None and value is not False
+    )
+
+
+class PagedCache(Cache):
+    """What transformers' `generate` keeps between its steps: rows of a batch, each with a sequence of pages.
+
+    runner        the `ModelRunner` whose memory it takes
+    prefix_cache  a `PrefixCache` over the runner's pool, or None: rows begin with the blocks that it has for their
+                  tokens, and `close` leaves it their full blocks
+
+    Padding takes no slots. Rows of equal tokens are computed once, and beams share blocks until they part. The memory
+    is given back by `close`, or when the cache is dropped.
+    """
+
+    def __init__(self, runner: ModelRunner, prefix_cache: PrefixCache | None = None) -> None:
+        super().__init__(layers=[])
+        self._runner = runner
+        self._prefix_cache = prefix_cache
+        self._rows: list[Row] = []
+        self._width = 0  # tokens of each row, padding included
+        self._keep = 0
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+        inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = True,
+        use_cache: bool | None = True,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """One forward of the model for `generate`: `logits` are those of the last `logits_to_keep` tokens, or of all.
+
+        Logits of padding are zeros. Raises ValueError for what pages cannot serve: padding that is not on the left,
+        positions that are not those of the tokens, embeddings and images, attention weights and hidden states.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("generation over pages begins with input_ids, not with inputs_embeds")
+        unknown = [name for name, value in others.items() if says_something(value)]
+        if unknown:
+            raise ValueError(f"generation over pages takes tokens, and no {', '.join(unknown)}")
+        if output_attentions or output_hidden_states:
+            raise ValueError("generation over pages gives logits, and neither attentions nor hidden states")
+        batch, count = input_ids.shape
+        if self._rows and batch != len(self._rows):
+            raise ValueError(f"input_ids has {batch} rows, and the cache has {len(self._rows)}")
+        counts = self._count_tokens(attention_mask, batch, count)
+        self._check_positions(position_ids, counts, count)
+        tokens = [row[count - own :] for row, own in zip(input_ids.tolist(), counts, strict=True)]
+        keep = [min(own, logits_to_keep or own) for own in counts]
+        if not self._rows:
+            logits = self._begin(tokens, keep)
+        else:
+            logits = self._step(self._rows, tokens, keep)
+        self._width += count
+        out = logits[0].new_zeros((batch, min(logits_to_keep or count, count), self._runner.vocab_size))
+        for row, of_row in enumerate(logits):
+            out[row, out.shape[1] - of_row.shape[0] :] = of_row
+        return CausalLMOutputWithPast(logits=out, cache=self)
+
+    def _count_tokens(self, mask: torch.Tensor | None, batch: int, count: int) -> list[int]:
+        """How many of the new tokens of each row are no padding. ValueError unless all padding is on the left."""
+        if mask is None:
+            return [count] * batch
+        if tuple(mask.shape) != (batch, self._width + count):
+            shape = tuple(mask.shape)
+            raise ValueError(f"attention_mask must have the shape {(batch, self._width + count)}, not {shape}")
+        seen = mask.bool()
+        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+            raise ValueError("attention_mask must have its zeros on the left: generation over pages needs left padding")
+        counts: list[int] = seen[:, self._width :].sum(1).tolist()
+        return counts
+
+    def _check_positions(self, positions: torch.Tensor | None, counts: Sequence[int], count: int) -> None:
+        if positions is None:
+            return
+        starts = [row.sequence.len for row in self._rows] or [0] * len(counts)
+        for axis in positions if positions.ndim == 3 else [positions]:  # of time, height and width: equal for text
+            for row, (start, own) in enumerate(zip(starts, counts, strict=True)):
+                of_row = axis[row if axis.shape[0] > 1 else 0, count - own :].tolist()
+                if of_row != list(range(start, start + own)):
+                    raise ValueError(
+                        f"position_ids of row {row} are {of_row[0]} to {of_row[-1]}, and its tokens are numbers "
+                        f"{start} to {start + own - 1}: pages have no other positions"
+                    )
+
+    def _begin(self, tokens: list[list[int]], keep: list[int]) -> list[torch.Tensor]:
+        """The first forward: rows of equal tokens are computed once and forked."""
+        first: dict[tuple[int, ...], int] = {}
+        places = [first.setdefault(tuple(row), len(first)) for row in tokens]
+        firsts = [places.index(place) for place in range(len(first))]
+        self._rows = [Row(self._runner.new_sequence(number + 1), []) for number in range(len(firsts))]
+        self.activate_past_recording(self._keep)
+        rest = [self._adopt(row, tokens[number], keep[number]) for row, number in zip(self._rows, firsts, strict=True)]
+        logits = self._step(self._rows, rest, [keep[number] for number in firsts])
+        self._take(places)
+        return [logits[place] for place in places]
+
+    def _adopt(self, row: Row, tokens: list[int], keep: int) -> list[int]:
+        """Begins a row with the cached blocks of its first tokens; returns the tokens that are left to compute."""
+        if self._prefix_cache is None:
+            return tokens
+        blocks = self._prefix_cache.match_prefix(tokens[: len(tokens) - keep])
+        count = len(blocks) * self._prefix_cache.block_size
+        try:
+            row.sequence.adopt(blocks, count)
+        finally:
+            self._prefix_cache.allocator.free(blocks)
+        row.tokens = tokens[:count]
+        return tokens[count:]
+
+    def _step(self, rows: list[Row], tokens: list[list[int]], keep: list[int]) -> list[torch.Tensor]:
+        """Computes these tokens; returns for each row the logits of its last `keep` tokens."""
+        self._make_room(rows, tokens)
+        fed = [number for number, new in enumerate(tokens) if new]
+        try:
+            for number in fed:
+                rows[number].sequence.append(len(tokens[number]))
+            logits = self._runner.forward(
+                [tokens[number] for number in fed],
+                [rows[number].sequence for number in fed],
+                [keep[number] for number in fed],
+            )
+        except BaseException:
+            self.close()  # some rows have tokens that were not computed
+            raise
+        for row, new in zip(rows, tokens, strict=True):
+            row.tokens += new
+        return list(logits.split(keep))
+
+    def _make_room(self, rows: list[Row], tokens: list[list[int]]) -> None:
+        """Evicts from the prefix cache what the new tokens need; each row may copy a shared block besides."""
+        if self._prefix_cache is None:
+            return
+        size, allocator = self._prefix_cache.block_size, self._prefix_cache.allocator
+        lens = [row.sequence.len for row in rows]
+        new = sum(-(-(start + len(row)) // size) - -(-start // size) for start, row in zip(lens, tokens, strict=True))
+        short = new + len(rows) - allocator.free_count
+        if short > 0:
+            self._prefix_cache.evict(short)
+
+    def _take(self, indices: list[int]) -> None:
+        """Makes row i the one that was `indices[i]`: rows that nobody wants are closed, others forked."""
+        rows = self._rows
+        for number in set(range(len(rows))) - set(indices):
+            rows[number].sequence.close()
+        taken: set[int] = set()
+        self._rows = []
+        for number in indices:
+            self._rows.append(rows[number].fork() if number in taken else rows[number])
+            taken.add(number)
+
+    def close(self) -> None:
+        """Gives the memory back, and leaves full blocks to the prefix cache. A second call does nothing."""
+        rows, self._rows = self._rows, []
+        for row in rows:
+            if self._prefix_cache is not None:
+                self._prefix_cache.cache_blocks(row.tokens, row.sequence.blocks)
+            row.sequence.close()
+
+    def reset(self) -> None:
+        """Closes the cache, for another batch."""
+        self.close()
+        self._width = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on with what row `beam_idx[i]` has; beams share blocks until they part."""
+        self._take(beam_idx.tolist())
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self._take([row for row in range(len(self._rows)) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last `-tokens_to_remove` tokens back, which drafts were. ValueError for a number above 0."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be 0 or less, not {tokens_to_remove}")
+        if not tokens_to_remove:
+            return
+        for row in self._rows:
+            row.sequence.truncate(row.sequence.len + tokens_to_remove)
+            del row.tokens[tokens_to_remove:]
+        self._width += tokens_to_remove
+
+    def activate_past_recording(self, keep: int = KEPT) -> None:
+        """From now on the last 256 tokens can be cropped, where windows would have given their blocks back."""
+        self._keep = keep
+        for row in self._rows:
+            if isinstance(row.sequence, HybridSequence):
+                row.sequence.keep = keep
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each row, padding included."""
+        return self._width
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No maximum."""
+        return -1
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` works: recurrent states cannot be cut back."""
+        return self._runner.states is None
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of one layer that stands for all: it has a length, which `generate` asks for."""
+        return [False]

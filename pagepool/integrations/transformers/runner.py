@@ -1,0 +1,189 @@
+"""ModelRunner: a causal language model of transformers whose layers read and write pages and slots of states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+
+from pagepool.arguments import integer
+from pagepool.config import SchedulerConfig
+from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
+from pagepool.integrations.transformers.trial import try_out
+from pagepool.memory.hybrid import KvGroup
+from pagepool.memory.kv_pool import KvCachePool
+from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.prefix.cache import PrefixCache
+from pagepool.scheduling.batch import ScheduledBatch
+from pagepool.scheduling.scheduler import Scheduler
+
+__all__ = ["ModelRunner"]
+
+DEFAULT_LENGTH = 2048  # tokens that a pool of no given size has room for, of each sequence
+
+
+class ModelRunner:
+    """A causal language model of transformers, on the CPU, whose layers keep what they keep in pagepool's memory.
+
+    model          a `PreTrainedModel` that can generate, in eval mode
+    pool_bytes     bytes of the pages; or
+    num_blocks     how many blocks there are. Without either there is room for `max_sequences` of 2,048 tokens, or of
+                   the model's own maximum where that is less; pages that are never used take no memory
+    dtype          of the pages, as in `KvLayout`; by default that of the model's keys
+    block_size     tokens per block
+    max_sequences  how many sequences may run at a time: as many recurrent states there are
+
+    To see what the model keeps, and that it computes the same over pages, it is run over about a dozen random tokens
+    five times, with recurrent states up to a dozen times, in float32. The model itself is not changed: outside of `run`
+    it behaves as before.
+
+    `length_limit` is the longest sequence that `run` takes, or None. Beyond it models with a `rope_type` of "dynamic"
+    or "longrope" would compute other keys for tokens that are stored already.
+
+    `model`, `pool` (a `KvCachePool`, or None for a model without attention), `pools` (the pool of each group),
+    `groups` (a tuple of `KvGroup`, or None where one block table does), `states` (an `SsmStatePool` or None),
+    `vocab_size`, and `max_model_len`, the longest sequence that the model was made for, or None, are attributes.
+
+    Raises ValueError, with the name of the class and the reason, for a model that cannot run over pages, and for sizes
+    out of range; TypeError for what is no model.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from pagepool import SchedulerConfig
+    >>> config = LlamaConfig(vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+    ...                      num_attention_heads=4, num_key_value_heads=2)
+    >>> runner = ModelRunner(LlamaForCausalLM(config).eval(), num_blocks=64)
+    >>> scheduler = runner.scheduler(SchedulerConfig())
+    >>> request = scheduler.add_request([11, 12, 13], max_new_tokens=4)
+    >>> while scheduler.has_work:
+    ...     batch = scheduler.schedule()
+    ...     scheduler.commit(batch, runner.run(batch).argmax(-1).tolist())
+    >>> len(scheduler.drain_finished()[0].output_tokens)
+    4
+    >>> runner.close()
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        pool_bytes: int | None = None,
+        num_blocks: int | None = None,
+        dtype: Any = None,
+        block_size: int = 16,
+        max_sequences: int = 32,
+    ) -> None:
+        if pool_bytes is not None and num_blocks is not None:
+            raise ValueError(f"give pool_bytes, {pool_bytes}, or num_blocks, {num_blocks}, not both")
+        max_sequences = integer("max_sequences", max_sequences, 1)
+        self._paged_forward = try_out(model)
+        self._lock = Lock()
+        layout = self._paged_forward.layout
+        self.model = model
+        self.max_sequences = max_sequences
+        self.vocab_size: int = layout.logits.shape[-1]
+        config = model.config.get_text_config(decoder=True)
+        self.length_limit = rope_limit(config)
+        self.max_model_len: int | None = self.length_limit or getattr(config, "max_position_embeddings", None)
+        if dtype is None:
+            dtype = model.dtype
+        block_bytes = sum(kv.block_bytes for kv in kv_layouts(layout, block_size, dtype))
+        if not block_bytes:
+            num_blocks = 0
+        elif pool_bytes is not None:
+            num_blocks = integer("pool_bytes", pool_bytes, block_bytes) // block_bytes
+        elif num_blocks is None:
+            length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
+            num_blocks = max_sequences * len(layout.groups) * -(-length // block_size)
+        self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences)
+
+    @property
+    def pool(self) -> KvCachePool | None:
+        """The pool of keys and values, the first where there are several; None for a model without attention."""
+        return self.pools[0] if self.pools else None
+
+    @property
+    def groups(self) -> tuple[KvGroup, ...] | None:
+        """The groups of layers with a block table each; None where there is one, of full attention, or none."""
+        return self._memory.groups
+
+    @property
+    def pools(self) -> tuple[KvCachePool, ...]:
+        """The pool of each group: one for all layers that store keys and values of one shape."""
+        return self._memory.pools
+
+    @property
+    def states(self) -> SsmStatePool | None:
+        """The pool of recurrent states, None for a model without."""
+        return self._memory.states
+
+    def scheduler(self, config: SchedulerConfig | None = None, prefix_cache: PrefixCache | None = None) -> Scheduler:
+        """Returns a `Scheduler` over the runner's memory, whose batches `run` takes.
+
+        Raises ValueError for a config with drafted tokens, and as `Scheduler`.
+        """
+        config = SchedulerConfig() if config is None else config
+        if config.lookahead:
+            raise ValueError(f"a lookahead of {config.lookahead} needs a draft model, and run takes no drafts")
+        return Scheduler(config, self.pool, prefix_cache, groups=self.groups, states=self.states)
+
+    def new_prefix_cache(self) -> PrefixCache | None:
+        """Returns a new `PrefixCache` over the pool; None for a model with windows or recurrent states."""
+        if self.pool is None or self.groups is not None or self.states is not None:
+            return None
+        return PrefixCache(self.pool.allocator, block_size=self.pool.block_size)
+
+    def run(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Runs the step of a scheduler; returns the logits of the sequences that want a token.
+
+        batch  what `schedule` returned, of a scheduler that `scheduler` made
+
+        Returns float32 (sequences whose `wants_token` is True, vocab_size), in the order of the batch. One call runs at
+        a time; another thread's waits. Batches of a model with recurrent states must be run once each.
+        """
+        keep = [int(wants) for wants in batch.wants_token]
+        return self.forward(batch.tokens, batch.states, keep)
+
+    def forward(self, tokens: Sequence[Sequence[int]], sequences: Sequence[Any], keep: Sequence[int]) -> torch.Tensor:
+        """Runs the last tokens of sequences and stores what the model keeps of them.
+
+        tokens     for each sequence the ids of its last tokens, which have slots and are not computed yet
+        sequences  as `ScheduledBatch.states`
+        keep       for each sequence of how many of its last tokens logits are wanted
+
+        Returns float32 (sum of keep, vocab_size), sequence after sequence. Raises ValueError for a sequence beyond
+        `length_limit`; then nothing is stored.
+        """
+        longest = max((sequence.len for sequence in sequences), default=0)
+        if self.length_limit is not None and longest > self.length_limit:
+            raise ValueError(
+                f"a sequence has {longest} tokens, and beyond {self.length_limit} {type(self.model).__name__} computes "
+                "other keys for tokens that are stored already"
+            )
+        with self._lock, torch.inference_mode():
+            return self._paged_forward(self._memory, tokens, sequences, keep)
+
+    def new_sequence(self, label: int | None = None) -> Any:
+        """Returns a new sequence for `forward`: a `PagedSeqState`, or a `HybridSequence` for windows or states.
+
+        The caller appends tokens to it and closes it. Raises PoolExhausted when no slot is free for its state.
+        """
+        return self._memory.sequence(label)
+
+    def close(self) -> None:
+        """Frees the memory. Raises BufferError while views of the pages are held."""
+        self._memory.close()
+
+
+def rope_limit(config: Any) -> int | None:
+    """The length up to which rotary embeddings do not depend on how long a sequence is; None for any length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+    limits = [
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)

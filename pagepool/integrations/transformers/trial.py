@@ -1,0 +1,141 @@
+"""Whether a model can run over pages: what it keeps, and whether it computes the same there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from pagepool.integrations.transformers.attention import Hooks
+from pagepool.integrations.transformers.forward import PagedForward
+from pagepool.integrations.transformers.layout import Unsupported, read_layout
+from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
+
+__all__ = ["try_out"]
+
+LENGTHS = (14, 9)  # tokens of the sequences with which a model is tried
+CHUNKS = (9, 8)  # of these the first ones, which are run before the others
+# What a model is told to have seen before the second chunk. Logits that depend on it would be wrong in a batch, where
+# sequences have seen different numbers of tokens.
+SEEN = 100_000
+SEEDS = (0, 1)
+# How far logits may be off by rounding, as a share of the largest: that of sums in another order, in float32.
+TOLERANCE = 3e-4
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class InFloat32(TorchFunctionMode):
+    """Within, torch computes in float32 what it would compute in a dtype of 16 bit, whose rounding hides mistakes.
+
+    Weights are widened where they are used, one at a time.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch with tensors and dtypes of 16 bit widened."""
+        if getattr(func, "__name__", None) == "__get__":  # an attribute: no weight need be widened to be asked for it
+            return wide_dtype(func(*args))
+        args, kwargs = tree_map_only(torch.Tensor, wide, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.dtype, wide_dtype, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def wide_dtype(found: Any) -> Any:
+    """float32 for a dtype of 16 bit; anything else as it is."""
+    return torch.float32 if isinstance(found, torch.dtype) and found in HALVES else found
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of 16 bit in float32; any other as it is."""
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def try_out(model: Any) -> PagedForward:
+    """Returns the forward of a model over pages, after it has given the model's own logits for a few random tokens.
+
+    Raises TypeError for what is no model, ValueError with the name of its class and the reason when it cannot run.
+    """
+    require_causal_lm(model)
+    try:
+        with torch.inference_mode():
+            return compared(model)
+    except Unsupported as error:
+        raise ValueError(f"{type(model).__name__} cannot run over pages: {error}") from error
+    except Exception as error:  # whatever the code of a model raises that is not run as it expects
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{type(model).__name__} cannot run over pages: its forward raised {reason}") from error
+
+
+def require_causal_lm(model: Any) -> None:
+    """Raises TypeError, or ValueError with the reason, for what can be no causal language model on the CPU."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a PreTrainedModel of transformers, not {type(model).__name__}")
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} cannot run over pages: it is an encoder-decoder")
+    if not model.can_generate():
+        raise ValueError(f"{name} cannot run over pages: it has no head that generates tokens")
+    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} cannot run over pages: its weights are {model.dtype}, not a dtype that pages have")
+    devices = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
+    if devices:
+        raise ValueError(f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu")
+
+
+def compared(model: Any) -> PagedForward:
+    """The forward over pages. Raises Unsupported when its logits are not the model's own."""
+    hooks = Hooks(model)
+    layout = read_layout(model, hooks, random_prompts(model, 0)[0])
+    try:
+        kv_layouts(layout, 16, "float32")
+    except ValueError as error:
+        raise Unsupported(f"pages do not hold its keys and values: {error}") from error
+    off = 0.0
+    with InFloat32() if model.dtype in HALVES else nullcontext():
+        for seed in SEEDS:  # rounding may send a token to another expert, whose logits are others
+            prompts = random_prompts(model, seed)
+            layouts = [read_layout(model, hooks, prompt) for prompt in prompts]
+            for takes_chunks in (True, False) if layout.has_states else (True,):
+                parts = logits_over_pages(PagedForward(model, hooks, layouts[0], takes_chunks), prompts)
+                off = difference(parts, [found.logits for found in layouts])
+                if off <= TOLERANCE:
+                    return PagedForward(model, hooks, layout, takes_chunks)
+    raise Unsupported(f"its logits over pages differ from its own by {off:.1e} of the largest")
+
+
+def random_prompts(model: Any, seed: int) -> list[torch.Tensor]:
+    """Random tokens, (1, length) each."""
+    random = np.random.default_rng(seed)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return [torch.from_numpy(random.integers(0, vocabulary, (1, length))) for length in LENGTHS]
+
+
+def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The logits of both chunks of each prompt, (tokens, vocab_size) each, run together."""
+    memory = ModelMemory(forward.layout, 4 * max(1, len(forward.layout.groups)), "float32", max_sequences=len(prompts))
+    sequences = [memory.sequence() for _ in prompts]
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for seen in (0, SEEN):
+        pairs = zip(prompts, CHUNKS, strict=True)
+        tokens = [prompt[0, slice(cut, None) if seen else slice(cut)].tolist() for prompt, cut in pairs]
+        counts = [len(row) for row in tokens]
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.append(count)
+        logits = forward(memory, tokens, sequences, counts, seen)
+        for parts, part in zip(found, logits.split(counts), strict=True):
+            parts.append(part)
+    for sequence in sequences:
+        sequence.close()
+    return found
+
+
+def difference(chunks: list[list[torch.Tensor]], own: list[torch.Tensor]) -> float:
+    """How far logits are off in the worst of the chunks, the median of its tokens, as a share of the largest."""
+    largest = max(float(logits.abs().max()) for logits in own)
+    rows = [(torch.cat(parts) - logits).abs().amax(1) for parts, logits in zip(chunks, own, strict=True)]
+    medians = [part.median() for row, cut in zip(rows, CHUNKS, strict=True) for part in (row[:cut], row[cut:])]
+    return float(torch.stack(medians).max()) / largest

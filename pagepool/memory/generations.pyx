@@ -1,0 +1,87 @@
+"""BlockGenerations: one word for each block, which says how often the block was taken."""
+
+cimport cython
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+
+from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
+from pagepool.memory.allocator cimport BlockAllocator, pp_word_taken
+from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
+from pagepool.memory.page_buffer cimport PageBuffer
+
+import numpy as np
+
+from pagepool.errors import InvalidBlock, refuse_copy
+
+__all__ = ["BlockGenerations"]
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class BlockGenerations:
+    """Keeps a word for each block of an allocator: {generation : 32 bits | holders : 32 bits}.
+
+    allocator  a `BlockAllocator`; from now on it keeps the words, those of blocks in use begin with generation 1
+
+    The generation rises when a block is taken, before its new owner can write the first byte of its page; of the
+    holders one bit is used, which is set while the block is in use. So whoever copies a page without a reference, such
+    as another process, reads the word after the page: if it has the generation that was expected, so does the page.
+
+    It costs about 1 ns for each block that is taken and freed, and 8 bytes a block, committed when it is used. Further
+    objects for the same allocator share the words. Raises `TypeError` for what is no `BlockAllocator`, `MemoryError`;
+    then nothing has changed.
+
+    >>> from pagepool import BlockAllocator
+    >>> allocator = BlockAllocator(4)
+    >>> generations = BlockGenerations(allocator)
+    >>> block = allocator.allocate()
+    >>> generations.of([block]), hex(generations.words[block])
+    (array([1], dtype=uint32), '0x100000001')
+    >>> allocator.free(block)
+    >>> generations.of([block]), hex(generations.words[block])
+    (array([1], dtype=uint32), '0x100000000')
+    """
+
+    cdef readonly BlockAllocator allocator
+
+    def __cinit__(self, BlockAllocator allocator not None):
+        cdef PageBuffer buffer
+        cdef uint64_t *words
+        cdef int32_t block
+        self.allocator = allocator
+        buffer = PageBuffer(allocator.max_capacity, "Q")
+        words = <uint64_t *>buffer.base
+        pp_lock_acquire(&allocator.lock)
+        if allocator.words == NULL:
+            for block in range(allocator.taken):
+                if allocator.c_counts[block]:
+                    pp_word_taken(&words[block])
+            allocator.words = words
+            allocator.word_buffer = buffer
+        pp_lock_release(&allocator.lock)
+
+    def __reduce__(self):
+        refuse_copy(self)
+
+    @property
+    def words(self):
+        """A read-only memoryview of all words, uint64 (max_capacity,), which stay where they are."""
+        return memoryview(self.allocator.word_buffer).toreadonly()
+
+    def of(self, blocks):
+        """Returns the generations of `blocks` now, uint32 (n,). Raises `InvalidBlock` for an id out of range."""
+        cdef IdArray ids
+        cdef const uint64_t *words = self.allocator.words
+        cdef uint32_t[::1] found
+        cdef Py_ssize_t i
+        read_ids(blocks, &ids)
+        try:
+            result = np.empty(ids.count, np.uint32)
+            found = result
+            for i in range(ids.count):
+                if not 0 <= ids.ids[i] < self.allocator.max_capacity:
+                    raise InvalidBlock(f"block {ids.ids[i]} is out of range: there are {self.allocator.max_capacity}")
+                found[i] = <uint32_t>(words[ids.ids[i]] >> 32)
+        finally:
+            release_ids(&ids)
+        return result

@@ -1,0 +1,120 @@
+"""The arguments with which commands open an engine over a model directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
+from pagepool.integrations.pretrained import DTYPES, ModelError, load_pretrained
+from pagepool.usage import UsageError, between, file_name, size_in_bytes
+
+if TYPE_CHECKING:
+    from pagepool.engine import Engine
+
+__all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require"]
+
+MAX_SEQUENCES = 4096
+MAX_THREADS = 256  # of decode
+# Of a checkout or an unpacked sdist; the wheel does not have it.
+TINY_LLAMA = Path(__file__).parents[1] / "bench" / "tiny_llama"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `open_engine` reads."""
+    add = parser.add_argument_group("model and memory").add_argument
+    add(
+        "--model",
+        type=file_name,
+        metavar="DIR",
+        help="a directory in transformers' format; default, in a checkout: bench/tiny_llama",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of the weights; default: as they are stored, but float32 for float16",
+    )
+    add(
+        "--kv-dtype",
+        choices=(*KV_DTYPES, *QUANTISED_BITS),
+        help="of the pages of keys and values; default: that of the weights",
+    )
+    add(
+        "--pool-bytes",
+        type=size_in_bytes,
+        metavar="BYTES",
+        help="size of the pool of pages, such as 512M; default: 2,048 tokens of each sequence",
+    )
+    add(
+        "--max-sequences",
+        type=between(1, MAX_SEQUENCES),
+        default=32,
+        metavar="N",
+        help="the most sequences that run at a time; default: 32",
+    )
+    add("--threads", type=between(1, MAX_THREADS), metavar="N", help="threads of torch and of attention; default: all")
+    add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
+
+
+def require(command: str, extra: str, *modules: str) -> None:
+    """Raise `UsageError` where one of the modules of an extra is not installed."""
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise UsageError(
+                f"{command} needs {module}, which is not installed ({error}): pip install 'pagepool[{extra}]'"
+            ) from None
+
+
+def model_directory(name: str | None) -> Path:
+    """The directory of a model; without a name that of the tiny Llama. Raises `UsageError` where that is missing."""
+    if name is not None:
+        return Path(name)
+    if not (TINY_LLAMA / "model.safetensors").is_file():
+        raise UsageError(
+            "there is no model: give one with --model DIR; a tiny one is in bench/tiny_llama of a checkout and of the "
+            "source distribution (pip download --no-deps --no-binary pagepool pagepool)"
+        )
+    return TINY_LLAMA
+
+
+def open_engine(options: argparse.Namespace, command: str) -> Engine:
+    """Load the model and open an engine with it. Raises `UsageError` with one sentence where that cannot be."""
+    folder = model_directory(options.model)
+    require(command, "transformers", "torch", "transformers")
+    from pagepool.engine import Engine  # other commands need not wait for it
+
+    if options.threads is not None:
+        import_module("torch").set_num_threads(options.threads)
+        os.environ["PAGEPOOL_NUM_THREADS"] = str(options.threads)
+    config = SchedulerConfig(max_sequences=options.max_sequences, max_batch_sequences=options.max_sequences)
+    try:
+        model, tokenizer = load_pretrained(folder, options.dtype)
+        return Engine(
+            model,
+            tokenizer,
+            pool_bytes=options.pool_bytes,
+            dtype=options.kv_dtype,
+            config=config,
+            prefix_cache=not options.no_prefix_cache,
+        )
+    except ModelError as error:
+        raise UsageError(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{folder}: {error}") from error
+
+
+def memory_of(engine: Engine) -> dict[str, Any]:
+    """Bytes: the most that pages had, what the pool has room for, and the most that the process had."""
+    resource = import_module("resource")
+    pool = engine.runner.pool
+    peak = room = 0
+    if pool is not None:
+        peak, room = pool.stats()["peak"] * pool.layout.block_bytes, pool.stats()["capacity_bytes"]
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"pages_peak_bytes": peak, "pool_bytes": room, "process_peak_bytes": process}

@@ -1,0 +1,344 @@
+"""The ASGI app: OpenAI's completions and chats over an engine. Needs the extra `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from time import monotonic, time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from pagepool.engine import Engine
+from pagepool.generation import Generation, Token
+from pagepool.serve.metrics import Metrics
+from pagepool.serve.protocol import (
+    Answer,
+    ChatAnswer,
+    Request,
+    RequestError,
+    error_object,
+    read_body,
+    read_request,
+)
+
+__all__ = ["create_app"]
+
+MAX_BODY_BYTES = 16 << 20
+
+
+def create_app(
+    engine: Engine,
+    model: str,
+    *,
+    max_prompt_tokens: int | None = None,
+    max_requests: int = 256,
+    timeout: float = 600.0,
+) -> Starlette:
+    """Return an ASGI app that serves an engine. The caller closes the engine.
+
+    model              the name under which clients ask for it
+    max_prompt_tokens  longer prompts get status 400; None: what the model and the pool have room for
+    max_requests       choices that run and wait; more get status 429
+    timeout            seconds after which a request that has not ended gets status 503 and is cancelled
+
+    A client that disconnects cancels its request. While the engine drains, requests get status 503. Every error is
+    JSON, as OpenAI's clients read it.
+
+    Raises ImportError where starlette or prometheus_client is missing.
+    """
+    server = Server(engine, model, max_prompt_tokens, max_requests, timeout)
+    routes = [
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{model:path}", server.one_model),
+        Route("/health", server.health),
+        Route("/metrics", server.show_metrics),
+    ]
+    handlers: dict[Any, Any] = {
+        RequestError: on_refusal,
+        HTTPException: on_http_error,
+        ClientDisconnect: on_disconnect,
+        Exception: on_failure,
+    }
+    counting = Middleware(CountResponses, server.metrics)
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=[counting])
+
+
+class Server:
+    """The endpoints, over one engine."""
+
+    def __init__(
+        self, engine: Engine, model: str, max_prompt_tokens: int | None, max_requests: int, timeout: float
+    ) -> None:
+        self._engine, self._model = engine, model
+        self._max_prompt_tokens, self._max_requests, self._timeout = max_prompt_tokens, max_requests, timeout
+        self.metrics = Metrics(engine)
+        self._created = int(time())
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """POST /v1/completions"""
+        return await self._answer(http, is_chat=False)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """POST /v1/chat/completions"""
+        return await self._answer(http, is_chat=True)
+
+    async def models(self, http: HttpRequest) -> Response:
+        """GET /v1/models"""
+        return JSONResponse({"object": "list", "data": [self._model_object()]})
+
+    async def one_model(self, http: HttpRequest) -> Response:
+        """GET /v1/models/NAME"""
+        self._check_model(http.path_params["model"])
+        return JSONResponse(self._model_object())
+
+    async def health(self, http: HttpRequest) -> Response:
+        """GET /health: status 503 when no requests are taken."""
+        if self._engine.is_accepting:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable"}, 503)
+
+    async def show_metrics(self, http: HttpRequest) -> Response:
+        """GET /metrics"""
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _model_object(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._created, "owned_by": "pagepool"}
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            raise RequestError(404, f"there is no model {name!r}, only {self._model!r}", "model_not_found", "model")
+
+    async def _answer(self, http: HttpRequest, is_chat: bool) -> Response:
+        began = monotonic()
+        request = read_request(read_body(await read_all(http)), is_chat)
+        self._check_model(request.model)
+        generations = await asyncio.to_thread(self._submit, request)
+        kind = ChatAnswer if is_chat else Answer
+        answer = kind(self._model, self._text_of, request.n)
+        run = Run(generations, began, self._timeout, self.metrics)
+        has_logprobs = request.sampling["logprobs"] is not None
+        if request.stream:
+            return EventStream(run, events(run, answer, has_logprobs, request.include_usage))
+        tokens = await unless_disconnected(http, run)
+        return JSONResponse(answer.all(generations, tokens, has_logprobs))
+
+    def _text_of(self, token: int) -> str:
+        text: str = self._engine.tokenizer.decode([token])
+        return text
+
+    def _submit(self, request: Request) -> list[Generation]:
+        """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""
+        engine, count = self._engine, len(request.prompts) * request.n
+        if not engine.is_accepting:
+            raise RequestError(503, "the server takes no more requests: it is shutting down")
+        waiting = engine.num_requests
+        if waiting + count > self._max_requests:
+            raise RequestError(
+                429, f"{waiting} requests run and wait, {count} more pass the limit of {self._max_requests}"
+            )
+        encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
+        seed, generations = request.sampling["seed"], []
+        try:
+            prompts = [encode(prompt) for prompt in request.prompts]
+            limits = [self._limit(request, len(tokens)) for tokens in prompts]
+            for tokens, limit in zip(prompts, limits, strict=True):
+                for number in range(request.n):
+                    # Choices of one prompt differ.
+                    sampling = {**request.sampling, "seed": None if seed is None else seed + number}
+                    generations.append(engine.submit(tokens, max_new_tokens=limit, **sampling))
+        except (TypeError, ValueError, RuntimeError) as error:
+            for generation in generations:
+                generation.cancel()
+            raise RequestError(503 if isinstance(error, RuntimeError) else 400, str(error)) from error
+        return generations
+
+    def _limit(self, request: Request, num_tokens: int) -> int:
+        """The most new tokens behind a prompt. Raises `RequestError` for a prompt that is too long."""
+        longest = self._engine.runner.max_model_len
+        most = self._max_prompt_tokens
+        if most is None and longest is not None:
+            most = longest - 1
+        if most is not None and num_tokens > most:
+            raise RequestError(
+                400, f"a prompt of {num_tokens} tokens passes the limit of {most}", "context_length_exceeded"
+            )
+        if request.max_new_tokens is not None:
+            return request.max_new_tokens
+        return self._engine.max_new_tokens(num_tokens)
+
+
+class Run:
+    """The generations of one HTTP request, from `began` on: they end together at a deadline or a disconnect."""
+
+    def __init__(self, generations: list[Generation], began: float, timeout: float, metrics: Metrics) -> None:
+        self.generations = generations
+        self._began, self._timeout, self._metrics = began, timeout, metrics
+        self._is_late = False
+        self._timer = asyncio.get_running_loop().call_later(began + timeout - monotonic(), self._expire)
+
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
+        self._timer.cancel()
+        for generation in self.generations:
+            generation.cancel()
+
+    async def tokens_of(self, generation: Generation) -> AsyncIterator[Token]:
+        """Its tokens as they come. Raises `RequestError` when it does not end as it should."""
+        try:
+            async for token in generation:
+                yield token
+        except RuntimeError as error:
+            raise RequestError(500, str(error)) from error
+        self._metrics.ended(generation, self._began)
+        if generation.finish_reason == "abort":
+            late = f"the request took more than {self._timeout:g} s"
+            raise RequestError(503, late if self._is_late else "the request was aborted: the server is shutting down")
+
+    async def all_tokens(self) -> list[list[Token]]:
+        """The tokens of each generation, when all have ended."""
+        found = []
+        for generation in self.generations:
+            found.append([token async for token in self.tokens_of(generation)])
+        return found
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, a client that has left included, what still runs is cancelled."""
+
+    def __init__(self, run: Run, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._run = run
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            with suppress(ClientDisconnect):  # the response has begun: there is nobody to tell
+                await super().__call__(scope, receive, send)
+        finally:
+            self._run.cancel()
+
+
+async def events(run: Run, answer: Answer, has_logprobs: bool, include_usage: bool) -> AsyncIterator[str]:
+    """The events of a stream: the chunks of all choices as they come, the usage if asked for, and the end."""
+    queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()
+
+    async def pump(index: int, generation: Generation) -> None:
+        offset = 0
+        try:
+            async for token in run.tokens_of(generation):
+                if token.text or has_logprobs:
+                    queue.put_nowait(answer.piece(index, token, offset, has_logprobs))
+                offset += len(token.text)
+            queue.put_nowait(answer.last(index, generation.finish_reason))
+            queue.put_nowait(None)
+        except RequestError as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(run.generations)]
+    running = len(tasks)
+    usage = {"usage": None} if include_usage else {}
+    try:
+        for index in range(running):
+            if (first := answer.first(index)) is not None:
+                yield event({**first, **usage})
+        while running:
+            found = await queue.get()
+            if isinstance(found, RequestError):
+                yield event(error_object(found))
+                return
+            if found is None:
+                running -= 1
+            else:
+                yield event({**found, **usage})
+        if include_usage:
+            yield event(answer.total(run.generations))
+        yield "data: [DONE]\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def event(data: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+async def unless_disconnected(http: HttpRequest, run: Run) -> list[list[Token]]:
+    """All tokens of a run; it is cancelled when the client has left, which raises `ClientDisconnect`."""
+
+    async def left() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            await asyncio.sleep(0)
+
+    tokens, leaving = asyncio.create_task(run.all_tokens()), asyncio.create_task(left())
+    try:
+        await asyncio.wait([tokens, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not tokens.done():
+            raise ClientDisconnect
+        return tokens.result()
+    finally:
+        run.cancel()
+        tokens.cancel()
+        leaving.cancel()
+
+
+async def read_all(http: HttpRequest) -> bytes:
+    """The body. Raises `RequestError` when it is too large, before all of it is read."""
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+class CountResponses:
+    """Counts responses by their status."""
+
+    def __init__(self, app: Any, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responses.labels(message["status"]).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+async def on_disconnect(http: HttpRequest, error: ClientDisconnect) -> Response:
+    """Nobody gets it: the client has left."""
+    return Response(status_code=499)
+
+
+async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
+    """The response to a request that is refused."""
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error_object(error), error.status, headers)
+
+
+async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
+    """The response to an unknown path or method."""
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    return JSONResponse(error_object(RequestError(error.status_code, message)), error.status_code)
+
+
+async def on_failure(http: HttpRequest, error: Exception) -> Response:
+    """The response to an error that nobody expected; the server logs it."""
+    return JSONResponse(error_object(RequestError(500, f"{type(error).__name__}: {error}")), 500)

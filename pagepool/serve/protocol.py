@@ -1,0 +1,293 @@
+"""OpenAI's requests for completions and chats: read and checked; and the objects of the answers."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagepool.generation import Generation, Token
+
+__all__ = ["Answer", "ChatAnswer", "Request", "RequestError", "error_object", "read_body", "read_request"]
+
+MAX_CHOICES = 128
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat may go on to the model's length
+# What only labels a request.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# What is refused unless it asks for nothing: the values that do so, None among them.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "parallel_tool_calls": (True, False),
+}
+COMMON = {
+    *("model", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stop_token_ids", "stream"),
+    *("stream_options", "logprobs", "priority", "cache_salt"),
+}
+KNOWN = {False: {*COMMON, "prompt"}, True: {*COMMON, "messages", "max_completion_tokens", "top_logprobs"}}
+
+
+class RequestError(Exception):
+    """A request that is refused: an HTTP status, a sentence, and OpenAI's `code` and `param`."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+
+def error_object(error: RequestError) -> dict[str, Any]:
+    """The JSON of an error, as OpenAI's clients read it."""
+    kinds = {404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+@dataclass
+class Request:
+    """A request that was read.
+
+    prompts         texts or lists of token ids; of a chat its messages, alone
+    is_chat, stream, include_usage  what is asked for
+    n               choices of each prompt
+    max_new_tokens  None: as many as the model has room for
+    sampling        the other arguments of `Engine.submit`
+    """
+
+    prompts: list[Any]
+    is_chat: bool
+    model: str | None
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    max_new_tokens: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def read_body(body: bytes) -> dict[str, Any]:
+    """The object of a request's body. Raises `RequestError` for what is no UTF-8, no JSON or no object."""
+    try:
+        found = json.loads(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"the body is not UTF-8, from byte {error.start} on") from None
+    except ValueError as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(400, "the body is not JSON that can be read: it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise RequestError(400, f"the body must be a JSON object, not {type(found).__name__}")
+    return found
+
+
+def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
+    """Read the object of a request. Raises `RequestError` for what is missing, wrong, unknown or not supported.
+
+    What `Engine.submit` checks is left to it.
+    """
+    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name, nothing in UNSUPPORTED.items():
+        if name in given and given.pop(name) not in nothing:
+            raise RequestError(400, f"{name} is not supported", "unsupported_parameter", name)
+    unknown = sorted(given.keys() - KNOWN[is_chat])
+    if unknown:
+        raise RequestError(400, f"unknown parameter: {', '.join(unknown)}", "unknown_parameter", unknown[0])
+    options = _typed(given, "stream_options", dict, {})
+    request = Request(
+        prompts=[_messages(given)] if is_chat else _prompts(given),
+        is_chat=is_chat,
+        model=_typed(given, "model", str, None),
+        n=_typed(given, "n", int, 1),
+        stream=_typed(given, "stream", bool, False),
+        include_usage=_typed(options, "include_usage", bool, False),
+    )
+    if not 1 <= request.n <= MAX_CHOICES:
+        raise RequestError(400, f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
+    default = None if is_chat else DEFAULT_MAX_TOKENS
+    request.max_new_tokens = _typed(given, "max_completion_tokens", int, _typed(given, "max_tokens", int, default))
+    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "priority", "cache_salt")
+    request.sampling = {"temperature": 1.0, **{name: given[name] for name in names if name in given}}
+    request.sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": _logprobs(given, is_chat)}
+    return request
+
+
+def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """The value of a parameter, which must be of this type."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise RequestError(400, f"{name} must be of type {kind.__name__}, not {type(value).__name__}", param=name)
+    return value
+
+
+def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
+    """How many of the most likely tokens are reported with each, or None."""
+    if not is_chat:
+        count: int | None = _typed(given, "logprobs", int, None)
+        return count
+    top: int = _typed(given, "top_logprobs", int, 0)
+    if _typed(given, "logprobs", bool, False):
+        return top
+    if top:
+        raise RequestError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None
+
+
+def _prompts(given: Mapping[str, Any]) -> list[Any]:
+    """A text, a list of token ids, or a list of either, as a list of prompts."""
+    prompt = given.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(type(token) is int for token in prompt):
+            return [prompt]
+        if all(isinstance(one, str) or (isinstance(one, list) and _are_ids(one)) for one in prompt):
+            return prompt
+    sentence = "prompt must be a text, a list of token ids, or a list of these, and not empty"
+    raise RequestError(400, sentence, param="prompt")
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a chat, each content as one text."""
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(400, "messages must be a list of at least 1 message", param="messages")
+    found = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(400, f"messages[{number}] must be an object with a role", param="messages")
+        content = message.get("content")
+        parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if not all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in parts
+        ):
+            sentence = f"the content of messages[{number}] must be text: other kinds are not supported"
+            raise RequestError(400, sentence, param="messages")
+        found.append({**message, "content": "".join(part["text"] for part in parts)})
+    return found
+
+
+class Answer:
+    """The objects that answer a request for completions.
+
+    model   the name of the model
+    decode  from a token id to its text
+    n       choices of each prompt
+    """
+
+    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, model: str, decode: Callable[[int], str], n: int = 1) -> None:
+        self._decode, self._n = decode, n
+        self._common = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def all(self, generations: list[Generation], tokens: list[list[Token]], has_logprobs: bool) -> dict[str, Any]:
+        """The whole answer, given the tokens of each choice."""
+        choices = []
+        for index, (generation, row) in enumerate(zip(generations, tokens, strict=True)):
+            logprobs = self.logprobs(row, 0) if has_logprobs else None
+            choice = {"index": index, "logprobs": logprobs, "finish_reason": generation.finish_reason}
+            choices.append({**choice, **self.content(generation.text)})
+        return {**self._common, "object": self.whole, "choices": choices, "usage": self.usage(generations)}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The chunk before the first token of a choice, or None."""
+        return None
+
+    def piece(self, index: int, token: Token, offset: int, has_logprobs: bool) -> dict[str, Any]:
+        """The chunk of one token; `offset`: the length of the text before it."""
+        logprobs = self.logprobs([token], offset) if has_logprobs else None
+        return self.choice(index, self.delta(token.text), logprobs, None)
+
+    def last(self, index: int, reason: str | None) -> dict[str, Any]:
+        """The chunk that ends a choice."""
+        return self.choice(index, self.delta(None), None, reason)
+
+    def total(self, generations: list[Generation]) -> dict[str, Any]:
+        """The chunk with the usage of all choices."""
+        return {**self._common, "object": self.chunk, "choices": [], "usage": self.usage(generations)}
+
+    def usage(self, generations: list[Generation]) -> dict[str, Any]:
+        """Tokens of the prompts, each counted once, of what was generated, and of the prompts' cached beginnings."""
+        prompts = generations[:: self._n]
+        prompt = sum(generation.num_prompt_tokens for generation in prompts)
+        completion = sum(len(generation.token_ids) for generation in generations)
+        cached = sum(generation.num_cached for generation in prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def choice(self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+        """A chunk with one choice."""
+        choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._common, "object": self.chunk, "choices": [choice]}
+
+    def content(self, text: str) -> dict[str, Any]:
+        """A whole text within a choice."""
+        return {"text": text}
+
+    def delta(self, text: str | None) -> dict[str, Any]:
+        """A piece of text within a choice; None: no more."""
+        return {"text": text or ""}
+
+    def logprobs(self, tokens: list[Token], offset: int) -> dict[str, Any]:
+        """The probabilities of tokens, in the form of completions."""
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [self._decode(token.token_id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {self._decode(other): value for other, value in token.top_logprobs.items()} for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswer(Answer):
+    """The objects that answer a request for a chat."""
+
+    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def delta(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
+
+    def logprobs(self, tokens: list[Token], offset: int) -> dict[str, Any]:
+        content = []
+        for token in tokens:
+            others = [self._entry(other, value) for other, value in token.top_logprobs.items()]
+            content.append({**self._entry(token.token_id, token.logprob), "top_logprobs": others})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self._decode(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

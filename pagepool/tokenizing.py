@@ -1,0 +1,158 @@
+"""From texts and conversations to tokens, and from tokens, as they come, to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+from pagepool.arguments import integer
+
+__all__ = ["Detokenizer", "Encoder", "stop_token_ids_of"]
+
+# A tokenizer may write a token differently at the beginning of a text: so many of the prompt's last ones go before.
+CONTEXT = 6
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole character
+
+
+class Encoder:
+    """Turns prompts into tokens. Any thread may call it.
+
+    tokenizer   one of transformers, or None: prompts are token ids then
+    vocab_size  how many tokens the model knows
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._lock = Lock()  # tokenizers are for one thread at a time
+
+    def encode(self, prompt: str | Iterable[int], **options: Any) -> list[int]:
+        """The token ids of a text, as a new list; those of a prompt of token ids are its own.
+
+        options  of the tokenizer's call, such as `add_special_tokens`
+
+        Raises TypeError for a text without a tokenizer and for what is no prompt, ValueError for a prompt without
+        tokens, a text that UTF-8 does not have and a token that the model does not know.
+
+        >>> Encoder(None, vocab_size=100).encode(range(3))
+        [0, 1, 2]
+        """
+        tokens = self._tokens_of(prompt, options) if isinstance(prompt, str) else list(prompt)
+        for token in tokens:
+            integer("a token of the prompt", token, 0, self.vocab_size - 1)
+        if not tokens:
+            raise ValueError("a prompt needs at least 1 token, got 0")
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation, up to where the assistant's next message begins.
+
+        messages  each has "role" and "content", as the tokenizer's chat template wants them
+
+        Raises ValueError where the tokenizer has no chat template, and for messages that it does not take.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("the model's tokenizer has no chat template")
+        try:
+            with self._lock:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except ImportError:
+            raise
+        except Exception as error:  # whatever the template raises
+            raise ValueError(f"the chat template does not take these messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def _tokens_of(self, prompt: str, options: dict[str, Any]) -> list[int]:
+        if self.tokenizer is None:
+            raise TypeError("a prompt must be token ids, not str: there is no tokenizer")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
+        with self._lock:
+            found: list[int] = self.tokenizer(prompt, **options)["input_ids"]
+        return found
+
+
+class Detokenizer:
+    """Turns the tokens of one request into text, piece by piece.
+
+    tokenizer  has `decode(ids, skip_special_tokens=True)`, as those of transformers; None: all text is empty
+    prompt     the tokens before
+    stop       strings that end the text
+
+    A character that comes in several tokens is returned with its last one. Text that may be the beginning of a stop
+    string is held back until that is decided. Raises TypeError for stop strings without a tokenizer.
+
+    >>> class Letters:
+    ...     def decode(self, ids, skip_special_tokens):
+    ...         return "".join(map(chr, ids))
+    >>> detokenizer = Detokenizer(Letters(), [], stop=("end",))
+    >>> [detokenizer.add(ord(letter)) for letter in "been end"]
+    ['b', '', 'e', '', 'en ', '', '', '']
+    >>> detokenizer.stopped
+    True
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
+        if stop and tokenizer is None:
+            raise TypeError(f"stop needs a tokenizer: {stop[0]!r} is text")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._held = ""
+        # Tokens whose text is known, then those whose text is not complete; and the text of the first part.
+        self._ids = list(prompt[-CONTEXT:]) if tokenizer is not None else []
+        self._num_known = len(self._ids)
+        self._known = self._decode(self._ids)
+
+    def add(self, token: int) -> str:
+        """Take the next token and return the text that is certain now; sets `stopped` when a stop string has come."""
+        if self._tokenizer is None:
+            return ""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT) or len(text) < len(self._known):
+            return ""  # a character is not complete
+        new = text[len(self._known) :]
+        self._ids = self._ids[self._num_known :]
+        self._num_known = len(self._ids)
+        self._known = self._decode(self._ids)
+        return self._up_to_stop(new)
+
+    def flush(self) -> str:
+        """The text that was held back, when no more tokens come."""
+        rest = self._decode(self._ids)[len(self._known) :] if self._tokenizer is not None else ""
+        text = self._up_to_stop(rest) + self._held
+        self._held, self._ids, self._num_known, self._known = "", [], 0, ""
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+
+    def _up_to_stop(self, new: str) -> str:
+        """`new` behind what was held back, as far as it belongs to the text and no stop string can begin in it."""
+        if not self._stop or self.stopped:
+            return "" if self.stopped else new
+        text = self._held + new
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max(_beginning_at_end(text, stop) for stop in self._stop)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _beginning_at_end(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a proper beginning of `stop`."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def stop_token_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end every text of the model, as it or else its tokenizer says."""
+    config = getattr(model, "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        found = getattr(tokenizer, "eos_token_id", None)
+    return frozenset([found] if isinstance(found, int) else found or ())

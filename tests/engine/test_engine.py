@@ -1,0 +1,335 @@
+"""The engine over a runner without a model: streams, cancels, failures, limits, and nothing that leaks."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+from fake_runner import Bytes, FakeRunner, random_logits, says
+
+from pagepool import SchedulerConfig
+from pagepool.engine import Engine
+
+SECONDS = 60  # how long a test waits for what takes milliseconds
+
+
+def new_engine(runner=None, tokenizer=None, **options):
+    return Engine(runner or FakeRunner(), tokenizer or Bytes(), **options)
+
+
+def alone(prompt, count, **sampling):
+    """What an engine generates that has only this request."""
+    with new_engine() as engine:
+        return engine.submit(prompt, max_new_tokens=count, **sampling).result(SECONDS).token_ids
+
+
+def wait_until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+def test_tokens_come_one_by_one_and_their_texts_add_up():
+    with new_engine() as engine:
+        generation = engine.submit("hello", max_new_tokens=20)
+        tokens = list(generation)
+        assert [token.token_id for token in tokens] == generation.token_ids
+        assert "".join(token.text for token in tokens) == generation.text == bytes(generation.token_ids).decode()
+        assert generation.finish_reason == "length" and len(tokens) == 20
+        assert generation.num_prompt_tokens == 5 and 0 < generation.time_to_first_token < SECONDS
+        assert list(generation) == []
+        assert engine.runner.threads == {"pagepool-engine"}
+    assert engine.runner.is_closed
+
+
+def test_many_threads_get_what_each_would_get_alone():
+    wanted = {seed: alone(f"prompt {seed % 3}", 16, temperature=1.0, seed=seed) for seed in range(12)}
+    assert len(set(map(tuple, wanted.values()))) == 12
+    found = {}
+    with new_engine(FakeRunner(num_blocks=30)) as engine:
+
+        def ask(seed):
+            generation = engine.submit(f"prompt {seed % 3}", max_new_tokens=16, temperature=1.0, seed=seed)
+            found[seed] = [token.token_id for token in generation]
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in wanted]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        engine.check()
+    assert found == wanted
+
+
+def test_coroutines_get_their_tokens_as_they_come():
+    async def ask(engine, prompt):
+        return [token.token_id async for token in engine.submit(prompt, max_new_tokens=12)]
+
+    async def ask_all(engine):
+        return await asyncio.gather(*(ask(engine, f"prompt {number}") for number in range(8)))
+
+    with new_engine() as engine:
+        assert asyncio.run(ask_all(engine)) == [alone(f"prompt {number}", 12) for number in range(8)]
+
+
+def test_a_coroutine_that_is_cancelled_leaves_nothing():
+    async def ask(engine):
+        async for _ in engine.submit("x", max_new_tokens=200):
+            await asyncio.sleep(0)
+
+    async def main(engine):
+        task = asyncio.create_task(ask(engine))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with new_engine(FakeRunner(step_seconds=0.005)) as engine:
+        asyncio.run(main(engine))
+        wait_until(lambda: engine.num_requests == 0)
+        engine.check()
+        assert engine.stats()["ended"]["abort"] == 1
+
+
+def test_cancel_ends_it_and_gives_its_blocks_back():
+    with new_engine(FakeRunner(step_seconds=0.005)) as engine:
+        generation = engine.submit("x", max_new_tokens=200)
+        next(generation)
+        generation.cancel()
+        assert generation.result(SECONDS).finish_reason == "abort" and len(generation.token_ids) < 200
+        generation.cancel()
+        wait_until(lambda: engine.num_requests == 0)
+        engine.check()
+
+
+def test_an_iterator_that_is_dropped_or_closed_is_cancelled():
+    with new_engine(FakeRunner(step_seconds=0.005)) as engine:
+        for _ in engine.submit("first", max_new_tokens=200):
+            break
+        engine.submit("nobody takes it", max_new_tokens=200)
+        held = engine.submit("closed", max_new_tokens=200)
+        next(held)
+        held.close()
+        gc.collect()
+        wait_until(lambda: engine.num_requests == 0)
+        assert engine.stats()["ended"] == {"stop": 0, "length": 0, "abort": 3, "error": 0}
+        engine.check()
+
+
+def test_requests_that_wait_end_when_their_caller_leaves():
+    config = SchedulerConfig(max_sequences=1)
+    with new_engine(FakeRunner(step_seconds=0.005), config=config) as engine:
+        running = engine.submit("first", max_new_tokens=200)
+        next(running)
+        engine.submit("second", max_new_tokens=200)
+        wait_until(lambda: engine.num_requests == 1)
+        assert engine.stats()["ended"]["abort"] == 1
+
+
+def test_a_failure_of_the_model_ends_the_requests_of_that_step_and_no_other():
+    failing = []
+
+    def fails(batch):
+        return ArithmeticError("overflow") if any(7 in tokens for tokens in batch.tokens) else None
+
+    runner = FakeRunner(fails=fails, step_seconds=0.002)
+    with new_engine(runner, config=SchedulerConfig(max_sequences=1)) as engine:
+        good = engine.submit([1, 2], max_new_tokens=3)
+        bad = engine.submit([7], max_new_tokens=3)
+        later = engine.submit([3], max_new_tokens=3)
+        assert bad.result(SECONDS).finish_reason == "error" and isinstance(bad.error, ArithmeticError)
+        with pytest.raises(RuntimeError, match="overflow"):
+            failing.extend(bad)
+        assert not failing
+        assert [good.result(SECONDS).finish_reason, later.result(SECONDS).finish_reason] == ["length", "length"]
+        assert engine.is_accepting
+        engine.check()
+
+
+def test_logits_that_are_no_numbers_end_only_the_request_whose_they_are():
+    def next_token(tokens):
+        logits = random_logits(tokens)
+        if tokens[0] == 7:
+            logits[40] = np.nan
+        return logits
+
+    with new_engine(FakeRunner(next_token=next_token)) as engine:
+        both = engine.submit([7, 1], max_new_tokens=9), engine.submit([8, 1], max_new_tokens=9)
+        assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
+        assert "token 40 is nan" in str(both[0].error)
+        engine.check()
+
+
+def test_a_tokenizer_that_fails_ends_only_the_request_whose_token_it_is():
+    class Picky(Bytes):
+        def decode(self, ids, skip_special_tokens=True):
+            if ord("b") in ids:
+                raise KeyError("b")
+            return super().decode(ids)
+
+    runner = FakeRunner(next_token=says("abc"))
+    with new_engine(runner, Picky()) as engine:
+        both = engine.submit("x", max_new_tokens=9), engine.submit("x", max_new_tokens=1)
+        assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
+        assert isinstance(both[0].error, KeyError) and both[0].text == "a"
+        assert engine.is_accepting
+        engine.check()
+
+
+def test_an_engine_whose_scheduler_fails_ends_everything_and_says_so(monkeypatch):
+    with new_engine(FakeRunner(step_seconds=0.005)) as engine:
+        first = engine.submit("x", max_new_tokens=200)
+        next(first)
+        monkeypatch.setattr(engine.scheduler, "commit", lambda batch, tokens: 1 / 0)
+        assert first.result(SECONDS).finish_reason == "error" and isinstance(first.error, ZeroDivisionError)
+        wait_until(lambda: not engine.is_accepting)
+        with pytest.raises(RuntimeError, match="takes no more requests"):
+            engine.submit("y", max_new_tokens=1)
+
+
+def test_stop_strings_end_the_text_wherever_tokens_part():
+    with new_engine(FakeRunner(next_token=says("one two three"))) as engine:
+        generation = engine.submit("x", max_new_tokens=50, stop=["zzz", "two th"])
+        texts = [token.text for token in generation]
+        assert generation.text == "".join(texts) == "one " and generation.finish_reason == "stop"
+        assert bytes(generation.token_ids) == b"one two th"
+        assert texts == [*"one ", "", "", "", "", "", ""]
+        engine.check()
+
+
+def test_the_beginning_of_a_stop_string_is_text_when_it_does_not_come():
+    with new_engine(FakeRunner(next_token=says("one two"))) as engine:
+        assert engine.submit("x", max_new_tokens=50, stop="two three").result(SECONDS).text == "one two"
+        assert engine.submit("x", max_new_tokens=6, stop="two three").result(SECONDS).text == "one tw"
+
+
+def test_a_character_of_several_tokens_is_never_halved():
+    with new_engine(FakeRunner(next_token=says("aé€😀b"))) as engine:
+        generation = engine.submit("x", max_new_tokens=50)
+        assert [token.text for token in generation] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+        cut = engine.submit("x", max_new_tokens=5).result(SECONDS)
+        assert cut.text == "aé\ufffd" and cut.finish_reason == "length"
+
+
+def test_stop_tokens_end_it_and_are_no_text():
+    with new_engine(FakeRunner(next_token=says("abcdef"))) as engine:
+        generation = engine.submit("x", max_new_tokens=50, stop_token_ids=[ord("d")]).result(SECONDS)
+        assert (generation.text, generation.finish_reason) == ("abc", "stop")
+        assert generation.token_ids[-1] == ord("d")
+        generation = engine.submit("x", max_new_tokens=50).result(SECONDS)
+        assert (generation.text, generation.token_ids[-1]) == ("abcdef", 0)
+
+
+def test_logprobs_are_those_of_the_logits():
+    with new_engine() as engine:
+        generation = engine.submit("x", max_new_tokens=4, temperature=2.0, seed=1, logprobs=3)
+        context = list(b"x")
+        for token in generation:
+            logits = random_logits(context).astype(np.float64)
+            wanted = logits - np.log(np.exp(logits).sum())
+            assert token.logprob == pytest.approx(wanted[token.token_id])
+            best = np.argsort(-wanted)[:3]
+            assert token.top_logprobs == pytest.approx({int(index): wanted[index] for index in best})
+            context.append(token.token_id)
+        assert next(engine.submit("x", max_new_tokens=1)).logprob is None
+        assert next(engine.submit("x", max_new_tokens=1, logprobs=0)).top_logprobs == {}
+
+
+def test_a_prompt_begins_with_the_pages_of_an_earlier_one():
+    with new_engine() as engine:
+        engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
+        again = engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
+        other = engine.submit("a prompt of some length", max_new_tokens=1, cache_salt="other").result(SECONDS)
+        assert (again.num_cached, other.num_cached) == (20, 0)
+    with new_engine(prefix_cache=False) as engine:
+        engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
+        assert engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS).num_cached == 0
+        engine.check()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "sentence"),
+    [
+        ("", {}, "a prompt needs at least 1 token, got 0"),
+        ([], {}, "a prompt needs at least 1 token, got 0"),
+        ([300], {}, "a token of the prompt must be from 0 to 255, not 300"),
+        ([-1], {}, "a token of the prompt must be from 0 to 255, not -1"),
+        ("\ud800", {}, "the prompt is not valid Unicode: character 0 is a surrogate"),
+        ("x" * 90, {"max_new_tokens": 20}, "a prompt of 90 tokens and 20 new ones pass the model's 100"),
+        ("x" * 40, {"max_new_tokens": 50}, "23 blocks"),
+        ("x", {"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ("x", {"temperature": -1}, "temperature must be 0.0 or more, not -1"),
+        ("x", {"temperature": float("inf")}, "temperature must be finite, not inf"),
+        ("x", {"top_k": -1}, "top_k must be at least 0, not -1"),
+        ("x", {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
+        ("x", {"stop": [""]}, "a stop string needs at least 1 character, got 0"),
+        ("x", {"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_and_others_go_on(prompt, options, sentence):
+    with new_engine(FakeRunner(num_blocks=16, max_model_len=100)) as engine:
+        running = engine.submit("other", max_new_tokens=20)
+        with pytest.raises(ValueError) as raised:
+            engine.submit(prompt, **{"max_new_tokens": 5, **options})
+        assert sentence in str(raised.value)
+        assert running.result(SECONDS).finish_reason == "length"
+        assert engine.num_requests == 0
+
+
+@pytest.mark.parametrize("options", [{"seed": "x"}, {"stop": 5}, {"stop": [3]}, {"top_k": 1.5}, {"logprobs": "3"}])
+def test_a_request_of_wrong_types_is_refused(options):
+    with new_engine() as engine, pytest.raises(TypeError):
+        engine.submit("x", max_new_tokens=5, **options)
+
+
+def test_an_engine_without_a_tokenizer_takes_token_ids():
+    with Engine(FakeRunner()) as engine:
+        generation = engine.submit(b"hello", max_new_tokens=4).result(SECONDS)
+        assert generation.token_ids == alone("hello", 4) and generation.text == ""
+        with pytest.raises(TypeError, match="there is no tokenizer"):
+            engine.submit("hello", max_new_tokens=4)
+        with pytest.raises(TypeError, match="stop needs a tokenizer"):
+            engine.submit([1], max_new_tokens=4, stop="x")
+
+
+def test_drain_waits_for_what_runs_and_takes_nothing_new():
+    with new_engine(FakeRunner(step_seconds=0.005)) as engine:
+        generation = engine.submit("x", max_new_tokens=30)
+        assert not engine.drain(0.01) and generation.finish_reason is None
+        with pytest.raises(RuntimeError, match="takes no more requests"):
+            engine.submit("y", max_new_tokens=1)
+        assert engine.drain(SECONDS) and generation.finish_reason == "length"
+
+
+def test_close_aborts_what_runs_and_what_waits():
+    engine = new_engine(FakeRunner(step_seconds=0.005), config=SchedulerConfig(max_sequences=1))
+    running, waiting = (engine.submit("x", max_new_tokens=200) for _ in range(2))
+    next(running)
+    engine.close()
+    engine.close()
+    assert running.finish_reason == waiting.finish_reason == "abort"
+    assert list(waiting) == []
+    with pytest.raises(RuntimeError, match="takes no more requests"):
+        engine.submit("y", max_new_tokens=1)
+
+
+def test_result_times_out_and_the_request_goes_on():
+    with new_engine(FakeRunner(step_seconds=0.005)) as engine:
+        generation = engine.submit("x", max_new_tokens=20)
+        with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+            generation.result(0.01)
+        assert len(generation.result(SECONDS).token_ids) == 20
+
+
+def test_stats_count_tokens_and_endings():
+    with new_engine() as engine:
+        for _ in range(2):
+            engine.submit("a prompt of some length", max_new_tokens=5).result(SECONDS)
+        wait_until(lambda: engine.stats()["scheduler"]["active"] == 0)
+        stats = engine.stats()
+        assert (stats["requests"], stats["ended"]["length"]) == (0, 2)
+        assert (stats["prompt_tokens"], stats["cached_tokens"], stats["generated_tokens"]) == (46, 20, 10)
+        assert 0 < stats["model_seconds"] < stats["step_seconds"]

@@ -1,0 +1,104 @@
+"""Tokens are drawn with the probabilities that the parameters ask for, by the request's own generator."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from pagepool.sampling import Sampler, SamplingParams
+
+
+def sampler(**params):
+    return Sampler(SamplingParams(max_new_tokens=1, **params))
+
+
+def random_logits(size, seed=0):
+    return (np.random.default_rng(seed).standard_normal(size) * 3).astype(np.float32)
+
+
+def wanted_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """As transformers' logits processors have them: temperature, then top_k, then top_p of what is left."""
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    if top_k:
+        order = order[:top_k]
+    weights = np.exp(scaled[order] - scaled.max())
+    weights /= weights.sum()
+    weights[np.cumsum(weights) - weights >= top_p] = 0.0
+    found = np.zeros(len(logits))
+    found[order] = weights / weights.sum()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 256, 257, 1000])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.5}])
+def test_tokens_are_drawn_as_often_as_they_are_likely(size, params):
+    logits, count = random_logits(size), 1000
+    wanted = wanted_probabilities(logits, **params)
+    one = sampler(**{"temperature": 1.0, "seed": 5, **params})
+    found = np.bincount([one.sample(logits) for _ in range(count)], minlength=size)
+    assert not found[wanted == 0.0].any()
+    # Five standard deviations, and what a rare token has by chance.
+    assert (np.abs(found - count * wanted) <= 5 * np.sqrt(count * wanted * (1 - wanted)) + 3).all()
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_a_nucleus_of_more_tokens_than_are_looked_at_first_is_found_whole(top_p):
+    logits = np.zeros(5000, np.float32)
+    one = sampler(temperature=1.0, top_p=top_p, seed=1)
+    found = {one.sample(logits) for _ in range(1000)}
+    assert max(found) < int(np.ceil(5000 * top_p)) and max(found) > 0.98 * 5000 * top_p
+
+
+def test_of_equal_tokens_the_first_are_in_top_k():
+    logits = np.zeros(100, np.float32)
+    one = sampler(temperature=1.0, top_k=4, seed=2)
+    assert {one.sample(logits) for _ in range(200)} == {0, 1, 2, 3}
+
+
+def test_the_same_seed_draws_the_same_tokens_and_none_draws_others():
+    logits = random_logits(1000)
+
+    def drawn(seed):
+        one = sampler(temperature=2.0, seed=seed)
+        return tuple(one.sample(logits) for _ in range(20))
+
+    assert drawn(3) == drawn(3) != drawn(4)
+    assert len({drawn(None) for _ in range(4)}) == 4
+
+
+def test_greedy_takes_the_best_and_draws_nothing():
+    logits = random_logits(50)
+    assert {sampler(seed=seed).sample(logits) for seed in range(5)} == {int(logits.argmax())}
+    assert {sampler(temperature=1e-30, seed=seed).sample(logits) for seed in range(5)} == {int(logits.argmax())}
+
+
+def test_any_temperature_draws_a_possible_token():
+    logits = random_logits(50)
+    logits[10:] = -np.inf
+    for temperature in (5e-324, 1e-40, 1e40, 1e308):
+        one = sampler(temperature=temperature, seed=0)
+        assert {one.sample(logits) for _ in range(50)} <= set(range(10))
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = np.full(600, -np.inf, np.float32)
+    logits[[3, 300, 599]] = 1.0
+    one = sampler(temperature=5.0, seed=0)
+    assert set(Counter(one.sample(logits) for _ in range(300))) == {3, 300, 599}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_of_no_use_are_refused(value):
+    logits = random_logits(50)
+    logits[7] = value
+    with pytest.raises(ValueError, match=f"the logit of token 7 is {value}"):
+        sampler().sample(logits)
+
+
+def test_the_share_at_the_very_end_belongs_to_the_last_possible_token(monkeypatch):
+    logits = np.full(700, -np.inf, np.float32)
+    logits[:300] = np.linspace(0, 1, 300)
+    one = sampler(temperature=1.0)
+    monkeypatch.setattr(one._random, "random", lambda: 1.0 - 2.0**-53)
+    assert one.sample(logits) == 299

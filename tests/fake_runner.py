@@ -1,0 +1,99 @@
+"""A runner without a model: the next token follows from all tokens before it, as read back from the pages."""
+
+import threading
+import time
+import zlib
+
+import numpy as np
+
+from pagepool import BlockTables, KvCachePool, KvLayout, PrefixCache, Scheduler
+
+VOCABULARY = 256
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8; 0 ends a text and is not shown."""
+
+    eos_token_id = 0
+    chat_template = "{role}: {content}"
+
+    def __call__(self, text, **options):
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes(token for token in ids if token).decode(errors="replace")
+
+    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True):
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+
+
+class FakeRunner:
+    """Has the methods of a ModelRunner. `model` is None, there is nothing to load.
+
+    next_token   a function from all tokens of a sequence to logits of `VOCABULARY` tokens, instead of random ones
+    fails        a function from a batch to an exception to raise, or None
+    step_seconds how long a step takes
+    """
+
+    model = None
+    states = None
+    groups = None
+    vocab_size = VOCABULARY
+
+    def __init__(self, num_blocks=64, block_size=4, max_model_len=None, next_token=None, fails=None, step_seconds=0.0):
+        layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=block_size, dtype="float32")
+        self.pool = KvCachePool.from_layout(layout, num_blocks)
+        self.pools = (self.pool,)
+        self.max_model_len = max_model_len
+        self.tables = BlockTables(64, num_blocks)
+        self.next_token = next_token or random_logits
+        self.fails = fails or (lambda batch: None)
+        self.step_seconds = step_seconds
+        self.is_closed = False
+        self.threads = set()
+
+    def new_prefix_cache(self):
+        return PrefixCache(self.pool.allocator)
+
+    def scheduler(self, config, prefix_cache=None):
+        return Scheduler(config, self.pool, prefix_cache)
+
+    def run(self, batch):
+        self.threads.add(threading.current_thread().name)
+        error = self.fails(batch)
+        if error is not None:
+            raise error
+        time.sleep(self.step_seconds)
+        self.tables.fill(batch)
+        fed = np.concatenate(batch.tokens).astype(np.float32)
+        rows = np.repeat(fed, 8).reshape(-1, 1, 8)
+        self.pool.append(0, self.tables.slot_mapping, rows, rows)
+        logits = []
+        for state, wants in zip(batch.states, batch.wants_token, strict=True):
+            if wants:
+                k, _ = self.pool.gather(0, state.blocks, state.len)
+                logits.append(self.next_token(k[:, 0, 0].astype(int).tolist()))
+        return np.array(logits, np.float32).reshape(-1, VOCABULARY)
+
+    def close(self):
+        self.is_closed = True
+
+
+def random_logits(tokens):
+    """Printable ASCII, by the checksum of all tokens before."""
+    logits = np.full(VOCABULARY, -np.inf, np.float32)
+    random = np.random.default_rng(zlib.crc32(np.array(tokens, np.int32).tobytes()))
+    logits[32:127] = random.standard_normal(95)
+    return logits
+
+
+def says(text):
+    """A `next_token` that writes the bytes of `text` behind any prompt of one token, then 0."""
+    wanted = [*text.encode(), 0]
+
+    def next_token(tokens):
+        logits = np.zeros(VOCABULARY, np.float32)
+        logits[wanted[len(tokens) - 1]] = 9.0
+        return logits
+
+    return next_token

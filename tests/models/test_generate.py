@@ -1,0 +1,293 @@
+"""`pagepool generate` and `pagepool serve` as they are started, with the tiny model of the repository."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pagepool
+from pagepool import cli, generate, model_options
+from pagepool.integrations.pretrained import ModelError, load_pretrained
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "bench" / "tiny_llama"
+
+for name in ("torch", "transformers", "jinja2"):
+    pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
+if not (TINY / "model.safetensors").is_file():
+    pytest.skip("bench/tiny_llama is not beside these tests", allow_module_level=True)
+
+SECONDS = 120
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("PAGEPOOL_NUM_THREADS", "1")
+
+
+def run(capsys, *arguments):
+    """The command in this process: its exit code, output and errors."""
+    code = cli.main(["generate", "--threads", "1", *arguments])
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def start(*arguments, **options):
+    """`pagepool` in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "pagepool", *arguments], env=environment, **{**pipes, **options})
+
+
+def test_the_tiny_model_writes_python(capsys):
+    prompt = "class Reader:\n    def __init__(self, "
+    code, out, err = run(capsys, prompt, "--max-new-tokens", "100")
+    assert code == 0 and out.startswith(prompt)
+    assert "    def " in out[len(prompt) :] and "self." in out and re.search(r"^        \w", out, re.MULTILINE)
+    assert "100 tokens in" in err and "first token after" in err and "MiB" in err
+
+
+def test_the_files_of_the_tiny_model_are_small():
+    files = [path for path in TINY.iterdir() if path.is_file() and path.suffix != ".py"]
+    assert sum(path.stat().st_size for path in files) <= 4_000_000
+
+
+def test_prompts_run_together_and_json_has_all_figures(capsys, tmp_path):
+    (tmp_path / "prompts").write_text("import os\n\ndef main():\n", encoding="utf-8")
+    target = tmp_path / "found.json"
+    options = ["--file", str(tmp_path / "prompts"), "--json", str(target), "--max-new-tokens", "12"]
+    code, out, _ = run(capsys, "import sys", *options, "--temperature", "0.8", "--seed", "3")
+    numbers = json.loads(target.read_text())
+    assert code == 0
+    assert [output["prompt"] for output in numbers["outputs"]] == ["import sys", "import os", "def main():"]
+    for number, output in enumerate(numbers["outputs"], 1):
+        assert f"--- {number} of 3\n{output['prompt']}{output['text']}\n" in out
+        assert output["generated_tokens"] == 12 or output["finish_reason"] == "stop"
+        assert 0 < output["time_to_first_token"] <= numbers["time_to_first_token"]["max"]
+    assert numbers["generated_tokens"] == sum(output["generated_tokens"] for output in numbers["outputs"])
+    assert numbers["tokens_per_second"] == pytest.approx(numbers["generated_tokens"] / numbers["seconds"])
+    assert 0 < numbers["memory"]["pages_peak_bytes"] < numbers["memory"]["pool_bytes"]
+    again = run(capsys, "import sys", "--json", "-", "--max-new-tokens", "12", "--temperature", "0.8", "--seed", "3")
+    assert json.loads(again[1])["outputs"][0]["text"] == numbers["outputs"][0]["text"]
+
+
+def test_a_prompt_that_cannot_run_leaves_the_others_alone(capsys):
+    code, out, err = run(capsys, "import os", "x = 1\n" * 2000, "--json", "-", "--max-new-tokens", "4")
+    good, bad = json.loads(out)["outputs"]
+    assert code == 1 and good["error"] is None and good["generated_tokens"] == 4
+    assert re.search(r"pagepool: prompt 2: a prompt of \d+ tokens and 4 new ones pass the model's 1024\n", err)
+    assert "pass the model's 1024" in bad["error"]
+
+
+def test_without_a_number_of_tokens_a_text_goes_on_to_the_end_of_the_model(capsys):
+    code, out, _ = run(capsys, "0 " * 480, "--json", "-", "--stop", "never")
+    (output,) = json.loads(out)["outputs"]
+    assert code == 0 and output["prompt_tokens"] + output["generated_tokens"] <= 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "there is no prompt: give one, or --file, or --chat"),
+        ([""], "prompt 1 is empty"),
+        (["x", ""], "prompt 2 is empty"),
+        (["--file", "{tmp}/none"], "none: cannot be read: No such file or directory"),
+        (["--file", "{tmp}/empty"], "empty: it has no prompts"),
+        (["--file", "{tmp}/latin"], "latin: line 2 is not UTF-8, from byte 1 on"),
+        (["x", "--chat"], "--chat reads messages from standard input"),
+        (["x", "--system", "y"], "--system goes with --chat"),
+        (["x", "--temperature", "-1"], "temperature must be 0.0 or more, not -1.0"),
+        (["x", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
+        (["x", "--stop", ""], "a stop string needs at least 1 character, got 0"),
+        (["x", "--json", "{tmp}/none/found.json"], "cannot be written: No such file or directory"),
+        (["x", "--model", "{tmp}/none"], "none: there is no such directory"),
+        (["x", "--model", "{tmp}"], "it has no config.json, so it holds no model"),
+        (["x", "--pool-bytes", "1k"], "pool_bytes must be at least"),
+        (["x" * 200_000, "--max-new-tokens", "4"], "and 4 new ones pass the model's 1024"),
+        (["\udcff"], "the prompt is not valid Unicode: character 0 is a surrogate"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_input_gets_one_sentence(capsys, tmp_path, arguments, sentence):
+    (tmp_path / "empty").write_bytes(b"\n")
+    (tmp_path / "latin").write_bytes(b"good\na\xe9\n")
+    code, out, err = run(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("pagepool: ") and sentence in err and err.count("\n") == 1
+
+
+def copied(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    return folder
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+BROKEN = {
+    "config cut off": (lambda folder: cut(folder / "config.json"), "config.json cannot be read"),
+    "config no object": (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds no object"),
+    "weights cut off": (lambda folder: cut(folder / "model.safetensors"), "cannot be loaded"),
+    "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), "it has no weights"),
+    "tokenizer cut off": (lambda folder: cut(folder / "tokenizer.json"), "cannot be loaded"),
+    "tokenizer missing": (lambda folder: (folder / "tokenizer.json").unlink(), "cannot be loaded"),
+    "unknown model": (lambda folder: change_config(folder, model_type="nothing"), "cannot be loaded"),
+    "another size": (lambda folder: change_config(folder, hidden_size=96), "cannot be loaded"),
+    "more layers": (lambda folder: change_config(folder, num_hidden_layers=6), "weights are missing, the first is"),
+    "no causal LM": (lambda folder: change_config(folder, model_type="vit"), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_model_directory_gets_one_sentence(capsys, tmp_path, fault):
+    folder = copied(tmp_path)
+    break_it, sentence = BROKEN[fault]
+    break_it(folder)
+    code, out, err = run(capsys, "x", "--model", str(folder))
+    assert (code, out) == (2, "")
+    assert f"pagepool: {folder}: " in err and sentence in err and err.count("\n") == 1
+
+
+def test_a_dtype_that_weights_cannot_have_is_refused(capsys):
+    with pytest.raises(ModelError, match="dtype must be one of auto, float32, bfloat16, float16, not 'int3'"):
+        load_pretrained(TINY, "int3")
+    with pytest.raises(SystemExit):
+        run(capsys, "x", "--dtype", "int3")
+    assert "invalid choice: 'int3'" in capsys.readouterr().err
+
+
+def test_weights_of_float16_are_computed_in_float32():
+    assert str(load_pretrained(TINY)[0].dtype) == "torch.float32"
+    assert str(load_pretrained(TINY, "bfloat16")[0].dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_pages_of_other_dtypes_write_python_too(capsys, dtype):
+    prompt = "class Reader:\n    def __init__(self, "
+    code, out, _ = run(capsys, prompt, "--kv-dtype", dtype, "--max-new-tokens", "40", "--no-prefix-cache")
+    assert code == 0 and "self." in out[len(prompt) :]
+
+
+def test_without_the_model_or_packages_a_sentence_says_where_to_get_them(capsys, monkeypatch):
+    monkeypatch.setattr(model_options, "TINY_LLAMA", Path("/nowhere"))
+    code, _, err = run(capsys, "x")
+    assert code == 2 and "bench/tiny_llama of a checkout and of the source distribution" in err
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = run(capsys, "x")
+    assert code == 2 and "pip install 'pagepool[transformers]'" in err
+
+
+def test_progress_is_said_while_texts_go_elsewhere(capsys, monkeypatch):
+    monkeypatch.setattr(generate, "PROGRESS_SECONDS", 0.0)
+    _, _, err = run(capsys, "import os", "--json", "-", "--max-new-tokens", "4")
+    assert re.search(r"pagepool: [01] of 1 prompts, \d tokens, [\d.]+ tokens/s\n", err)
+
+
+def test_a_chat_streams_answers_and_remembers(tmp_path):
+    process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--system", "write code")
+    out, err = process.communicate("open a file\n\nread it\n", SECONDS)
+    assert process.returncode == 0, err
+    first, second = re.findall(r"(\d+) of (\d+) prompt tokens cached", err)
+    assert int(first[0]) == 0 and int(second[1]) > int(first[1]) + 8
+    assert len(out) > 8
+
+
+def test_a_chat_needs_a_template(capsys, tmp_path):
+    folder = copied(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    code, _, err = run(capsys, "--chat", "--model", str(folder))
+    assert code == 2 and "its tokenizer has no chat template" in err
+
+
+def test_a_chat_says_what_does_not_fit_and_goes_on():
+    process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8")
+    out, err = process.communicate("x = 1; " * 900 + "\nshort\n", SECONDS)
+    assert process.returncode == 0 and out
+    assert "pass the model's 1024" in err and "8 tokens" in err
+
+
+def test_ctrl_c_ends_an_answer_and_then_the_chat():
+    process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "900", "--stop", "never comes")
+    process.stdin.write("for\n")
+    process.stdin.flush()
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    line = process.stderr.readline()
+    assert "prompt tokens cached" in line, line
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SECONDS) == 130
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+
+
+def served(*arguments):
+    """`pagepool serve` at a free port, and its address."""
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed: make test-models")
+    pytest.importorskip("httpx", reason="httpx is not installed: make test-models")
+    process = start("serve", "--port", "0", "--threads", "1", *arguments)
+    line = process.stderr.readline()
+    found = re.search(r"(\S+) at (http://127\.0\.0\.1:\d+)/v1", line)
+    assert found, line + process.communicate()[1]
+    return process, *found.groups()
+
+
+def test_sigterm_lets_running_requests_end_and_closes_the_port():
+    process, name, url = served()
+    import httpx
+
+    assert name == "tiny_llama"
+    body = {"model": name, "prompt": "import", "max_tokens": 400, "stream": True, "stop": ["never comes"]}
+    chunks = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as response:
+        for line in response.iter_lines():
+            if line and not chunks:
+                process.send_signal(signal.SIGTERM)
+            chunks += [line] if line else []
+    assert chunks[-1] == "data: [DONE]"
+    assert json.loads(chunks[-2][6:])["choices"][0]["finish_reason"] in ("length", "stop")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    assert process.wait(SECONDS) == 0
+    assert process.communicate()[1] == ""
+
+
+def test_after_the_time_to_drain_what_still_runs_is_cut_off():
+    process, _, url = served("--drain", "1", "--name", "mine")
+    import httpx
+
+    body = {"prompt": ["import"] * 64, "max_tokens": 1000, "stream": True, "temperature": 1.5}
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as response,
+    ):
+        for number, _ in enumerate(response.iter_lines()):
+            if number == 0:
+                process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 0
+    process.communicate()
+
+
+def test_an_address_or_a_model_that_cannot_be_served_gets_one_sentence(capsys, monkeypatch):
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed: make test-models")
+    assert cli.main(["serve", "--host", "256.0.0.1"]) == 2
+    assert "256.0.0.1:8000: cannot be served" in capsys.readouterr().err
+    assert cli.main(["serve", "--port", "0", "--model", "/nowhere"]) == 2
+    assert "/nowhere: there is no such directory" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert cli.main(["serve"]) == 2
+    assert "pip install 'pagepool[serve]'" in capsys.readouterr().err

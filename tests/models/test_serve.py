@@ -1,0 +1,477 @@
+"""OpenAI's clients against the app: answers, streams, errors, limits, disconnects. No model: tokens are bytes."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+for name in ("starlette", "uvicorn", "prometheus_client", "httpx", "openai"):
+    pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
+
+import httpx  # noqa: E402
+import openai  # noqa: E402
+import uvicorn  # noqa: E402
+from fake_runner import Bytes, FakeRunner, says  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from pagepool.engine import Engine  # noqa: E402
+from pagepool.serve.app import create_app  # noqa: E402
+from pagepool.serve.protocol import KNOWN, UNSUPPORTED  # noqa: E402
+
+SECONDS = 60
+# Values of all types, near the ends of their ranges.
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 5)
+    | st.sampled_from([2**70, -(2**70), 0.5, 1e308, -0.0, float("nan"), float("inf"), "", "x", "é", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
+    max_leaves=4,
+)
+
+
+def wait_until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+class Served:
+    """An engine behind HTTP: its address, clients of OpenAI and raw requests."""
+
+    def __init__(self, engine, port):
+        self.engine, self.port = engine, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+        self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
+
+    def complete(self, prompt="x", **options):
+        return self.openai.completions.create(model="fake", prompt=prompt, **options)
+
+    def chat(self, content="x", **options):
+        messages = [{"role": "user", "content": content}]
+        return self.openai.chat.completions.create(model="fake", messages=messages, **options)
+
+    def post(self, path="completions", **body):
+        return self.http.post(f"/v1/{path}", json=body)
+
+    def is_idle(self):
+        return self.engine.num_requests == 0
+
+
+@contextmanager
+def serving(runner, **limits):
+    with Engine(runner, Bytes()) as engine:
+        app = create_app(engine, "fake", **limits)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+            thread.start()
+            wait_until(lambda: server.started)
+            served = Served(engine, sock.getsockname()[1])
+            try:
+                yield served
+                wait_until(served.is_idle)
+                engine.check()
+            finally:
+                served.openai.close()
+                served.http.close()
+                server.should_exit = True
+                thread.join(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(FakeRunner(num_blocks=256, max_model_len=400)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """Each step takes 10 ms."""
+    with serving(FakeRunner(num_blocks=256, step_seconds=0.01)) as found:
+        yield found
+
+
+def test_a_completion_is_what_the_engine_generates(served):
+    answer = served.complete("hello", max_tokens=12, temperature=0.0)
+    wanted = served.engine.submit("hello", max_new_tokens=12).result(SECONDS)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (wanted.text, "length", None)
+    assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", "fake", "cmpl-")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 12, 17)
+    assert served.complete("hello", temperature=0.0).usage.completion_tokens == 16  # OpenAI's default
+
+
+def test_a_stream_is_the_same_text_in_pieces(served):
+    whole = served.complete("hello", max_tokens=12, seed=7).choices[0].text
+    chunks = list(served.complete("hello", max_tokens=12, seed=7, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 12 + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_takes_the_chat_template(served):
+    answer = served.chat("hello", max_tokens=12, temperature=0.0)
+    wanted = served.engine.submit("user: hello\nassistant: ", max_new_tokens=12).result(SECONDS)
+    assert (answer.object, answer.choices[0].message.role) == ("chat.completion", "assistant")
+    assert answer.choices[0].message.content == wanted.text
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert served.chat(parts, max_tokens=12, temperature=0.0).choices[0].message.content == wanted.text
+    assert len(served.chat("x", temperature=0.0).choices[0].message.content) == 400 - len("user: x\nassistant: ")
+
+
+def test_a_chat_streams_its_role_first_and_its_usage_last(served):
+    options = {"max_completion_tokens": 6, "seed": 7}
+    whole = served.chat("hello", **options)
+    *chunks, last = served.chat("hello", stream=True, stream_options={"include_usage": True}, **options)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert {chunk.usage for chunk in chunks} == {None}
+    assert (last.choices, last.usage.completion_tokens, last.usage.prompt_tokens) == ([], 6, whole.usage.prompt_tokens)
+
+
+def test_the_same_seed_gives_the_same_choices_and_choices_differ(served):
+    first = served.complete(["a", "b"], n=3, max_tokens=8, seed=3)
+    again = served.complete(["a", "b"], n=3, max_tokens=8, seed=3, stream=True)
+    texts = [choice.text for choice in first.choices]
+    streamed = [""] * 6
+    for chunk in again:
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts and len(set(texts)) == 6
+    assert [choice.index for choice in first.choices] == list(range(6))
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (2, 48)
+
+
+def test_prompts_may_be_token_ids(served):
+    text = served.complete("hi", max_tokens=5, temperature=0.0).choices[0].text
+    assert served.complete([104, 105], max_tokens=5, temperature=0.0).choices[0].text == text
+    both = served.complete([[104, 105], [104, 105]], max_tokens=5, temperature=0.0)
+    assert [choice.text for choice in both.choices] == [text, text]
+
+
+def test_logprobs_have_the_forms_of_both_interfaces(served):
+    options = {"max_tokens": 4, "temperature": 0.0}
+    (choice,) = served.complete("hello", logprobs=2, **options).choices
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text and found.text_offset == [0, 1, 2, 3]
+    assert [top[token] for top, token in zip(found.top_logprobs, found.tokens, strict=True)] == found.token_logprobs
+    assert {len(top) for top in found.top_logprobs} == {2}
+    chunks = list(served.complete("hello", logprobs=2, stream=True, **options))[:-1]
+    assert [chunk.choices[0].logprobs.token_logprobs[0] for chunk in chunks] == found.token_logprobs
+    assert [chunk.choices[0].logprobs.text_offset[0] for chunk in chunks] == [0, 1, 2, 3]
+    (choice,) = served.chat("hello", logprobs=True, top_logprobs=2, **options).choices
+    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    entry = choice.logprobs.content[0]
+    assert entry.bytes == list(entry.token.encode())
+    assert (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob) == (entry.token, entry.logprob)
+
+
+def test_stop_strings_end_an_answer():
+    with serving(FakeRunner(next_token=says("one two three"))) as served:
+        answer = served.complete("x", max_tokens=30, temperature=0.0, stop=["two"])
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one ", "stop")
+        answer = served.complete("x", max_tokens=30, temperature=0.0)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one two three", "stop")
+        answer = served.complete("x", max_tokens=30, temperature=0.0, extra_body={"stop_token_ids": [ord("w")]})
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one t", "stop")
+
+
+def test_the_model_is_listed(served):
+    assert [model.id for model in served.openai.models.list()] == ["fake"]
+    assert served.openai.models.retrieve("fake").object == "model"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other', only 'fake'"):
+        served.openai.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other', only 'fake'"):
+        served.openai.completions.create(model="other", prompt="x")
+
+
+BAD = [
+    ({}, "prompt must be a text"),
+    ({"prompt": ""}, "a prompt needs at least 1 token, got 0"),
+    ({"prompt": []}, "prompt must be a text"),
+    ({"prompt": [1, "x"]}, "prompt must be a text"),
+    ({"prompt": [999]}, "must be from 0 to 255, not 999"),
+    ({"prompt": ["x", ""]}, "a prompt needs at least 1 token, got 0"),
+    ({"prompt": "\ud800"}, "character 0 is a surrogate"),
+    ({"prompt": "x" * 400}, "a prompt of 400 tokens passes the limit of 399"),
+    ({"prompt": "x" * 390, "max_tokens": 20}, "a prompt of 390 tokens and 20 new ones pass the model's 400"),
+    ({"prompt": "x", "max_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+    ({"prompt": "x", "max_tokens": "9"}, "max_tokens must be of type int, not str"),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens must be of type int, not bool"),
+    ({"prompt": "x", "temperature": -1}, "temperature must be 0.0 or more, not -1"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature must be a number"),
+    ({"prompt": "x", "top_p": 2}, "top_p must be above 0 and at most 1, not 2"),
+    ({"prompt": "x", "n": 0}, "n must be from 1 to 128, not 0"),
+    ({"prompt": "x", "n": 129}, "n must be from 1 to 128, not 129"),
+    ({"prompt": "x", "stop": 5}, "stop must be a sequence"),
+    ({"prompt": "x", "stop": [5]}, "a stop string must be"),
+    ({"prompt": "x", "logprobs": 50}, "logprobs must be from 0 to 20, not 50"),
+    ({"prompt": "x", "seed": 1.5}, "seed must be of type int, not float"),
+    ({"prompt": "x", "stream": "yes"}, "stream must be of type bool, not str"),
+    ({"prompt": "x", "stream_options": 3}, "stream_options must be of type dict, not int"),
+    ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
+    ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias is not supported"),
+    ({"prompt": "x", "temprature": 1}, "unknown parameter: temprature"),
+    ({"prompt": "x", "messages": []}, "unknown parameter: messages"),
+    ({"prompt": "x", "model": 3}, "model must be of type str, not int"),
+]
+BAD_CHATS = [
+    ({}, "messages must be a list of at least 1 message"),
+    ({"messages": []}, "messages must be a list of at least 1 message"),
+    ({"messages": [3]}, "messages[0] must be an object with a role"),
+    ({"messages": [{"role": "user"}]}, "the content of messages[0] must be text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the content of messages[0] must be text"),
+    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools is not supported"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [("completions", *bad) for bad in BAD] + [("chat/completions", *bad) for bad in BAD_CHATS],
+)
+def test_a_bad_request_gets_one_sentence_and_runs_nothing(served, path, body, sentence):
+    before = served.engine.stats()["ended"]
+    response = served.http.post(f"/v1/{path}", content=json.dumps(body))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert sentence in error["message"] and error["type"] == "invalid_request_error"
+    wait_until(served.is_idle)
+    after = served.engine.stats()["ended"]
+    assert (after["length"], after["stop"]) == (before["length"], before["stop"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        (b"", 400, "the body is not JSON"),
+        (b"{", 400, "the body is not JSON"),
+        (b'{"prompt": "\xff"}', 400, "the body is not UTF-8, from byte 12 on"),
+        (b"[1]", 400, "the body must be a JSON object, not list"),
+        (b"[" * 200_000, 400, "the body is not JSON"),
+        (b" " * ((16 << 20) + 1), 413, "the body has more than 16777216 bytes"),
+    ],
+    ids=["empty", "cut off", "not UTF-8", "no object", "deep", "large"],
+)
+def test_a_body_that_cannot_be_read_gets_one_sentence(served, body, status, sentence):
+    response = served.http.post("/v1/completions", content=body)
+    assert response.status_code == status and sentence in response.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods_get_json(served):
+    assert served.http.get("/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: Not Found"
+    response = served.http.get("/v1/completions")
+    assert response.status_code == 405 and "Method Not Allowed" in response.json()["error"]["message"]
+
+
+@given(
+    st.booleans(),
+    st.dictionaries(st.sampled_from(sorted(KNOWN[True] | KNOWN[False] | UNSUPPORTED.keys())), VALUES, max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_request_has_it_gets_an_answer_or_one_sentence(served, is_chat, body):
+    path = "chat/completions" if is_chat else "completions"
+    body = {"messages": [{"role": "user", "content": "x"}]} | body if is_chat else {"prompt": "x"} | body
+    response = served.http.post(f"/v1/{path}", content=json.dumps({**body, "max_tokens": 2}))
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        message = response.json()["error"]["message"]
+        # Not what Python says of a value that nobody has checked.
+        assert message and not re.search(r"object is|operand|unexpected|concatenate", message), message
+    assert served.engine.is_accepting
+
+
+def test_what_asks_for_nothing_is_taken(served):
+    response = served.post(
+        prompt="x",
+        max_tokens=2,
+        user="me",
+        metadata={"a": "b"},
+        frequency_penalty=0,
+        presence_penalty=None,
+        echo=False,
+        best_of=1,
+        logit_bias={},
+    )
+    assert response.status_code == 200
+
+
+def test_a_prompt_begins_with_cached_pages_unless_its_salt_is_another(served):
+    prompt = "a prompt that is longer than some blocks"
+
+    def cached(**extra):
+        return served.complete(prompt, max_tokens=1, extra_body=extra).usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(cache_salt="one"), cached(cache_salt="one"), cached(cache_salt="two")] == [0, 36, 0]
+
+
+def test_a_stream_that_its_client_closes_is_cancelled(slow):
+    stream = slow.complete("x", max_tokens=200, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_until(slow.is_idle)
+    assert slow.engine.stats()["ended"]["abort"] >= 1
+
+
+def test_an_answer_that_nobody_waits_for_is_cancelled(slow):
+    before = slow.engine.stats()["ended"]["abort"]
+    body = json.dumps({"prompt": "x", "max_tokens": 250, "n": 2}).encode()
+    with socket.create_connection(("127.0.0.1", slow.port)) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        wait_until(lambda: slow.engine.num_requests == 2)
+    wait_until(slow.is_idle)
+    assert slow.engine.stats()["ended"]["abort"] == before + 2
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(slow):
+    with socket.create_connection(("127.0.0.1", slow.port)) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert slow.post(prompt="x", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_a_server_that_says_in_either_way_that_the_client_has_left_cancels(version):
+    """Before ASGI 2.4 a message says so, from then on `send` raises."""
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1"}
+    scope |= {"method": "POST", "path": "/v1/completions", "raw_path": b"/", "query_string": b"", "headers": []}
+    body = {"type": "http.request", "body": b'{"prompt": "x", "max_tokens": 200, "stream": true}', "more_body": False}
+
+    async def call(app):
+        messages, left = [body], asyncio.Event()
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            if message.get("body"):
+                left.set()
+                if version == "2.4":
+                    raise OSError("closed")
+
+        await app(dict(scope), receive, send)
+
+    with Engine(FakeRunner(step_seconds=0.01), Bytes()) as engine:
+        asyncio.run(asyncio.wait_for(call(create_app(engine, "fake")), SECONDS))
+        wait_until(lambda: engine.num_requests == 0)
+        assert engine.stats()["ended"]["abort"] == 1
+        engine.check()
+
+
+def test_many_clients_get_their_own_answers(served):
+    async def ask(client, number):
+        stream = await client.completions.create(
+            model="fake", prompt=f"number {number}", max_tokens=16, temperature=0.0, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def ask_all():
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(24)))
+
+    wanted = [served.engine.submit(f"number {number}", max_new_tokens=16) for number in range(24)]
+    assert asyncio.run(ask_all()) == [generation.result(SECONDS).text for generation in wanted]
+
+
+def test_a_full_queue_gets_429_and_the_others_go_on():
+    with serving(FakeRunner(step_seconds=0.01), max_requests=2) as served:
+        stream = served.complete("x", max_tokens=100, n=2, stream=True)
+        next(iter(stream))
+        response = served.post(prompt="x")
+        assert response.status_code == 429 and response.headers["retry-after"] == "1"
+        assert "2 requests run and wait, 1 more pass the limit of 2" in response.json()["error"]["message"]
+        with pytest.raises(openai.RateLimitError):
+            served.complete("x")
+        assert sum(1 for chunk in stream if chunk.choices[0].finish_reason == "length") == 2
+        assert served.post(prompt="x", n=3).status_code == 429
+        assert served.post(prompt="x", max_tokens=1).status_code == 200
+
+
+def test_a_request_that_takes_too_long_gets_503():
+    with serving(FakeRunner(step_seconds=0.02, num_blocks=256), timeout=0.3) as served:
+        response = served.post(prompt="x", max_tokens=500)
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "the request took more than 0.3 s"
+        with pytest.raises(openai.APIError, match=r"the request took more than 0\.3 s"):
+            list(served.complete("x", max_tokens=500, stream=True))
+        assert served.post(prompt="x", max_tokens=1).status_code == 200
+
+
+def test_a_limit_of_prompts_can_be_set():
+    with serving(FakeRunner(), max_prompt_tokens=10) as served:
+        assert served.post(prompt="x" * 10, max_tokens=1).status_code == 200
+        error = served.post(prompt="x" * 11).json()["error"]
+        assert error["message"] == "a prompt of 11 tokens passes the limit of 10"
+        assert error["code"] == "context_length_exceeded"
+        error = served.post(prompt="x" * 10, max_tokens=1000).json()["error"]
+        assert "64" in error["message"]  # blocks of the pool
+
+
+def test_a_model_that_fails_gets_500_and_the_next_request_an_answer():
+    failures = [ArithmeticError("overflow"), None, ArithmeticError("overflow")]
+    with serving(FakeRunner(fails=lambda batch: failures.pop(0) if failures else None)) as served:
+        response = served.post(prompt="x", max_tokens=3)
+        assert response.status_code == 500 and "overflow" in response.json()["error"]["message"]
+        with pytest.raises(openai.APIError, match="overflow"):
+            list(served.complete("x", max_tokens=3, stream=True))
+        assert served.post(prompt="x", max_tokens=3).status_code == 200
+
+
+def test_a_server_that_drains_takes_nothing_new():
+    with serving(FakeRunner(step_seconds=0.01)) as served:
+        assert served.http.get("/health").json() == {"status": "ok"}
+        stream = served.complete("x", max_tokens=30, stream=True)
+        next(iter(stream))
+        served.engine.drain(0)
+        health, response = served.http.get("/health"), served.post(prompt="x")
+        assert (health.status_code, response.status_code) == (503, 503)
+        assert "shutting down" in response.json()["error"]["message"]
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+
+
+def test_a_request_that_the_engine_aborts_gets_503():
+    with serving(FakeRunner(step_seconds=0.01, num_blocks=256)) as served:
+        found = []
+        thread = threading.Thread(target=lambda: found.append(served.post(prompt="x", max_tokens=500)))
+        thread.start()
+        wait_until(lambda: served.engine.num_requests == 1)
+        served.engine.scheduler.cancel(1)
+        thread.join(SECONDS)
+        assert found[0].status_code == 503 and "aborted" in found[0].json()["error"]["message"]
+
+
+def test_a_tokenizer_without_a_chat_template_is_said_to_have_none(monkeypatch):
+    monkeypatch.setattr(Bytes, "chat_template", None)
+    with serving(FakeRunner()) as served:
+        response = served.post("chat/completions", messages=[{"role": "user", "content": "x"}])
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "the model's tokenizer has no chat template"
+
+
+def test_metrics_show_requests_tokens_and_latencies():
+    with serving(FakeRunner()) as served:
+        served.complete("hello", max_tokens=4)
+        list(served.complete("hello", max_tokens=4, stream=True))
+        served.post(prompt="")
+        text = served.http.get("/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        found = {name: float(value) for name, value in lines.items()}
+        assert found["pagepool:prompt_tokens_total"] == 10 and found["pagepool:generation_tokens_total"] == 8
+        assert found['pagepool:requests_total{reason="length"}'] == 2
+        assert found['pagepool:http_responses_total{status="200"}'] == 2
+        assert found['pagepool:http_responses_total{status="400"}'] == 1
+        assert found["pagepool:time_to_first_token_seconds_count"] == 2
+        assert found["pagepool:e2e_request_latency_seconds_count"] == 2
+        assert found['pagepool:kv_blocks{pool="kv",state="free"}'] > 0
+        assert found['pagepool:prefix_cache_queries_total{cache="prefix"}'] >= 2
