@@ -1,6 +1,6 @@
 from typing import Any, NamedTuple, final
 
-__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "prefix_names"]
+__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "name_row", "prefix_names"]
 
 class PrefixEvent(NamedTuple):
     sequence: int
@@ -13,9 +13,11 @@ class PrefixEvent(NamedTuple):
 class PrefixSnapshot(NamedTuple):
     next_sequence: int
     stored: list[PrefixEvent]
+    num_blocks: int
 
 @final
 class EventLog:
     def __new__(cls, table: Any, max_events: int) -> EventLog: ...
 
+def name_row(tokens: Any, block_size: int, root: bytes) -> bytes: ...
 def prefix_names(tokens: Any, block_size: int, root: bytes) -> list[bytes]: ...

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pagepool.prefix.radix_tree import token_row
 
-__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "prefix_names"]
+__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "name_row", "prefix_names"]
 
 cdef tuple KINDS = ("stored", "removed", "cleared")
 
@@ -41,10 +41,15 @@ class PrefixEvent(NamedTuple):
 
 
 class PrefixSnapshot(NamedTuple):
-    """Every cached block as a "stored" event; the first change that it does not have is `next_sequence`."""
+    """Every cached block as a "stored" event.
+
+    next_sequence  the number of the first change that it does not have
+    num_blocks     how many blocks there are: `stored` is shorter when it was cut short on its way
+    """
 
     next_sequence: int
     stored: list[PrefixEvent]
+    num_blocks: int
 
 
 # As the named tuples would be called, but without running Python code: in it another thread could change the log.
@@ -132,27 +137,37 @@ cdef class EventLog:
                 event.block = self.tree.nodes[node].block
                 self.c_fill(&event, tokens, node)
                 stored.append(self.made(self.next - 1, &event, tokens))
-        return new_tuple(PrefixSnapshot, (self.next, stored))
+        return new_tuple(PrefixSnapshot, (self.next, stored, len(stored)))
 
 
-def prefix_names(tokens, int block_size, bytes root not None):
-    """The names of the full blocks of a prompt, as events give them, under `root_name` of a salt and keys.
+def name_row(tokens, int block_size, bytes root not None):
+    """The names of the full blocks of a prompt, as events give them, under `root_name` of a salt and keys: 16 bytes
+    each, one behind the other.
 
     >>> from pagepool.prefix.keys import root_key, root_name
-    >>> names = prefix_names([1, 2, 3, 4, 5], 2, root_name(root_key(None, ())))
-    >>> [len(name) for name in names]
-    [16, 16]
+    >>> len(name_row([1, 2, 3, 4, 5], 2, root_name(root_key(None, ()))))
+    32
     """
     cdef const int32_t[::1] row = token_row(tokens)
     cdef uint64_t parent[2]
-    cdef uint64_t name[2]
     cdef int64_t i
     if len(root) != 16 or block_size < 1:
         raise ValueError(f"a root has 16 bytes, not {len(root)}, and a block 1 token or more, not {block_size}")
     memcpy(parent, <const char *>root, sizeof(parent))
-    names = []
-    for i in range(row.shape[0] // block_size):
-        pp_name_block(parent, &row[i * block_size], block_size, name)
-        names.append(PyBytes_FromStringAndSize(<const char *>name, 16))
-        memcpy(parent, name, sizeof(parent))
+    cdef int64_t n = row.shape[0] // block_size
+    cdef bytes names = PyBytes_FromStringAndSize(NULL, 16 * n)
+    cdef char *name = <char *>names
+    for i in range(n):
+        pp_name_block(parent, &row[i * block_size], block_size, parent)
+        memcpy(name + 16 * i, parent, sizeof(parent))
     return names
+
+
+def prefix_names(tokens, int block_size, bytes root not None):
+    """The names of `name_row`, one by one.
+
+    >>> [len(name) for name in prefix_names([1, 2, 3, 4, 5], 2, bytes(16))]
+    [16, 16]
+    """
+    cdef bytes names = name_row(tokens, block_size, root)
+    return [names[at : at + 16] for at in range(0, len(names), 16)]

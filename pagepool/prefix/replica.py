@@ -14,7 +14,15 @@ from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, prefix_names
 from pagepool.prefix.keys import root_key, root_name
 from pagepool.prefix.radix_tree import token_row
 
-__all__ = ["PrefixReplica"]
+__all__ = ["PrefixReplica", "check_snapshot"]
+
+
+def check_snapshot(snapshot: PrefixSnapshot) -> None:
+    """Raises `TypeError` for what is no snapshot, `PoolError` for one that was cut short on its way."""
+    if not isinstance(snapshot, PrefixSnapshot):
+        raise wrong("snapshot", "a PrefixSnapshot", snapshot)
+    if len(snapshot.stored) != snapshot.num_blocks:
+        raise PoolError(f"a snapshot of {snapshot.num_blocks} blocks has {len(snapshot.stored)}: it was cut short")
 
 
 class PrefixReplica:
@@ -62,9 +70,8 @@ class PrefixReplica:
             self.next_sequence += 1
 
     def restore(self, snapshot: PrefixSnapshot) -> None:
-        """Replaces everything by the snapshot."""
-        if not isinstance(snapshot, PrefixSnapshot):
-            raise wrong("snapshot", "a PrefixSnapshot", snapshot)
+        """Replaces everything by the snapshot. Raises `PoolError` for one that was cut short, and changes nothing."""
+        check_snapshot(snapshot)
         self.blocks = {event.name: (event.block, event.parent, event.tokens) for event in snapshot.stored}
         self.next_sequence = snapshot.next_sequence
 

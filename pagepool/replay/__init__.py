@@ -7,6 +7,7 @@ clock    costs and arrivals            latency   times to and between tokens
 ptrace   reads a trace                 record    writes one from token ids
 prompts  a trace as block ids, tokens  order     in which order prompts come without a clock
 passes   prompts through the cache     lru_sweep LRU at every capacity at once
+cluster  many engines, by a route   cluster_report its results
 report   results as numbers, tables    output    where they are printed and written
 picture  what is drawn, as data, and the HTML page; plot makes a PNG of it
 progress how far it is

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Protocol
 
 from pagepool.replay.order import sessions_of
 from pagepool.replay.ptrace import Trace
@@ -45,11 +45,21 @@ class CostModel:
         return self.step + self.prefill * prefill_tokens + self.decode * decode_tokens
 
 
-class OpenLoop:
-    """Requests arrive at their recorded times, whether or not earlier ones have ended.
+class Arrivals(Protocol):
+    """When requests arrive, as a replay asks for it. Requests are indices into its trace; each is taken once."""
 
-    Requests are indices into `trace`; each is taken once.
-    """
+    def next_time(self) -> int | None:
+        """When the next request arrives; None when none does, or none before another one has ended."""
+
+    def take(self) -> tuple[int, int]:
+        """Take the next request: its index and its arrival time. Only where `next_time` is not None."""
+
+    def ended(self, index: int, time: int) -> None:
+        """Request `index` has its answer or was refused at `time`."""
+
+
+class OpenLoop:
+    """Requests arrive at their recorded times, whether or not earlier ones have ended."""
 
     def __init__(self, trace: Trace) -> None:
         self._times = trace.arrival_us
@@ -109,6 +119,3 @@ class Users:
         self._rest[index] = rest
         self._number += 1
         heappush(self._arrivals, (time, self._number, index))
-
-
-Arrivals: TypeAlias = OpenLoop | Users

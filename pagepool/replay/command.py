@@ -16,9 +16,11 @@ from pagepool.config import SchedulerConfig
 from pagepool.output import STDOUT, check_writable, written_to
 from pagepool.replay import picture, plot, report
 from pagepool.replay.attend import GEOMETRIES, Attention
-from pagepool.replay.clock import Users
+from pagepool.replay.clock import OpenLoop, Users
+from pagepool.replay.cluster import Cluster, ClusterOptions, Link
+from pagepool.replay.cluster_report import cluster_results, print_cluster
 from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay
-from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS
+from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, TOKEN_BYTES
 from pagepool.replay.order import in_order
 from pagepool.replay.passes import BELADY, StateOptions, cache_passes, hybrid_pass
 from pagepool.replay.progress import Progress
@@ -30,6 +32,8 @@ __all__ = ["Outcome", "bundled_trace", "run"]
 
 ATTEND_BYTES = 2 << 30
 NEEDS_NO_CLOCK = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
+NEEDS_WORKERS = ("route", "staleness", "link", "token_bytes")
+NOT_WITH_WORKERS = ("attend", "reference", "plot", "html")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ def run(options: argparse.Namespace) -> None:
         check_writable(file)
     if options.plot:
         _check_plot()
-    outcome = _run_passes(options) if options.clock == "none" else _run_replay(options)
+    _check_workers(options)
+    if options.workers:
+        outcome = _run_workers(options)
+    else:
+        outcome = _run_passes(options) if options.clock == "none" else _run_replay(options)
     if not outcome.numbers["requests"]:
         print("pagepool: the trace has no requests", file=sys.stderr)
     for name, file in files.items():
@@ -99,8 +107,21 @@ def _as_usage_errors(path: str | Path) -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
-def _run_replay(options: argparse.Namespace) -> Outcome:
-    """The whole scheduler, under the virtual clock."""
+def _check_workers(options: argparse.Namespace) -> None:
+    """Raise `UsageError` for options that need `--workers`, and for those that do not go with it."""
+    if options.workers and options.clock == "none":
+        raise UsageError("--workers needs the virtual clock")
+    for option in NOT_WITH_WORKERS if options.workers else NEEDS_WORKERS:
+        value = getattr(options, option)
+        if value is not None and value is not False:  # 0 is a value
+            needs = "does not go with" if options.workers else "needs"
+            raise UsageError(f"--{option.replace('_', '-')} {needs} --workers")
+    if options.token_bytes and not options.link:
+        raise UsageError("--token-bytes needs --link")
+
+
+def _check_clock(options: argparse.Namespace) -> None:
+    """Raise `UsageError` for options that the virtual clock does not go with."""
     for option in NEEDS_NO_CLOCK:
         if getattr(options, option):
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
@@ -108,6 +129,39 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
         raise UsageError("several policies, and belady, need --clock none")
     if options.order and options.order not in CLOCK_ORDERS:
         raise UsageError(f"--order {options.order} needs --clock none; with a clock: {', '.join(CLOCK_ORDERS)}")
+
+
+def _run_workers(options: argparse.Namespace) -> Outcome:
+    """Many workers under the virtual clock: a run for each route."""
+    _check_clock(options)
+    path = options.trace or bundled_trace()
+    trace = read_trace(path, options.requests, prefixes=True)
+    if not trace.block:
+        raise UsageError(f"{path}: the trace names no prefix blocks, which --workers needs")
+    blocks = _num_blocks(trace, options)
+    link = Link(options.link[0], options.link[1], options.token_bytes or TOKEN_BYTES) if options.link else None
+    policy = options.policy[0] if options.policy else "gittins"
+    routes = options.route or ["prefix"]
+    clusters: list[Cluster] = []
+    with Progress(len(trace) * len(routes)) as progress:
+
+        def show(cluster: Cluster) -> None:
+            progress.update(len(trace) * len(clusters) + cluster.submitted, cluster.options.route)
+
+        for route in routes:
+            about = ClusterOptions(options.workers, route, options.staleness or 0, link, options.seed)
+            arrivals = Users(trace, options.users) if options.users else OpenLoop(trace)
+            with _as_usage_errors(path):
+                config = _config(trace, options, blocks)
+                cluster = Cluster(trace, config, options.cost, arrivals, blocks, policy, about)
+            cluster.run(show)
+            clusters.append(cluster)
+    return Outcome(cluster_results(clusters, options.users), print_cluster, {})
+
+
+def _run_replay(options: argparse.Namespace) -> Outcome:
+    """The whole scheduler, under the virtual clock."""
+    _check_clock(options)
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=bool(options.policy))
     with _as_usage_errors(path):
@@ -122,19 +176,19 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
     return Outcome(numbers, report.print_table, picture.replay_picture(numbers, timeline))
 
 
-def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
-    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
+def _num_blocks(trace: Trace, options: argparse.Namespace) -> int:
+    """Blocks of a pool: as many as the longest request needs, and `DEFAULT_BLOCKS` at least."""
+    # A request for no output still gets one token.
+    needed = -(-(trace.longest() + 1) // (options.block_size or DEFAULT_BLOCK_SIZE))
+    return max(DEFAULT_BLOCKS, needed) if options.blocks is None else int(options.blocks)
+
+
+def _config(trace: Trace, options: argparse.Namespace, blocks: int) -> SchedulerConfig:
+    """The scheduler's, over a pool of so many blocks."""
     size = options.block_size or DEFAULT_BLOCK_SIZE
-    longest = trace.longest() + 1  # a request for no output still gets one token
-    geometry = GEOMETRIES[options.attend] if options.attend else None
-    blocks = options.blocks
-    if blocks is None:
-        blocks = max(DEFAULT_BLOCKS, -(-longest // size))
-        if geometry is not None:
-            blocks = min(blocks, ATTEND_BYTES // geometry.layout(size, options.dtype).block_bytes)
-    longest = min(longest, blocks * size)  # longer ones are refused
+    longest = min(trace.longest() + 1, blocks * size)
     budget = options.budget if options.schedule == "chunked" else max(options.budget, longest)
-    config = SchedulerConfig(
+    return SchedulerConfig(
         max_sequences=options.max_batch,
         max_batch_sequences=options.max_batch,
         max_batch_tokens=budget,
@@ -144,6 +198,17 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         schedule=options.schedule,
         policy=options.order or "fcfs",
     )
+
+
+def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
+    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
+    size = options.block_size or DEFAULT_BLOCK_SIZE
+    geometry = GEOMETRIES[options.attend] if options.attend else None
+    blocks = _num_blocks(trace, options)
+    if options.blocks is None and geometry is not None:
+        blocks = min(blocks, ATTEND_BYTES // geometry.layout(size, options.dtype).block_bytes)
+    longest = min(trace.longest() + 1, blocks * size)  # longer ones are refused
+    config = _config(trace, options, blocks)
     attention = None
     if geometry is None:
         allocator = memory.BlockAllocator(blocks)
@@ -151,7 +216,9 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         pool = memory.KvCachePool.from_layout(geometry.layout(size, options.dtype), blocks)
         allocator = pool.allocator
         width = -(-longest // size)
-        attention = Attention(memory, pool, geometry, options.max_batch, budget, width, options.threads)
+        attention = Attention(
+            memory, pool, geometry, options.max_batch, config.max_batch_tokens, width, options.threads
+        )
     cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0])) if options.policy else None
     tokens = TraceTokens(trace) if options.policy else None
     scheduler = None

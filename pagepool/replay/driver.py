@@ -94,11 +94,9 @@ class Replay:
     def run(self, *observers: Callable[[Replay], Any]) -> None:
         """Replay everything; call each of `observers` with the replay after each step. Raises `ReplayFailed`."""
         start = perf_counter_ns()
-        totals, scheduler = self.totals, self.scheduler
+        totals = self.totals
         while True:
-            self._submit()
-            if scheduler.has_work:
-                self._step()
+            if self.advance():
                 for observe in observers:
                     observe(self)
                 continue
@@ -107,7 +105,18 @@ class Replay:
                 break
             totals.time_us = max(totals.time_us, following)
         totals.wall_ns = perf_counter_ns() - start
-        self._check_end()
+        self.check_end()
+        ended = totals.finished + totals.refused
+        if ended != len(self.trace):
+            raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")
+
+    def advance(self) -> bool:
+        """Hand over what has arrived and take a step. False, and no time passes, when there is no work now."""
+        self._submit()
+        if not self.scheduler.has_work:
+            return False
+        self._step()
+        return True
 
     def _submit(self) -> None:
         """Hand over the requests that have arrived by now, as long as the scheduler has few waiting."""
@@ -184,8 +193,8 @@ class Replay:
             ids = ids[:first] + [ids[row] for row in range(first, len(ids)) if batch.wants_token[row]]
         totals.latency.tokens(ids, totals.time_us)
 
-    def _check_end(self) -> None:
-        """Every block must be free, once the cache has given back its own, and every request must have ended."""
+    def check_end(self) -> None:
+        """Raise `ReplayFailed` unless every block is free, once the cache has given back its own."""
         allocator = self.block_manager.allocator
         allocator.check()
         if self.cache is not None:
@@ -193,9 +202,6 @@ class Replay:
             self.cache.reset_prefix_cache()
         if allocator.in_use:
             raise ReplayFailed(f"{allocator.in_use} of {allocator.capacity} blocks are still in use at the end")
-        ended = self.totals.finished + self.totals.refused
-        if ended != len(self.trace):
-            raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")
 
 
 class MeteredBlockManager(BlockManager):

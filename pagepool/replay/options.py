@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from pagepool.config import KV_DTYPES
 from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.attend import GEOMETRIES
 from pagepool.replay.clock import CostModel
+from pagepool.replay.cluster import ROUTES
 from pagepool.replay.order import ORDERS, USER_ORDERS
 from pagepool.replay.passes import BELADY
 from pagepool.usage import between, file_name, size_in_bytes
 
-__all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "add_arguments"]
+__all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "TOKEN_BYTES", "add_arguments"]
 
 # Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
 DEFAULT_BLOCKS = 3072
@@ -23,6 +25,9 @@ MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
 MAX_THREADS = 256  # of decode
 MAX_BUDGET = 1 << 24
+MAX_WORKERS = 65_536
+MAX_MICROSECONDS = 10**12
+TOKEN_BYTES = 32 << 10  # of llama-3.2-1b in 16 bits
 
 
 def _several(parse: Any) -> Any:
@@ -40,6 +45,20 @@ def _cost(text: str) -> CostModel:
         return CostModel.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _route(text: str) -> str:
+    if text not in ROUTES:
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join(ROUTES)}")
+    return text
+
+
+def _link(text: str) -> tuple[float, int]:
+    """GB/s and microseconds."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?),([0-9]{1,12})", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is no link such as 12.5,100: GB in a second, microseconds")
+    return float(match[1]), int(match[2])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_prefix_cache(parser.add_argument_group("prefix cache"))
     _add_order(parser.add_argument_group("users and order"))
     _add_hybrid(parser.add_argument_group("hybrid models, with --clock none"))
+    _add_workers(parser.add_argument_group("many workers"))
     _add_output(parser.add_argument_group("results"))
     parser.epilog = (
         "Counts and virtual times are the same in every run. ns_per_block_op is the wall time of the scheduler's "
@@ -184,6 +204,41 @@ def _add_hybrid(group: Any) -> None:
         default=16_384,
         metavar="N",
         help="tokens between two states of the grid; 0: no grid; default: 16384",
+    )
+
+
+def _add_workers(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--workers",
+        type=between(1, MAX_WORKERS),
+        metavar="N",
+        help="N engines under one clock, each with a pool of --blocks and a prefix cache (default: gittins)",
+    )
+    add(
+        "--route",
+        type=_several(_route),
+        metavar="NAME,...",
+        help=f"which worker gets a request: {', '.join(ROUTES)}; a run for each; default: prefix",
+    )
+    add(
+        "--staleness",
+        type=between(0, MAX_MICROSECONDS),
+        metavar="US",
+        help="microseconds until the router hears what a step has changed; default: 0",
+    )
+    add(
+        "--link",
+        type=_link,
+        metavar="GBPS,US",
+        help="move pages from another worker where that takes less time than to compute them: GB in a second, and "
+        "microseconds for each transfer",
+    )
+    add(
+        "--token-bytes",
+        type=size_in_bytes,
+        metavar="BYTES",
+        help=f"keys and values of a token, which --link moves; default: {TOKEN_BYTES >> 10}k",
     )
 
 

@@ -20,10 +20,12 @@ __all__ = [
     "hybrid_table",
     "pass_results",
     "pass_rows",
+    "percentiles",
     "print_comparison",
     "print_hybrid",
     "print_passes",
     "print_table",
+    "ratio",
     "results",
     "title",
 ]
@@ -41,7 +43,8 @@ def footer(numbers: dict[str, Any]) -> str:
     return ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """`part / whole`, 0 where there is nothing."""
     return part / whole if whole else 0.0
 
 
@@ -82,7 +85,7 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
         "block_allocs": block_manager.block_allocs,
         "block_frees": block_manager.block_frees + (cache["evicted"] + cache["cleared"] if cache else 0),
         "peak_blocks": block_manager.allocator.peak_in_use,
-        "mean_utilization": _ratio(totals.utilization_us, totals.occupied_us),
+        "mean_utilization": ratio(totals.utilization_us, totals.occupied_us),
         "prefix": {
             "policy": cache["policy"],
             "capacity_blocks": block_manager.allocator.capacity,
@@ -94,24 +97,25 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
         else None,
         "preemptions": replay.scheduler.num_preemptions,
         "virtual_s": totals.time_us / 1e6,
-        "ttft_ms": _percentiles(totals.latency.ttft),
-        "tbt_ms": _percentiles(totals.latency.tbt),
+        "ttft_ms": percentiles(totals.latency.ttft),
+        "tbt_ms": percentiles(totals.latency.tbt),
         "wall_s": totals.wall_ns / 1e9,
-        "ns_per_block_op": _ratio(block_manager.nanoseconds, operations),
-        "sched_us_per_step": _ratio(totals.schedule_ns / 1e3, totals.steps),
+        "ns_per_block_op": ratio(block_manager.nanoseconds, operations),
+        "sched_us_per_step": ratio(totals.schedule_ns / 1e3, totals.steps),
         "memory_s": memory_seconds,
-        "memory_share": _ratio(memory_seconds * 1e9, totals.wall_ns),
+        "memory_share": ratio(memory_seconds * 1e9, totals.wall_ns),
         "attention": {
             "calls": attention.calls if attention else 0,
             "kv_bytes": kv_bytes,
             "seconds": seconds,
-            "gb_per_s": _ratio(kv_bytes / 1e9, seconds),
+            "gb_per_s": ratio(kv_bytes / 1e9, seconds),
             "append_seconds": attention.append_seconds if attention else 0.0,
         },
     }
 
 
-def _percentiles(counts: Counter[int]) -> dict[str, float]:
+def percentiles(counts: Counter[int]) -> dict[str, float]:
+    """Milliseconds of the median, the 90th and the 99th percentile of microseconds."""
     return {f"p{percent}": percentile(counts, percent / 100) / 1e3 for percent in (50, 90, 99)}
 
 
@@ -211,7 +215,7 @@ def pass_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
 
 def hit_rate(row: dict[str, Any]) -> float:
     """The share of full blocks that hit."""
-    return _ratio(row["hit_blocks"], row["full_blocks"])
+    return ratio(row["hit_blocks"], row["full_blocks"])
 
 
 def title(numbers: dict[str, Any]) -> str:
@@ -293,12 +297,12 @@ def hybrid_results(
             "full_blocks": one.full_blocks,
             "hit_blocks": one.hit_blocks,
             "usable_blocks": one.usable_blocks,
-            "usable_share": _ratio(one.usable_blocks, one.hit_blocks),
+            "usable_share": ratio(one.usable_blocks, one.hit_blocks),
             "every_block_states": one.every_block,
             "states_saved": sum(one.states["saved"].values()),
-            "state_share": _ratio(sum(one.states["saved"].values()), one.every_block),
+            "state_share": ratio(sum(one.states["saved"].values()), one.every_block),
             "peak_states": one.states["peak_states"],
-            "peak_state_share": _ratio(one.states["peak_states"], one.peak_blocks),
+            "peak_state_share": ratio(one.states["peak_states"], one.peak_blocks),
             "saved": one.states["saved"],
             "used": one.states["used"],
         }

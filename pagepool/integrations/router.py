@@ -1,0 +1,314 @@
+"""Router: sends each prompt to the worker that has most of it cached, by the events of all workers' prefix caches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagepool.arguments import integer, real, wrong
+from pagepool.config import MAX_BLOCK_SIZE
+from pagepool.errors import PoolError
+from pagepool.prefix.directory import PrefixDirectory
+from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, name_row
+from pagepool.prefix.keys import root_key, root_name
+from pagepool.prefix.radix_tree import token_row
+from pagepool.prefix.replica import check_snapshot
+
+__all__ = ["Choice", "Router"]
+
+MAX_WORKERS = 65_536
+MAX_NUMBER = 2**53
+NAME_BYTES = {"stored": 16, "removed": 16, "cleared": 0}
+FORECASTS = ("choices", "reports", "forecast_tokens", "found_tokens", "overestimated", "underestimated")
+COUNTS = (*FORECASTS, "events", "gaps", "snapshots", "epochs")
+NEVER = float("-inf")
+
+
+@dataclass(eq=False)
+class Choice:
+    """Where a prompt goes, and how many of its tokens are expected to be cached there.
+
+    found_tokens  what `Router.report` was told; None before
+    """
+
+    worker: Any
+    forecast_tokens: int
+    found_tokens: int | None = None
+
+
+@dataclass
+class _Worker:
+    """What the router knows of a worker beside its blocks. `number` is its place in the arrays of the router."""
+
+    name: Hashable
+    number: int
+    epoch: int
+    next_sequence: int = 1
+
+
+class Router:
+    """Follows the prefix caches of many workers, and chooses a worker for each prompt.
+
+    block_size     tokens per block, from 1 to 1,024, as the caches have it
+    max_workers    how many workers there may be at a time, up to 65,536; a block takes 32 to 64 bytes with up to 64
+    max_imbalance  tokens: a worker with so much more load than another one is passed over, whatever it has cached
+    max_staleness  seconds: the prefixes of a worker count for so long after its last `update` or `restore`
+    clock          returns the time in seconds
+
+    A worker sends what `PrefixCache.drain_events` gives it to `update`, some times in a second, and with it its load
+    and its room. When events were lost, `update` raises `PoolError`, and the worker sends a snapshot to `restore`. The
+    epoch tells a worker's runs apart: an integer that is higher after each restart, such as `time.time_ns()` at its
+    start. What comes from an earlier epoch is ignored, and so is what comes twice.
+
+    `choose` takes the worker with the longest cached prefix; among equals the one with least load, then the one with
+    most room, then the one that was chosen least recently. Nothing is kept of a prompt but the names of its blocks.
+    Names are 128 bits and no proof: the worker compares tokens, and `report` says what it found.
+
+    Any number of threads may call it. Raises `ValueError` and `TypeError` for arguments that cannot be.
+
+    >>> from pagepool import BlockAllocator, PrefixCache
+    >>> caches = {name: PrefixCache(BlockAllocator(8), block_size=2, max_events=64) for name in ("a", "b")}
+    >>> router = Router(block_size=2)
+    >>> caches["b"].touch([1, 2, 3, 4])
+    0
+    >>> for name, cache in caches.items():
+    ...     router.update(name, 1, cache.drain_events(), load=0, room=8)
+    >>> router.choose([1, 2, 3, 4, 5])
+    Choice(worker='b', forecast_tokens=4, found_tokens=None)
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        max_workers: int = 64,
+        *,
+        max_imbalance: int = 32_768,
+        max_staleness: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.block_size = integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
+        self.max_workers = integer("max_workers", max_workers, 1, MAX_WORKERS)
+        self.max_imbalance = integer("max_imbalance", max_imbalance, 0, MAX_NUMBER)
+        self.max_staleness = real("max_staleness", max_staleness, 0)
+        self._clock = clock
+        self._lock = Lock()
+        self._workers: dict[Hashable, _Worker] = {}
+        self._places: list[Any] = [None] * self.max_workers  # their workers, by number
+        # What workers have said that they hold; what they will soon hold of prompts that were sent to them, of late and
+        # of before. `_expect` drops the last one, so that an expectation lasts for max_staleness, twice at most.
+        self._directories = [PrefixDirectory(self.max_workers) for _ in range(3)]
+        self._aged = clock()
+        # By number of worker. A place without a worker was never heard of.
+        self._heard = np.full(self.max_workers, NEVER)
+        self._load = np.zeros(self.max_workers, np.int64)  # as reported, and of choices since
+        self._room = np.zeros(self.max_workers, np.int64)
+        self._chosen = np.zeros(self.max_workers, np.int64)  # the number of the last choice
+        self._counts = dict.fromkeys(COUNTS, 0)
+
+    def update(self, worker: Hashable, epoch: int, events: Sequence[PrefixEvent], *, load: int, room: int) -> None:
+        """Takes in what a worker says of itself: changes of its cache, its load and its room.
+
+        worker  its name, any that can be a key of a dict; a new one is added
+        epoch   higher after each restart
+        events  in order, as drained; none is a sign of life
+        load    tokens that it has to compute: queued and running
+        room    blocks that are free
+
+        Raises `PoolError` when an event was lost, and when there are `max_workers` other workers; nothing changes then.
+        After a lost event send a snapshot to `restore`.
+        """
+        if not isinstance(events, Sequence) or not all(isinstance(event, PrefixEvent) for event in events):
+            raise wrong("events", "a list of PrefixEvent", events)
+        load, room = integer("load", load, 0, MAX_NUMBER), integer("room", room, 0, MAX_NUMBER)
+        with self._lock:
+            known = self._known(worker, integer("epoch", epoch))
+            if known is None:
+                return
+            fresh = [event for event in events if event.sequence >= known.next_sequence]
+            for sequence, event in enumerate(fresh, known.next_sequence):
+                if event.sequence != sequence:
+                    self._counts["gaps"] += 1
+                    raise PoolError(
+                        f"event {sequence} of worker {worker!r} was lost, here is {event.sequence}: restore a snapshot"
+                    )
+                if NAME_BYTES.get(event.kind) != len(event.name):
+                    raise ValueError(f"event {sequence} is {event.kind!r} with a name of {len(event.name)} bytes")
+            self._directories[0].reserve(len(fresh))
+            for event in fresh:
+                if event.kind == "stored":
+                    self._directories[0].add(known.number, event.name)
+                elif event.kind == "removed":
+                    for directory in self._directories:
+                        directory.remove(known.number, event.name)
+                else:
+                    self._clear(known.number)
+            self._counts["events"] += len(fresh)
+            known.next_sequence += len(fresh)
+            self._hear(known, load, room)
+
+    def restore(self, worker: Hashable, epoch: int, snapshot: PrefixSnapshot, *, load: int, room: int) -> None:
+        """Replaces what is known of a worker's cache by a snapshot of it. Other arguments and errors as in `update`.
+
+        A snapshot that is older than what is known changes nothing. Raises `PoolError` for one that was cut short.
+        """
+        check_snapshot(snapshot)
+        load, room = integer("load", load, 0, MAX_NUMBER), integer("room", room, 0, MAX_NUMBER)
+        names = [event.name for event in snapshot.stored]
+        if odd := next((name for name in names if len(name) != NAME_BYTES["stored"]), None):
+            raise ValueError(f"a stored block has a name of {NAME_BYTES['stored']} bytes, not {len(odd)}")
+        with self._lock:
+            known = self._known(worker, integer("epoch", epoch))
+            if known is None or snapshot.next_sequence < known.next_sequence:
+                return
+            self._directories[0].replace(known.number, b"".join(names))
+            known.next_sequence = snapshot.next_sequence
+            self._counts["snapshots"] += 1
+            self._hear(known, load, room)
+
+    def remove_worker(self, worker: Hashable) -> None:
+        """Forgets a worker. Raises `KeyError` for one that is not known."""
+        with self._lock:
+            known = self._workers.pop(worker)
+            self._clear(known.number)
+            self._heard[known.number] = NEVER
+            self._places[known.number] = None
+
+    def choose(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> Choice:
+        """Chooses the worker for a prompt, and counts the tokens that it has to compute as load of that worker.
+
+        tokens                  int (n,)
+        cache_salt, extra_keys  as in `PrefixCache.match_prefix`: prompts with others do not match
+
+        Workers that were not heard of for `max_staleness` come last, as if their caches were empty. Raises `PoolError`
+        when there is no worker.
+        """
+        row = token_row(tokens)
+        with self._lock:
+            names = self._block_names(row, cache_salt, extra_keys)
+            lengths, stale = self._lengths(names)
+            if self._heard.max() == NEVER:
+                raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
+            best = self._best(stale, lengths)
+            forecast = int(lengths[best]) * self.block_size
+            self._counts["choices"] += 1
+            self._chosen[best] = self._counts["choices"]
+            self._load[best] += len(row) - forecast
+            self._expect(best, names)
+            return Choice(self._places[best].name, forecast)
+
+    def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Any, int]:
+        """Returns worker -> how many tokens of a prompt it has cached, workers without any left out. Changes nothing.
+
+        This is for whoever moves pages between workers. Arguments as in `choose`.
+        """
+        with self._lock:
+            lengths, _ = self._lengths(self._block_names(token_row(tokens), cache_salt, extra_keys))
+            has = [known for known in self._workers.values() if lengths[known.number]]
+            return {known.name: int(lengths[known.number]) * self.block_size for known in has}
+
+    def report(self, choice: Choice, found_tokens: int) -> None:
+        """Says how many tokens of the prompt the worker found cached. Raises `ValueError` for a second report."""
+        if not isinstance(choice, Choice):
+            raise wrong("choice", "a Choice", choice)
+        found = integer("found_tokens", found_tokens, 0)
+        with self._lock:
+            if choice.found_tokens is not None:
+                raise ValueError(f"found_tokens of this choice is {choice.found_tokens} already, not {found}")
+            choice.found_tokens = found
+            counts, error = self._counts, choice.forecast_tokens - found
+            counts["reports"] += 1
+            counts["forecast_tokens"] += choice.forecast_tokens
+            counts["found_tokens"] += found
+            counts["overestimated" if error > 0 else "underestimated"] += abs(error)
+
+    def check(self) -> None:
+        """Audits the table of blocks. Raises `AssertionError` when an equation does not hold. O(blocks)."""
+        with self._lock:
+            for directory in self._directories:
+                directory.check()
+
+    def _known(self, worker: Hashable, epoch: int) -> _Worker | None:
+        """The record of a worker, a new one after a restart; None when the epoch is an earlier one."""
+        known = self._workers.get(worker)
+        if known is None:
+            if len(self._workers) == self.max_workers:
+                raise PoolError(f"worker {worker!r} is one more than the {self.max_workers} of max_workers")
+            free = next(number for number in range(self.max_workers) if self._places[number] is None)
+            known = self._workers[worker] = _Worker(worker, free, epoch)
+            self._places[free] = known
+        elif epoch > known.epoch:
+            self._clear(known.number)
+            known.epoch, known.next_sequence = epoch, 1
+            self._counts["epochs"] += 1
+        return known if epoch == known.epoch else None
+
+    def _block_names(self, row: NDArray[np.int32], cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
+        # A worker computes at least the last token, so that a block that ends with it does not count.
+        return name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
+
+    def _lengths(self, names: bytes) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """By number of worker: the blocks of a prompt that it has, and whether it was not heard of for too long."""
+        lengths = self._directories[0].prefix_lengths(names)
+        for directory in self._directories[1:]:
+            np.maximum(lengths, directory.prefix_lengths(names), out=lengths)
+        stale = self._heard < self._clock() - self.max_staleness
+        lengths[stale] = 0
+        return lengths, stale
+
+    def _expect(self, number: int, names: bytes) -> None:
+        """The worker will hold these blocks before it says so: prompts that begin alike stay together meanwhile."""
+        now = self._clock()
+        if now - self._aged >= self.max_staleness:
+            self._aged = now
+            self._directories = [self._directories[0], PrefixDirectory(self.max_workers), self._directories[1]]
+        self._directories[1].add(number, names)
+
+    def _clear(self, number: int) -> None:
+        for directory in self._directories:
+            directory.clear(number)
+
+    def _hear(self, known: _Worker, load: int, room: int) -> None:
+        self._heard[known.number] = self._clock()
+        self._load[known.number], self._room[known.number] = load, room
+
+    def _best(self, stale: NDArray[np.bool_], lengths: NDArray[np.int32]) -> int:
+        """The number of the worker that comes first."""
+        left = np.flatnonzero(self._heard > NEVER)
+        for key, slack in (
+            (stale, 0),
+            (self._load, self.max_imbalance),
+            (-lengths, 0),
+            (self._load, 0),
+            (-self._room, 0),
+            (self._chosen, 0),
+        ):
+            values = key[left]
+            left = left[values <= values.min() + slack]
+            if len(left) == 1:
+                break
+        return int(left[0])
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, but for the first four, which are of now.
+
+        workers, stale   known, and not heard of for `max_staleness`
+        blocks, bytes    different blocks of all workers, and what the table of them takes
+        choices, reports
+        forecast_tokens, found_tokens   of the choices with a report
+        overestimated, underestimated   tokens: sums of the forecasts' errors, by sign
+        events           taken in
+        gaps, snapshots  updates with lost events, and snapshots restored
+        epochs           restarts seen
+        """
+        with self._lock:
+            heard = self._heard[self._heard > NEVER]
+            stale = int((heard < self._clock() - self.max_staleness).sum())
+            size = sum(directory.nbytes for directory in self._directories)
+            now = {"workers": len(heard), "stale": stale, "blocks": len(self._directories[0]), "bytes": size}
+            return {**now, **self._counts}

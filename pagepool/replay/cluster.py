@@ -1,0 +1,303 @@
+"""Many engines under one virtual clock, each with a scheduler and a pool, and a route that says who gets what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+from typing import Any, TypeAlias
+
+from pagepool.config import SchedulerConfig
+from pagepool.errors import PoolError
+from pagepool.integrations.router import Choice, Router
+from pagepool.memory.allocator import BlockAllocator
+from pagepool.prefix.cache import PrefixCache
+from pagepool.prefix.events import PrefixEvent
+from pagepool.replay.clock import Arrivals, CostModel
+from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay, ReplayFailed
+from pagepool.replay.prompts import TraceTokens
+from pagepool.replay.ptrace import Trace
+from pagepool.scheduling import ScheduledBatch
+
+__all__ = ["ROUTES", "Cluster", "ClusterOptions", "Link"]
+
+ROUTES = ("prefix", "least-loaded", "round-robin", "random")
+MAX_EVENTS = 4096  # of a step; when there are more, the router takes a snapshot
+SIGN_OF_LIFE = 5_000_000  # microseconds
+EPOCH = 1  # no worker restarts here
+
+# When it can be used, a running number, the request, when it arrived, tokens of it that are moved here first.
+_Item: TypeAlias = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What moving pages from a worker to another costs: `latency` microseconds, and `gb_per_s` GB in a second."""
+
+    gb_per_s: float
+    latency: int
+    token_bytes: int
+
+    def cost(self, tokens: int) -> int:
+        """Microseconds for the pages of so many tokens."""
+        return self.latency + round(tokens * self.token_bytes / (1e3 * self.gb_per_s))
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Of a run: how many workers, who gets what (one of `ROUTES`), when the router hears of a step, microseconds after
+    its end, the link between workers or None, and the seed of the route `random`."""
+
+    workers: int
+    route: str
+    staleness: int = 0
+    link: Link | None = None
+    seed: int = 0
+
+
+class Inbox:
+    """The requests that a worker was sent, as its arrivals."""
+
+    def __init__(self, cluster: Cluster, move: Callable[[int, int], None]) -> None:
+        self._items: list[_Item] = []
+        self._cluster = cluster
+        self._move = move
+
+    def push(self, item: _Item) -> None:
+        heappush(self._items, item)
+
+    def next_time(self) -> int | None:
+        """When the next request can be used; None when there is none."""
+        return self._items[0][0] if self._items else None
+
+    def take(self) -> tuple[int, int]:
+        """Take the next request: its index and its arrival time. What was moved for it is cached now."""
+        _, _, index, arrival, moved = heappop(self._items)
+        if moved:
+            self._move(index, moved)
+        return index, arrival
+
+    def ended(self, index: int, time: int) -> None:
+        """Request `index` has its answer or was refused at `time`."""
+        self._cluster.arrivals.ended(index, time)
+
+
+class Worker(Replay):
+    """An engine of the cluster: its replay takes requests from an inbox, and knows what it has still to compute.
+
+    load  tokens of prompts that are neither computed nor found in the cache, and one for each sequence that decodes
+    """
+
+    def __init__(self, cluster: Cluster, config: SchedulerConfig, cost: CostModel, blocks: int, policy: str) -> None:
+        allocator = BlockAllocator(blocks)
+        self.prefixes = PrefixCache(allocator, config.block_size, policy, max_events=MAX_EVENTS)
+        self.inbox = Inbox(cluster, self._take_pages)
+        self._cluster = cluster
+        self._unread = 0
+        self._decoding = 0
+        self._new: set[int] = set()  # sequences that have not begun
+        super().__init__(
+            cluster.trace,
+            config,
+            MeteredBlockManager(allocator, config.block_size),
+            cost,
+            arrivals=self.inbox,
+            cache=MeteredCache(self.prefixes),
+            tokens=cluster.tokens,
+        )
+
+    @property
+    def load(self) -> int:
+        return max(0, self._unread) + self._decoding
+
+    def send(self, item: _Item) -> None:
+        """Put a request into the inbox."""
+        self._unread += self.trace.prompt[item[2]]
+        self.inbox.push(item)
+
+    def cached(self, index: int) -> int:
+        """Tokens of a request's prompt that are cached now, in full blocks and without the last one."""
+        prompt, salt = self._cluster.prompt(index), self._cluster.tokens.salt(index)
+        tokens = self.prefixes.cached_tokens(prompt[:-1], cache_salt=salt)
+        return tokens - tokens % self.prefixes.block_size
+
+    def _take_pages(self, index: int, tokens: int) -> None:
+        self.prefixes.touch(self._cluster.prompt(index)[:tokens], cache_salt=self._cluster.tokens.salt(index))
+
+    def _add(self, index: int, prompt: int, limit: int) -> int:
+        seq_id = super()._add(index, prompt, limit)
+        self._new.add(seq_id)
+        return seq_id
+
+    def _count(self, batch: ScheduledBatch) -> None:
+        super()._count(batch)
+        self._decoding = batch.num_decodes
+        self._unread -= batch.total_tokens - batch.num_decodes
+        for seq_id in batch.seq_ids[batch.num_decodes :]:
+            if seq_id in self._new:
+                self._new.remove(seq_id)
+                found = self.scheduler.get_sequence(seq_id).num_cached
+                self._unread -= found
+                self._cluster.began(self._requests[seq_id], found)
+
+
+class Cluster:
+    """A replay of a trace by many workers, which `run` runs.
+
+    Of `prompt_tokens`, those of all requests that have begun, `found_tokens` were in the worker's cache. `moved_tokens`
+    had been moved there, in `moved_us` microseconds of the links, and are among them unless they were evicted before.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: SchedulerConfig,
+        cost: CostModel,
+        arrivals: Arrivals,
+        blocks: int,
+        policy: str,
+        options: ClusterOptions,
+    ) -> None:
+        self.trace, self.arrivals, self.options = trace, arrivals, options
+        self.tokens = TraceTokens(trace)
+        self.workers = [Worker(self, config, cost, blocks, policy) for _ in range(options.workers)]
+        self.now = 0
+        self.prompt_tokens = self.found_tokens = self.moved_tokens = self.moved_us = 0
+        self.router: Router | None = None
+        if options.route == "prefix" or options.link is not None:
+            self.router = Router(config.block_size, options.workers, clock=lambda: self.now / 1e6)
+            for number in range(options.workers):
+                self.router.update(number, EPOCH, [], load=0, room=blocks)
+        self._cost = cost
+        self._random = Random(options.seed)
+        self._choices: dict[int, Choice] = {}  # request -> where it went, until it begins
+        self._ready: list[tuple[int, int]] = []  # a heap: when a worker has ended a step or can begin one, its number
+        self._next: list[int | None] = [None] * options.workers  # its earliest entry there; others are void
+        self._messages: list[tuple[int, int, int, list[PrefixEvent], int, int]] = []  # a heap: see _tell
+        self._link_free = [0] * options.workers  # when the link of a worker has sent everything
+        self._sent = self._told = 0
+        self._signed = 0  # when idle workers last gave a sign of life
+
+    def run(self, *observers: Callable[[Cluster], Any]) -> None:
+        """Replay everything; call each of `observers` with the cluster after each request that was sent."""
+        while True:
+            arrival = self.arrivals.next_time()
+            if arrival is not None and (not self._ready or arrival <= self._ready[0][0]):
+                self.now = max(self.now, arrival)
+                self._route(*self.arrivals.take())
+                for observe in observers:
+                    observe(self)
+            elif self._ready:
+                self.now, number = heappop(self._ready)
+                if self._next[number] == self.now:
+                    self._step(number)
+            else:
+                break
+        for worker in self.workers:
+            worker.check_end()
+        ended = sum(worker.totals.finished + worker.totals.refused for worker in self.workers)
+        if ended != len(self.trace):
+            raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")
+
+    def prompt(self, index: int) -> list[int]:
+        """The tokens of a request's prompt."""
+        return self.tokens.of(index)[0]
+
+    def began(self, index: int, found: int) -> None:
+        """Request `index` has begun at its worker, which found so many tokens of it in its cache."""
+        self.prompt_tokens += self.trace.prompt[index]
+        self.found_tokens += found
+        choice = self._choices.pop(index, None)
+        if choice is not None and self.router is not None:
+            self.router.report(choice, found)
+
+    @property
+    def submitted(self) -> int:
+        """Requests that were sent to workers so far."""
+        return self._sent
+
+    def _route(self, index: int, arrival: int) -> None:
+        self._sent += 1
+        number = self._choose(index)
+        worker, moved, ready = self.workers[number], 0, arrival
+        if self.options.link is not None:
+            moved, ready = self._move(index, number, arrival, self.options.link)
+        worker.send((ready, self._sent, index, arrival, moved))
+        if not worker.scheduler.has_work:
+            self._wake(number, max(ready, worker.totals.time_us))
+
+    def _choose(self, index: int) -> int:
+        route, workers = self.options.route, self.workers
+        self._deliver()
+        if route == "prefix" and self.router is not None:
+            choice = self.router.choose(self.prompt(index), cache_salt=self.tokens.salt(index))
+            self._choices[index] = choice
+            return int(choice.worker)
+        if route == "round-robin":
+            return (self._sent - 1) % len(workers)
+        if route == "random":
+            return self._random.randrange(len(workers))
+        return min(range(len(workers)), key=lambda number: workers[number].load)
+
+    def _move(self, index: int, number: int, arrival: int, link: Link) -> tuple[int, int]:
+        """Moves pages for a request where that takes less time than to compute them: the tokens that will be there, and
+        when. A worker's link sends one after the other."""
+        if self.router is None:
+            return 0, arrival
+        forecast = self.router.forecast(self.prompt(index), cache_salt=self.tokens.salt(index))
+        source = max(forecast, key=lambda worker: forecast[worker], default=number)
+        there = self.workers[source].cached(index)  # the source says what it still has
+        missing = there - self.workers[number].cached(index)
+        if missing <= 0:
+            return 0, arrival
+        start, takes = max(arrival, self._link_free[source]), link.cost(missing)
+        if start + takes - arrival >= self._cost.prefill * missing:
+            return 0, arrival
+        self._link_free[source] = start + takes
+        self.moved_tokens += missing
+        self.moved_us += takes
+        return there, start + takes
+
+    def _step(self, number: int) -> None:
+        """A worker has ended a step, or can begin one."""
+        worker = self.workers[number]
+        self._next[number] = None
+        worker.totals.time_us = max(worker.totals.time_us, self.now)
+        self._tell(number)
+        if worker.advance():
+            self._wake(number, worker.totals.time_us)
+        elif (following := worker.inbox.next_time()) is not None:
+            self._wake(number, following)
+
+    def _wake(self, number: int, time: int) -> None:
+        following = self._next[number]
+        if following is None or time < following:
+            self._next[number] = time
+            heappush(self._ready, (time, number))
+
+    def _tell(self, number: int) -> None:
+        """A worker sends the router what has changed in its cache, its load and its room."""
+        if self.router is not None:
+            worker = self.workers[number]
+            events, room = worker.prefixes.drain_events(), worker.prefixes.allocator.free_count
+            self._told += 1
+            heappush(
+                self._messages,
+                (self.now + self.options.staleness, self._told, number, events, worker.load, room),
+            )
+
+    def _deliver(self) -> None:
+        """The router takes in all messages that have arrived by now, and signs of life of workers that have no work."""
+        if self.now >= self._signed + SIGN_OF_LIFE:
+            self._signed = self.now
+            for number, following in enumerate(self._next):
+                if following is None:
+                    self._tell(number)
+        while self.router is not None and self._messages and self._messages[0][0] <= self.now:
+            _, _, number, events, load, room = heappop(self._messages)
+            try:
+                self.router.update(number, EPOCH, events, load=load, room=room)
+            except PoolError:  # the log of events was too short for a step
+                snapshot = self.workers[number].prefixes.snapshot()
+                self.router.restore(number, EPOCH, snapshot, load=load, room=room)

@@ -1,0 +1,81 @@
+"""The results of many workers as a dict for JSON and as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from pagepool.replay.cluster import Cluster
+from pagepool.replay.output import show
+from pagepool.replay.report import footer, percentiles, ratio
+
+__all__ = ["cluster_results", "print_cluster"]
+
+
+def cluster_results(clusters: list[Cluster], users: int | None = None) -> dict[str, Any]:
+    """Everything counted, the same in every run. `routes` has an object for each cluster, of one trace and one size.
+
+    `hit_rate`: the share of the prompts' tokens that was cached when a request began, moved ones included.
+    `load_spread`: the busy time of the busiest worker over the mean of all. `moved_s`: the time that links were busy.
+    `router`: `Router.stats()`, null where the route and the link need none.
+    """
+    first = clusters[0]
+    return {
+        "trace": first.trace.name,
+        "licence": first.trace.licence,
+        "requests": len(first.trace),
+        "users": users,
+        "workers": first.options.workers,
+        "blocks": first.workers[0].block_manager.allocator.capacity,
+        "block_size": first.workers[0].block_manager.block_size,
+        "staleness_us": first.options.staleness,
+        "link": asdict(first.options.link) if first.options.link else None,
+        "routes": [_of_route(cluster) for cluster in clusters],
+    }
+
+
+def _of_route(cluster: Cluster) -> dict[str, Any]:
+    totals = [worker.totals for worker in cluster.workers]
+    busy = [one.occupied_us for one in totals]
+    return {
+        "route": cluster.options.route,
+        "finished": sum(one.finished for one in totals),
+        "refused": sum(one.refused for one in totals),
+        "steps": sum(one.steps for one in totals),
+        "prompt_tokens": cluster.prompt_tokens,
+        "found_tokens": cluster.found_tokens,
+        "hit_rate": ratio(cluster.found_tokens, cluster.prompt_tokens),
+        "prefill_tokens": sum(one.prefill_tokens for one in totals),
+        "decode_tokens": sum(one.decode_tokens for one in totals),
+        "preemptions": sum(worker.scheduler.num_preemptions for worker in cluster.workers),
+        "virtual_s": max(one.time_us for one in totals) / 1e6,
+        "ttft_ms": percentiles(sum((one.latency.ttft for one in totals), Counter())),
+        "tbt_ms": percentiles(sum((one.latency.tbt for one in totals), Counter())),
+        "load_spread": ratio(max(busy) * len(busy), sum(busy)),
+        "moved_tokens": cluster.moved_tokens,
+        "moved_s": cluster.moved_us / 1e6,
+        "router": cluster.router.stats() if cluster.router else None,
+    }
+
+
+def print_cluster(numbers: dict[str, Any]) -> None:
+    """Print a line for each route on stdout."""
+    rows = [
+        [
+            row["route"],
+            f"{row['hit_rate']:.1%}",
+            f"{row['prefill_tokens']:,}",
+            f"{row['moved_tokens']:,}",
+            f"{row['ttft_ms']['p50']:,.1f}",
+            f"{row['ttft_ms']['p99']:,.1f}",
+            f"{row['load_spread']:.2f}",
+        ]
+        for row in numbers["routes"]
+    ]
+    title = (
+        f"pagepool replay of {numbers['trace']}: {numbers['requests']:,} requests, {numbers['workers']:,} workers with "
+        f"{numbers['blocks']:,} x {numbers['block_size']} tokens"
+    )
+    header = ["route", "found", "computed", "moved", "first token p50 ms", "p99 ms", "spread"]
+    show(title, header, rows, footer(numbers))

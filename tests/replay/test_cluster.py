@@ -1,0 +1,240 @@
+"""Many workers under one clock: counts by hand, nothing lost between them, and one worker is a plain replay."""
+
+import json
+import random
+
+import pytest
+
+from pagepool.cli import main
+from pagepool.replay import cluster
+from pagepool.replay.cluster import ROUTES, Link
+
+SAME_AS_REPLAY = ("prefill_tokens", "decode_tokens", "steps", "preemptions", "virtual_s", "ttft_ms", "tbt_ms")
+
+
+def run(capsys, path, *arguments):
+    assert main(["replay", str(path), "--block-size", "4", "--json", "-", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def routes(capsys, path, *arguments):
+    return {row["route"]: row for row in run(capsys, path, *arguments)["routes"]}
+
+
+def traffic(seed, count=200, gap=40):
+    """Requests that begin with one of a few documents of 1 to 12 blocks, or with a part of it, `gap` ms apart."""
+    source, records, time = random.Random(seed), [], 0
+    for number in range(count):
+        time += source.randrange(2 * gap)
+        document, length = source.randrange(12), source.randint(1, 12)
+        runs = [100 * document, length, 10_000 + 10 * number, 2]
+        records.append([time, 4 * (length + 1) + source.randint(1, 4), source.randint(1, 20), runs])
+    return records
+
+
+def sessions(seed, count=12):
+    source, found = random.Random(seed), []
+    for _ in range(count):
+        turns = [[0, 8 * turn, 3, source.random(), 1, [0, 2 * turn]] for turn in range(1, 6)]
+        found.append({"s": "a", "r": turns})
+    return found
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_one_worker_is_a_plain_replay(make_trace, capsys, route, policy):
+    path = make_trace(traffic(1), block=4)
+    options = ("--policy", policy, "--blocks", "40", "--budget", "32")
+    plain = run(capsys, path, *options)
+    [row] = run(capsys, path, *options, "--workers", "1", "--route", route, "--staleness", "5000")["routes"]
+    assert {name: row[name] for name in SAME_AS_REPLAY} == {name: plain[name] for name in SAME_AS_REPLAY}
+    assert row["finished"] == 200 and row["load_spread"] == 1 and row["moved_tokens"] == 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_one_worker_with_users_is_a_plain_replay(make_trace, capsys, route):
+    path = make_trace(sessions(2), unit="s", block=4)
+    options = ("--policy", "lru", "--users", "3", "--blocks", "60")
+    plain = run(capsys, path, *options)
+    [row] = run(capsys, path, *options, "--workers", "1", "--route", route)["routes"]
+    assert {name: row[name] for name in SAME_AS_REPLAY} == {name: plain[name] for name in SAME_AS_REPLAY}
+
+
+def test_two_workers_by_hand(make_trace, capsys):
+    """Cost 1000 us a step, 10 a prompt token, 100 a decode token; requests of 9 tokens and one of output.
+
+    by prefix    A to 0 (9 tokens: 0 to 1090), B to 1 (1 to 1091), A again to 0: 8 found, 1 computed (5000 to 6010), B
+                 again to 1 (5001 to 6011)
+    round-robin  A to 0, B to 1, then A to 0 and B to 1, too; in the order A B B A each goes where it was not
+    """
+    options = ("--workers", "2", "--route", "prefix,round-robin", "--cost", "1000,10,100")
+    first, second = [0, 2, 90, 1], [10, 2, 91, 1]
+    times = [0, 1, 5000, 5001]
+    turned = [[time, 9, 1, runs] for time, runs in zip(times, (first, second, second, first), strict=True)]
+    found = routes(capsys, make_trace(turned, unit="us", block=4), *options)
+    assert found["prefix"]["prefill_tokens"] == 20 and found["prefix"]["found_tokens"] == 16
+    assert found["prefix"]["ttft_ms"] == {"p50": 1.01, "p90": 1.09, "p99": 1.09}
+    assert found["prefix"]["router"]["forecast_tokens"] == 16 == found["prefix"]["router"]["found_tokens"]
+    assert found["round-robin"]["prefill_tokens"] == 36 and found["round-robin"]["router"] is None
+    assert found["round-robin"]["ttft_ms"] == {"p50": 1.09, "p90": 1.09, "p99": 1.09}
+    assert found["prefix"]["load_spread"] == found["round-robin"]["load_spread"] == 1
+
+
+def test_a_request_waits_for_the_step_that_its_worker_is_in(make_trace, capsys):
+    """One worker computes from 0 to 1090; what comes at 500 begins then, and what it holds is known at once."""
+    records = [[0, 9, 1, [0, 2, 90, 1]], [500, 9, 1, [0, 2, 91, 1]]]
+    options = ("--workers", "3", "--cost", "1000,10,100")
+    [row] = run(capsys, make_trace(records, unit="us", block=4), *options)["routes"]
+    assert row["found_tokens"] == 8 and row["virtual_s"] == 0.0021
+    assert row["load_spread"] == 3  # one did everything
+
+
+@pytest.mark.parametrize("link", [(), ("--link", "0.001,50"), ("--link", "10,1")])
+@pytest.mark.parametrize("blocks", ["30", "1000"])
+def test_every_token_is_computed_found_or_moved(make_trace, capsys, link, blocks):
+    records = traffic(3)
+    path = make_trace(records, block=4)
+    options = ("--workers", "5", "--blocks", blocks, "--staleness", "2000", "--max-batch", "1", *link)
+    found = routes(capsys, path, *options, "--route", ",".join(ROUTES))
+    assert list(found) == list(ROUTES)
+    for row in found.values():
+        assert (row["finished"], row["refused"], row["preemptions"]) == (200, 0, 0)
+        assert row["prompt_tokens"] == sum(record[1] for record in records)
+        assert row["prefill_tokens"] == row["prompt_tokens"] - row["found_tokens"]
+        assert row["decode_tokens"] == sum(record[2] - 1 for record in records)
+        assert bool(row["moved_tokens"]) == bool(row["moved_s"])
+    fewest = min(row["prefill_tokens"] for row in found.values())
+    assert link or found["prefix"]["prefill_tokens"] == fewest
+
+
+def test_pages_are_moved_where_that_takes_less_time_than_to_compute_them(make_trace, capsys):
+    """Request 2 goes to worker 1, which has nothing; worker 0 has its 8 tokens, which cost 8 * 100 us to compute.
+
+    Moved: 500 + 8 * 1000 / 1000 us. It comes at 5000 and begins at 5508 with one token to compute: 100 us, and 1000 of
+    the step.
+    """
+    records = [[0, 9, 1, [0, 2, 90, 1]], [5000, 9, 1, [0, 2, 91, 1]]]
+    path = make_trace(records, unit="us", block=4)
+    options = ("--workers", "2", "--route", "round-robin", "--cost", "1000,100,100", "--token-bytes", "1000")
+    [moved] = run(capsys, path, *options, "--link", "0.001,500")["routes"]
+    assert moved["moved_tokens"] == 0  # 500 + 8000 us
+    [moved] = run(capsys, path, *options, "--link", "1,792")["routes"]
+    assert moved["moved_tokens"] == 0  # 792 + 8 us, as many as to compute them
+    [moved] = run(capsys, path, *options, "--link", "1,500")["routes"]
+    assert (moved["moved_tokens"], moved["moved_s"], moved["found_tokens"]) == (8, 0.000508, 8)
+    assert moved["prefill_tokens"] == 10 and moved["virtual_s"] == 0.006608
+    assert moved["ttft_ms"]["p50"] == 1.608 and moved["ttft_ms"]["p99"] == 1.9
+    assert moved["router"]["choices"] == 0
+
+
+def test_a_link_sends_one_transfer_at_a_time(make_trace, capsys):
+    """Workers 1 and 2 want 8 tokens of worker 0 at once: 508 us each, and the second would wait for the first."""
+    records = [[time, 9, 1, [0, 2, 90 + number, 1]] for number, time in enumerate((0, 5000, 5001))]
+    path = make_trace(records, unit="us", block=4)
+    options = ("--workers", "3", "--route", "round-robin", "--token-bytes", "1000", "--link", "1,500")
+    [row] = run(capsys, path, *options, "--cost", "1000,100,100")["routes"]
+    assert row["moved_tokens"] == 8  # 1015 us are more than 800
+    [row] = run(capsys, path, *options, "--cost", "1000,200,100")["routes"]
+    assert row["moved_tokens"] == 16 and row["moved_s"] == 0.001016
+    assert Link(1, 500, 1000).cost(8) == 508
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("gap", [5, 40])
+def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsys, seed, gap):
+    path = make_trace(traffic(seed, 400, gap), block=4)
+    options = ("--workers", "8", "--blocks", "60", "--cost", "2000,60,150")
+    computed = [
+        run(capsys, path, *options, "--staleness", str(staleness))["routes"][0]["prefill_tokens"]
+        for staleness in (0, 10_000, 200_000)
+    ]
+    assert max(computed) <= 1.02 * computed[0]
+
+
+def test_a_log_that_is_too_short_for_a_step_costs_snapshots_and_no_hits(make_trace, capsys, monkeypatch):
+    path = make_trace(traffic(5), block=4)
+    options = ("--workers", "3", "--blocks", "40")
+    [whole] = run(capsys, path, *options)["routes"]
+    monkeypatch.setattr(cluster, "MAX_EVENTS", 3)
+    [short] = run(capsys, path, *options)["routes"]
+    assert whole["router"]["gaps"] == 0 < short["router"]["gaps"] == short["router"]["snapshots"]
+    assert short["found_tokens"] >= 0.98 * whole["found_tokens"]
+
+
+def test_requests_that_never_fit_are_refused(make_trace, capsys):
+    records = [[0, 900, 1, [0, 225]], [0, 9, 1, [0, 2, 500, 1]], [1, 900, 1, [0, 225]]]
+    for row in routes(
+        capsys, make_trace(records, block=4), "--workers", "2", "--blocks", "9", "--route", ",".join(ROUTES)
+    ).values():
+        assert (row["finished"], row["refused"], row["prompt_tokens"]) == (1, 2, 9)
+
+
+def test_an_empty_trace_and_more_workers_than_requests(make_trace, capsys):
+    [row] = run(capsys, make_trace([], block=4), "--workers", "3")["routes"]
+    assert (row["finished"], row["hit_rate"], row["load_spread"]) == (0, 0.0, 0.0)
+    [row] = run(capsys, make_trace(traffic(6, 3), block=4), "--workers", "100", "--route", "random")["routes"]
+    assert row["finished"] == 3
+
+
+def test_the_same_numbers_twice_and_others_by_another_seed(make_trace, capsys):
+    path = make_trace(traffic(7), block=4)
+    options = ("--workers", "4", "--blocks", "40", "--route", ",".join(ROUTES), "--link", "1,20")
+    first = run(capsys, path, *options)
+    assert run(capsys, path, *options) == first
+    other = run(capsys, path, *options, "--seed", "1")
+    assert other["routes"][:3] == first["routes"][:3] and other["routes"][3] != first["routes"][3]
+
+
+def test_the_table_has_a_line_for_each_route(make_trace, capsys):
+    path = make_trace([[0, 9, 2, [0, 3]], [500, 9, 2, [0, 3]]], block=4)
+    options = ["--block-size", "4", "--workers", "2", "--route", "prefix,random"]
+    assert main(["replay", str(path), *options]) == 0
+    title, header, *lines = capsys.readouterr().out.splitlines()
+    assert "2 requests, 2 workers with 3,072 x 4 tokens" in title and header.split()[:3] == [
+        "route",
+        "found",
+        "computed",
+    ]
+    assert lines[0].split()[:4] == ["prefix", "44.4%", "10", "0"] and lines[1].split()[0] == "random"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--route", "prefix"], "--route needs --workers"),
+        (["--staleness", "0"], "--staleness needs --workers"),
+        (["--link", "1,1"], "--link needs --workers"),
+        (["--workers", "2", "--token-bytes", "4k"], "--token-bytes needs --link"),
+        (["--workers", "2", "--attend", "llama-3.2-1b"], "--attend does not go with --workers"),
+        (["--workers", "2", "--reference"], "--reference does not go with --workers"),
+        (["--workers", "2", "--html", "x.html"], "--html does not go with --workers"),
+        (["--workers", "2", "--clock", "none"], "--workers needs the virtual clock"),
+        (["--workers", "2", "--policy", "lru,arc"], "several policies, and belady, need --clock none"),
+        (["--workers", "2", "--compare", "lru"], "--compare needs --clock none"),
+    ],
+)
+def test_options_that_do_not_go_together(make_trace, capsys, arguments, message):
+    assert main(["replay", str(make_trace([[0, 9, 2, [0, 3]]], block=4)), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "0"], "must be from 1 to 65536, not 0"),
+        (["--route", "nearest"], "'nearest' is none of prefix, least-loaded, round-robin, random"),
+        (["--link", "0,5"], "'0,5' is no link such as 12.5,100"),
+        (["--link", "5"], "'5' is no link such as 12.5,100"),
+        (["--staleness", "-1"], "must be from 0 to"),
+    ],
+)
+def test_arguments_that_cannot_be(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(["replay", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_without_prefixes_has_nothing_to_route_by(make_trace, capsys):
+    path = make_trace([[0, 9, 2, []]])
+    assert main(["replay", str(path), "--workers", "2"]) == 2
+    assert f"{path}: the trace names no prefix blocks, which --workers needs" in capsys.readouterr().err
