@@ -18,7 +18,7 @@ FREE := build/free-threaded
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
-.PHONY: help demo demo-generate test test-torch test-models load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
+.PHONY: help demo demo-generate test test-torch test-models test-transfer load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
 	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
@@ -57,6 +57,19 @@ $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) .ci/requirements.py run test transformers serve test-models > $@.txt
 	$(MODELS_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
 		"$(TORCH)"
+	@touch $@
+
+# NIXL's metadata asks for torch, which its code does not use: it is installed without what it asks for.
+TRANSFER_VENV ?= build/transfer-venv
+NIXL ?= nixl==1.5.1 nixl-cu12==1.5.1
+test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL: races, and peers that stop, die and leave
+	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_transfer_nixl.py
+
+$(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
+	$(PY) -m venv $(TRANSFER_VENV)
+	$(PY) .ci/requirements.py run test > $@.txt
+	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
+	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 
 demo-generate: build $(MODELS_VENV)/.test  ## write Python with the tiny model of the repository

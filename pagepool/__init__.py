@@ -6,7 +6,7 @@ from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode, prefill
 from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, PreemptionCosts, SchedulerConfig, StateLayout, Tenant
-from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError
+from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError, TransferError
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import PrefixMatch
 from pagepool.memory.block_table import PagedSeqState, SequenceHandle
@@ -94,6 +94,7 @@ __all__ = [
     "Tenant",
     "TraceRecorder",
     "Transaction",
+    "TransferError",
     "__version__",
     "calibrate",
     "calibrate_channels",

@@ -1,0 +1,130 @@
+"""Pages from one process's pool into another's, beside memcpy page by page in the same process and round.
+
+    python bench/transfer.py [--transport nixl,mooncake] [--rounds 30] [--reads 10000] [--json FILE]
+
+First the pages of one read, of 512 KiB and other sizes, from scattered blocks into scattered blocks: from `read` until
+`poll` has returned them, generations checked. A share is memcpy's time over that, as the median over the rounds, in
+which both take turns. Then the race: a source that reuses its blocks as fast as it can, and what a reader that does not
+check generations would have taken for right. Needs the environment of `make test-transfer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "integrations"))
+
+from transfer_source import SourceProcess, race, words_of
+
+from pagepool import KvCachePool, KvLayout
+
+CLASSES = {"nixl": "NixlTransfer", "mooncake": "MooncakeTransfer"}
+# Layers of 8 heads of 64 dims in bfloat16: 32 KiB a layer.
+LAYERS = {32: 1, 128: 4, 512: 16, 2048: 64}
+PAGES = (1, 4, 16, 64, 256)
+POOL_BYTES = 256 << 20
+
+
+def layout_of(kib):
+    return KvLayout(num_layers=LAYERS[kib], num_kv_heads=8, head_dim=64)
+
+
+def where(transport):
+    return f"pagepool.integrations.transfer.{transport}", CLASSES[transport]
+
+
+def shares(transport, kib, rounds):
+    """One row for each number of pages: medians of the share and of both rates in GiB/s."""
+    num_blocks = POOL_BYTES // (kib << 10)
+    source = SourceProcess(*where(transport), layout_of(kib), num_blocks)
+    pool = KvCachePool.from_layout(layout_of(kib), num_blocks)
+    words = words_of(pool)
+    words[:] = 1  # committed before anything is timed
+    choose = random.Random(1)
+    module, cls = where(transport)
+    with getattr(import_module(module), cls)("reader") as reader:
+        reader.register(pool)
+        reader.meet(source.describe())
+        for pages in (n for n in PAGES if n <= num_blocks // 2):
+            pairs = [once(source, reader, pool, words, choose, pages) for _ in range(rounds + 3)][3:]
+            size = pages * (kib << 10) / 2**30
+            yield {
+                "transport": transport,
+                "page_kib": kib,
+                "pages": pages,
+                "share": statistics.median(copied / read for read, copied in pairs),
+                "read_gib_per_s": size / statistics.median(read for read, _ in pairs),
+                "memcpy_gib_per_s": size / statistics.median(copied for _, copied in pairs),
+            }
+    source.end()
+
+
+def once(source, reader, pool, words, choose, pages):
+    """Seconds of one read, and of memcpy of as many pages between as scattered places of this pool."""
+    ticket = source.offer(choose.sample(range(pool.max_blocks), pages), 60)
+    order = choose.sample(range(pool.max_blocks), pool.max_blocks)
+    pool.allocator.free(pool.allocator.allocate_n(pool.max_blocks)[order])  # then the free list is scattered
+    blocks = pool.allocator.allocate_n(pages).tolist()
+    began = time.perf_counter()
+    reader.read(ticket, blocks)
+    (result,) = reader.poll(60)
+    read = time.perf_counter() - began
+    assert not result.failed, result.error
+    pool.allocator.free(blocks)
+    places = choose.sample(range(pool.max_blocks), 2 * pages)
+    began = time.perf_counter()
+    for here, there in zip(places[:pages], places[pages:], strict=True):
+        np.copyto(words[here], words[there])
+    return read, time.perf_counter() - began
+
+
+def races(transport, reads):
+    """The counts of `race`, pages of 32 KiB, 4 in a read."""
+    source = SourceProcess(*where(transport), layout_of(32), 64)
+    pool = KvCachePool.from_layout(layout_of(32), 64)
+    module, cls = where(transport)
+    with getattr(import_module(module), cls)("reader") as reader:
+        reader.register(pool)
+        counts, reused = race(source, reader, pool, reads, 4)
+    source.end()
+    return {"transport": transport, "reads": reads, "blocks_reused": reused, **counts}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transport", default="nixl", help="nixl, mooncake or both, with a comma")
+    parser.add_argument("--kib", default="512,32,128,2048", help="sizes of pages in KiB, of 32, 128, 512 and 2048")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--reads", type=int, default=10_000, help="reads of the race; 0 leaves it out")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = {"rows": [], "races": []}
+    print(f"{'transport':10} {'KiB':>5} {'pages':>5} {'GiB/s':>6} {'memcpy':>6} {'share':>5}")
+    for transport in options.transport.split(","):
+        for kib in map(int, options.kib.split(",")):
+            for row in shares(transport, kib, options.rounds):
+                found["rows"].append(row)
+                read, copied = row["read_gib_per_s"], row["memcpy_gib_per_s"]
+                print(
+                    f"{transport:10} {kib:5} {row['pages']:5} {read:6.2f} {copied:6.2f} {row['share']:5.2f}", flush=True
+                )
+        if options.reads:
+            counts = races(transport, options.reads)
+            found["races"].append(counts)
+            print(f"race: {json.dumps(counts)}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
