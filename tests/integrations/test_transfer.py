@@ -21,9 +21,14 @@ from pagepool.integrations.transfer import (
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A list with the time of all transfers, which stands still until a test sets it."""
+    """A list with the time of all transfers, which stands still until a test sets it or a call waits."""
     now = [1000.0]
+
+    def wait(seconds):
+        now[0] += 1
+
     monkeypatch.setattr(protocol, "monotonic", lambda: now[0])
+    monkeypatch.setattr(protocol, "sleep", wait)
     return now
 
 
@@ -385,3 +390,13 @@ def test_close_ends_everything_and_leaves_nothing(pair):
     reader.pool.allocator.check(others=2)
     source.pool.allocator.check(others=6)
     reader.pool.close()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_close_waits_for_what_is_under_way_as_long_as_that_has_time(pair, clock, stopped):
+    source, reader = pair
+    reader.read(source.offer([0]).ticket, reader.pool.allocator.allocate_n(1))
+    reader.stopped = stopped
+    reader.close()
+    assert reader.references() == [] and clock[0] == 1000 + (10 if stopped else 1)
+    assert (reader.pool.page(0)[0] == 100) is not stopped

@@ -37,7 +37,8 @@ class TransferMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.clock, protocol.monotonic = protocol.monotonic, lambda: self.now
+        self.clock, self.sleep = protocol.monotonic, protocol.sleep
+        protocol.monotonic, protocol.sleep = lambda: self.now, self.wait
         self.pools = [KvCachePool.from_layout(LAYOUT, 5) for _ in range(2)]
         self.generations = BlockGenerations(self.pools[0].allocator)
         self.held, self.half_written = [], []  # blocks of the source; of the latter only half a page is written
@@ -45,6 +46,9 @@ class TransferMachine(RuleBasedStateMachine):
         self.reads = {}  # number: (ticket, blocks)
         self.accepted = self.would_be_wrong = 0
         self.mine = {}  # blocks that the reader has filled itself: what is in them
+
+    def wait(self, seconds):
+        self.now += 1
 
     @initialize()
     def begin(self):
@@ -63,7 +67,7 @@ class TransferMachine(RuleBasedStateMachine):
             self.reads.clear()
             self.pools_are_sound()
         finally:
-            protocol.monotonic = self.clock
+            protocol.monotonic, protocol.sleep = self.clock, self.sleep
 
     @rule(n=NUMBER)
     def source_takes(self, n):
