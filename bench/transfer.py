@@ -1,6 +1,6 @@
 """Pages from one process's pool into another's, beside memcpy page by page in the same process and round.
 
-    python bench/transfer.py [--transport nixl,mooncake] [--rounds 30] [--reads 10000] [--json FILE]
+    python bench/transfer.py [--rounds 30] [--reads 10000] [--json FILE]
 
 First the pages of one read, of 512 KiB and other sizes, from scattered blocks into scattered blocks: from `read` until
 `poll` has returned them, generations checked. A share is memcpy's time over that, as the median over the rounds, in
@@ -28,7 +28,7 @@ from transfer_source import SourceProcess, race, words_of
 
 from pagepool import KvCachePool, KvLayout
 
-CLASSES = {"nixl": "NixlTransfer", "mooncake": "MooncakeTransfer"}
+WHERE = ("pagepool.integrations.transfer.nixl", "NixlTransfer")
 # Layers of 8 heads of 64 dims in bfloat16: 32 KiB a layer.
 LAYERS = {32: 1, 128: 4, 512: 16, 2048: 64}
 PAGES = (1, 4, 16, 64, 256)
@@ -39,19 +39,15 @@ def layout_of(kib):
     return KvLayout(num_layers=LAYERS[kib], num_kv_heads=8, head_dim=64)
 
 
-def where(transport):
-    return f"pagepool.integrations.transfer.{transport}", CLASSES[transport]
-
-
-def shares(transport, kib, rounds):
+def shares(kib, rounds):
     """One row for each number of pages: medians of the share and of both rates in GiB/s."""
     num_blocks = POOL_BYTES // (kib << 10)
-    source = SourceProcess(*where(transport), layout_of(kib), num_blocks)
+    source = SourceProcess(*WHERE, layout_of(kib), num_blocks)
     pool = KvCachePool.from_layout(layout_of(kib), num_blocks)
     words = words_of(pool)
     words[:] = 1  # committed before anything is timed
     choose = random.Random(1)
-    module, cls = where(transport)
+    module, cls = WHERE
     with getattr(import_module(module), cls)("reader") as reader:
         reader.register(pool)
         reader.meet(source.describe())
@@ -59,7 +55,6 @@ def shares(transport, kib, rounds):
             pairs = [once(source, reader, pool, words, choose, pages) for _ in range(rounds + 3)][3:]
             size = pages * (kib << 10) / 2**30
             yield {
-                "transport": transport,
                 "page_kib": kib,
                 "pages": pages,
                 "share": statistics.median(copied / read for read, copied in pairs),
@@ -88,40 +83,35 @@ def once(source, reader, pool, words, choose, pages):
     return read, time.perf_counter() - began
 
 
-def races(transport, reads):
+def races(reads):
     """The counts of `race`, pages of 32 KiB, 4 in a read."""
-    source = SourceProcess(*where(transport), layout_of(32), 64)
+    source = SourceProcess(*WHERE, layout_of(32), 64)
     pool = KvCachePool.from_layout(layout_of(32), 64)
-    module, cls = where(transport)
+    module, cls = WHERE
     with getattr(import_module(module), cls)("reader") as reader:
         reader.register(pool)
         counts, reused = race(source, reader, pool, reads, 4)
     source.end()
-    return {"transport": transport, "reads": reads, "blocks_reused": reused, **counts}
+    return {"reads": reads, "blocks_reused": reused, **counts}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--transport", default="nixl", help="nixl, mooncake or both, with a comma")
     parser.add_argument("--kib", default="512,32,128,2048", help="sizes of pages in KiB, of 32, 128, 512 and 2048")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--reads", type=int, default=10_000, help="reads of the race; 0 leaves it out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {"rows": [], "races": []}
-    print(f"{'transport':10} {'KiB':>5} {'pages':>5} {'GiB/s':>6} {'memcpy':>6} {'share':>5}")
-    for transport in options.transport.split(","):
-        for kib in map(int, options.kib.split(",")):
-            for row in shares(transport, kib, options.rounds):
-                found["rows"].append(row)
-                read, copied = row["read_gib_per_s"], row["memcpy_gib_per_s"]
-                print(
-                    f"{transport:10} {kib:5} {row['pages']:5} {read:6.2f} {copied:6.2f} {row['share']:5.2f}", flush=True
-                )
-        if options.reads:
-            counts = races(transport, options.reads)
-            found["races"].append(counts)
-            print(f"race: {json.dumps(counts)}", flush=True)
+    found = {"rows": [], "race": None}
+    print(f"{'KiB':>5} {'pages':>5} {'GiB/s':>6} {'memcpy':>6} {'share':>5}")
+    for kib in map(int, options.kib.split(",")):
+        for row in shares(kib, options.rounds):
+            found["rows"].append(row)
+            read, copied = row["read_gib_per_s"], row["memcpy_gib_per_s"]
+            print(f"{kib:5} {row['pages']:5} {read:6.2f} {copied:6.2f} {row['share']:5.2f}", flush=True)
+    if options.reads:
+        found["race"] = races(options.reads)
+        print(f"race: {json.dumps(found['race'])}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
