@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from pagepool.output import show
 from pagepool.replay.cluster import Cluster
-from pagepool.replay.output import show
 from pagepool.replay.report import footer, percentiles, ratio
 
 __all__ = ["cluster_results", "print_cluster"]
