@@ -216,10 +216,8 @@ class Router:
         row = token_row(tokens)
         with self._lock:
             names = self._block_names(row, cache_salt, extra_keys)
-            lengths, stale = self._lengths(names)
-            if self._heard.max() == NEVER:
-                raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
-            best = self._best(stale, lengths)
+            lengths = self._lengths(names)
+            best = self._best(lengths)
             forecast = int(lengths[best]) * self.block_size
             self._counts["choices"] += 1
             self._chosen[best] = self._counts["choices"]
@@ -234,7 +232,7 @@ class Router:
         This is for whoever moves pages between workers. Arguments as in `choose`.
         """
         with self._lock:
-            lengths, _ = self._lengths(self._block_names(token_row(tokens), cache_salt, extra_keys))
+            lengths = self._lengths(self._block_names(token_row(tokens), cache_salt, extra_keys))
             has = [known for known in self._workers.values() if lengths[known.number]]
             return {known.name: int(lengths[known.number]) * self.block_size for known in has}
 
@@ -279,14 +277,14 @@ class Router:
         # A worker computes at least the last token, so that a block that ends with it does not count.
         return name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
 
-    def _lengths(self, names: bytes) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """By number of worker: the blocks of a prompt that it has, and whether it was not heard of for too long."""
+    def _lengths(self, names: bytes) -> NDArray[np.int32]:
+        """The blocks of a prompt that each worker has, by number: none when it was not heard of for too long."""
         lengths = self._directories[0].prefix_lengths(names)
         for directory in self._directories[1:]:
-            np.maximum(lengths, directory.prefix_lengths(names), out=lengths)
-        stale = self._heard < self._clock() - self.max_staleness
-        lengths[stale] = 0
-        return lengths, stale
+            if len(directory):
+                np.maximum(lengths, directory.prefix_lengths(names), out=lengths)
+        lengths[self._heard < self._clock() - self.max_staleness] = 0
+        return lengths
 
     def _expect(self, number: int, names: bytes) -> None:
         """The worker will hold these blocks before it says so: prompts that begin alike stay together meanwhile."""
@@ -308,17 +306,20 @@ class Router:
         self._heard[known.number] = self._clock()
         self._load[known.number], self._room[known.number] = load + sum(known.on_way), room
 
-    def _best(self, stale: NDArray[np.bool_], lengths: NDArray[np.int32]) -> int:
-        """The number of the worker that comes first."""
-        left = np.flatnonzero(self._heard > NEVER)
-        left = left[stale[left] == stale[left].min()]
-        ahead = self._load[left] - self._load[left].min()
-        left = left[ahead <= self.max_imbalance + lengths[left].astype(np.int64) * self.block_size]
+    def _best(self, lengths: NDArray[np.int32]) -> int:
+        """The number of the worker that comes first. Raises `PoolError` when there is none."""
+        left = (self._heard >= self._clock() - self.max_staleness).nonzero()[0]
+        if not len(left):
+            left = (self._heard > NEVER).nonzero()[0]
+        if not len(left):
+            raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
+        load = self._load[left]
+        left = left[load - lengths[left] * np.int64(self.block_size) <= load.min() + self.max_imbalance]
         for key in (-lengths, self._load, -self._room, self._chosen):
-            values = key[left]
-            left = left[values == values.min()]
             if len(left) == 1:
                 break
+            values = key[left]
+            left = left[values == values.min()]
         return int(left[0])
 
     def stats(self) -> dict[str, int]:
