@@ -24,8 +24,9 @@ class PagepoolCollector:
     of blocks that are in use and not evictable, from 0 to 1), `pagepool:kv_blocks` (by state: used, evictable, free),
     `pagepool:kv_bytes`, `pagepool:states`, `pagepool:peak`. Counters: `pagepool:num_preemptions`; in blocks
     `pagepool:prefix_cache_queries`, `pagepool:prefix_cache_hits`, `pagepool:prefix_cache_evictions`; of routers
-    `pagepool:router_choices`, `pagepool:router_forecast_error_tokens` (by direction: over, under), of
-    `pagepool:router_found_tokens`, and `pagepool:router_snapshots`. The label `pool`, `cache` or `router` is the name. Raises `ImportError` when prometheus_client is not installed.
+    `pagepool:router_choices`, `pagepool:router_snapshots`, in tokens `pagepool:router_found_tokens` and
+    `pagepool:router_forecast_error_tokens` (by direction: over, under). The label `pool`, `cache` or `router` is the
+    name. Raises `ImportError` when prometheus_client is not installed.
 
     >>> from prometheus_client import CollectorRegistry, generate_latest
     >>> from pagepool import BlockAllocator

@@ -104,8 +104,8 @@ class Router:
         self._lock = Lock()
         self._workers: dict[Hashable, _Worker] = {}
         self._places: list[Any] = [None] * self.max_workers  # their workers, by number
-        # What workers have said that they hold; what they will soon hold of prompts that were sent to them, of late and
-        # of before. `_expect` drops the last one, so that an expectation lasts for max_staleness, twice at most.
+        # What workers have said that they hold; and what they will soon hold of prompts that were sent to them, of late
+        # and of before: see _age.
         self._directories = [PrefixDirectory(self.max_workers) for _ in range(3)]
         self._aged = clock()
         # By number of worker. A place without a worker was never heard of.
@@ -216,14 +216,17 @@ class Router:
         row = token_row(tokens)
         with self._lock:
             names = self._block_names(row, cache_salt, extra_keys)
-            lengths = self._lengths(names)
+            self._age()
+            held = self._directories[0].prefix_lengths(names)
+            lengths = self._with_expected(held, names)
             best = self._best(lengths)
             forecast = int(lengths[best]) * self.block_size
             self._counts["choices"] += 1
             self._chosen[best] = self._counts["choices"]
             self._load[best] += len(row) - forecast
             self._places[best].on_way.append(len(row) - forecast)
-            self._expect(best, names)
+            if 16 * held[best] < len(names):  # what it will soon hold: prompts that begin alike stay together meanwhile
+                self._directories[1].add(best, names)
             return Choice(self._places[best].name, forecast)
 
     def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Any, int]:
@@ -232,7 +235,8 @@ class Router:
         This is for whoever moves pages between workers. Arguments as in `choose`.
         """
         with self._lock:
-            lengths = self._lengths(self._block_names(token_row(tokens), cache_salt, extra_keys))
+            names = self._block_names(token_row(tokens), cache_salt, extra_keys)
+            lengths = self._with_expected(self._directories[0].prefix_lengths(names), names)
             has = [known for known in self._workers.values() if lengths[known.number]]
             return {known.name: int(lengths[known.number]) * self.block_size for known in has}
 
@@ -277,22 +281,19 @@ class Router:
         # A worker computes at least the last token, so that a block that ends with it does not count.
         return name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
 
-    def _lengths(self, names: bytes) -> NDArray[np.int32]:
-        """The blocks of a prompt that each worker has, by number: none when it was not heard of for too long."""
-        lengths = self._directories[0].prefix_lengths(names)
+    def _with_expected(self, held: NDArray[np.int32], names: bytes) -> NDArray[np.int32]:
+        """The blocks of a prompt that each worker has or will have: none if it was not heard of for too long."""
+        lengths = held
         for directory in self._directories[1:]:
             if len(directory):
-                np.maximum(lengths, directory.prefix_lengths(names), out=lengths)
-        lengths[self._heard < self._clock() - self.max_staleness] = 0
-        return lengths
+                lengths = np.maximum(lengths, directory.prefix_lengths(names))
+        return np.where(self._heard < self._clock() - self.max_staleness, np.int32(0), lengths)
 
-    def _expect(self, number: int, names: bytes) -> None:
-        """The worker will hold these blocks before it says so: prompts that begin alike stay together meanwhile."""
-        now = self._clock()
-        if now - self._aged >= self.max_staleness:
-            self._aged = now
+    def _age(self) -> None:
+        """Forgets what was expected for max_staleness, twice at most."""
+        if self._clock() - self._aged >= self.max_staleness:
+            self._aged = self._clock()
             self._directories = [self._directories[0], PrefixDirectory(self.max_workers), self._directories[1]]
-        self._directories[1].add(number, names)
 
     def _clear(self, number: int) -> None:
         for directory in self._directories:
