@@ -18,12 +18,15 @@ class PagepoolCollector:
     scheduler  a `Scheduler`, or None
     pools      name -> `KvCachePool`, `BlockAllocator` or `SsmStatePool`
     caches     name -> `PrefixCache`
+    routers    name -> `Router`
 
     Gauges: `pagepool:num_requests_running`, `pagepool:num_requests_waiting`, `pagepool:kv_cache_usage_perc` (the share
     of blocks that are in use and not evictable, from 0 to 1), `pagepool:kv_blocks` (by state: used, evictable, free),
     `pagepool:kv_bytes`, `pagepool:states`, `pagepool:peak`. Counters: `pagepool:num_preemptions`; in blocks
-    `pagepool:prefix_cache_queries`, `pagepool:prefix_cache_hits`, `pagepool:prefix_cache_evictions`. The label `pool`
-    or `cache` is the name. Raises `ImportError` when prometheus_client is not installed.
+    `pagepool:prefix_cache_queries`, `pagepool:prefix_cache_hits`, `pagepool:prefix_cache_evictions`; of routers
+    `pagepool:router_choices`, `pagepool:router_snapshots`, in tokens `pagepool:router_found_tokens` and
+    `pagepool:router_forecast_error_tokens` (by direction: over, under). The label `pool`, `cache` or `router` is the
+    name. Raises `ImportError` when prometheus_client is not installed.
 
     >>> from prometheus_client import CollectorRegistry, generate_latest
     >>> from pagepool import BlockAllocator
@@ -39,17 +42,20 @@ class PagepoolCollector:
         scheduler: Any = None,
         pools: Mapping[str, Any] | None = None,
         caches: Mapping[str, Any] | None = None,
+        routers: Mapping[str, Any] | None = None,
     ) -> None:
         self._families = import_module("prometheus_client.core")
         self._scheduler = scheduler
         self._pools = dict(pools or {})
         self._caches = dict(caches or {})
+        self._routers = dict(routers or {})
 
     def collect(self) -> Iterator[Any]:
         """The metric families; prometheus_client calls this at each scrape."""
         yield from self._of_scheduler()
         yield from self._of_pools()
         yield from self._of_caches()
+        yield from self._of_routers()
 
     def _of_scheduler(self) -> Iterator[Any]:
         if self._scheduler is None:
@@ -99,3 +105,25 @@ class PagepoolCollector:
                 family.add_metric([name], figures[name][key])
             if figures:
                 yield family
+
+    def _of_routers(self) -> Iterator[Any]:
+        counter = self._families.CounterMetricFamily
+        meanings = {
+            "router_choices": ("choices", "Prompts that were sent to a worker."),
+            "router_found_tokens": ("found_tokens", "Tokens that workers found cached."),
+            "router_snapshots": ("snapshots", "Snapshots that were restored."),
+        }
+        figures = {name: router.stats() for name, router in self._routers.items()}
+        for metric, (key, meaning) in meanings.items() if figures else ():
+            family = counter(f"pagepool:{metric}", meaning, labels=["router"])
+            for name in figures:
+                family.add_metric([name], figures[name][key])
+            yield family
+        errors = counter(
+            "pagepool:router_forecast_error_tokens", "Tokens forecast and found, apart.", labels=["router", "direction"]
+        )
+        for name in figures:
+            errors.add_metric([name, "over"], figures[name]["overestimated"])
+            errors.add_metric([name, "under"], figures[name]["underestimated"])
+        if figures:
+            yield errors

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -50,6 +51,8 @@ class _Worker:
     number: int
     epoch: int
     next_sequence: int = 1
+    received: int = 0  # choices that its load includes
+    on_way: deque[int] = field(default_factory=deque)  # tokens of each later choice
 
 
 class Router:
@@ -57,7 +60,8 @@ class Router:
 
     block_size     tokens per block, from 1 to 1,024, as the caches have it
     max_workers    how many workers there may be at a time, up to 65,536; a block takes 32 to 64 bytes with up to 64
-    max_imbalance  tokens: a worker with so much more load than another one is passed over, whatever it has cached
+    max_imbalance  tokens: a worker is passed over that has so much more load than another one, and what it has cached
+                   of the prompt on top of it
     max_staleness  seconds: the prefixes of a worker count for so long after its last `update` or `restore`
     clock          returns the time in seconds
 
@@ -100,32 +104,43 @@ class Router:
         self._lock = Lock()
         self._workers: dict[Hashable, _Worker] = {}
         self._places: list[Any] = [None] * self.max_workers  # their workers, by number
-        # What workers have said that they hold; what they will soon hold of prompts that were sent to them, of late and
-        # of before. `_expect` drops the last one, so that an expectation lasts for max_staleness, twice at most.
+        # What workers have said that they hold; and what they will soon hold of prompts that were sent to them, of late
+        # and of before: see _age.
         self._directories = [PrefixDirectory(self.max_workers) for _ in range(3)]
         self._aged = clock()
         # By number of worker. A place without a worker was never heard of.
         self._heard = np.full(self.max_workers, NEVER)
-        self._load = np.zeros(self.max_workers, np.int64)  # as reported, and of choices since
+        self._load = np.zeros(self.max_workers, np.int64)  # as reported, and of choices on their way
         self._room = np.zeros(self.max_workers, np.int64)
         self._chosen = np.zeros(self.max_workers, np.int64)  # the number of the last choice
         self._counts = dict.fromkeys(COUNTS, 0)
 
-    def update(self, worker: Hashable, epoch: int, events: Sequence[PrefixEvent], *, load: int, room: int) -> None:
+    def update(
+        self,
+        worker: Hashable,
+        epoch: int,
+        events: Sequence[PrefixEvent],
+        *,
+        load: int,
+        room: int,
+        received: int | None = None,
+    ) -> None:
         """Takes in what a worker says of itself: changes of its cache, its load and its room.
 
-        worker  its name, any that can be a key of a dict; a new one is added
-        epoch   higher after each restart
-        events  in order, as drained; none is a sign of life
-        load    tokens that it has to compute: queued and running
-        room    blocks that are free
+        worker    its name, any that can be a key of a dict; a new one is added
+        epoch     higher after each restart
+        events    in order, as drained; none is a sign of life
+        load      tokens that it has to compute: queued and running
+        room      blocks that are free
+        received  how many choices of this router it has received in this epoch: later ones are added to its load. None:
+                  all of them
 
         Raises `PoolError` when an event was lost, and when there are `max_workers` other workers; nothing changes then.
         After a lost event send a snapshot to `restore`.
         """
         if not isinstance(events, Sequence) or not all(isinstance(event, PrefixEvent) for event in events):
             raise wrong("events", "a list of PrefixEvent", events)
-        load, room = integer("load", load, 0, MAX_NUMBER), integer("room", room, 0, MAX_NUMBER)
+        reported = _reported(load, room, received)
         with self._lock:
             known = self._known(worker, integer("epoch", epoch))
             if known is None:
@@ -150,17 +165,27 @@ class Router:
                     self._clear(known.number)
             self._counts["events"] += len(fresh)
             known.next_sequence += len(fresh)
-            self._hear(known, load, room)
+            self._hear(known, *reported)
 
-    def restore(self, worker: Hashable, epoch: int, snapshot: PrefixSnapshot, *, load: int, room: int) -> None:
+    def restore(
+        self,
+        worker: Hashable,
+        epoch: int,
+        snapshot: PrefixSnapshot,
+        *,
+        load: int,
+        room: int,
+        received: int | None = None,
+    ) -> None:
         """Replaces what is known of a worker's cache by a snapshot of it. Other arguments and errors as in `update`.
 
         A snapshot that is older than what is known changes nothing. Raises `PoolError` for one that was cut short.
         """
         check_snapshot(snapshot)
-        load, room = integer("load", load, 0, MAX_NUMBER), integer("room", room, 0, MAX_NUMBER)
+        reported = _reported(load, room, received)
         names = [event.name for event in snapshot.stored]
-        if odd := next((name for name in names if len(name) != NAME_BYTES["stored"]), None):
+        odd = next((name for name in names if len(name) != NAME_BYTES["stored"]), None)
+        if odd is not None:
             raise ValueError(f"a stored block has a name of {NAME_BYTES['stored']} bytes, not {len(odd)}")
         with self._lock:
             known = self._known(worker, integer("epoch", epoch))
@@ -169,7 +194,7 @@ class Router:
             self._directories[0].replace(known.number, b"".join(names))
             known.next_sequence = snapshot.next_sequence
             self._counts["snapshots"] += 1
-            self._hear(known, load, room)
+            self._hear(known, *reported)
 
     def remove_worker(self, worker: Hashable) -> None:
         """Forgets a worker. Raises `KeyError` for one that is not known."""
@@ -191,15 +216,17 @@ class Router:
         row = token_row(tokens)
         with self._lock:
             names = self._block_names(row, cache_salt, extra_keys)
-            lengths, stale = self._lengths(names)
-            if self._heard.max() == NEVER:
-                raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
-            best = self._best(stale, lengths)
+            self._age()
+            held = self._directories[0].prefix_lengths(names)
+            lengths = self._with_expected(held, names)
+            best = self._best(lengths)
             forecast = int(lengths[best]) * self.block_size
             self._counts["choices"] += 1
             self._chosen[best] = self._counts["choices"]
             self._load[best] += len(row) - forecast
-            self._expect(best, names)
+            self._places[best].on_way.append(len(row) - forecast)
+            if 16 * held[best] < len(names):  # what it will soon hold: prompts that begin alike stay together meanwhile
+                self._directories[1].add(best, names)
             return Choice(self._places[best].name, forecast)
 
     def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Any, int]:
@@ -208,7 +235,8 @@ class Router:
         This is for whoever moves pages between workers. Arguments as in `choose`.
         """
         with self._lock:
-            lengths, _ = self._lengths(self._block_names(token_row(tokens), cache_salt, extra_keys))
+            names = self._block_names(token_row(tokens), cache_salt, extra_keys)
+            lengths = self._with_expected(self._directories[0].prefix_lengths(names), names)
             has = [known for known in self._workers.values() if lengths[known.number]]
             return {known.name: int(lengths[known.number]) * self.block_size for known in has}
 
@@ -244,7 +272,8 @@ class Router:
             self._places[free] = known
         elif epoch > known.epoch:
             self._clear(known.number)
-            known.epoch, known.next_sequence = epoch, 1
+            known.epoch, known.next_sequence, known.received = epoch, 1, 0
+            known.on_way.clear()
             self._counts["epochs"] += 1
         return known if epoch == known.epoch else None
 
@@ -252,46 +281,46 @@ class Router:
         # A worker computes at least the last token, so that a block that ends with it does not count.
         return name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
 
-    def _lengths(self, names: bytes) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """By number of worker: the blocks of a prompt that it has, and whether it was not heard of for too long."""
-        lengths = self._directories[0].prefix_lengths(names)
+    def _with_expected(self, held: NDArray[np.int32], names: bytes) -> NDArray[np.int32]:
+        """The blocks of a prompt that each worker has or will have: none if it was not heard of for too long."""
+        lengths = held
         for directory in self._directories[1:]:
-            np.maximum(lengths, directory.prefix_lengths(names), out=lengths)
-        stale = self._heard < self._clock() - self.max_staleness
-        lengths[stale] = 0
-        return lengths, stale
+            if len(directory):
+                lengths = np.maximum(lengths, directory.prefix_lengths(names))
+        return np.where(self._heard < self._clock() - self.max_staleness, np.int32(0), lengths)
 
-    def _expect(self, number: int, names: bytes) -> None:
-        """The worker will hold these blocks before it says so: prompts that begin alike stay together meanwhile."""
-        now = self._clock()
-        if now - self._aged >= self.max_staleness:
-            self._aged = now
+    def _age(self) -> None:
+        """Forgets what was expected for max_staleness, twice at most."""
+        if self._clock() - self._aged >= self.max_staleness:
+            self._aged = self._clock()
             self._directories = [self._directories[0], PrefixDirectory(self.max_workers), self._directories[1]]
-        self._directories[1].add(number, names)
 
     def _clear(self, number: int) -> None:
         for directory in self._directories:
             directory.clear(number)
 
-    def _hear(self, known: _Worker, load: int, room: int) -> None:
+    def _hear(self, known: _Worker, load: int, room: int, received: int | None) -> None:
+        while known.on_way and (received is None or known.received < received):
+            known.on_way.popleft()
+            known.received += 1
+        known.received = max(known.received, received or 0)
         self._heard[known.number] = self._clock()
-        self._load[known.number], self._room[known.number] = load, room
+        self._load[known.number], self._room[known.number] = load + sum(known.on_way), room
 
-    def _best(self, stale: NDArray[np.bool_], lengths: NDArray[np.int32]) -> int:
-        """The number of the worker that comes first."""
-        left = np.flatnonzero(self._heard > NEVER)
-        for key, slack in (
-            (stale, 0),
-            (self._load, self.max_imbalance),
-            (-lengths, 0),
-            (self._load, 0),
-            (-self._room, 0),
-            (self._chosen, 0),
-        ):
-            values = key[left]
-            left = left[values <= values.min() + slack]
+    def _best(self, lengths: NDArray[np.int32]) -> int:
+        """The number of the worker that comes first. Raises `PoolError` when there is none."""
+        left = (self._heard >= self._clock() - self.max_staleness).nonzero()[0]
+        if not len(left):
+            left = (self._heard > NEVER).nonzero()[0]
+        if not len(left):
+            raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
+        load = self._load[left]
+        left = left[load - lengths[left] * np.int64(self.block_size) <= load.min() + self.max_imbalance]
+        for key in (-lengths, self._load, -self._room, self._chosen):
             if len(left) == 1:
                 break
+            values = key[left]
+            left = left[values == values.min()]
         return int(left[0])
 
     def stats(self) -> dict[str, int]:
@@ -312,3 +341,8 @@ class Router:
             size = sum(directory.nbytes for directory in self._directories)
             now = {"workers": len(heard), "stale": stale, "blocks": len(self._directories[0]), "bytes": size}
             return {**now, **self._counts}
+
+
+def _reported(load: int, room: int, received: int | None) -> tuple[int, int, int | None]:
+    count = None if received is None else integer("received", received, 0)
+    return integer("load", load, 0, MAX_NUMBER), integer("room", room, 0, MAX_NUMBER), count

@@ -85,11 +85,9 @@ cdef class PrefixDirectory:
 
     def add(self, int cache, bytes names not None):
         """The cache holds these prefixes; those that it held already stay."""
-        cdef int64_t n = self.see(cache, names), i
-        cdef const uint64_t *name = <const uint64_t *>PyBytes_AS_STRING(names)
+        cdef int64_t n = self.see(cache, names)
         self.reserve(n)
-        for i in range(n):
-            self.c_add(cache, name + 2 * i)
+        self.c_add_all(cache, <const uint64_t *>PyBytes_AS_STRING(names), n)
 
     def remove(self, int cache, bytes names not None):
         """The cache holds these prefixes no longer; others it did not hold."""
@@ -102,8 +100,11 @@ cdef class PrefixDirectory:
 
     def clear(self, int cache):
         """The cache holds nothing. Takes a look at every row."""
-        cdef int64_t at = 0
         self.see(cache, b"")
+        self.c_clear(cache)
+
+    cdef void c_clear(self, int cache) noexcept nogil:
+        cdef int64_t at = 0
         # Closing a gap moves rows from behind into it, so that the row is looked at again; rows that come around the
         # table's end have lost the bit already.
         while self.counts[cache] and at < self.room:
@@ -112,9 +113,10 @@ cdef class PrefixDirectory:
 
     def replace(self, int cache, bytes names not None):
         """The cache holds these prefixes and no others."""
-        self.reserve(self.see(cache, names))
-        self.clear(cache)
-        self.add(cache, names)
+        cdef int64_t n = self.see(cache, names)
+        self.reserve(n)
+        self.c_clear(cache)
+        self.c_add_all(cache, <const uint64_t *>PyBytes_AS_STRING(names), n)
 
     def prefix_lengths(self, bytes names not None):
         """For each cache how many of these prefixes, from the first on, it holds without a gap: int32 (num_caches,)."""
@@ -129,8 +131,7 @@ cdef class PrefixDirectory:
         if num_caches % 64:
             holders[self.words - 1] = (<uint64_t>1 << (num_caches % 64)) - 1
         for i in range(n):
-            if i + AHEAD < n and self.room:
-                __builtin_prefetch(self.c_row(self.c_home(name + 2 * (i + AHEAD))))
+            self.c_prefetch(name, i + AHEAD, n)
             at = self.c_find(name + 2 * i)
             left = 0
             for word in range(self.words):
@@ -189,6 +190,16 @@ cdef class PrefixDirectory:
             if not c_none(before + at * row + 2, self.words):
                 memcpy(self.c_row(self.c_place(before + at * row)), before + at * row, row * sizeof(uint64_t))
         PyMem_Free(before)
+
+    cdef void c_add_all(self, int cache, const uint64_t *names, int64_t n) noexcept nogil:
+        cdef int64_t i
+        for i in range(n):
+            self.c_prefetch(names, i + AHEAD, n)
+            self.c_add(cache, names + 2 * i)
+
+    cdef void c_prefetch(self, const uint64_t *names, int64_t i, int64_t n) noexcept nogil:
+        if i < n and self.room:
+            __builtin_prefetch(self.c_row(self.c_home(names + 2 * i)))
 
     cdef void c_add(self, int cache, const uint64_t *name) noexcept nogil:
         cdef uint64_t *row = self.c_row(self.c_place(name))

@@ -86,7 +86,8 @@ class Inbox:
 class Worker(Replay):
     """An engine of the cluster: its replay takes requests from an inbox, and knows what it has still to compute.
 
-    load  tokens of prompts that are neither computed nor found in the cache, and one for each sequence that decodes
+    received  requests that it was sent
+    load      tokens of prompts that are neither computed nor found in the cache, and one for each sequence that decodes
     """
 
     def __init__(self, cluster: Cluster, config: SchedulerConfig, cost: CostModel, blocks: int, policy: str) -> None:
@@ -94,6 +95,7 @@ class Worker(Replay):
         self.prefixes = PrefixCache(allocator, config.block_size, policy, max_events=MAX_EVENTS)
         self.inbox = Inbox(cluster, self._take_pages)
         self._cluster = cluster
+        self.received = 0
         self._unread = 0
         self._decoding = 0
         self._new: set[int] = set()  # sequences that have not begun
@@ -113,6 +115,7 @@ class Worker(Replay):
 
     def send(self, item: _Item) -> None:
         """Put a request into the inbox."""
+        self.received += 1
         self._unread += self.trace.prompt[item[2]]
         self.inbox.push(item)
 
@@ -174,9 +177,10 @@ class Cluster:
         self._choices: dict[int, Choice] = {}  # request -> where it went, until it begins
         self._ready: list[tuple[int, int]] = []  # a heap: when a worker has ended a step or can begin one, its number
         self._next: list[int | None] = [None] * options.workers  # its earliest entry there; others are void
-        self._messages: list[tuple[int, int, int, list[PrefixEvent], int, int]] = []  # a heap: see _tell
+        self._messages: list[tuple[int, int, int, list[PrefixEvent], dict[str, int]]] = []  # a heap: see _tell
         self._link_free = [0] * options.workers  # when the link of a worker has sent everything
         self._sent = self._told = 0
+        self._last_sent = [0] * options.workers
         self._signed = 0  # when idle workers last gave a sign of life
 
     def run(self, *observers: Callable[[Cluster], Any]) -> None:
@@ -223,6 +227,7 @@ class Cluster:
         worker, moved, ready = self.workers[number], 0, arrival
         if self.options.link is not None:
             moved, ready = self._move(index, number, arrival, self.options.link)
+        self._last_sent[number] = self._sent
         worker.send((ready, self._sent, index, arrival, moved))
         if not worker.scheduler.has_work:
             self._wake(number, max(ready, worker.totals.time_us))
@@ -238,7 +243,7 @@ class Cluster:
             return (self._sent - 1) % len(workers)
         if route == "random":
             return self._random.randrange(len(workers))
-        return min(range(len(workers)), key=lambda number: workers[number].load)
+        return min(range(len(workers)), key=lambda number: (workers[number].load, self._last_sent[number]))
 
     def _move(self, index: int, number: int, arrival: int, link: Link) -> tuple[int, int]:
         """Moves pages for a request where that takes less time than to compute them: the tokens that will be there, and
@@ -280,12 +285,10 @@ class Cluster:
         """A worker sends the router what has changed in its cache, its load and its room."""
         if self.router is not None:
             worker = self.workers[number]
-            events, room = worker.prefixes.drain_events(), worker.prefixes.allocator.free_count
+            state = {"load": worker.load, "room": worker.prefixes.allocator.free_count, "received": worker.received}
+            events, time = worker.prefixes.drain_events(), self.now + self.options.staleness
             self._told += 1
-            heappush(
-                self._messages,
-                (self.now + self.options.staleness, self._told, number, events, worker.load, room),
-            )
+            heappush(self._messages, (time, self._told, number, events, state))
 
     def _deliver(self) -> None:
         """The router takes in all messages that have arrived by now, and signs of life of workers that have no work."""
@@ -295,9 +298,9 @@ class Cluster:
                 if following is None:
                     self._tell(number)
         while self.router is not None and self._messages and self._messages[0][0] <= self.now:
-            _, _, number, events, load, room = heappop(self._messages)
+            _, _, number, events, state = heappop(self._messages)
             try:
-                self.router.update(number, EPOCH, events, load=load, room=room)
+                self.router.update(number, EPOCH, events, **state)
             except PoolError:  # the log of events was too short for a step
                 snapshot = self.workers[number].prefixes.snapshot()
-                self.router.restore(number, EPOCH, snapshot, load=load, room=room)
+                self.router.restore(number, EPOCH, snapshot, **state)

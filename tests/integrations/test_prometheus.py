@@ -16,6 +16,7 @@ from pagepool import (
     StateLayout,
 )
 from pagepool.integrations.prometheus import PagepoolCollector
+from pagepool.integrations.router import Router
 
 
 def world():
@@ -72,3 +73,19 @@ def test_nothing_to_show_is_no_error():
     assert generate_latest(registry) == b""
     registry.register(PagepoolCollector(pools={"none": BlockAllocator(0)}))
     assert registry.get_sample_value("pagepool:kv_cache_usage_perc", {"pool": "none"}) == 0
+
+
+def test_the_forecast_error_of_a_router_is_a_metric():
+    router, registry = Router(4), CollectorRegistry()
+    registry.register(PagepoolCollector(routers={"front": router}))
+    router.update("a", 1, [], load=0, room=0)
+    router.choose(range(9))
+    for found in (3, 20):
+        router.report(router.choose(range(9)), found)  # 8 are expected since the first choice
+    name = {"router": "front"}
+    value = registry.get_sample_value
+    assert value("pagepool:router_choices_total", name) == 3
+    assert value("pagepool:router_found_tokens_total", name) == 23
+    assert value("pagepool:router_snapshots_total", name) == 0
+    error = "pagepool:router_forecast_error_tokens_total"
+    assert value(error, {**name, "direction": "over"}) == 5 and value(error, {**name, "direction": "under"}) == 12

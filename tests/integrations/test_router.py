@@ -168,12 +168,29 @@ def test_a_choice_is_load_until_the_worker_reports():
     assert [router.choose([number, 9, 9]).worker for number in (100, 200)] == ["b", "b"]
 
 
+def test_a_load_counts_what_is_on_its_way_to_the_worker():
+    router, workers, _ = router_of()
+    tell(router, workers["b"], load=1000)
+    tell(router, workers["c"], load=1000)
+    assert [router.choose([number] * 100).worker for number in range(3)] == ["a"] * 3
+    router.update(*workers["a"].message(), load=800, room=0, received=0)  # 300 tokens are on their way: 1,100
+    assert router.choose([9] * 10).worker == "b"
+    router.update(*workers["a"].message(), load=790, room=0, received=1)
+    assert router.choose([10] * 60).worker == "a"  # 990, and now 1,050
+    assert router.choose([11] * 10).worker == "c"
+    router.update(*workers["a"].message(), load=999, room=0)  # all that were sent
+    assert router.choose([12] * 500).worker == "a"
+    workers["a"].restart()
+    router.update(*workers["a"].message(), load=900, room=0, received=0)  # what was on its way is lost
+    assert router.choose([13]).worker == "a"
+
+
 def test_a_worker_far_ahead_of_the_others_is_passed_over():
     router, workers, _ = router_of(max_imbalance=100)
     workers["a"].cache.touch([1, 2])
-    tell(router, workers["a"], load=100)
-    assert router.choose([1, 2, 3]) == Same("a", 2)
-    tell(router, workers["a"], load=101)
+    tell(router, workers["a"], load=102)
+    assert router.choose([1, 2, 3]) == Same("a", 2)  # 100, and 2 that another one had to compute
+    tell(router, workers["a"], load=103)
     assert router.choose([1, 2, 3]) == Same("b", 0)
     tell(router, workers["b"], load=1)
     tell(router, workers["c"], load=1)
@@ -352,6 +369,11 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
             "load must be from 0 to 9007199254740992, not -1",
         ),
         (lambda r: r.update("a", 1, [], load=0, room=0.5), TypeError, "room must be an integer, not float: 0.5"),
+        (
+            lambda r: r.update("a", 1, [], load=0, room=0, received=-1),
+            ValueError,
+            "received must be at least 0, not -1",
+        ),
         (lambda r: r.update("a", None, [], load=0, room=0), TypeError, "epoch must be an integer, not None"),
         (
             lambda r: r.update("a", 1, [EVENT._replace(kind="lost")], load=0, room=0),

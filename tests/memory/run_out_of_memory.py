@@ -25,12 +25,15 @@ from pagepool import (
 )
 from pagepool.memory.batch import group_append
 from pagepool.memory.block_tables import append_batch, release_batch
+from pagepool.prefix.directory import PrefixDirectory
+from pagepool.prefix.events import name_row
 
 sys.path.insert(0, sys.argv[1])
 import foreign_prefix
 
 PROMPT = list(range(400))
 ROW = np.arange(400, dtype=np.int32)
+NAMES = name_row(range(800), 2, bytes(16))
 NO_MEMORY = 5
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
 # Prefill of so large heads wants more scratch than a thread keeps for its next call.
@@ -75,7 +78,8 @@ class World:
         self.cache.cache_blocks(PROMPT[:40], self.many)
         self.timed = PrefixCache(self.allocator, 4, "priority")
         self.timed.cache_blocks(PROMPT[:40], self.many, priority=7, ttl=5)
-
+        self.directory = PrefixDirectory(3)
+        self.directory.add(0, NAMES[:480])
         self.namespace = PrefixNamespace(self.cache)
         self.other_namespace = PrefixNamespace(self.cache, cache_salt="s")
         self.ids = np.array(self.many, np.int32)
@@ -103,9 +107,11 @@ class World:
         self.ssm.check()
         self.cache.check()
         self.timed.check()
+        self.directory.check()
         states = [(state.len, state.blocks) for state in self.states]
         counts = [self.allocator.ref_count(b) for b in range(110)]
-        return states, counts, self.allocator.free_count, self.ssm.free_count, bytes(memoryview(self.pool))
+        held = [self.directory.num_blocks(number) for number in range(3)]
+        return states, counts, self.allocator.free_count, self.ssm.free_count, held, bytes(memoryview(self.pool))
 
 
 def succeed(status):
@@ -186,6 +192,11 @@ OPERATIONS = {
     "reset of the cache": lambda world: world.cache.reset_prefix_cache(),
     "events": lambda world: world.cache.drain_events(),
     "snapshot": lambda world: world.cache.snapshot(),
+    "directory": lambda world: PrefixDirectory(100),
+    "directory that grows": lambda world: world.directory.add(1, NAMES),
+    "directory of a snapshot": lambda world: world.directory.replace(0, NAMES),
+    "look-up in a directory": lambda world: world.directory.prefix_lengths(NAMES),
+    "names": lambda world: name_row(PROMPT, 4, bytes(16)),
     "states of a layout": lambda world: SsmStatePool.from_layout(STATES, 3),
     "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
     "lend": lambda world: world.ssm.alloc(5000),
