@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-from pagepool.errors import refuse_copy
+from pagepool.errors import PoolError, refuse_copy
 
 __all__ = ["PrefixDirectory"]
 
@@ -150,19 +150,23 @@ cdef class PrefixDirectory:
         return found
 
     def check(self):
-        """Raises `AssertionError` when an equation above does not hold."""
+        """Raises `PoolError` when an equation above does not hold."""
         cdef int64_t at, rows = 0, cache
         counts = [0] * self.counts.shape[0]
         for at in range(self.room):
             if self.c_is_empty(at):
                 continue
             rows += 1
-            assert self.c_find(self.c_row(at)) == at, f"row {at} is not found"
+            if self.c_find(self.c_row(at)) != at:
+                raise PoolError(f"the name of row {at} of {self.room} is not found there")
             for cache in range(self.counts.shape[0]):
                 counts[cache] += self.c_row(at)[2 + cache // 64] >> (cache % 64) & 1
-        assert rows == self.num_rows, f"{rows} rows, {self.num_rows} counted"
-        assert counts == list(self.counts), f"{counts} blocks, {list(self.counts)} counted"
-        assert 4 * rows <= 3 * self.room, f"{rows} of {self.room} rows are taken"
+        if rows != self.num_rows:
+            raise PoolError(f"{rows} rows are taken, {self.num_rows} are counted")
+        if counts != list(self.counts):
+            raise PoolError(f"caches have {counts} blocks, {list(self.counts)} are counted")
+        if 4 * rows > 3 * self.room:
+            raise PoolError(f"{rows} of {self.room} rows are taken")
 
     cdef int64_t see(self, int cache, bytes names) except -1:
         """How many names these are."""
