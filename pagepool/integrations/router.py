@@ -135,8 +135,8 @@ class Router:
         received  how many choices of this router it has received in this epoch: later ones are added to its load. None:
                   all of them
 
-        Raises `PoolError` when an event was lost, and when there are `max_workers` other workers; nothing changes then.
-        After a lost event send a snapshot to `restore`.
+        Raises `PoolError` when an event was lost, and when there are `max_workers` other workers; nothing changes then,
+        but what was known of an earlier epoch is forgotten. After a lost event send a snapshot to `restore`.
         """
         if not isinstance(events, Sequence) or not all(isinstance(event, PrefixEvent) for event in events):
             raise wrong("events", "a list of PrefixEvent", events)
@@ -256,20 +256,19 @@ class Router:
             counts["overestimated" if error > 0 else "underestimated"] += abs(error)
 
     def check(self) -> None:
-        """Audits the table of blocks. Raises `AssertionError` when an equation does not hold. O(blocks)."""
+        """Audits the table of blocks. Raises `PoolError` when an equation does not hold. O(blocks)."""
         with self._lock:
             for directory in self._directories:
                 directory.check()
 
     def _known(self, worker: Hashable, epoch: int) -> _Worker | None:
-        """The record of a worker, a new one after a restart; None when the epoch is an earlier one."""
+        """The record of a worker; None when the epoch is an earlier one. A new worker has no place until `_hear`."""
         known = self._workers.get(worker)
         if known is None:
             if len(self._workers) == self.max_workers:
                 raise PoolError(f"worker {worker!r} is one more than the {self.max_workers} of max_workers")
             free = next(number for number in range(self.max_workers) if self._places[number] is None)
-            known = self._workers[worker] = _Worker(worker, free, epoch)
-            self._places[free] = known
+            known = _Worker(worker, free, epoch)
         elif epoch > known.epoch:
             self._clear(known.number)
             known.epoch, known.next_sequence, known.received = epoch, 1, 0
@@ -304,6 +303,7 @@ class Router:
             known.on_way.popleft()
             known.received += 1
         known.received = max(known.received, received or 0)
+        self._workers[known.name] = self._places[known.number] = known
         self._heard[known.number] = self._clock()
         self._load[known.number], self._room[known.number] = load + sum(known.on_way), room
 

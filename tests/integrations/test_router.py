@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixEvent, PrefixSnapshot
 from pagepool.integrations.router import Choice, Router
+from pagepool.prefix.events import prefix_names
+from pagepool.prefix.keys import root_key, root_name
 
 SALTS = (None, "a", 0)
 
@@ -260,6 +262,29 @@ def test_a_restart_empties_the_worker_and_what_comes_late_from_before_is_ignored
     worker.cache.touch([1, 2])
     tell(router, worker)  # numbered from 1 again: no snapshot is needed
     assert router.forecast([1, 2, 3]) == {"a": 2} and router.stats()["snapshots"] == 0
+
+
+def test_a_worker_whose_first_message_is_refused_takes_no_place():
+    router = Router(2, max_workers=1)
+    with pytest.raises(PoolError, match=r"^event 1 of worker 'a' was lost, here is 7"):
+        router.update("a", 1, [EVENT._replace(sequence=7)], load=0, room=0)
+    with pytest.raises(PoolError, match="there is none to choose"):
+        router.choose([1, 2, 3])
+    router.update("b", 1, [], load=0, room=0)
+    assert router.choose([1, 2, 3]).worker == "b"
+    with pytest.raises(PoolError, match="'a' is one more than the 1 of max_workers"):
+        router.update("a", 1, [], load=0, room=0)
+
+
+def test_what_a_worker_held_is_forgotten_with_its_epoch_though_the_first_message_of_the_next_is_refused():
+    router = Router(2)
+    name = prefix_names([1, 2], 2, root_name(root_key(None, ())))[0]
+    router.update("a", 1, [EVENT._replace(name=name)], load=0, room=0)
+    assert router.forecast([1, 2, 3]) == {"a": 2}
+    with pytest.raises(PoolError, match="was lost"):
+        router.update("a", 2, [EVENT._replace(sequence=7)], load=0, room=0)
+    assert router.forecast([1, 2, 3]) == {}
+    router.check()
 
 
 def test_a_lost_event_changes_nothing_and_a_snapshot_helps():
