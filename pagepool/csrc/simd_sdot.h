@@ -19,12 +19,13 @@ PP_INLINE pp_factor ints_spread(const float *words) { return vreinterpret_s32_f3
 
 PP_INLINE pp_ints ints_zero(void) { return vdupq_n_s32(0); }
 
-/* By its own instruction: clang before 16 has the intrinsic only where all of the file may use it. */
+/* In place, by its own instruction: clang before 16 has the intrinsic only in files that may use it everywhere.  In the
+ * order written, which needs 29 registers: GCC's scheduler needs more, and spills within loops. */
 PP_INLINE void ints_add_k(pp_ints *sums, const pp_ints *data, const pp_factor *factor) {
     PP_UNROLL for (int i = 0; i < INT_DATA; i++)
-        __asm__("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sums[i]) : "w"(data[i]), "w"(*factor));
+        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sums[i]) : "w"(data[i]), "w"(*factor));
     PP_UNROLL for (int i = 0; i < INT_DATA; i++)
-        __asm__("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sums[INT_DATA + i]) : "w"(data[i]), "w"(*factor));
+        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sums[INT_DATA + i]) : "w"(data[i]), "w"(*factor));
 }
 PP_INLINE void ints_add_v(pp_ints *sums, const pp_ints *data, const pp_factor *factor) {
     ints_add_k(sums, data, factor);
