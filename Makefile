@@ -19,7 +19,7 @@ FREE := build/free-threaded
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
 .PHONY: help demo demo-generate test test-torch test-models test-transfer load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
-	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
+	san-threads cross-compiler aarch64 run-aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -208,12 +208,22 @@ san-threads: build $(TSAN)/clib/libpagepool.a $(VENV)/.test  ## the tests of thr
 		--capture=sys $(addprefix tests/,$(THREAD_TESTS)))
 
 # Cross-compiled with warnings as errors; run under qemu-user when it is there. CI has root and apt: it installs both.
-aarch64: $(if $(CI),cross-compiler)  ## compile the C for aarch64 and run its program, where a cross compiler is installed
+aarch64: build $(if $(CI),cross-compiler)  ## compile the C for aarch64 and run it, where a cross compiler is installed
 	@if ! command -v $(AARCH64)-gcc >/dev/null; then \
 		echo "aarch64: skipped, $(AARCH64)-gcc is not installed (Debian: apt install gcc-aarch64-linux-gnu qemu-user)"; \
-	else $(MAKE) --no-print-directory build/aarch64/program && if command -v qemu-aarch64 >/dev/null; then \
-		qemu-aarch64 -L /usr/$(AARCH64) build/aarch64/program; else \
+	else $(MAKE) --no-print-directory $(AARCH64_PROGRAMS) && if command -v qemu-aarch64 >/dev/null; then \
+		$(MAKE) --no-print-directory run-aarch64; else \
 		echo "aarch64: compiled, not run: qemu-aarch64 is not installed (Debian: apt install qemu-user)"; fi; fi
+
+# A CPU without dot products of 8-bit integers and one with them: each gets its own kernels, with the bits of this
+# machine's in every 24th case, int8 and int4 of K and of V among them.
+run-aarch64:
+	$(CC) $(CAPI_FLAGS) tests/capi/quantised.c pagepool/lib/libpagepool.a -o build/aarch64/native-quantised -lm
+	@bits=$$(build/aarch64/native-quantised 24 | cut -d" " -f3) && for run in cortex-a53:neon max:neon_dotprod; do \
+		on="qemu-aarch64 -L /usr/$(AARCH64) -cpu $${run%:*}"; \
+		$$on build/aarch64/program && said=$$($$on build/aarch64/quantised 24) && echo "$$said" || exit 1; \
+		[ "$$said" = "ok $${run#*:} $$bits" ] || { \
+			echo "aarch64: $${run%:*} should have said: ok $${run#*:} $$bits"; exit 1; }; done
 
 cross-compiler:
 	@mkdir -p build
@@ -221,9 +231,13 @@ cross-compiler:
 		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y --no-install-recommends \
 		gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; } >build/apt.log 2>&1 || tail -n 1 build/apt.log
 
-build/aarch64/program: tests/capi/program.c $(CSRC) $(HEADERS)
+AARCH64_PROGRAMS := build/aarch64/program build/aarch64/quantised
+AARCH64_OBJECTS := $(CSRC:pagepool/csrc/%.c=build/aarch64/%.o)
+$(AARCH64_OBJECTS): build/aarch64/%.o: pagepool/csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror $< $(CSRC) -o $@ -lm
+	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror -c $< -o $@
+$(AARCH64_PROGRAMS): build/aarch64/%: tests/capi/%.c $(AARCH64_OBJECTS)
+	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror $^ -o $@ -lm
 
 # The sdist is unpacked once: its C, which knows nothing of Python, is compiled for the wheel and serves every Python.
 SHIPPED := $(shell find pagepool include -type f ! -name '*.so' ! -name '*.pyc' ! -name '*.a')

@@ -1,4 +1,5 @@
-/* cpu.c: picks the instruction set once, by what the CPU has (CPUID) and what the system saves (XCR0). */
+/* cpu.c: picks the instruction set once, by what the CPU has (CPUID) and what the system saves (XCR0), or by what the
+ * system says of both (the auxiliary vector of AArch64). */
 #include "pagepool/cpu.h"
 
 #include <stdatomic.h>
@@ -6,6 +7,12 @@
 #include <string.h>
 
 #include "kernels.h"
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+
+static int runs_dotprod(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+#endif
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -128,6 +135,7 @@ static const struct {
     {&pp_kernels_avx512, runs_avx512, always},
     {&pp_kernels_avx2, runs_avx2, always},
 #elif defined(__aarch64__)
+    {&pp_kernels_neon_dotprod, runs_dotprod, always},
     {&pp_kernels_neon, always, always},
 #endif
     {&pp_kernels_baseline, always, always},

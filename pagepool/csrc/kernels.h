@@ -207,7 +207,7 @@ extern const pp_kernels pp_kernels_avx2;
 extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;
 extern const pp_kernels pp_kernels_avx512_wide, pp_kernels_avx512_wide_bf16;
 #elif defined(__aarch64__)
-extern const pp_kernels pp_kernels_neon;
+extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 
 /* Those for mixed pages, if others are in use: these, or the ones that have the instructions for integers. */
