@@ -13,9 +13,11 @@
 enum { PP_PREFETCH_NONE, PP_PREFETCH_ONCE, PP_PREFETCH_TWICE };
 int pp_prefetch_mode(void);
 
-/* Whether a CPU that has AVX-512 does two fma of 512 bits in a cycle, by what CPUID says of it: leaf 0's name of the
- * maker, leaf 1's eax (Zen 1 and 2: family 0x17, Zen 3 and 4: 0x19, Zen 5: 0x1a). */
-int pp_has_wide_units(const char *maker, unsigned signature);
+#if defined(__x86_64__)
+/* The time of `whole` over that of `half`, which take turns: the least of each, as what else runs only adds.  By it the
+ * kernels for units of 512 bits are chosen, which take as long for 512 bits as for 256. */
+double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void));
+#endif
 
 /* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered kv head
  * by kv head, in it query token by query token, in it query head by query head.  The rows of a kv head are cut into
