@@ -1,6 +1,7 @@
 /* prefetch.c: PAGEPOOL_PREFETCH says how often lines are prefetched, and measured times which kernels for AVX-512 suit.
  * Arguments: the value of PAGEPOOL_PREFETCH, or none. */
 #define _POSIX_C_SOURCE 200809L
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
