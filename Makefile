@@ -235,9 +235,9 @@ AARCH64_PROGRAMS := build/aarch64/program build/aarch64/quantised
 AARCH64_OBJECTS := $(CSRC:pagepool/csrc/%.c=build/aarch64/%.o)
 $(AARCH64_OBJECTS): build/aarch64/%.o: pagepool/csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror -c $< -o $@
+	$(AARCH64)-gcc $(CAPI_FLAGS) -Werror -c $< -o $@
 $(AARCH64_PROGRAMS): build/aarch64/%: tests/capi/%.c $(AARCH64_OBJECTS)
-	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror $^ -o $@ -lm
+	$(AARCH64)-gcc $(CAPI_FLAGS) -Werror $^ -o $@ -lm
 
 # The sdist is unpacked once: its C, which knows nothing of Python, is compiled for the wheel and serves every Python.
 SHIPPED := $(shell find pagepool include -type f ! -name '*.so' ! -name '*.pyc' ! -name '*.a')
