@@ -171,6 +171,20 @@ def test_a_source_that_is_stopped_when_it_is_met_is_refused_in_time_or_read_late
     assert read(reader, pool, ticket) == ([0, 1], [], "")
 
 
+def test_a_reader_that_is_killed_leaves_leases_that_expire_and_a_source_that_goes_on(where, source, reader, pool):
+    other = SourceProcess(*where, LAYOUT, NUM_BLOCKS, "other")
+    try:
+        ticket = source.offer(list(range(NUM_BLOCKS)), 60)
+        assert other.begin_to_read(source.describe(), ticket) == ""
+    finally:
+        other.end()
+    assert source.check() == list(range(NUM_BLOCKS))
+    reader.meet(source.describe())
+    assert read(reader, pool, ticket)[2] == ""
+    source.later(86400)
+    assert source.check() == []
+
+
 @pytest.fixture
 def tcp(monkeypatch):
     """As between machines without RDMA, where the source itself must answer."""
@@ -198,7 +212,9 @@ def test_what_comes_late_over_tcp_comes_into_blocks_that_nobody_else_has(tcp, so
     pool.allocator.free(others)
 
 
-def test_a_source_that_is_killed_while_it_is_read_fails_the_read_and_leaves_no_block(tcp, source, reader, pool, library):
+def test_a_source_that_is_killed_while_it_is_read_fails_the_read_and_leaves_no_block(
+    tcp, source, reader, pool, library
+):
     reader.meet(source.describe())
     ticket = source.offer([1, 2], 60)
     assert read(reader, pool, ticket)[2] == ""
