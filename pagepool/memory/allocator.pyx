@@ -5,7 +5,7 @@ from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF, _Py_REFCNT
 from cpython.weakref cimport PyWeakref_NewRef
-from libc.stdint cimport INT32_MAX, int32_t, uint64_t
+from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
@@ -47,24 +47,6 @@ cdef extern from "regions.h" nogil:
     void pp_regions_detach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_copy_block(const pp_regions *regions, void *lock, int32_t dst, int32_t src)
     int32_t pp_regions_other_size(const pp_regions *regions, void *lock, int32_t block_size)
-
-
-cdef extern from *:
-    """
-    /* Functions of their own: within the loops over counts they cost an allocator without words 0.4 ns a block. */
-    static __attribute__((noinline)) void pp_words_taken(uint64_t *words, const int32_t *blocks, int32_t n) {
-        for (int32_t i = 0; i < n; i++)
-            pp_word_taken(&words[blocks[i]]);
-    }
-    static __attribute__((noinline)) void pp_words_freed(uint64_t *words, const int32_t *counts, const int32_t *blocks,
-                                                         Py_ssize_t n) {
-        for (Py_ssize_t i = 0; i < n; i++)
-            if (counts[blocks[i]] == 0)
-                pp_word_freed(&words[blocks[i]]);
-    }
-    """
-    void pp_words_taken(uint64_t *words, const int32_t *blocks, int32_t n) nogil
-    void pp_words_freed(uint64_t *words, const int32_t *counts, const int32_t *blocks, Py_ssize_t n) nogil
 
 
 # Two arrays that both begin at a page have their n-th entries at the same place in it, and a load behind a store to the
