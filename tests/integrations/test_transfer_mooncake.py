@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import memmove
 from dataclasses import replace
 from types import SimpleNamespace
@@ -164,6 +166,20 @@ def test_a_peer_that_answers_late_does_not_hold_up_meet(engine, pair):
     assert time.monotonic() - began < 0.4
     reader.close()
     assert time.monotonic() - began >= 0.5, "who still connects has the engine"
+
+
+def test_close_waits_for_no_meeting_that_has_not_begun(engine, pair):
+    source, reader, _ = pair
+    reader.forget("source")
+    reader._threads, reader.timeout = ThreadPoolExecutor(2), 0.01
+    go_on, calls = threading.Event(), []
+    reader._engine.batch_transfer_async_read = lambda *arguments: calls.append(go_on.wait(60)) or 0
+    for _ in range(5):
+        with pytest.raises(TransferError, match="has not answered"):
+            reader.meet(source.describe())
+    go_on.set()
+    reader.close()
+    assert calls == [True, True]
 
 
 def test_an_engine_that_does_not_start_or_register_is_an_error_that_changes_nothing(engine):

@@ -98,6 +98,7 @@ class MooncakeTransfer(Transfer):
                     raise NotYet
                 sleep(PAUSE)
         except NotYet:
+            posting.cancel()  # or `close` waits for those, too, that have not begun
             self._late_epochs.append(epoch)
             raise TransferError(f"peer {peer.name!r} has not answered for {self.timeout:g} s") from None
         if state == FAILED:
