@@ -59,17 +59,22 @@ $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 		"$(TORCH)"
 	@touch $@
 
-# NIXL's metadata asks for torch, which its code does not use: it is installed without what it asks for.
+# NIXL's metadata asks for torch and Mooncake's for clients of its store, which their transfer engines do not use: they
+# are installed without what they ask for.
 TRANSFER_VENV ?= build/transfer-venv
 NIXL ?= nixl==1.5.1 nixl-cu12==1.5.1
-test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL: races, and peers that stop, die and leave
-	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_transfer_nixl.py
+MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
+test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL and Mooncake, whose peers stop, die and leave
+	@$(TRANSFER_VENV)/bin/python -c 'import nixl._api, mooncake.engine' || { \
+		echo "make: Mooncake and NIXL must both start; Mooncake needs libibverbs (Debian: apt install libibverbs1)"; exit 1; }
+	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP \
+		tests/integrations/test_transfer_processes.py tests/integrations/test_transfer_mooncake.py
 
 $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) -m venv $(TRANSFER_VENV)
 	$(PY) .ci/requirements.py run test > $@.txt
 	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
-	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL)
+	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL) $(MOONCAKE)
 	@touch $@
 
 demo-generate: build $(MODELS_VENV)/.test  ## write Python with the tiny model of the repository
