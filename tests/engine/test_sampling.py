@@ -43,7 +43,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(size, params):
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
-def test_a_nucleus_of_more_tokens_than_are_looked_at_first_is_found_whole(top_p):
+def test_of_equal_tokens_the_first_are_in_top_p(top_p):
     logits = np.zeros(5000, np.float32)
     one = sampler(temperature=1.0, top_p=top_p, seed=1)
     found = {one.sample(logits) for _ in range(1000)}
@@ -96,9 +96,21 @@ def test_logits_of_no_use_are_refused(value):
         sampler().sample(logits)
 
 
-def test_the_share_at_the_very_end_belongs_to_the_last_possible_token(monkeypatch):
-    logits = np.full(700, -np.inf, np.float32)
-    logits[:300] = np.linspace(0, 1, 300)
+@pytest.mark.parametrize("count", [1, 2, 3, 255, 256, 257, 300, 512])
+def test_the_share_at_the_very_end_belongs_to_the_last_possible_token(monkeypatch, count):
     one = sampler(temperature=1.0)
     monkeypatch.setattr(one._random, "random", lambda: 1.0 - 2.0**-53)
-    assert one.sample(logits) == 299
+    for seed in range(50):
+        logits = np.full(1100, -np.inf, np.float32)
+        logits[:count] = random_logits(count, seed)
+        assert one.sample(logits) == count - 1
+
+
+@pytest.mark.parametrize("size", [300, 32_000])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
+def test_exactly_the_most_likely_tokens_can_be_drawn(size, top_p):
+    logits = random_logits(size)
+    possible = set(np.flatnonzero(wanted_probabilities(logits, top_p=top_p)).tolist())
+    one = sampler(temperature=1.0, top_p=top_p, seed=4)
+    found = {one.sample(logits) for _ in range(2000)}
+    assert found <= possible and len(found) > min(len(possible), 2000) * 0.3
