@@ -179,7 +179,7 @@ class PagedCache(Cache):
         short = -allocator.free_count
         for row, new in zip(rows, tokens, strict=True):
             for table in getattr(row.sequence, "kv", [row.sequence]):
-                short += -(-(table.len + len(new)) // size) - -(-table.len // size) + 1
+                short += -(-(table.len + len(new)) // size) - -(-table.len // size) + (table.len % size > 0)
         if short > 0:
             self._prefix_cache.evict(short)
 
