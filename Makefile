@@ -53,7 +53,7 @@ $(TORCH_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 # The same for models of transformers. QUICK=1 leaves out the families that do nothing that another does not.
 MODELS_VENV ?= build/models-venv
 test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, beside transformers alone; QUICK=1: some
-	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/models tests/engine
+	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider $(if $(QUICK),-m "not slow") tests/models tests/engine
 
 $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(call torch_venv,$(MODELS_VENV),run test transformers serve test-models)

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
 pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
 
-from families import prompts, tiny_model  # noqa: E402
+from families import each, prompts, tiny_model  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from pagepool import SchedulerConfig  # noqa: E402
@@ -49,7 +49,7 @@ def assert_nothing_is_left(engine):
     assert engine.runner.states is None or engine.runner.states.used_count == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_second_request_computes_only_what_is_new(family):
     model = tiny_model(family)
     asked = [LONG, LONG, LONG + prompts((20,), seed=2)[0]]
@@ -60,7 +60,7 @@ def test_a_second_request_computes_only_what_is_new(family):
     assert [generation.token_ids for generation in found] == without_sharing(model, asked)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_conversation_goes_on_from_its_last_answer(family):
     """Recurrent states are kept at whole blocks: of the answer where it ends with one, else where the prompt did."""
     model = tiny_model(family)
@@ -74,7 +74,7 @@ def test_a_conversation_goes_on_from_its_last_answer(family):
         assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_burst_shares_what_its_first_request_computes(family):
     model = tiny_model(family)
     asked = [LONG[:100] + prompts((20,), seed=number)[0] for number in range(6)]
@@ -85,7 +85,7 @@ def test_a_burst_shares_what_its_first_request_computes(family):
     assert [generation.token_ids for generation in found] == without_sharing(model, asked)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_salt_shares_nothing(family):
     with Engine(tiny_model(family)) as engine:
         found = [
@@ -96,7 +96,7 @@ def test_a_salt_shares_nothing(family):
         assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Gemma3", "Bamba"])
+@pytest.mark.parametrize("family", each(["Mistral", "Gemma3", "Bamba"]))
 def test_a_pool_that_is_full_changes_no_token(family):
     """Cached blocks go, requests are preempted and cancelled, and come again."""
     model, choice = tiny_model(family), random.Random(family)
@@ -119,7 +119,7 @@ def test_a_pool_that_is_full_changes_no_token(family):
         assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 @pytest.mark.parametrize("block_size", [16, 8])
 def test_batches_of_a_model_in_use_share_prefixes(family, block_size):
     model = tiny_model(family)
