@@ -438,8 +438,9 @@ class StateCheckpoints:
                 f"budget_bytes must be at most {(MAX_STATES + 1) * self.state_bytes - 1}, that of {MAX_STATES} states "
                 f"of {self.state_bytes} bytes, not {budget}"
             )
-        places = {"grid": grid, "spacing": spacing, "align": align, "prompt_ends": prompt_ends}
-        self.index = CheckpointIndex(self.state_bytes, budget, **places)
+        self.index = CheckpointIndex(
+            self.state_bytes, budget, grid=grid, spacing=spacing, align=align, prompt_ends=prompt_ends
+        )
         self._pool = pool
         copies = StateMemory(layout, most)
         self._copies = [copies.view(layer, name) for layer, name in names]

@@ -27,8 +27,8 @@ class BlockManager:
     `num_tokens` is the sum of `kv.len` over all sequences that have a state; `evicted` counts the cached blocks that
     were evicted for `append`. Blocks that only the prefix cache holds count as free: they are evicted when they are
     needed, but for those that `reservations` keep for other tenants. `block_refs` has, for each group, the references
-    that are taken and given back within a call. Without an allocator everything fits, and without one and `memory` sequences have no
-    states.
+    that are taken and given back within a call. Without an allocator everything fits, and without one and `memory`
+    sequences have no states.
 
     With `memory` the sequences are `HybridSequence`s: of one account, the sum over all groups. A window never has more
     blocks than its tokens and those of one step, which is what it is counted with.

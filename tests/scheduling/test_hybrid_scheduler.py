@@ -181,7 +181,6 @@ def test_what_hybrid_sequences_do_not_go_with_is_refused():
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=BLOCK), 8)
     cache, swap = PrefixCache(pool.allocator, BLOCK), SwapFile(pool, num_blocks=2)
     states, others = (SsmStatePool.from_layout(STATE, 2) for _ in range(2))
-    group = KvGroup(pool.allocator)
     for arguments, error, words in (
         ({"swap": swap, "states": states}, ValueError, "hybrid sequences do not go with a swap file"),
         ({"prefix_cache": cache, "states": states}, ValueError, "a prefix cache .* recurrent states needs checkpoints"),

@@ -83,10 +83,12 @@ class ModelMemory:
         """Copies of states, for a prefix cache: of as many as there are slots, but 8 at least. None without states."""
         if self.states is None or self._state_layout is None:
             return None
-        places = {"grid": GRID, "spacing": self._block_size, "align": self._block_size}
+        size = self._block_size
         state_bytes = StateCheckpoints(self._state_layout, self.states, 0).state_bytes
         budget = max(self.states.capacity, LEAST_CHECKPOINTS) * (state_bytes + TOKEN_BYTES * GRID)
-        return StateCheckpoints(self._state_layout, self.states, budget, prompt_ends=True, **places)
+        return StateCheckpoints(
+            self._state_layout, self.states, budget, grid=GRID, spacing=size, align=size, prompt_ends=True
+        )
 
     def fill(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Tables]:
         """The tables of each group, for a forward of the last `counts[i]` tokens of each sequence.

@@ -47,7 +47,8 @@ class ModelRunner:
 
     `model`, `pool` (a `KvCachePool`, or None for a model without attention), `pools` (the pool of each group),
     `groups` (a tuple of `KvGroup`, or None where one block table does), `states` (an `SsmStatePool` or None),
-    `checkpoints` (`StateCheckpoints` of them, once a scheduler has a prefix cache, or None), `vocab_size`, and `max_model_len`, the longest sequence that the model was made for, or None, are attributes.
+    `checkpoints` (`StateCheckpoints` of them, once a scheduler has a prefix cache, or None), `block_size`,
+    `vocab_size`, and `max_model_len`, the longest sequence that the model was made for, or None, are attributes.
 
     Raises ValueError, with the name of the class and the reason, for a model that cannot run over pages, and for sizes
     out of range; TypeError for what is no model.
@@ -140,9 +141,7 @@ class ModelRunner:
             pool = pool or prefix_cache.allocator
             self.checkpoints = self.checkpoints or self._memory.new_checkpoints()
         checkpoints = None if prefix_cache is None else self.checkpoints
-        return Scheduler(
-            config, pool, prefix_cache, groups=self.groups, states=self.states, checkpoints=checkpoints
-        )
+        return Scheduler(config, pool, prefix_cache, groups=self.groups, states=self.states, checkpoints=checkpoints)
 
     def new_prefix_cache(self) -> PrefixCache:
         """Returns a new `PrefixCache` over the pool.
