@@ -143,7 +143,7 @@ class PagedCache(Cache):
         return [logits[place] for place in places]
 
     def _adopt(self, row: Row, tokens: list[int], keep: int) -> list[int]:
-        """Begins a row with what is cached of its first tokens, parts of a block included; returns those that are left."""
+        """Begins a row with what is cached of its first tokens, parts of a block included; returns what is left."""
         if self._prefix_cache is None or not self._shares:
             return tokens
         with self._prefix_cache.match_tokens(tokens[: len(tokens) - keep]) as match:
