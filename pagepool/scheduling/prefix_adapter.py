@@ -231,7 +231,7 @@ class PrefixAdapter:
             start = min(seq._published, full) if seq._all_cached else 0
             tokens = self._tokens(seq, full * self._blocks.block_size)
             new = [self._publish_group(seq, group, tokens, full, start) for group in range(self._num_groups)]
-            seq._all_cached = min(new) == full - start
+            seq._all_cached = all(new)
         seq._published = full
 
     def publish_filled(self, batch: ScheduledBatch) -> None:
@@ -249,16 +249,21 @@ class PrefixAdapter:
             if not seq._has_ended:  # those end anyhow
                 self.publish(seq, seq.fed)
 
-    def _publish_group(self, seq: Sequence, group: int, tokens: Any, full: int, start: int) -> int:
-        """How many blocks of a group from `start` on are new to the cache."""
+    def _publish_group(self, seq: Sequence, group: int, tokens: Any, full: int, start: int) -> bool:
+        """Publish the full blocks of a group from `start` on; returns whether all of these were new to the cache.
+
+        Where a window has left blocks, with ids of -1, the others can be found while the cache has all of those.
+        """
         table, first = self._blocks.table(seq, group)
+        if not first:
+            return self._cache_blocks(seq, group, tokens, table[:full], start) == full - start
         try:
-            return self._cache_blocks(seq, group, tokens, table[:full], start)
-        except InvalidBlock:  # of -1, where a window has left blocks that the cache does not have any more
+            self._cache_blocks(seq, group, tokens, table[:full], 0)
+        except InvalidBlock:
             left = tokens[: first * self._blocks.block_size]
             if self.cache.cached_tokens(left, **self._keys(seq, group)) == len(left):
                 raise
-            return 0  # nobody could find what follows
+        return True
 
     def _keys(self, seq: Sequence, group: int) -> dict[str, Any]:
         """Under which the cache has the blocks of a group."""
