@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from pagepool.arguments import integer, real, wrong
+from pagepool.drawing import draw
 
 __all__ = ["Sampler", "SamplingParams"]
 
 LOWEST = 1e-30  # temperature that float32 has; one below does the same, and so at the other end
 MAX_LOGPROBS = 20  # as OpenAI's API has it
-CHUNK = 256  # weights that are summed at a time
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,8 @@ class Sampler:
         if 0 < params.top_k < len(logits):
             ids = _largest(logits, params.top_k)
             logits = logits[ids]
-        weights = _weights(logits, most, params.temperature)
-        if params.top_p < 1.0:
-            place = _draw_likely(weights, params.top_p, self._random.random)
-        else:
-            place = _draw(weights, _sums(weights), self._random.random())
+        temperature = min(max(params.temperature, LOWEST), 1.0 / LOWEST)
+        place = draw(np.ascontiguousarray(logits, np.float32), most, temperature, params.top_p, self._random.random)
         return place if ids is None else int(ids[place])
 
     def logprobs(self, logits: Any, token: int) -> tuple[float | None, dict[int, float]]:
@@ -143,57 +140,3 @@ def _check(logits: Any, most: Any) -> None:
     """Raises ValueError when the largest logit is no finite number: where one is NaN, that is the largest."""
     if not isfinite(most):
         raise ValueError(f"the logit of token {logits.argmax()} is {most}: the model's result is of no use")
-
-
-def _weights(logits: Any, most: Any, temperature: float) -> Any:
-    """What the tokens are drawn by, as a new array with zeros behind them up to a multiple of `CHUNK`.
-
-    `most` is the largest logit, whose weight is 1.
-    """
-    weights = np.empty(-(-len(logits) // CHUNK) * CHUNK, np.float32)
-    weights[len(logits) :] = 0.0
-    own = weights[: len(logits)]  # worked on where it lies: arrays of a vocabulary leave the nearest caches
-    with np.errstate(over="ignore"):  # by a temperature near 0: what is less likely becomes impossible
-        np.subtract(logits, most, out=own)
-        np.multiply(own, np.float32(1.0 / min(max(temperature, LOWEST), 1.0 / LOWEST)), out=own)
-    np.exp(own, out=own)
-    return weights
-
-
-def _sums(weights: Any) -> Any:
-    """The sum of each chunk of weights, float64."""
-    return weights.reshape(-1, CHUNK).sum(1, dtype=np.float64)
-
-
-def _draw_likely(weights: Any, top_p: float, random: Callable[[], float]) -> int:
-    """An index of the fewest largest weights that have the share `top_p` of all together; of equal ones the first.
-
-    A token that is drawn of all is one of these when those before it in that order have less than this share. If it is
-    not, neither is any behind it, and the next is drawn of those before it. Sorting would take several times as long.
-    """
-    sums = _sums(weights)
-    needed = top_p * sums.sum()
-    while True:
-        place = _draw(weights, sums, random())
-        weight = weights[place]
-        weights = weights * np.concatenate((weights[:place] >= weight, weights[place:] > weight))
-        sums = _sums(weights)
-        if sums.sum() < needed:
-            return place
-
-
-def _draw(weights: Any, sums: Any, number: float) -> int:
-    """The index whose share of `weights` has `number`, from 0 up to but not 1, in it; `sums` are those of chunks."""
-    # Running sums of a whole vocabulary would take five times as long. All sums are rounded: what lies behind the last
-    # end by that is the last possible index.
-    ends = np.cumsum(sums)
-    target = number * ends[-1]
-    chunk = int(np.searchsorted(ends, target, side="right"))
-    if chunk == len(ends):
-        chunk = int(np.flatnonzero(sums)[-1])
-    part = weights[chunk * CHUNK : (chunk + 1) * CHUNK]
-    inside = np.cumsum(part, dtype=np.float64)
-    place = int(np.searchsorted(inside, target - (ends[chunk] - sums[chunk]), side="right"))
-    if place == len(part):
-        place = int(np.flatnonzero(part)[-1])
-    return chunk * CHUNK + place

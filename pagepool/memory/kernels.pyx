@@ -6,9 +6,10 @@ So the package carries them once, and there is one choice of the instruction set
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport (
-    pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_isa, pp_isa_available, pp_isa_forced_unavailable,
-    pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states,
-    pp_num_threads_forced_unusable, pp_prefetch, pp_prefetch_forced_unknown, pp_status, pp_widen,
+    pp_decode, pp_decode_args, pp_default_num_threads, pp_draw, pp_draw_total, pp_dtype, pp_isa, pp_isa_available,
+    pp_isa_forced_unavailable, pp_keep_ahead, pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args,
+    pp_merge_states, pp_num_threads_forced_unusable, pp_prefetch, pp_prefetch_forced_unknown, pp_status, pp_weigh,
+    pp_widen,
 )
 
 __all__ = []
@@ -34,6 +35,22 @@ cdef pp_status c_decode_args(const pp_decode_args *args, int num_threads) noexce
 
 cdef pp_status c_merge_states(const pp_merge_args *args) noexcept nogil:
     return pp_merge_states(args)
+
+
+cdef void c_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept nogil:
+    pp_weigh(logits, n, most, scale, weights, sums)
+
+
+cdef void c_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept nogil:
+    pp_keep_ahead(weights, num_chunks, place, sums)
+
+
+cdef double c_draw_total(const float *sums, int64_t num_chunks) noexcept nogil:
+    return pp_draw_total(sums, num_chunks)
+
+
+cdef int64_t c_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept nogil:
+    return pp_draw(weights, sums, num_chunks, number)
 
 
 cdef int c_default_num_threads() noexcept nogil:
