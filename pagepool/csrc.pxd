@@ -167,16 +167,6 @@ cdef extern from "pagepool/attention.h" nogil:
     pp_status pp_merge_states(const pp_merge_args *args) noexcept
 
 
-cdef extern from "draw.h" nogil:
-    enum:
-        PP_DRAW_CHUNK
-    int64_t pp_draw_chunks(int64_t n) noexcept
-    void pp_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept
-    void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept
-    double pp_draw_total(const float *sums, int64_t num_chunks) noexcept
-    int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept
-
-
 cdef extern from "pagepool/cpu.h" nogil:
     const char *pp_isa() noexcept
     int pp_isa_forced_unavailable() noexcept

@@ -3,10 +3,14 @@
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 
-from pagepool.csrc cimport PP_DRAW_CHUNK, pp_draw_chunks
 from pagepool.memory.kernels cimport c_draw, c_draw_total, c_keep_ahead, c_weigh
 
 __all__ = ["draw"]
+
+cdef extern from "draw.h" nogil:
+    enum:
+        PP_DRAW_CHUNK
+    int64_t pp_draw_chunks(int64_t n) noexcept
 
 cdef double LOG2_E = 1.4426950408889634
 

@@ -6,13 +6,20 @@ So the package carries them once, and there is one choice of the instruction set
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport (
-    pp_decode, pp_decode_args, pp_default_num_threads, pp_draw, pp_draw_total, pp_dtype, pp_isa, pp_isa_available,
-    pp_isa_forced_unavailable, pp_keep_ahead, pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args,
-    pp_merge_states, pp_num_threads_forced_unusable, pp_prefetch, pp_prefetch_forced_unknown, pp_status, pp_weigh,
-    pp_widen,
+    pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_isa, pp_isa_available, pp_isa_forced_unavailable,
+    pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states,
+    pp_num_threads_forced_unusable, pp_prefetch, pp_prefetch_forced_unknown, pp_status, pp_widen,
 )
 
 __all__ = []
+
+
+# Not one of the headers that are shipped, whose pxd other packages cimport.
+cdef extern from "draw.h" nogil:
+    void pp_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept
+    void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept
+    double pp_draw_total(const float *sums, int64_t num_chunks) noexcept
+    int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept
 
 
 cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
