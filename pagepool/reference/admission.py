@@ -128,7 +128,8 @@ class Admission(Preemption):
         if self.cache is None:
             return 0
         groups = range(1 if self.groups is None else len(self.groups))
-        return min(self.cache.cached_tokens(request.prompt_tokens, **self.keys_of(request, group)) for group in groups)
+        prompt = request.prompt_tokens
+        return min(int(self.cache.cached_tokens(prompt, **self.keys_of(request, group))) for group in groups)
 
     def _start(self, request: Request) -> bool:
         """Give it its blocks: cached, left and swapped ones. False, and as before, when it does not fit."""
