@@ -32,31 +32,31 @@ test: build $(VENV)/.test  ## every test but the benchmarks, on up to 8 cores
 	$(PY) -m pytest -q -n auto --maxprocesses 8 tests
 
 # torch is large and `test` needs none: an environment of its own, with torch's build for CPUs. The index is PyTorch's;
-# another with a build for CPUs does as well. TORCH=torch==... chooses the version.
+# another with a build for CPUs does as well, and it is asked for torch alone. TORCH=torch==... chooses the version.
 TORCH_VENV ?= build/torch-venv
 TORCH ?= torch
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# An environment with torch: $(call torch_venv,FOLDER,GROUPS OF REQUIREMENTS).
+define torch_venv
+$(PY) -m venv $1
+$(PY) .ci/requirements.py $2 > $1/.requirements.txt
+$1/bin/python -m pip install -q --disable-pip-version-check --no-deps --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+$1/bin/python -m pip install -q --disable-pip-version-check -r $1/.requirements.txt
+endef
 test-torch: build $(TORCH_VENV)/.test  ## the tests that hand torch's tensors to every call
 	$(TORCH_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/test_torch.py
 
 $(TORCH_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
-	$(PY) -m venv $(TORCH_VENV)
-	$(PY) .ci/requirements.py run test > $@.txt
-	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
-	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
-		$$($(PY) .ci/requirements.py test-torch)
+	$(call torch_venv,$(TORCH_VENV),run test test-torch)
 	@touch $@
 
-# The same for models of transformers.
+# The same for models of transformers. QUICK=1 leaves out the families that do nothing that another does not.
 MODELS_VENV ?= build/models-venv
-test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, beside transformers alone
-	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/models tests/engine
+test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, beside transformers alone; QUICK=1: some
+	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider $(if $(QUICK),-m "not slow") tests/models tests/engine
 
 $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
-	$(PY) -m venv $(MODELS_VENV)
-	$(PY) .ci/requirements.py run test transformers serve test-models > $@.txt
-	$(MODELS_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
-		"$(TORCH)"
+	$(call torch_venv,$(MODELS_VENV),run test transformers serve test-models)
 	@touch $@
 
 # NIXL's metadata asks for torch and Mooncake's for clients of its store, which their transfer engines do not use: they

@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "pagepool/attention.h"
+#include "draw.h"
 #include "page.h"
 #include "view.h"
 
@@ -201,6 +202,8 @@ typedef struct pp_kernels {
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
+    void (*weigh_tokens)(const float *logits, int64_t n, float most, float scale, float *weights, float *sums);
+    void (*keep_ahead)(float *weights, int64_t num_chunks, int64_t place, float *sums);
 } pp_kernels;
 
 extern const pp_kernels pp_kernels_baseline;
