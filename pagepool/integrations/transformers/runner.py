@@ -129,11 +129,14 @@ class ModelRunner:
             raise ValueError(f"a lookahead of {config.lookahead} needs a draft model, and run takes no drafts")
         return Scheduler(config, self.pool, prefix_cache, groups=self.groups, states=self.states)
 
-    def new_prefix_cache(self) -> PrefixCache | None:
-        """Returns a new `PrefixCache` over the pool; None for a model with windows or recurrent states."""
+    def new_prefix_cache(self, max_events: int = 0) -> PrefixCache | None:
+        """Returns a new `PrefixCache` over the pool; None for a model with windows or recurrent states.
+
+        max_events  as in `PrefixCache`
+        """
         if self.pool is None or self.groups is not None or self.states is not None:
             return None
-        return PrefixCache(self.pool.allocator, block_size=self.pool.block_size)
+        return PrefixCache(self.pool.allocator, block_size=self.pool.block_size, max_events=max_events)
 
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
         """Runs the step of a scheduler; returns the logits of the sequences that want a token.
