@@ -10,6 +10,8 @@ import pytest
 from fake_runner import Bytes, FakeRunner
 
 from pagepool.engine import Engine
+from pagepool.integrations.pretrained import ModelError
+from pagepool.integrations.ray import serve
 from pagepool.integrations.ray.door import Cluster
 from pagepool.integrations.ray.messages import Ended, Limits
 from pagepool.integrations.ray.worker import Worker
@@ -375,3 +377,19 @@ def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
         generations += [world.door.submit(prompt, max_new_tokens=12) for prompt in prompts[20:]]
         assert [answer(generation) for generation in generations] == wanted
         assert world.door.stats()["lost_workers"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"workers": 0}, ValueError, "workers must be at least 1, not 0"),
+        ({"workers": (3, 2)}, ValueError, "the most workers must be at least 3, not 2"),
+        ({"prefill": -1}, ValueError, "prefill must be at least 0, not -1"),
+        ({"dtype": "int8"}, ValueError, "dtype must be one of"),
+        ({"engine": 3}, TypeError, "engine must be a dict or None"),
+        ({"model": "/nowhere"}, ModelError, "/nowhere: it has no config.json"),
+    ],
+)
+def test_what_cannot_be_served_gets_one_sentence_before_anything_starts(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        serve(**{"model": "bench/tiny_llama", **options})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition, Lock
 from time import monotonic, sleep
 from typing import Any
 
@@ -67,6 +67,8 @@ class PageMover:
         transfer.register(pool, model)
         self._transfer, self._allocator, self._cache, self._seconds = transfer, pool.allocator, cache, seconds
         self._lock = Lock()  # a transfer is for one thread at a time
+        self._changed = Condition()  # guards the beginnings of prompts that are being read
+        self._fetching: set[Any] = set()
         self._leases: dict[int, Lease] = {}
         self._last_lease = 0
         self._results: dict[int, ReadResult] = {}
@@ -106,12 +108,38 @@ class PageMover:
     def fetch(self, offer: Offer, tokens: Sequence[int], cache_salt: Any = None) -> Fetched:
         """Reads the offered pages that the prefix cache lacks and caches them; waits for it.
 
+        Prompts that begin alike are read one after another: each finds what the one before it has moved.
         What cannot be read is left out: the engine computes it. Nothing is raised for a peer that is gone, pages that
         were taken anew or a pool without room; `error` says so.
         """
         size = self._cache.block_size
         count = min(len(offer.ticket.blocks), (len(tokens) - 1) // size)
         row = list(tokens[: count * size])
+        beginning = cache_salt, tuple(row[:size])
+        with self._changed:
+            self._changed.wait_for(lambda: beginning not in self._fetching)
+            self._fetching.add(beginning)
+        try:
+            return self._fetch(offer, row, count, cache_salt)
+        finally:
+            with self._changed:
+                self._fetching.remove(beginning)
+                self._changed.notify_all()
+
+    def poll(self) -> None:
+        """Ends offers that have expired, and reads that came late."""
+        with self._lock:
+            self._poll()
+
+    def close(self) -> None:
+        """Ends all offers and connections."""
+        with self._lock:
+            self._leases.clear()
+            self._transfer.close()
+
+    def _fetch(self, offer: Offer, row: list[int], count: int, cache_salt: Any) -> Fetched:
+        """`row` has the tokens of the first `count` blocks of the offer."""
+        size = self._cache.block_size
         matched, taken = BlockRefs(self._allocator), BlockRefs(self._allocator)
         try:
             held = matched.match_prefix(self._cache, row, cache_salt=cache_salt).tolist()
@@ -133,17 +161,6 @@ class PageMover:
         finally:
             taken.give_back()
             matched.give_back()
-
-    def poll(self) -> None:
-        """Ends offers that have expired, and reads that came late."""
-        with self._lock:
-            self._poll()
-
-    def close(self) -> None:
-        """Ends all offers and connections."""
-        with self._lock:
-            self._leases.clear()
-            self._transfer.close()
 
     def _take(self, refs: BlockRefs, count: int) -> list[int]:
         """So many blocks, evicted from the cache if need be. Raises `PoolExhausted`."""
