@@ -107,7 +107,11 @@ async def burst(texts: list[str], answers: list[Answer], pid: int) -> float:
             for number, (text, answer) in enumerate(zip(texts, answers, strict=True))
         ]
         while not all(task.done() for task in tasks):
-            if pid and not killed_at and sum(len(answer.tokens) for answer in answers) >= SHARE * NUM_REQUESTS * NUM_TOKENS:
+            if (
+                pid
+                and not killed_at
+                and sum(len(answer.tokens) for answer in answers) >= SHARE * NUM_REQUESTS * NUM_TOKENS
+            ):
                 killed_at = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.01)
@@ -116,9 +120,7 @@ async def burst(texts: list[str], answers: list[Answer], pid: int) -> float:
             if time.monotonic() > end:
                 break
             await asyncio.sleep(0.5)  # the door is starting
-            await asyncio.gather(
-                *(stream(client, texts[number], f"demo-{number}", answers[number]) for number in cut)
-            )
+            await asyncio.gather(*(stream(client, texts[number], f"demo-{number}", answers[number]) for number in cut))
     return killed_at
 
 

@@ -168,8 +168,9 @@ class TextEngine(Protocol):
     def num_requests(self) -> int:
         """Requests that have not ended."""
 
-    def submit(self, prompt: Any, *, max_new_tokens: int, request_id: int | str | None, **options: Any) -> Generation:
-        """Queue a prompt, with the arguments of `Engine.submit`."""
+    @property
+    def submit(self) -> Callable[..., Generation]:
+        """Queues a prompt, with the arguments of `Engine.submit`."""
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """The most tokens that a prompt of this many can get."""

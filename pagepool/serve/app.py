@@ -51,8 +51,8 @@ def create_app(
     timeout            seconds after which a request that has not ended gets status 503 and is cancelled
 
     A client that disconnects cancels its request. The header `X-Request-Id` is the `request_id` of its choices, with
-    "/" and their number behind it where there are several. While the engine drains, requests get status 503. Every error is
-    JSON, as OpenAI's clients read it.
+    "/" and their number behind it where there are several. While the engine drains, requests get status 503. Every
+    error is JSON, as OpenAI's clients read it.
 
     Raises ImportError where starlette or prometheus_client is missing.
     """
@@ -150,7 +150,8 @@ class Server:
                 429, f"{waiting} requests run and wait, {count} more pass the limit of {self._max_requests}"
             )
         encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
-        seed, generations = request.sampling["seed"], []
+        seed = request.sampling["seed"]
+        generations: list[Generation] = []
         try:
             prompts = [encode(prompt) for prompt in request.prompts]
             limits = [self._limit(request, len(tokens)) for tokens in prompts]

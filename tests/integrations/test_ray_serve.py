@@ -18,14 +18,14 @@ with warnings.catch_warnings():
     for name in ("ray.serve", "nixl", "torch", "transformers", "starlette", "httpx", "openai"):
         pytest.importorskip(name, reason=f"{name} is not installed: make test-ray")
 
-import httpx  # noqa: E402
-import openai  # noqa: E402
-import ray  # noqa: E402
-from ray import serve as ray_serve  # noqa: E402
+import httpx
+import openai
+import ray
+from ray import serve as ray_serve
 
-from pagepool.engine import Engine  # noqa: E402
-from pagepool.integrations.pretrained import load_pretrained  # noqa: E402
-from pagepool.integrations.ray import serve  # noqa: E402
+from pagepool.engine import Engine
+from pagepool.integrations.pretrained import load_pretrained
+from pagepool.integrations.ray import serve
 
 MODEL = Path(__file__).parents[2] / "bench" / "tiny_llama"
 PORT = 8701

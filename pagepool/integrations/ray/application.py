@@ -68,7 +68,7 @@ def serve(
     parts = import_module("pagepool.integrations.ray.deployments")
     if not ray.is_initialized():
         ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    given = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
+    given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
     given |= {"engine": engine or {}, "app": app or {}}
     router = config.RequestRouterConfig(request_router_class="pagepool.integrations.ray.routing.NamedReplicaRouter")
     common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **END}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import CancelledError
 from importlib import import_module
 from threading import Event, Thread
@@ -53,7 +53,7 @@ class WorkerReplica:
         self._thread = Thread(target=self._tell, name="pagepool-news", daemon=True)
         self._thread.start()
 
-    async def generate(self, worker: str | None, call: Call) -> AsyncIterator[Any]:
+    async def generate(self, worker: str | None, call: Call) -> AsyncGenerator[Any, None]:
         """`Worker.generate`"""
         async for message in self._worker.generate(call):
             yield message
@@ -108,7 +108,7 @@ class ReplicasOf:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def generate(self, worker: str, call: Call) -> AsyncIterator[Any]:
+    async def generate(self, worker: str, call: Call) -> AsyncGenerator[Any, None]:
         """The messages of a worker; leaving it early cancels the call."""
         response = self._handle.options(stream=True).generate.remote(worker, call)
         try:
@@ -130,7 +130,9 @@ class DoorReplica:
     workers, prefill  handles of the deployments
     """
 
-    async def __init__(self, options: dict[str, Any], workers: Any, prefill: Any = None) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, options: dict[str, Any], workers: Any, prefill: Any = None
+    ) -> None:
         from transformers import AutoTokenizer
 
         from pagepool.integrations.ray.door import Cluster

@@ -284,7 +284,7 @@ class Cluster:
                     raise WorkerFailed(message.error)
                 elif message.reason == "abort":
                     raise RuntimeError(f"worker {choice.worker!r} has given the request up")
-                elif call.wants_offer:
+                elif isinstance(message, Ended) and call.wants_offer:
                     return message
         raise RuntimeError(f"worker {choice.worker!r} has not ended the request")
 
@@ -381,7 +381,7 @@ class Cluster:
         if run in self._active:
             run.generations.append(reference)
         else:
-            generation._end(run.reason, run.error)
+            generation._end(str(run.reason), run.error)
         return generation
 
     def _leave(self, run: _Run, reference: weakref.ref[Generation]) -> None:
@@ -404,9 +404,7 @@ class Cluster:
     def _check_length(self, num_tokens: int, max_new_tokens: int) -> None:
         for limit, whose in ((self.limits.max_model_len, "the model's"), (self.limits.pool_tokens, "a pool's")):
             if limit is not None and num_tokens + max_new_tokens > limit:
-                raise ValueError(
-                    f"a prompt of {num_tokens} tokens and {max_new_tokens} new ones pass {whose} {limit}"
-                )
+                raise ValueError(f"a prompt of {num_tokens} tokens and {max_new_tokens} new ones pass {whose} {limit}")
 
 
 def _living(run: _Run) -> list[Generation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,7 +113,7 @@ class News:
 class Workers(Protocol):
     """How the door reaches the workers of one side."""
 
-    def generate(self, worker: str, call: Call) -> AsyncIterator[Any]:
+    def generate(self, worker: str, call: Call) -> AsyncGenerator[Any, None]:
         """The messages of `Worker.generate`: a `Begun`, tokens and an `Ended`. Any exception: the worker is lost."""
 
     async def release(self, worker: str, number: int) -> None:

@@ -165,10 +165,11 @@ class PageMover:
     def _take(self, refs: BlockRefs, count: int) -> list[int]:
         """So many blocks, evicted from the cache if need be. Raises `PoolExhausted`."""
         try:
-            return refs.allocate_n(count).tolist()
+            blocks = refs.allocate_n(count)
         except PoolExhausted:
             self._cache.evict(count)
-            return refs.allocate_n(count).tolist()
+            blocks = refs.allocate_n(count)
+        return [*map(int, blocks)]
 
     def _read(self, offer: Offer, ticket: Ticket, blocks: list[int]) -> ReadResult:
         with self._lock:

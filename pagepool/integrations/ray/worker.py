@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from time import time_ns
 from typing import Any
@@ -65,7 +65,7 @@ class Worker:
         tokens = runner.pool.allocator.capacity * block_size // len(runner.pools) if runner.pools else None
         return Limits(runner.max_model_len, tokens, runner.vocab_size, block_size, engine.stop_token_ids)
 
-    async def generate(self, call: Call) -> AsyncIterator[Any]:
+    async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
         """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.
 
         Raises RuntimeError when the engine takes no more requests.
