@@ -167,7 +167,7 @@ class Running:
 
     def ask(self, worker: str, side: str, method: str) -> Any:
         """A call of one worker."""
-        handle = self._serve.get_deployment_handle(side, f"pagepool-{PORT}")
+        handle = self._serve.get_deployment_handle(side, "pagepool")
         return getattr(handle, method).remote(worker).result(timeout_s=SECONDS)
 
     def victim(self, what: str) -> tuple[str, int]:

@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from contextlib import contextmanager
+from random import Random
 
 import pytest
 from fake_runner import Bytes, FakeRunner
@@ -82,9 +83,9 @@ class World:
 
     def add(self, side, name, moves, **options):
         engine = Engine(FakeRunner(num_blocks=256, **options), prefix_events=4096)
-        engine.stop_token_ids = frozenset([0])
         transfer = LocalTransfer(f"{id(self)}-{name}") if moves else None
-        side.workers[name] = Worker(engine, name, is_prefill=side is self.prefill, transfer=transfer)
+        kind = {"is_prefill": side is self.prefill, "stop_token_ids": frozenset([0])}
+        side.workers[name] = Worker(engine, name, transfer=transfer, **kind)
 
     def new_door(self, **options):
         limits = next(iter(self.decode.workers.values())).limits()
@@ -353,6 +354,39 @@ def test_a_worker_that_ends_without_an_end_is_lost():
     loop.close()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
+    """Workers die and are added, callers leave, ask again and share ids, the door is replaced."""
+    random = Random(seed)
+    prompts = [f"beginning {number % 3} that some share, and {number}" for number in range(12)]
+    options = [{"max_new_tokens": 3 + number, "temperature": 1.0, "seed": number} for number in range(12)]
+    wanted = [alone(prompt, **option) for prompt, option in zip(prompts, options, strict=True)]
+    with cluster(2, 2, step_seconds=0.001) as world:
+        world.new_door(max_attempts=1000)
+        asked, doors = [], []
+        for step in range(80):
+            number, what = random.randrange(12), random.random()
+            if what < 0.7:
+                request_id = random.choice([None, f"{number}-{step % 5}"])
+                asked.append((number, world.door.submit(prompts[number], request_id=request_id, **options[number])))
+            elif what < 0.8 and asked:
+                asked.pop(random.randrange(len(asked)))[1].cancel()
+            elif what < 0.95:
+                side = random.choice([world.decode, world.prefill])
+                alive = [name for name in side.workers if name not in side.dead]
+                with world.lock:
+                    world.add(side, f"{step}", True, step_seconds=0.001)
+                side.kills[random.choice(alive)] = random.randrange(4)
+            else:
+                doors.append((world.door, asked))
+                world.new_door(max_attempts=1000)
+                asked = []
+            time.sleep(random.random() * 0.01)
+        assert [answer(generation) for _, generation in asked] == [wanted[number] for number, _ in asked]
+        for door, _ in doors:
+            door.close()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -384,9 +418,10 @@ def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"workers": 0}, ValueError, "workers must be at least 1, not 0"),
-        ({"workers": (3, 2)}, ValueError, "the most workers must be at least 3, not 2"),
-        ({"prefill": -1}, ValueError, "prefill must be at least 0, not -1"),
+        ({"workers": 0}, ValueError, "workers must be from 1 to 64, not 0"),
+        ({"workers": (3, 2)}, ValueError, "the most workers must be from 3 to 64, not 2"),
+        ({"prefill": -1}, ValueError, "prefill must be from 0 to 64, not -1"),
+        ({"workers": (1, 65)}, ValueError, "the most workers must be from 1 to 64, not 65"),
         ({"dtype": "int8"}, ValueError, "dtype must be one of"),
         ({"engine": 3}, TypeError, "engine must be a dict or None"),
         ({"model": "/nowhere"}, ModelError, "/nowhere: it has no config.json"),

@@ -72,7 +72,7 @@ class Served:
         return {name for name, worker in self.stats()["workers"].items() if worker["side"] == kind}
 
     def ask(self, kind, method, worker):
-        handle = ray_serve.get_deployment_handle(kind, f"pagepool-{PORT}")
+        handle = ray_serve.get_deployment_handle(kind, "pagepool")
         return getattr(handle, method).remote(worker).result(timeout_s=SECONDS)
 
     def is_idle(self):

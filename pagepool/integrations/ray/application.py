@@ -12,7 +12,8 @@ from pagepool.integrations.pretrained import DTYPES, ModelError
 
 __all__ = ["serve"]
 
-DOOR, DECODE, PREFILL = "door", "decode", "prefill"
+DECODE, PREFILL = "decode", "prefill"
+MAX_WORKERS = 64  # of a side
 MANY = 10_000  # calls of one replica at a time: the engine's scheduler decides who waits
 HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 60.0}
 END = {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
@@ -34,24 +35,25 @@ def serve(
     """Serve a model with several engines, each in a process of its own; returns Serve's handle of the door.
 
     model    a directory in transformers' format, which every machine of the Ray cluster has at the same place
-    workers  how many engines decode; or (fewest, most): Serve starts and ends them by the tokens that wait
-    prefill  how many engines compute prompts for them, whose pages move by NIXL; 0: each worker computes its own
+    workers  how many engines decode, up to 64; or (fewest, most): Serve starts and ends them by the tokens that wait
+    prefill  how many engines compute prompts for them, up to 64, whose pages move by NIXL; 0: each computes its own
     name     of the model for clients; None: that of the directory
     dtype    of the weights, as in `load_pretrained`
-    host, port  where OpenAI's interface is
+    host, port  where OpenAI's interface is; those of Serve, if that runs already
     threads  of each worker; None: all
     engine   arguments of each `Engine`, such as `pool_bytes`
     app      arguments of `create_app`, such as `timeout`
 
     Starts Ray on this machine, without dashboard and usage reports, unless it runs, and Serve. Waits until requests
-    are answered. `ray.serve.shutdown()` ends workers and door, `ray.shutdown()` ends a Ray that this has started.
+    are answered. What was served before is replaced. `ray.serve.shutdown()` ends workers and door, `ray.shutdown()`
+    ends a Ray that this has started.
 
     Raises ImportError without the extra `ray` (and with `prefill` without `transfer`), ValueError and TypeError for
     arguments that cannot be, `ModelError` for a directory without a model; then nothing was started.
     """
     fewest, most = workers if isinstance(workers, tuple) else (workers, workers)
-    integer("the most workers", most, integer("workers", fewest, 1))
-    integer("prefill", prefill, 0)
+    integer("the most workers", most, integer("workers", fewest, 1, MAX_WORKERS), MAX_WORKERS)
+    integer("prefill", prefill, 0, MAX_WORKERS)
     integer("port", port, 0, 65_535)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -72,14 +74,13 @@ def serve(
     given |= {"engine": engine or {}, "app": app or {}}
     router = config.RequestRouterConfig(request_router_class="pagepool.integrations.ray.routing.NamedReplicaRouter")
     common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **END}
-    application = f"pagepool-{port}"
     worker = ray_serve.deployment(parts.WorkerReplica).options(request_router_config=router, **common)
-    door = ray_serve.deployment(parts.DoorReplica).options(name=DOOR, num_replicas=1, **common)
-    handles = [worker.options(name=DECODE, **_scale(fewest, most)).bind(given, False, prefill > 0, (DOOR, application))]
+    door = ray_serve.deployment(parts.DoorReplica).options(name=parts.DOOR, num_replicas=1, **common)
+    handles = [worker.options(name=DECODE, **_scale(fewest, most)).bind(given, False, prefill > 0)]
     if prefill:
-        handles.append(worker.options(name=PREFILL, num_replicas=prefill).bind(given, True, True, (DOOR, application)))
+        handles.append(worker.options(name=PREFILL, num_replicas=prefill).bind(given, True, True))
     ray_serve.start(http_options={"host": host, "port": port})
-    return ray_serve.run(door.bind(given, *handles), name=application, route_prefix="/")
+    return ray_serve.run(door.bind(given, *handles), name=parts.APPLICATION, route_prefix="/")
 
 
 def _scale(fewest: int, most: int) -> dict[str, Any]:

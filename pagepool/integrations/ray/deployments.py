@@ -14,8 +14,9 @@ from ray import serve
 
 from pagepool.integrations.ray.messages import Call, Limits, News
 
-__all__ = ["DoorReplica", "WorkerReplica"]
+__all__ = ["APPLICATION", "DOOR", "DoorReplica", "WorkerReplica"]
 
+APPLICATION, DOOR = "pagepool", "door"
 NEWS_SECONDS = 0.2
 ANSWER_SECONDS = 10.0
 TRANSFER_SECONDS = 5.0
@@ -26,10 +27,9 @@ class WorkerReplica:
     """A `Worker` in a process of its own, which tells the door its news.
 
     options  `model`, a directory; `dtype`, `engine`: the arguments of `Engine`; `threads` or None
-    door     (name of the deployment, name of the application)
     """
 
-    def __init__(self, options: dict[str, Any], is_prefill: bool, moves_pages: bool, door: tuple[str, str]) -> None:
+    def __init__(self, options: dict[str, Any], is_prefill: bool, moves_pages: bool) -> None:
         from pagepool.engine import Engine
         from pagepool.integrations.pretrained import load_pretrained
         from pagepool.integrations.ray.worker import Worker
@@ -40,15 +40,16 @@ class WorkerReplica:
             os.environ["PAGEPOOL_NUM_THREADS"] = str(options["threads"])
         model, tokenizer = load_pretrained(options["model"], options["dtype"])
         engine = Engine(model, prefix_events=PREFIX_EVENTS, **options["engine"])
-        engine.stop_token_ids = stop_token_ids_of(model, tokenizer)
         name = serve.get_replica_context().replica_id.unique_id
         transfer = None
         if moves_pages:
             from pagepool.integrations.transfer.nixl import NixlTransfer
 
             transfer = NixlTransfer(name, TRANSFER_SECONDS)
-        self._worker = Worker(engine, name, is_prefill=is_prefill, transfer=transfer, model=options["name"])
-        self._door = door
+        stops = stop_token_ids_of(model, tokenizer)
+        self._worker = Worker(
+            engine, name, is_prefill=is_prefill, transfer=transfer, model=options["name"], stop_token_ids=stops
+        )
         self._ends = Event()
         self._thread = Thread(target=self._tell, name="pagepool-news", daemon=True)
         self._thread.start()
@@ -94,7 +95,7 @@ class WorkerReplica:
         while not self._ends.wait(NEWS_SECONDS):
             try:
                 news = self._worker.news(wants_snapshot)
-                handle = handle or serve.get_deployment_handle(*self._door)
+                handle = handle or serve.get_deployment_handle(DOOR, APPLICATION)
                 door, wants_snapshot = handle.news.remote(news).result(timeout_s=ANSWER_SECONDS)
                 self._worker.follow(door)
             except (Exception, CancelledError):

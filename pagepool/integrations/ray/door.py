@@ -40,6 +40,7 @@ from pagepool.tokenizing import Detokenizer, Encoder
 __all__ = ["Cluster"]
 
 UNBOUNDED = 4096  # tokens of a text of a model that has no bound
+MAX_WORKERS = 256  # of a side that a router knows: those that are gone stay for SILENCE
 NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
 SILENCE = 30.0  # seconds after which a worker that is not heard of is forgotten
 COUNTS = ("prompt_tokens", "cached_tokens", "moved_tokens", "generated_tokens", "lost_workers", "repeated_requests")
@@ -116,9 +117,9 @@ class Cluster:
         self.max_records = integer("max_records", max_records, 0)
         self.epoch = time_ns()
         self.is_accepting = True
-        self._sides = {"decode": _Side(workers, Router(limits.block_size))}
+        self._sides = {"decode": _Side(workers, Router(limits.block_size, MAX_WORKERS))}
         if prefill is not None:
-            self._sides["prefill"] = _Side(prefill, Router(limits.block_size))
+            self._sides["prefill"] = _Side(prefill, Router(limits.block_size, MAX_WORKERS))
         self._loop = loop
         self._lock = Lock()  # guards what follows
         self._active: set[_Run] = set()

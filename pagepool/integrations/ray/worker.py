@@ -35,6 +35,7 @@ class Worker:
     is_prefill  whether it computes prompts for others
     transfer    a `Transfer` without a pool, which this object closes; None: pages do not move
     model       a name of the model and its weights, for the transfer
+    stop_token_ids  tokens that end every text, beside those that the engine knows of
 
     Raises ValueError for a transfer of a model whose prompts are not cached.
     """
@@ -47,8 +48,10 @@ class Worker:
         is_prefill: bool = False,
         transfer: Transfer | None = None,
         model: str = "",
+        stop_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.engine, self.name, self.is_prefill = engine, name, is_prefill
+        self.stop_token_ids = engine.stop_token_ids | stop_token_ids
         self.epoch = time_ns()
         self._pages: PageMover | None = None
         if transfer is not None:
@@ -60,10 +63,10 @@ class Worker:
 
     def limits(self) -> Limits:
         """What it can take."""
-        engine, runner = self.engine, self.engine.runner
+        runner = self.engine.runner
         block_size = runner.pool.block_size if runner.pool is not None else 1
         tokens = runner.pool.allocator.capacity * block_size // len(runner.pools) if runner.pools else None
-        return Limits(runner.max_model_len, tokens, runner.vocab_size, block_size, engine.stop_token_ids)
+        return Limits(runner.max_model_len, tokens, runner.vocab_size, block_size, self.stop_token_ids)
 
     async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
         """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.
