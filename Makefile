@@ -75,7 +75,7 @@ $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 # Ray, torch and NIXL together.
 RAY_VENV ?= build/ray-venv
 test-ray: build $(RAY_VENV)/.test  ## engines behind one door, by Ray: streams, and processes that are killed
-	$(RAY_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_ray_serve.py
+	$(RAY_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_ray_serve.py tests/integrations/test_ray_start.py
 
 RUNS ?= 1
 cluster-demo: build $(RAY_VENV)/.test  ## a burst on three engines, one killed in the middle: a table and a picture; RUNS=1

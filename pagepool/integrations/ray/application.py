@@ -49,7 +49,8 @@ def serve(
     ends a Ray that this has started.
 
     Raises ImportError without the extra `ray` (and with `prefill` without `transfer`), ValueError and TypeError for
-    arguments that cannot be, `ModelError` for a directory without a model; then nothing was started.
+    arguments that cannot be, `ModelError` for a directory without a model; then nothing was started. RuntimeError when
+    workers or door cannot start: then a Ray that this has started is ended.
     """
     fewest, most = workers if isinstance(workers, tuple) else (workers, workers)
     integer("the most workers", most, integer("workers", fewest, 1, MAX_WORKERS), MAX_WORKERS)
@@ -68,19 +69,43 @@ def serve(
     if prefill:
         import_module("nixl")
     parts = import_module("pagepool.integrations.ray.deployments")
-    if not ray.is_initialized():
+    starts = not ray.is_initialized()
+    if starts:
         ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
     given |= {"engine": engine or {}, "app": app or {}}
     router = config.RequestRouterConfig(request_router_class="pagepool.integrations.ray.routing.NamedReplicaRouter")
-    common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **END}
+    common = {
+        "ray_actor_options": {"num_cpus": 0},
+        "max_ongoing_requests": MANY,
+        "max_constructor_retry_count": 2,
+        **HEALTH,
+        **END,
+    }
     worker = ray_serve.deployment(parts.WorkerReplica).options(request_router_config=router, **common)
     door = ray_serve.deployment(parts.DoorReplica).options(name=parts.DOOR, num_replicas=1, **common)
     handles = [worker.options(name=DECODE, **_scale(fewest, most)).bind(given, False, prefill > 0)]
     if prefill:
         handles.append(worker.options(name=PREFILL, num_replicas=prefill).bind(given, True, True))
-    ray_serve.start(http_options={"host": host, "port": port})
-    return ray_serve.run(door.bind(given, *handles), name=parts.APPLICATION, route_prefix="/")
+    try:
+        ray_serve.start(http_options={"host": host, "port": port})
+        return ray_serve.run(door.bind(given, *handles), name=parts.APPLICATION, route_prefix="/")
+    except Exception as error:
+        reason = _reason(ray_serve.status(), parts.APPLICATION) or str(error)
+        if starts:
+            ray_serve.shutdown()
+            ray.shutdown()
+        raise RuntimeError(f"the workers or the door did not start: {reason}") from error
+
+
+def _reason(status: Any, application: str) -> str:
+    """The last line of the traceback that Serve has of a deployment that could not start, or ""."""
+    found = status.applications.get(application)
+    for deployment in found.deployments.values() if found is not None else ():
+        if "FAILED" in str(deployment.status) and deployment.message.strip():
+            line: str = deployment.message.strip().splitlines()[-1]
+            return line
+    return ""
 
 
 def _scale(fewest: int, most: int) -> dict[str, Any]:
