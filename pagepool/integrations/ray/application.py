@@ -15,8 +15,9 @@ __all__ = ["serve"]
 DECODE, PREFILL = "decode", "prefill"
 MAX_WORKERS = 64  # of a side
 MANY = 10_000  # calls of one replica at a time: the engine's scheduler decides who waits
-HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 60.0}
-END = {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
+# Serve gives a process up that has not answered three times.
+HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
+LIFE = {"max_constructor_retry_count": 2, "graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
 
 
 def serve(
@@ -75,13 +76,7 @@ def serve(
     given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
     given |= {"engine": engine or {}, "app": app or {}}
     router = config.RequestRouterConfig(request_router_class="pagepool.integrations.ray.routing.NamedReplicaRouter")
-    common = {
-        "ray_actor_options": {"num_cpus": 0},
-        "max_ongoing_requests": MANY,
-        "max_constructor_retry_count": 2,
-        **HEALTH,
-        **END,
-    }
+    common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **LIFE}
     worker = ray_serve.deployment(parts.WorkerReplica).options(request_router_config=router, **common)
     door = ray_serve.deployment(parts.DoorReplica).options(name=parts.DOOR, num_replicas=1, **common)
     handles = [worker.options(name=DECODE, **_scale(fewest, most)).bind(given, False, prefill > 0)]

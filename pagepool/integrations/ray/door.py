@@ -123,7 +123,8 @@ class Cluster:
         self._loop = loop
         self._lock = Lock()  # guards what follows
         self._active: set[_Run] = set()
-        self._by_id: OrderedDict[int | str, _Run] = OrderedDict()  # running, and the records of those that finished
+        self._running: dict[int | str, _Run] = {}  # by request_id
+        self._records: OrderedDict[int | str, _Run] = OrderedDict()  # of those that finished, by request_id
         self._counts: Counter[str] = Counter()
         self._background: set[Any] = set()
 
@@ -159,7 +160,9 @@ class Cluster:
         options["cache_salt"] = cache_salt
         run = _Run(request_id, tokens, params, options, Detokenizer(self.tokenizer, tokens, params.stop))
         with self._lock:
-            known = self._by_id.get(request_id) if request_id is not None else None
+            known = None
+            if request_id is not None:
+                known = self._running.get(request_id) or self._records.get(request_id)
             if known is not None and known.asks_for != run.asks_for:
                 raise ValueError(
                     f"request_id {request_id!r} was another request, with {len(known.prompt)} tokens of prompt and up "
@@ -173,7 +176,7 @@ class Cluster:
             run.task = asyncio.run_coroutine_threadsafe(self._follow(run), self._loop)
             self._active.add(run)
             if request_id is not None:
-                self._by_id[request_id] = run
+                self._running[request_id] = run
             self._counts["prompt_tokens"] += len(tokens)
             return self._join(run)
 
@@ -354,21 +357,16 @@ class Cluster:
             self._counts[reason] += 1
             self._forget_id(run)
             if run.request_id is not None and reason in ("stop", "length"):
-                self._by_id[run.request_id] = run
-                self._drop_records()
+                self._records[run.request_id] = run
+                if len(self._records) > self.max_records:
+                    self._records.popitem(last=False)
             for generation in _living(run):
                 generation._end(reason, error)
             run.generations.clear()
 
     def _forget_id(self, run: _Run) -> None:
-        if run.request_id is not None and self._by_id.get(run.request_id) is run:
-            del self._by_id[run.request_id]
-
-    def _drop_records(self) -> None:
-        """Keep the records of the requests that finished last."""
-        finished = [name for name, run in self._by_id.items() if run not in self._active]
-        for name in finished[: len(finished) - self.max_records]:
-            del self._by_id[name]
+        if run.request_id is not None and self._running.get(run.request_id) is run:
+            del self._running[run.request_id]
 
     # Who asks for a request.
 
