@@ -79,6 +79,8 @@ class WorkerReplica:
         """Serve calls it, and restarts the replica when it raises."""
         if not self._worker.engine.is_accepting:
             raise RuntimeError("the engine takes no more requests")
+        if not self._thread.is_alive():
+            raise RuntimeError("the door gets no more news of this worker")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls it for autoscaling policies."""
@@ -87,14 +89,15 @@ class WorkerReplica:
 
     def __del__(self) -> None:
         self._ends.set()
+        self._thread.join(ANSWER_SECONDS)
         self._worker.close()
 
     def _tell(self) -> None:
         """The thread that tells the door the news, and hears which door there is."""
         wants_snapshot, handle = True, None
         while not self._ends.wait(NEWS_SECONDS):
+            news = self._worker.news(wants_snapshot)
             try:
-                news = self._worker.news(wants_snapshot)
                 handle = handle or serve.get_deployment_handle(DOOR, APPLICATION)
                 door, wants_snapshot = handle.news.remote(news).result(timeout_s=ANSWER_SECONDS)
                 self._worker.follow(door)
