@@ -1,5 +1,6 @@
 """PageMover: pages of prompts between two prefix caches, when all goes well and when it does not."""
 
+import asyncio
 import time
 from threading import Thread
 
@@ -181,8 +182,6 @@ def test_a_worker_that_runs_something_is_not_empty():
             worker.check_empty()
         assert worker.load() == 1
         await messages.aclose()
-
-    import asyncio
 
     asyncio.run(run())
     end = time.monotonic() + 60
