@@ -18,7 +18,7 @@ FREE := build/free-threaded
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
-.PHONY: help demo demo-generate test test-torch test-models test-transfer load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
+.PHONY: help demo demo-generate test test-torch test-models test-transfer test-ray cluster-demo load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
 	san-threads cross-compiler aarch64 run-aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
@@ -75,6 +75,23 @@ $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) .ci/requirements.py run test > $@.txt
 	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
 	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL) $(MOONCAKE)
+	@touch $@
+
+# Ray, torch and NIXL together.
+RAY_VENV ?= build/ray-venv
+test-ray: build $(RAY_VENV)/.test  ## engines behind one door, by Ray: streams, and processes that are killed
+	$(RAY_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_ray_serve.py tests/integrations/test_ray_start.py
+
+RUNS ?= 1
+cluster-demo: build $(RAY_VENV)/.test  ## a burst on three engines, one killed in the middle: a table and a picture; RUNS=1
+	PYTHONPATH=. $(RAY_VENV)/bin/python bench/cluster.py --runs $(RUNS)
+
+$(RAY_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
+	$(PY) -m venv $(RAY_VENV)
+	$(PY) .ci/requirements.py run test ray test-models plot > $@.txt
+	$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
+		"$(TORCH)"
+	$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 
 demo-generate: build $(MODELS_VENV)/.test  ## write Python with the tiny model of the repository

@@ -25,7 +25,7 @@ myst_heading_anchors = 3
 nitpicky = True
 smartquotes = False
 # The pages are built without them.
-autodoc_mock_imports = ["starlette", "torch", "tqdm", "transformers"]
+autodoc_mock_imports = ["ray", "starlette", "torch", "tqdm", "transformers"]
 html_theme = "furo"
 html_title = "pagepool"
 html_static_path = ["static"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pagepool.arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError
 from pagepool.generation import Generation, Token
@@ -46,6 +47,7 @@ class Engine:
     dtype         of the pages; None: the model's
     config        a `SchedulerConfig`; None: one whose steps have up to 32 sequences
     prefix_cache  whether prompts begin with the pages of earlier ones, and with the recurrent states kept of them
+    prefix_events how many events of that cache wait at most to be drained, for a `Router`; 0: none are noted
 
     One thread makes all steps: schedule, run the model, sample, commit. `submit` and `cancel` reach the scheduler by
     its own calls for other threads. `close` it at the end, or use it as a context manager. `runner`, `scheduler`,
@@ -68,6 +70,7 @@ class Engine:
         dtype: Any = None,
         config: SchedulerConfig | None = None,
         prefix_cache: bool = True,
+        prefix_events: int = 0,
     ) -> None:
         config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
         self.runner = model
@@ -78,7 +81,7 @@ class Engine:
             self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **sizes)
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, self.runner.vocab_size)
-        self.prefix_cache = self.runner.new_prefix_cache() if prefix_cache else None
+        self.prefix_cache = self.runner.new_prefix_cache(prefix_events) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
         self.stop_token_ids = stop_token_ids_of(self.runner.model, tokenizer)
         self._requests: dict[int, _Request] = {}
@@ -109,11 +112,14 @@ class Engine:
         priority: int = 0,
         tenant: Any = None,
         cache_salt: str | bytes | int | None = None,
+        num_generated: int = 0,
     ) -> Generation:
         """Queue a prompt and return its `Generation`; it is cancelled when nobody holds that any more.
 
         prompt    a text, or token ids
         request_id, priority, tenant, cache_salt  as in `Scheduler.add_request`
+        num_generated  how many of the prompt's last tokens an earlier run of this request has generated: a seed draws
+                  on as that run would have. They do not count as new
         The others are those of `SamplingParams`.
 
         Raises TypeError or ValueError for what cannot run, and RuntimeError when the engine takes no more requests;
@@ -121,6 +127,7 @@ class Engine:
         """
         params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, logprobs)
         tokens = self.encoder.encode(prompt)
+        integer("num_generated", num_generated, 0, len(tokens))
         longest = self.runner.max_model_len
         if longest is not None and len(tokens) + max_new_tokens > longest:
             raise ValueError(
@@ -142,7 +149,7 @@ class Engine:
             generation = Generation(len(tokens), partial(self.scheduler.cancel, seq_id))
             # `cancel` may be called in a finalizer, which is what this callback is.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
-            self._requests[seq_id] = _Request(reference, Sampler(params), detokenizer)
+            self._requests[seq_id] = _Request(reference, Sampler(params, num_generated), detokenizer)
             self._counts["prompt_tokens"] += len(tokens)
             self._changed.notify_all()
         return generation
@@ -155,6 +162,13 @@ class Engine:
         tokens = {name: counts[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens")}
         scheduler = self.scheduler.stats()
         return {"requests": len(self._requests), "ended": ended, **tokens, **self._seconds, "scheduler": scheduler}
+
+    def observed(self) -> dict[str, Any]:
+        """What `PagepoolCollector` shows of this engine, as its arguments."""
+        pools = {"kv": self.runner.pool, "states": self.runner.states}
+        caches = {} if self.prefix_cache is None else {"prefix": self.prefix_cache}
+        present = {name: pool for name, pool in pools.items() if pool is not None}
+        return {"scheduler": self.scheduler, "pools": present, "caches": caches}
 
     @property
     def num_requests(self) -> int:

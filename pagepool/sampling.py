@@ -79,6 +79,8 @@ class Sampler:
     The choice depends on the logits, the `SamplingParams` and what was drawn before: one number for each token, and
     with `top_p` one more for each that is drawn and is not among the most likely ones.
 
+    num_drawn  how many tokens of this request an earlier run of it has drawn: it goes on behind them
+
     >>> logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
     >>> greedy = Sampler(SamplingParams(max_new_tokens=1))
     >>> greedy.sample(logits)
@@ -88,9 +90,12 @@ class Sampler:
     [2, 2, 0, 0, 2]
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, num_drawn: int = 0) -> None:
         self.params = params
         self._random = random.Random(params.seed)
+        if params.temperature != 0.0:
+            for _ in range(num_drawn):
+                self._random.random()
 
     def sample(self, logits: Any) -> int:
         """The next token, given the logits of all tokens, float32 of shape (vocab_size,).

@@ -52,8 +52,8 @@ class FakeRunner:
         self.is_closed = False
         self.threads = set()
 
-    def new_prefix_cache(self):
-        return PrefixCache(self.pool.allocator)
+    def new_prefix_cache(self, max_events=0):
+        return PrefixCache(self.pool.allocator, max_events=max_events)
 
     def scheduler(self, config, prefix_cache=None):
         return Scheduler(config, self.pool, prefix_cache)

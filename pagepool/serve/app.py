@@ -18,8 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pagepool.engine import Engine
-from pagepool.generation import Generation, Token
+from pagepool.generation import Generation, TextEngine, Token
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.protocol import (
     Answer,
@@ -34,10 +33,11 @@ from pagepool.serve.protocol import (
 __all__ = ["create_app"]
 
 MAX_BODY_BYTES = 16 << 20
+MAX_ID_LENGTH = 256
 
 
 def create_app(
-    engine: Engine,
+    engine: TextEngine,
     model: str,
     *,
     max_prompt_tokens: int | None = None,
@@ -51,8 +51,9 @@ def create_app(
     max_requests       choices that run and wait; more get status 429
     timeout            seconds after which a request that has not ended gets status 503 and is cancelled
 
-    A client that disconnects cancels its request. While the engine drains, requests get status 503. Every error is
-    JSON, as OpenAI's clients read it.
+    A client that disconnects cancels its request. The header `X-Request-Id` is the `request_id` of its choices, with
+    "/" and their number behind it where there are several. While the engine drains, requests get status 503. Every
+    error is JSON, as OpenAI's clients read it.
 
     Raises ImportError where starlette or prometheus_client is missing.
     """
@@ -79,7 +80,7 @@ class Server:
     """The endpoints, over one engine."""
 
     def __init__(
-        self, engine: Engine, model: str, max_prompt_tokens: int | None, max_requests: int, timeout: float
+        self, engine: TextEngine, model: str, max_prompt_tokens: int | None, max_requests: int, timeout: float
     ) -> None:
         self._engine, self._model = engine, model
         self._max_prompt_tokens, self._max_requests, self._timeout = max_prompt_tokens, max_requests, timeout
@@ -126,7 +127,7 @@ class Server:
         began = monotonic()
         request = read_request(read_body(await read_all(http)), is_chat)
         self._check_model(request.model)
-        generations = await asyncio.to_thread(self._submit, request)
+        generations = await asyncio.to_thread(self._submit, request, read_id(http))
         kind = ChatAnswer if is_chat else Answer
         answer = kind(self._model, self._text_of, request.n)
         run = Run(generations, began, self._timeout, self.metrics)
@@ -140,14 +141,15 @@ class Server:
         text: str = self._engine.tokenizer.decode([token])
         return text
 
-    def _submit(self, request: Request) -> list[Generation]:
+    def _submit(self, request: Request, request_id: str | None) -> list[Generation]:
         """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""
         engine, count = self._engine, len(request.prompts) * request.n
         if not engine.is_accepting:
             raise RequestError(503, "the server takes no more requests: it is shutting down")
         self._check_room(count)  # before the work of encoding
         encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
-        seed, generations = request.sampling["seed"], []
+        seed = request.sampling["seed"]
+        generations: list[Generation] = []
         try:
             prompts = [encode(prompt) for prompt in request.prompts]
             limits = [self._limit(request, len(tokens)) for tokens in prompts]
@@ -157,7 +159,8 @@ class Server:
                     for number in range(request.n):
                         # Choices of one prompt differ.
                         sampling = {**request.sampling, "seed": None if seed is None else seed + number}
-                        generations.append(engine.submit(tokens, max_new_tokens=limit, **sampling))
+                        name = request_id if request_id is None or count == 1 else f"{request_id}/{len(generations)}"
+                        generations.append(engine.submit(tokens, max_new_tokens=limit, request_id=name, **sampling))
         except (TypeError, ValueError, RuntimeError) as error:
             for generation in generations:
                 generation.cancel()
@@ -303,6 +306,14 @@ async def unless_disconnected(http: HttpRequest, run: Run) -> list[list[Token]]:
         run.cancel()
         tokens.cancel()
         leaving.cancel()
+
+
+def read_id(http: HttpRequest) -> str | None:
+    """The client's own id of a request, or None. Raises `RequestError` for one that is too long."""
+    found = http.headers.get("x-request-id")
+    if found and len(found) > MAX_ID_LENGTH:
+        raise RequestError(400, f"X-Request-Id has {len(found)} characters, not up to {MAX_ID_LENGTH}")
+    return found or None
 
 
 async def read_all(http: HttpRequest) -> bytes:

@@ -9,8 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
-from pagepool.engine import Engine
-from pagepool.generation import Generation
+from pagepool.generation import Generation, TextEngine
 from pagepool.integrations.prometheus import PagepoolCollector
 
 __all__ = ["Metrics"]
@@ -21,13 +20,10 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 class Metrics:
     """The metrics of one app, in a registry of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TextEngine) -> None:
         self._engine = engine
         self._registry = CollectorRegistry()
-        pools = {"kv": engine.runner.pool, "states": engine.runner.states}
-        caches = {} if engine.prefix_cache is None else {"prefix": engine.prefix_cache}
-        present = {name: pool for name, pool in pools.items() if pool is not None}
-        self._registry.register(PagepoolCollector(engine.scheduler, present, caches))
+        self._registry.register(PagepoolCollector(**engine.observed()))
         self._registry.register(self)
         self.responses = Counter("pagepool:http_responses", "Responses.", ["status"], registry=self._registry)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.")

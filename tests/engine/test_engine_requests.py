@@ -250,6 +250,24 @@ def test_a_prompt_begins_with_the_pages_of_an_earlier_one():
         engine.check()
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_request_that_another_engine_has_begun_goes_on(sampling):
+    whole = alone("hello", 16, **sampling)
+    for count in (0, 1, 9, 15):
+        with new_engine() as engine:
+            begun = [*b"hello", *whole[:count]]
+            options = {"max_new_tokens": 16 - count, "num_generated": count, **sampling}
+            assert engine.submit(begun, **options).result(SECONDS).token_ids == whole[count:]
+
+
+def test_the_events_of_the_prefix_cache_are_noted_if_they_are_asked_for():
+    with new_engine(prefix_events=8) as engine:
+        engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
+        assert [event.kind for event in engine.prefix_cache.drain_events()] == ["stored"] * 5
+    with new_engine() as engine, pytest.raises(ValueError):
+        engine.prefix_cache.drain_events()
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "sentence"),
     [
@@ -266,6 +284,7 @@ def test_a_prompt_begins_with_the_pages_of_an_earlier_one():
         ("x", {"top_k": -1}, "top_k must be at least 0, not -1"),
         ("x", {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
         ("x", {"stop": [""]}, "a stop string needs at least 1 character, got 0"),
+        ("x", {"num_generated": 2}, "num_generated must be from 0 to 1, not 2"),
         ("x", {"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
     ],
 )

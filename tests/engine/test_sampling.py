@@ -68,6 +68,16 @@ def test_the_same_seed_draws_the_same_tokens_and_none_draws_others():
     assert len({drawn(None) for _ in range(4)}) == 4
 
 
+@pytest.mark.parametrize("num_drawn", [0, 1, 7, 19])
+def test_a_sampler_goes_on_where_another_one_has_stopped(num_drawn):
+    logits = random_logits(1000)
+    params = SamplingParams(max_new_tokens=1, temperature=2.0, seed=3)
+    whole = Sampler(params)
+    drawn = [whole.sample(logits) for _ in range(20)]
+    rest = Sampler(params, num_drawn)
+    assert [rest.sample(logits) for _ in range(20 - num_drawn)] == drawn[num_drawn:]
+
+
 def test_greedy_takes_the_best_and_draws_nothing():
     logits = random_logits(50)
     assert {sampler(seed=seed).sample(logits) for seed in range(5)} == {int(logits.argmax())}

@@ -490,6 +490,23 @@ def test_a_tokenizer_without_a_chat_template_is_said_to_have_none(monkeypatch):
         assert response.json()["error"]["message"] == "the model's tokenizer has no chat template"
 
 
+def test_a_request_id_is_the_engine_s(served, monkeypatch):
+    found, submit = [], served.engine.submit
+
+    def noting(tokens, **options):
+        found.append(options["request_id"])
+        return submit(tokens, **options)
+
+    monkeypatch.setattr(served.engine, "submit", noting)
+    for n in (1, 2):
+        headers = {"x-request-id": "mine"}
+        assert served.http.post("/v1/completions", json={"prompt": "x", "n": n}, headers=headers).status_code == 200
+    served.post(prompt="x")
+    assert found == ["mine", "mine/0", "mine/1", None]
+    response = served.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "x" * 257})
+    assert response.status_code == 400 and "257 characters, not up to 256" in response.text
+
+
 def test_metrics_show_requests_tokens_and_latencies():
     with serving(FakeRunner()) as served:
         served.complete("hello", max_tokens=4)

@@ -37,6 +37,7 @@ FLOORS = {
     "recorder": 4,
     "scheduling": 4,
     "integrations": 5,
+    "integrations.ray": 9,
     "sampling": 5,
     "tokenizing": 5,
     "generation": 5,
@@ -72,6 +73,8 @@ def module_of(path):
 
 def component(module):
     parts = module.split(".")
+    if parts[1:3] == ["integrations", "ray"]:
+        return "integrations.ray"  # serves: it is above the engine, not below
     return parts[1] if len(parts) > 1 else "front"
 
 

@@ -143,15 +143,18 @@ class ModelRunner:
         checkpoints = None if prefix_cache is None else self.checkpoints
         return Scheduler(config, pool, prefix_cache, groups=self.groups, states=self.states, checkpoints=checkpoints)
 
-    def new_prefix_cache(self) -> PrefixCache:
+    def new_prefix_cache(self, max_events: int = 0) -> PrefixCache:
         """Returns a new `PrefixCache` over the pool.
+
+        max_events  as in `PrefixCache`
 
         For a model without attention it has blocks of its own, which hold nothing: they say which tokens were seen, and
         `checkpoints` has the states.
         """
-        if self.pool is not None:
-            return PrefixCache(self.pool.allocator, block_size=self.block_size)
-        return PrefixCache(BlockAllocator(self.max_sequences * STATE_TOKENS // self.block_size), self.block_size)
+        allocator = None if self.pool is None else self.pool.allocator
+        if allocator is None:
+            allocator = BlockAllocator(self.max_sequences * STATE_TOKENS // self.block_size)
+        return PrefixCache(allocator, block_size=self.block_size, max_events=max_events)
 
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
         """Runs the step of a scheduler; returns the logits of the sequences that want a token.

@@ -1,0 +1,269 @@
+"""A burst on a cluster of engines, one of which is killed in the middle: a table and a picture. `make cluster-demo`.
+
+    python bench/cluster.py                         # 2 engines that decode, 1 for prompts; one that decodes is killed
+    python bench/cluster.py --kill prefill          # or door, or none
+    python bench/cluster.py --runs 10               # ends with status 1 when one of them is not right
+
+Each run starts a cluster with the tiny model, streams 48 requests with 6 shared beginnings at once, kills a process
+with SIGKILL when a fourth of the tokens has come, repeats what the door has cut with the same request ids, and compares
+all tokens with those of one engine. A token may differ where one engine's two best logits are nearer than 0.001. At the
+end every allocator must be empty. Needs the extras `ray`, `transfer` and `plot`, and httpx.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pagepool.engine import Engine
+from pagepool.integrations.pretrained import load_pretrained
+from pagepool.integrations.ray import serve
+from pagepool.output import show
+
+MODEL = Path(__file__).resolve().parent / "tiny_llama"
+PICTURE = Path(__file__).resolve().parents[1] / "build" / "cluster.svg"
+PORT = 8702
+URL = f"http://127.0.0.1:{PORT}"
+SECONDS = 120
+NUM_REQUESTS, NUM_BEGINNINGS, NUM_TOKENS = 48, 6, 64
+NEAR = 1e-3
+SHARE = 0.25  # of the tokens that have come when the process is killed
+COLOURS = ["#17479e", "#e0913a", "#8e6bb5", "#c9524f", "#5f9e6e", "#8a8a8a"]
+
+
+@dataclass
+class Answer:
+    """What came of a request: the texts of its tokens and when each came; how often it was asked for."""
+
+    tokens: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    asked: int = 0
+    is_whole: bool = False
+
+
+def prompts() -> list[str]:
+    """Requests with shared beginnings of some 200 tokens: pieces of this repository's engine."""
+    source = (Path(__file__).resolve().parents[1] / "pagepool" / "engine.py").read_text(encoding="utf-8")
+    step = len(source) // NUM_BEGINNINGS
+    beginnings = [source[start * step : start * step + 900] for start in range(NUM_BEGINNINGS)]
+    return [f"{beginnings[number % NUM_BEGINNINGS]}\n# {number}\n" for number in range(NUM_REQUESTS)]
+
+
+def answers_of_one_engine(texts: list[str]) -> list[list[tuple[str, bool]]]:
+    """For each request its tokens as texts, and whether the second best was a near tie."""
+    model, tokenizer = load_pretrained(MODEL, "float32")
+    with Engine(model, tokenizer, num_blocks=2048) as engine:
+        generations = [engine.submit(text, max_new_tokens=NUM_TOKENS, logprobs=2) for text in texts]
+        found = []
+        for generation in generations:
+            row = []
+            for token in generation:
+                best, second = sorted(token.top_logprobs.values(), reverse=True)[:2]
+                text = tokenizer.decode([token.token_id], skip_special_tokens=True)
+                row.append((text, best - second < NEAR))
+            found.append(row)
+        return found
+
+
+async def stream(client: httpx.AsyncClient, text: str, request_id: str, answer: Answer) -> None:
+    """Ask once; what came of an earlier time is dropped."""
+    answer.asked += 1
+    answer.tokens, answer.times = [], []
+    body = {"prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 0, "stream": True}
+    headers = {"x-request-id": request_id}
+    try:
+        async with client.stream("POST", f"{URL}/v1/completions", json=body, headers=headers) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    logprobs = (json.loads(line[6:]).get("choices") or [{}])[0].get("logprobs")
+                    if logprobs:
+                        answer.tokens += logprobs["tokens"]
+                        answer.times.append(time.monotonic())
+                answer.is_whole = answer.is_whole or line == "data: [DONE]"
+    except httpx.HTTPError:  # the door is gone
+        answer.is_whole = False
+
+
+async def burst(texts: list[str], answers: list[Answer], pid: int) -> float:
+    """All requests at once, those that were cut once more until they are whole; returns when the process was killed.
+
+    pid  of the process, 0 for none
+    """
+    limits = httpx.Limits(max_connections=NUM_REQUESTS)
+    killed_at = 0.0
+    async with httpx.AsyncClient(timeout=SECONDS, limits=limits) as client:
+        tasks = [
+            asyncio.create_task(stream(client, text, f"demo-{number}", answer))
+            for number, (text, answer) in enumerate(zip(texts, answers, strict=True))
+        ]
+        while not all(task.done() for task in tasks):
+            if (
+                pid
+                and not killed_at
+                and sum(len(answer.tokens) for answer in answers) >= SHARE * NUM_REQUESTS * NUM_TOKENS
+            ):
+                killed_at = time.monotonic()
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        end = time.monotonic() + SECONDS
+        while cut := [number for number, answer in enumerate(answers) if not answer.is_whole]:
+            if time.monotonic() > end:
+                break
+            await asyncio.sleep(0.5)  # the door is starting
+            await asyncio.gather(*(stream(client, texts[number], f"demo-{number}", answers[number]) for number in cut))
+    return killed_at
+
+
+def compare(answers: list[Answer], wanted: list[list[tuple[str, bool]]]) -> tuple[int, int]:
+    """How many answers part from those of one engine at a near tie, and how many are wrong."""
+    near = wrong = 0
+    for answer, row in zip(answers, wanted, strict=True):
+        parts = next((at for at, (text, _) in enumerate(row) if answer.tokens[at : at + 1] != [text]), None)
+        if parts is not None and row[parts][1] and len(answer.tokens) == len(row):
+            near += 1
+        elif parts is not None or len(answer.tokens) != len(row):
+            wrong += 1
+    return near, wrong
+
+
+class Running:
+    """A cluster that runs, asked through Serve's handles."""
+
+    def __init__(self) -> None:
+        from ray import serve as ray_serve
+
+        self._serve = ray_serve
+        engine = {"num_blocks": 1024}
+        self.door = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine=engine)
+        self.wait(lambda: len(self.workers()) == 3)
+
+    def wait(self, condition: Any) -> None:
+        """Until it holds, up to two minutes."""
+        end = time.monotonic() + SECONDS
+        while not condition():
+            if time.monotonic() > end:
+                raise TimeoutError("the cluster has not come to rest")
+            time.sleep(0.2)
+
+    def stats(self) -> dict[str, Any]:
+        """`Cluster.stats`"""
+        found: dict[str, Any] = self.door.stats.remote().result(timeout_s=SECONDS)
+        return found
+
+    def workers(self) -> dict[str, Any]:
+        """The workers that are heard of."""
+        found: dict[str, Any] = self.stats()["workers"]
+        return found
+
+    def ask(self, worker: str, side: str, method: str) -> Any:
+        """A call of one worker."""
+        handle = self._serve.get_deployment_handle(side, "pagepool")
+        return getattr(handle, method).remote(worker).result(timeout_s=SECONDS)
+
+    def victim(self, what: str) -> tuple[str, int]:
+        """The name and the process of a worker of this side, or of the door."""
+        if what == "door":
+            return what, self.door.pid.remote().result(timeout_s=SECONDS)
+        name = min(name for name, worker in self.workers().items() if worker["side"] == what)
+        return name, self.ask(name, what, "pid")
+
+    def is_whole(self, victim: str) -> bool:
+        """Whether there are three workers again, and nobody believes in the one that was killed."""
+        workers = self.workers()
+        return len(workers) == 3 and victim not in workers
+
+    def is_idle(self) -> bool:
+        """Whether no request runs."""
+        stats = self.stats()
+        return not stats["requests"] and not any(worker["requests"] for worker in stats["workers"].values())
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._serve.shutdown()
+        sys.modules["ray"].shutdown()
+
+
+def run(kill: str, texts: list[str], wanted: list[list[tuple[str, bool]]]) -> bool:
+    """One run: prints a table, draws the picture; returns whether all is right."""
+    cluster = Running()
+    try:
+        answers = [Answer() for _ in texts]
+        began = time.monotonic()
+        victim, pid = cluster.victim(kill) if kill != "none" else ("", 0)
+        killed_at = asyncio.run(burst(texts, answers, pid))
+        seconds = time.monotonic() - began
+        near, wrong = compare(answers, wanted)
+        cluster.wait(lambda: cluster.is_whole(victim))
+        whole_after = time.monotonic() - killed_at if killed_at else 0.0
+        cluster.wait(cluster.is_idle)
+        stats = cluster.stats()
+        in_use = {name: cluster.ask(name, w["side"], "check_empty")[1] for name, w in stats["workers"].items()}
+    finally:
+        cluster.close()
+    forecast, found = (sum(r[key] for r in stats["routers"].values()) for key in ("forecast_tokens", "found_tokens"))
+    apart = abs(forecast - found) / max(found, 1)
+    cut = sum(answer.asked > 1 for answer in answers)
+    rows = [
+        ["requests, whole answers", f"{len(answers)}, {sum(answer.is_whole for answer in answers)}"],
+        ["answers that part from one engine's, at a near tie", f"{near}"],
+        ["answers that are wrong", f"{wrong}"],
+        ["workers lost by requests", f"{stats['lost_workers']}"],
+        ["answers cut with the door, asked for again", f"{cut}"],
+        ["tokens found cached, moved between workers", f"{stats['cached_tokens']:,}, {stats['moved_tokens']:,}"],
+        ["forecast, found, tokens", f"{forecast:,}, {found:,}"],
+        ["forecast and found apart", f"{apart:.2%}"],
+        ["blocks in use at the end", f"{sum(in_use.values())} in {len(in_use)} workers"],
+        ["seconds until all processes were there again", f"{whole_after:.1f}"],
+        ["tokens a second", f"{sum(len(answer.tokens) for answer in answers) / seconds:,.0f}"],
+        ["seconds until all answers were whole", f"{seconds:.1f}"],
+    ]
+    show(f"cluster, killed: {kill}", [], rows)
+    draw(answers, began, killed_at, kill)
+    return wrong == 0 and apart <= 0.01 and not any(in_use.values()) and all(answer.is_whole for answer in answers)
+
+
+def draw(answers: list[Answer], began: float, killed_at: float, kill: str) -> None:
+    """A line for each request: its tokens as they came, by shared beginning; and when the process was killed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    order = sorted(range(len(answers)), key=lambda number: (number % NUM_BEGINNINGS, number))
+    for place, number in enumerate(order):
+        times = [at - began for at in answers[number].times]
+        colour = COLOURS[number % NUM_BEGINNINGS]
+        axes.plot(times, [place] * len(times), "|", color=colour, markersize=4, markeredgewidth=0.7)
+    if killed_at:
+        axes.axvline(killed_at - began, color="#1a1a1a", linewidth=1)
+        axes.text(killed_at - began, len(answers), f" kill -9: {kill}", va="bottom")
+    axes.set(xlabel="seconds", ylabel="requests, by shared beginning", yticks=[], xlim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE)
+    print(f"picture: {PICTURE.relative_to(Path.cwd()) if PICTURE.is_relative_to(Path.cwd()) else PICTURE}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kill", choices=("decode", "prefill", "door", "none"), default="decode")
+    parser.add_argument("--runs", type=int, default=1)
+    options = parser.parse_args()
+    texts = prompts()
+    wanted = answers_of_one_engine(texts)
+    right = [run(options.kill, texts, wanted) for _ in range(options.runs)]
+    print(f"{sum(right)} of {len(right)} runs right")
+    return 0 if all(right) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

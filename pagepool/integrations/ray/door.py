@@ -1,0 +1,410 @@
+"""Cluster: several workers behind one door, with the interface of an engine.
+
+A request is one run, whoever asks for it and however many workers it takes:
+
+    door                     prefill worker            decode worker
+    choose ── tokens ──────▶ first token
+             first token ◀── offer of pages
+    choose ── tokens, offer ────────────────────────▶ reads pages, goes on
+             tokens ◀────────────────────────────────
+                                                       dies
+    choose ── tokens and those that came ───────────▶ another one goes on
+
+Tokens are counted, stopped and turned into text here, so that what a worker leaves undone another one goes on with, and
+nothing that was handed out comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from time import monotonic, time_ns
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pagepool.arguments import integer
+from pagepool.errors import PoolError
+from pagepool.generation import Generation, Token
+from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News, Offer, Workers
+from pagepool.integrations.router import Choice, Router
+from pagepool.sampling import SamplingParams
+from pagepool.tokenizing import Detokenizer, Encoder
+
+__all__ = ["Cluster"]
+
+UNBOUNDED = 4096  # tokens of a text of a model that has no bound
+MAX_WORKERS = 256  # of a side that a router knows: those that are gone stay for SILENCE
+NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
+SILENCE = 30.0  # seconds after which a worker that is not heard of is forgotten
+COUNTS = ("prompt_tokens", "cached_tokens", "moved_tokens", "generated_tokens", "lost_workers", "repeated_requests")
+
+
+@dataclass
+class _Side:
+    """The workers that do one kind of work."""
+
+    workers: Workers
+    router: Router
+    heard: dict[str, float] = field(default_factory=dict)
+    news: dict[str, News] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Run:
+    """One request. `generations` are what those hold who have asked for it; each gets all of its tokens."""
+
+    request_id: int | str | None
+    prompt: list[int]
+    params: SamplingParams
+    options: dict[str, Any]  # of `Engine.submit`
+    detokenizer: Detokenizer
+    tokens: list[Token] = field(default_factory=list)
+    generations: list[weakref.ref[Generation]] = field(default_factory=list)
+    num_cached: int = 0
+    reason: str | None = None
+    error: BaseException | None = None
+    task: Any = None  # the concurrent future of `_follow`
+
+    @property
+    def asks_for(self) -> Any:
+        """What two requests with one id must have in common."""
+        return self.prompt, self.params, self.options
+
+
+class WorkerFailed(Exception):
+    """A worker has said that it cannot serve the request: another one could not, either."""
+
+
+class Cluster:
+    """Takes requests as an `Engine` does and has them done by workers, each of which is one.
+
+    limits        of the workers
+    tokenizer     one of transformers, or None: prompts are token ids, and there is no text
+    workers       how to reach those that decode
+    prefill       how to reach those that compute prompts for them, or None: each worker computes its own
+    loop          the running event loop on which requests are followed
+    max_attempts  how many workers a request may lose before it fails
+    max_records   finished requests whose answer is given again to who asks with the same `request_id`
+
+    A request whose worker is lost goes on with another one, behind the tokens that have come: the prompt and these
+    tokens are computed anew, as far as that worker has not cached them. A request with a `request_id` is computed once
+    while it runs and while its record is kept, however often it is submitted. `epoch` tells this door from the one
+    before it. `news` feeds the routers. The other names are those of `Engine`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        tokenizer: Any,
+        workers: Workers,
+        prefill: Workers | None = None,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        max_attempts: int = 4,
+        max_records: int = 1024,
+    ) -> None:
+        self.limits, self.tokenizer = limits, tokenizer
+        self.encoder = Encoder(tokenizer, limits.vocab_size)
+        self.runner = SimpleNamespace(max_model_len=limits.max_model_len)
+        self.max_attempts = integer("max_attempts", max_attempts, 1)
+        self.max_records = integer("max_records", max_records, 0)
+        self.epoch = time_ns()
+        self.is_accepting = True
+        self._sides = {"decode": _Side(workers, Router(limits.block_size, MAX_WORKERS))}
+        if prefill is not None:
+            self._sides["prefill"] = _Side(prefill, Router(limits.block_size, MAX_WORKERS))
+        self._loop = loop
+        self._lock = Lock()  # guards what follows
+        self._active: set[_Run] = set()
+        self._running: dict[int | str, _Run] = {}  # by request_id
+        self._records: OrderedDict[int | str, _Run] = OrderedDict()  # of those that finished, by request_id
+        self._counts: Counter[str] = Counter()
+        self._background: set[Any] = set()
+
+    # As an engine.
+
+    def submit(
+        self,
+        prompt: str | Iterable[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Iterable[int] = (),
+        logprobs: int | None = None,
+        request_id: int | str | None = None,
+        priority: int = 0,
+        tenant: Any = None,
+        cache_salt: str | bytes | int | None = None,
+    ) -> Generation:
+        """As `Engine.submit`. A `request_id` that was submitted before joins that request or gets its record.
+
+        Raises ValueError when that was another request.
+        """
+        params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, logprobs)
+        tokens = self.encoder.encode(prompt)
+        self._check_length(len(tokens), max_new_tokens)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "logprobs": logprobs}
+        stops = params.stop_token_ids | self.limits.stop_token_ids
+        options = {**sampling, "stop_token_ids": stops, "priority": priority, "tenant": tenant}
+        options["cache_salt"] = cache_salt
+        run = _Run(request_id, tokens, params, options, Detokenizer(self.tokenizer, tokens, params.stop))
+        with self._lock:
+            known = None
+            if request_id is not None:
+                known = self._running.get(request_id) or self._records.get(request_id)
+            if known is not None and known.asks_for != run.asks_for:
+                raise ValueError(
+                    f"request_id {request_id!r} was another request, with {len(known.prompt)} tokens of prompt and up "
+                    f"to {known.params.max_new_tokens} new ones; this one has {len(tokens)} and {max_new_tokens}"
+                )
+            if known is not None:
+                self._counts["repeated_requests"] += 1
+                return self._join(known)
+            if not self.is_accepting:
+                raise RuntimeError("the cluster takes no more requests")
+            run.task = asyncio.run_coroutine_threadsafe(self._follow(run), self._loop)
+            self._active.add(run)
+            if request_id is not None:
+                self._running[request_id] = run
+            self._counts["prompt_tokens"] += len(tokens)
+            return self._join(run)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._active)
+
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """The most tokens that a prompt of this many can get, at least 1."""
+        limits = [limit for limit in (self.limits.max_model_len, self.limits.pool_tokens) if limit is not None]
+        return max(1, min(limits, default=UNBOUNDED) - num_prompt_tokens)
+
+    def stats(self) -> dict[str, Any]:
+        """As `Engine.stats`, of the door; and `workers`, name -> the last `stats` of each engine that is heard of, with
+        its `side` and `load`; `routers`, side -> `Router.stats`."""
+        with self._lock:
+            ended = {reason: self._counts[reason] for reason in ("stop", "length", "abort", "error")}
+            counts = {name: self._counts[name] for name in COUNTS}
+            workers = {
+                name: {"side": kind, "load": news.load, **news.stats}
+                for kind, side in self._sides.items()
+                for name, news in side.news.items()
+            }
+        routers = {kind: side.router.stats() for kind, side in self._sides.items()}
+        return {"requests": len(self._active), "ended": ended, **counts, "workers": workers, "routers": routers}
+
+    def observed(self) -> dict[str, Any]:
+        """What `PagepoolCollector` shows of the door, as its arguments."""
+        return {"routers": {kind: side.router for kind, side in self._sides.items()}}
+
+    def close(self) -> None:
+        """Take no more requests and end all with the reason "abort"."""
+        with self._lock:
+            self.is_accepting = False
+            running = [*self._active]
+        for run in running:
+            run.task.cancel()
+
+    # For the workers.
+
+    def news(self, news: News) -> bool:
+        """Take in what a worker says of itself; returns whether it is to send a snapshot next."""
+        side = self._sides["prefill" if news.is_prefill else "decode"]
+        with self._lock:
+            now = monotonic()
+            side.heard[news.worker], side.news[news.worker] = now, news
+            silent = [name for name, heard in side.heard.items() if heard < now - SILENCE]
+        for name in silent:
+            self._forget(side, name)
+        try:
+            if news.snapshot is not None:
+                side.router.restore(news.worker, news.epoch, news.snapshot, load=news.load, room=news.room)
+            else:
+                side.router.update(news.worker, news.epoch, news.events, load=news.load, room=news.room)
+        except PoolError:
+            return True
+        return False
+
+    # On the event loop.
+
+    async def _follow(self, run: _Run) -> None:
+        reason, error = "abort", None
+        try:
+            reason = await self._generate(run)
+        except Exception as failure:
+            reason, error = "error", failure
+        finally:
+            self._end(run, reason, error)
+
+    async def _generate(self, run: _Run) -> str:
+        """Have a request done by one worker after another; returns its finish_reason."""
+        offer: Offer | None = None
+        lost = 0
+        while True:
+            is_prefill = not run.tokens and self._can_prefill(run)
+            side = self._sides["prefill" if is_prefill else "decode"]
+            tokens = run.prompt + [token.token_id for token in run.tokens]
+            choice = await self._choose(side, tokens, run.options["cache_salt"])
+            most = 1 if is_prefill else run.params.max_new_tokens - len(run.tokens)
+            call = Call(tokens, len(run.tokens), most, run.options, offer, is_prefill, self.epoch)
+            try:
+                ended = await self._run_on(side, choice, call, run)
+            except WorkerFailed:
+                raise
+            except Exception as error:
+                lost += 1
+                self._forget(side, choice.worker)
+                with self._lock:
+                    self._counts["lost_workers"] += 1
+                if lost == self.max_attempts:
+                    raise RuntimeError(f"{lost} workers were lost while they ran it, the last one: {error}") from error
+                continue
+            if run.reason is not None:
+                return run.reason
+            offer = ended.offer
+
+    async def _run_on(self, side: _Side, choice: Choice, call: Call, run: _Run) -> Ended:
+        """One worker's part. Raises `WorkerFailed`, and anything else when the worker is lost."""
+        async with aclosing(side.workers.generate(choice.worker, call)) as messages:
+            async for message in messages:
+                if isinstance(message, Begun):
+                    self._begin(side, choice, call, message, run)
+                elif isinstance(message, Token):
+                    self._deliver(run, message)
+                    if run.reason is not None:
+                        return Ended(run.reason)
+                elif message.reason == "error":
+                    raise WorkerFailed(message.error)
+                elif message.reason == "abort":
+                    raise RuntimeError(f"worker {choice.worker!r} has given the request up")
+                elif isinstance(message, Ended) and call.wants_offer:
+                    return message
+        raise RuntimeError(f"worker {choice.worker!r} has not ended the request")
+
+    def _begin(self, side: _Side, choice: Choice, call: Call, begun: Begun, run: _Run) -> None:
+        if begun.worker == choice.worker:
+            side.router.report(choice, begun.found_tokens)
+        else:  # the transport did not find it
+            self._forget(side, choice.worker)
+        if not run.tokens:
+            run.num_cached = begun.found_tokens
+            with self._lock:
+                self._counts["cached_tokens"] += begun.found_tokens
+        with self._lock:
+            self._counts["moved_tokens"] += begun.moved_tokens
+        if call.offer is not None:
+            releasing = self._loop.create_task(self._release(call.offer))
+            self._background.add(releasing)
+            releasing.add_done_callback(self._background.discard)
+
+    async def _release(self, offer: Offer) -> None:
+        with suppress(Exception):  # of a worker that is gone; else the offer expires
+            await self._sides["prefill"].workers.release(offer.worker, offer.number)
+
+    async def _choose(self, side: _Side, tokens: list[int], cache_salt: Any) -> Choice:
+        """The worker for a prompt; waits until there is one."""
+        while True:
+            try:
+                return side.router.choose(np.array(tokens, np.int32), cache_salt=cache_salt)
+            except PoolError:
+                await asyncio.sleep(NO_WORKER_PAUSE)
+
+    def _can_prefill(self, run: _Run) -> bool:
+        """Whether a prefill worker is there, and the prompt has a full block to move."""
+        side = self._sides.get("prefill")
+        return side is not None and bool(side.heard) and len(run.prompt) > self.limits.block_size
+
+    def _forget(self, side: _Side, worker: str) -> None:
+        with self._lock:
+            side.heard.pop(worker, None)
+            side.news.pop(worker, None)
+        with suppress(KeyError):  # it is not known, or forgotten by another request
+            side.router.remove_worker(worker)
+
+    def _deliver(self, run: _Run, token: Token) -> None:
+        """Hand a token out to all who have asked for the request; sets its reason when it is the last one."""
+        params, detokenizer, reason = run.params, run.detokenizer, None
+        if token.token_id in run.options["stop_token_ids"]:
+            reason = "stop"
+        elif len(run.tokens) + 1 == params.max_new_tokens:
+            reason = "length"
+        text = "" if reason == "stop" else detokenizer.add(token.token_id)  # a stop token is no text
+        if reason is not None:
+            text += detokenizer.flush()
+        found = Token(token.token_id, text, token.logprob, token.top_logprobs)
+        with self._lock:
+            run.tokens.append(found)
+            self._counts["generated_tokens"] += 1
+            for generation in _living(run):
+                generation._put(found, run.num_cached)
+        run.reason = "stop" if detokenizer.stopped else reason
+
+    def _end(self, run: _Run, reason: str, error: BaseException | None) -> None:
+        with self._lock:
+            run.reason, run.error = reason, error
+            self._active.discard(run)
+            self._counts[reason] += 1
+            self._forget_id(run)
+            if run.request_id is not None and reason in ("stop", "length"):
+                self._records[run.request_id] = run
+                if len(self._records) > self.max_records:
+                    self._records.popitem(last=False)
+            for generation in _living(run):
+                generation._end(reason, error)
+            run.generations.clear()
+
+    def _forget_id(self, run: _Run) -> None:
+        if run.request_id is not None and self._running.get(run.request_id) is run:
+            del self._running[run.request_id]
+
+    # Who asks for a request.
+
+    def _join(self, run: _Run) -> Generation:
+        """Give all tokens so far, and those to come, to one more who asks."""
+        generation = Generation(len(run.prompt), lambda: self._call_soon(self._leave, run, reference))
+        # A finalizer may call it, in the middle of whatever a thread does: it takes no lock.
+        reference = weakref.ref(generation, lambda reference: self._call_soon(self._leave, run, reference))
+        for token in run.tokens:
+            generation._put(token, run.num_cached)
+        if run in self._active:
+            run.generations.append(reference)
+        else:
+            generation._end(str(run.reason), run.error)
+        return generation
+
+    def _leave(self, run: _Run, reference: weakref.ref[Generation]) -> None:
+        """One of those who asked has cancelled; when all have, the request ends."""
+        with self._lock:
+            if reference not in run.generations:
+                return
+            run.generations.remove(reference)
+            generation = reference()
+            if generation is not None:
+                generation._end("abort")
+            if not run.generations:
+                self._forget_id(run)  # who asks again does not join what ends
+                run.task.cancel()
+
+    def _call_soon(self, function: Any, *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nothing runs any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _check_length(self, num_tokens: int, max_new_tokens: int) -> None:
+        for limit, whose in ((self.limits.max_model_len, "the model's"), (self.limits.pool_tokens, "a pool's")):
+            if limit is not None and num_tokens + max_new_tokens > limit:
+                raise ValueError(f"a prompt of {num_tokens} tokens and {max_new_tokens} new ones pass {whose} {limit}")
+
+
+def _living(run: _Run) -> list[Generation]:
+    return [generation for reference in run.generations if (generation := reference()) is not None]

@@ -1,0 +1,120 @@
+"""What the door and the workers send each other: plain data that can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pagepool.integrations.transfer import PeerDescription, Ticket
+from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
+
+__all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Workers"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a worker can take; all workers of a cluster have the same.
+
+    max_model_len   tokens of prompt and output, or None
+    pool_tokens     tokens that its pool has room for, or None for a model without pages
+    vocab_size      how many tokens the model knows
+    block_size      tokens per block
+    stop_token_ids  the tokens that end every text of the model
+    """
+
+    max_model_len: int | None
+    pool_tokens: int | None
+    vocab_size: int
+    block_size: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Pages of a prompt that a worker holds for another one.
+
+    number  of the lease, for `Worker.release`
+    worker  who holds them
+    """
+
+    ticket: Ticket
+    peer: PeerDescription
+    number: int
+    worker: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the door asks a worker for: go on behind these tokens.
+
+    tokens          the prompt, and behind it what earlier runs of the request have generated
+    num_generated   how many of the tokens that are
+    max_new_tokens  the most that this worker generates
+    options         other arguments of `Engine.submit`
+    offer           pages that may be read instead of computed, or None
+    wants_offer     whether the worker is to offer the pages of the prompt when it has ended
+    door            the epoch of the door that asks
+    """
+
+    tokens: list[int]
+    num_generated: int
+    max_new_tokens: int
+    options: dict[str, Any]
+    offer: Offer | None
+    wants_offer: bool
+    door: int
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Comes before the first token.
+
+    worker        who runs the request
+    found_tokens  what its prefix cache had of the tokens
+    moved_tokens  what was read from another worker
+    error         why pages of the offer could not be read, or ""
+    """
+
+    worker: str
+    found_tokens: int
+    moved_tokens: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Comes last: a `finish_reason`, one sentence about an error, and the offer that was asked for."""
+
+    reason: str
+    error: str = ""
+    offer: Offer | None = None
+
+
+@dataclass(frozen=True)
+class News:
+    """What a worker says of itself, some times in a second. `Router.update` has the meaning of the first ones.
+
+    is_prefill  on which side it works
+    snapshot    instead of events, when the door has asked for it
+    stats       of its engine
+    """
+
+    worker: str
+    is_prefill: bool
+    epoch: int
+    events: list[PrefixEvent]
+    snapshot: PrefixSnapshot | None
+    load: int
+    room: int
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Workers(Protocol):
+    """How the door reaches the workers of one side."""
+
+    def generate(self, worker: str, call: Call) -> AsyncGenerator[Any, None]:
+        """The messages of `Worker.generate`: a `Begun`, tokens and an `Ended`. Any exception: the worker is lost."""
+
+    async def release(self, worker: str, number: int) -> None:
+        """Calls `Worker.release`."""

@@ -1,0 +1,167 @@
+"""Worker: an engine behind the door of a cluster, with the news of its prefix cache and the pages of its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from time import time_ns
+from typing import Any
+
+from pagepool.engine import Engine
+from pagepool.errors import PoolError
+from pagepool.generation import Generation
+from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News
+from pagepool.integrations.ray.pages import Fetched, PageMover
+from pagepool.integrations.transfer import Transfer
+
+__all__ = ["Worker"]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request that runs: of which door, and how many tokens it has to compute before its first new one."""
+
+    generation: Generation
+    door: int
+    num_tokens: int
+
+
+class Worker:
+    """An engine that takes calls of a door. The transport, such as Ray, is somebody else's.
+
+    engine      an `Engine` with `prefix_events`, which this object closes
+    name        of this worker; another one after each restart
+    is_prefill  whether it computes prompts for others
+    transfer    a `Transfer` without a pool, which this object closes; None: pages do not move
+    model       a name of the model and its weights, for the transfer
+    stop_token_ids  tokens that end every text, beside those that the engine knows of
+
+    Raises ValueError for a transfer of a model whose prompts are not cached.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        is_prefill: bool = False,
+        transfer: Transfer | None = None,
+        model: str = "",
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.engine, self.name, self.is_prefill = engine, name, is_prefill
+        self.stop_token_ids = engine.stop_token_ids | stop_token_ids
+        self.epoch = time_ns()
+        self._pages: PageMover | None = None
+        if transfer is not None:
+            pool, cache = engine.runner.pool, engine.prefix_cache
+            if pool is None or cache is None:
+                raise ValueError("the pages of this model cannot move: it has no prefix cache")
+            self._pages = PageMover(transfer, pool, cache, model)
+        self._running: set[_Running] = set()
+
+    def limits(self) -> Limits:
+        """What it can take."""
+        runner = self.engine.runner
+        block_size = runner.pool.block_size if runner.pool is not None else 1
+        tokens = runner.pool.allocator.capacity * block_size // len(runner.pools) if runner.pools else None
+        return Limits(runner.max_model_len, tokens, runner.vocab_size, block_size, self.stop_token_ids)
+
+    async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
+        """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.
+
+        Raises RuntimeError when the engine takes no more requests.
+        """
+        fetched = None
+        if call.offer is not None and self._pages is not None:
+            salt = call.options.get("cache_salt")
+            fetched = await asyncio.to_thread(self._pages.fetch, call.offer, call.tokens, salt)
+        try:
+            generation = await asyncio.to_thread(self._submit, call)
+        except (TypeError, ValueError) as error:
+            yield Ended("error", str(error))
+            return
+        found = 0 if fetched is None else fetched.found_tokens + fetched.moved_tokens
+        running = _Running(generation, call.door, len(call.tokens) - found)
+        self._running.add(running)
+        try:
+            is_first = True
+            async for token in generation:
+                if is_first:
+                    yield self._begun(generation, fetched)
+                    is_first = False
+                yield token
+        except RuntimeError as error:  # the model has failed
+            yield Ended("error", str(error))
+            return
+        finally:
+            self._running.discard(running)
+            generation.cancel()
+        offer = None
+        if call.wants_offer and self._pages is not None:
+            salt = call.options.get("cache_salt")
+            offer = await asyncio.to_thread(self._pages.offer, self.name, call.tokens, salt)
+        yield Ended(generation.finish_reason or "abort", offer=offer)
+
+    def release(self, number: int) -> None:
+        """End an offer: its pages were read."""
+        if self._pages is not None:
+            self._pages.release(number)
+
+    def follow(self, door: int) -> None:
+        """Cancel the requests of other doors: those are gone, and nobody waits for what they asked for."""
+        for running in [*self._running]:
+            if running.door != door:
+                running.generation.cancel()
+
+    def news(self, wants_snapshot: bool = False) -> News:
+        """What has happened since the last call; a snapshot instead of events if it is wanted. Ends late offers."""
+        engine, cache = self.engine, self.engine.prefix_cache
+        if self._pages is not None:
+            self._pages.poll()
+        snapshot = cache.snapshot() if cache is not None and wants_snapshot else None
+        events = cache.drain_events() if cache is not None and not wants_snapshot else []
+        pool = engine.runner.pool
+        room = 0 if pool is None else pool.allocator.available + (0 if cache is None else cache.evictable)
+        return News(self.name, self.is_prefill, self.epoch, events, snapshot, self.load(), room, engine.stats())
+
+    def load(self) -> int:
+        """Tokens that it has to compute: of prompts without a first new token, and one of each request that decodes."""
+        return sum(
+            running.num_tokens if running.generation.time_to_first_token is None else 1 for running in [*self._running]
+        )
+
+    def check_empty(self) -> int:
+        """Audit the engine, end all offers, forget all cached prefixes; return how many blocks are still in use: 0.
+
+        Raises `PoolError` when something does not hold. No request may run.
+        """
+        if self._running:
+            raise PoolError(f"{len(self._running)} requests run: the worker is not empty")
+        if self._pages is not None:
+            self._pages.release_all()
+        self.engine.check()
+        if self.engine.prefix_cache is not None:
+            self.engine.prefix_cache.reset_prefix_cache()
+        in_use = 0
+        for pool in self.engine.runner.pools:
+            pool.allocator.check(others=0)
+            in_use += pool.allocator.in_use
+        return in_use
+
+    def close(self) -> None:
+        """End all requests and offers and free the memory."""
+        if self._pages is not None:
+            self._pages.close()
+        self.engine.close()
+
+    def _submit(self, call: Call) -> Generation:
+        return self.engine.submit(
+            call.tokens, max_new_tokens=call.max_new_tokens, num_generated=call.num_generated, **call.options
+        )
+
+    def _begun(self, generation: Generation, fetched: Fetched | None) -> Begun:
+        if fetched is None:
+            return Begun(self.name, generation.num_cached, 0, "")
+        return Begun(self.name, fetched.found_tokens, fetched.moved_tokens, fetched.error)

@@ -1,0 +1,432 @@
+"""The door of a cluster over workers that die, in one process: engines without a model, pages by memcpy. No Ray."""
+
+import asyncio
+import gc
+import threading
+import time
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+from fake_runner import Bytes, FakeRunner
+
+from pagepool.engine import Engine
+from pagepool.integrations.pretrained import ModelError
+from pagepool.integrations.ray import serve
+from pagepool.integrations.ray.door import Cluster
+from pagepool.integrations.ray.messages import Ended, Limits
+from pagepool.integrations.ray.worker import Worker
+from pagepool.integrations.transfer import LocalTransfer
+
+SECONDS = 60
+PROMPT = "a prompt that is longer than some blocks"
+
+
+def wait_until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+class Died(Exception):
+    """What the transport raises when a worker's process is gone."""
+
+
+class Side:
+    """Workers of this process. `kills` has, by name, after how many tokens of one call a worker dies."""
+
+    def __init__(self):
+        self.workers = {}
+        self.dead = set()
+        self.kills = {}
+        self.calls = []
+
+    async def generate(self, name, call):
+        self.calls.append((name, call))
+        if name in self.dead:
+            raise Died(name)
+        left = self.kills.get(name)
+        stream = self.workers[name].generate(call)
+        try:
+            async for message in stream:
+                if name in self.dead or left == 0:
+                    self.dead.add(name)
+                    raise Died(name)
+                yield message
+                if left is not None:
+                    left -= 1
+        finally:
+            await stream.aclose()
+
+    async def release(self, name, number):
+        if name in self.dead:
+            raise Died(name)
+        self.workers[name].release(number)
+
+
+class World:
+    """Workers, a door and an event loop. `news()` carries what the workers say to the door."""
+
+    def __init__(self, decode, prefill, **options):
+        self.decode, self.prefill = Side(), Side()
+        for side, count, kind in ((self.decode, decode, "decode"), (self.prefill, prefill, "prefill")):
+            for number in range(count):
+                self.add(side, f"{kind}-{number}", bool(prefill), **options)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.lock, self.ends = threading.Lock(), threading.Event()
+        self.new_door()
+        self.teller = threading.Thread(target=self.tell)
+        self.teller.start()
+
+    def add(self, side, name, moves, **options):
+        engine = Engine(FakeRunner(num_blocks=256, **options), prefix_events=4096)
+        transfer = LocalTransfer(f"{id(self)}-{name}") if moves else None
+        kind = {"is_prefill": side is self.prefill, "stop_token_ids": frozenset([0])}
+        side.workers[name] = Worker(engine, name, transfer=transfer, **kind)
+
+    def new_door(self, **options):
+        limits = next(iter(self.decode.workers.values())).limits()
+        prefill = self.prefill if self.prefill.workers else None
+        self.door = Cluster(limits, Bytes(), self.decode, prefill, loop=self.loop, **options)
+        with self.lock:
+            self.wants = dict.fromkeys(self.workers, True)
+        self.news()
+
+    @property
+    def workers(self):
+        return {**self.decode.workers, **self.prefill.workers}
+
+    def news(self):
+        with self.lock:
+            for name, worker in self.workers.items():
+                if name not in self.decode.dead | self.prefill.dead:
+                    self.wants[name] = self.door.news(worker.news(self.wants.get(name, True)))
+                    worker.follow(self.door.epoch)
+
+    def tell(self):
+        while not self.ends.wait(0.02):
+            self.news()
+
+    def close(self):
+        self.ends.set()
+        self.teller.join()
+        self.door.close()
+        wait_until(lambda: self.door.num_requests == 0)
+        for worker in self.workers.values():
+            wait_until(lambda worker=worker: worker.engine.num_requests == 0 and worker.load() == 0)
+            assert worker.check_empty() == 0
+            worker.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@contextmanager
+def cluster(decode=2, prefill=0, **options):
+    world = World(decode, prefill, **options)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def alone(prompt, **options):
+    """What one engine answers."""
+    with Engine(FakeRunner(num_blocks=256), Bytes()) as engine:
+        found = engine.submit(prompt, **options).result(SECONDS)
+        return found.token_ids, found.text, found.finish_reason
+
+
+def answer(generation):
+    found = generation.result(SECONDS)
+    return found.token_ids, found.text, found.finish_reason
+
+
+SAMPLING = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 3}]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "seed", "nucleus"])
+@pytest.mark.parametrize("prefill", [0, 2])
+def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
+    with cluster(2, prefill) as world:
+        for prompt in (PROMPT, PROMPT + "!", "x", "another"):
+            generation = world.door.submit(prompt, max_new_tokens=20, **sampling)
+            streamed = list(generation)
+            assert answer(generation) == alone(prompt, max_new_tokens=20, **sampling)
+            assert [token.token_id for token in streamed] == generation.token_ids
+            world.news()
+        assert world.door.stats()["lost_workers"] == 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "seed", "nucleus"])
+@pytest.mark.parametrize("after", [0, 1, 2, 9, 20])
+def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sampling):
+    with cluster(3) as world:
+        world.decode.kills["decode-0"] = world.decode.kills["decode-1"] = after
+        generation = world.door.submit(PROMPT, max_new_tokens=20, **sampling)
+        streamed = list(generation)
+        wanted = alone(PROMPT, max_new_tokens=20, **sampling)
+        assert answer(generation) == wanted
+        assert "".join(token.text for token in streamed) == wanted[1]
+        assert world.door.stats()["lost_workers"] == (2 if after < 20 else 1)  # then one token is left
+        continued = [call.num_generated for _, call in world.decode.calls]
+        assert continued == sorted(continued)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_prefill_worker_that_dies_is_replaced_by_another_one(after):
+    with cluster(1, 2) as world:
+        world.prefill.kills["prefill-0"] = after
+        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert world.prefill.calls[0][0] == "prefill-0"
+
+
+def test_without_any_prefill_worker_left_the_others_compute_prompts_themselves():
+    with cluster(1, 1) as world:
+        world.prefill.dead.add("prefill-0")
+        for _ in range(2):
+            assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert len(world.prefill.calls) == 1
+
+
+def test_pages_move_and_what_both_have_does_not_move_again():
+    with cluster(1, 1) as world:
+        for _ in range(2):
+            assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+            world.news()
+        stats = world.door.stats()
+        assert stats["moved_tokens"] == len(PROMPT) // 4 * 4
+        assert stats["workers"]["decode-0"]["cached_tokens"] == 2 * (len(PROMPT) // 4 * 4)
+        for router in stats["routers"].values():
+            assert router["forecast_tokens"] == router["found_tokens"] > 0
+
+
+def test_pages_of_a_worker_that_died_are_computed_instead():
+    with cluster(1, 1) as world:
+        decode = world.workers["decode-0"]
+
+        async def generate(name, call, generate=world.decode.generate):
+            world.workers["prefill-0"]._pages.close()  # after its offer
+            async for message in generate(name, call):
+                yield message
+
+        world.decode.generate = generate
+        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert world.door.stats()["moved_tokens"] == 0 and decode.engine.stats()["cached_tokens"] == 0
+
+
+def test_a_text_with_a_stop_string_ends_alike_wherever_a_worker_dies():
+    text = alone(PROMPT, max_new_tokens=20)[1]
+    stop = text[8:11]
+    wanted = alone(PROMPT, max_new_tokens=20, stop=stop)
+    assert wanted[1:] == (text[:8], "stop")
+    for after in range(1, 12):
+        with cluster(2) as world:
+            world.decode.kills["decode-0"] = after
+            assert answer(world.door.submit(PROMPT, max_new_tokens=20, stop=stop)) == wanted
+
+
+def test_a_request_that_every_worker_dies_of_fails_with_one_sentence():
+    with cluster(3) as world:
+        world.new_door(max_attempts=2)
+        world.decode.kills = dict.fromkeys(world.decode.workers, 3)
+        generation = world.door.submit(PROMPT, max_new_tokens=20)
+        with pytest.raises(RuntimeError, match="2 workers were lost while they ran it, the last one: decode-1"):
+            list(generation)
+        assert generation.finish_reason == "error" and len(generation.token_ids) == 2 + 2
+        assert len(world.decode.dead) == 2
+
+
+def test_a_request_waits_until_there_is_a_worker():
+    with cluster(1) as world:
+        world.decode.kills["decode-0"] = 4
+        generation = world.door.submit(PROMPT, max_new_tokens=9)
+        wait_until(lambda: world.door.stats()["lost_workers"] == 1)
+        world.add(world.decode, "decode-1", False)
+        assert answer(generation) == alone(PROMPT, max_new_tokens=9)
+
+
+def test_an_id_is_computed_once_while_it_runs_and_after():
+    with cluster(2, step_seconds=0.005) as world:
+        first = world.door.submit(PROMPT, max_new_tokens=30, request_id="one")
+        next(first)
+        second = world.door.submit(PROMPT, max_new_tokens=30, request_id="one")
+        first.cancel()
+        wanted = alone(PROMPT, max_new_tokens=30)
+        streamed = list(second)
+        assert answer(second) == wanted and [token.token_id for token in streamed] == wanted[0]
+        assert first.result(SECONDS).finish_reason == "abort"
+        assert answer(world.door.submit(PROMPT, max_new_tokens=30, request_id="one")) == wanted
+        assert world.door.stats()["repeated_requests"] == 2 and len(world.decode.calls) == 1
+        with pytest.raises(
+            ValueError, match="request_id 'one' was another request, with 40 tokens of prompt and up to"
+        ):
+            world.door.submit(PROMPT, max_new_tokens=31, request_id="one")
+
+
+def test_records_are_bounded_and_the_oldest_goes_first():
+    with cluster(1) as world:
+        world.new_door(max_records=2)
+        for name in "abc":
+            world.door.submit("x", max_new_tokens=2, request_id=name).result(SECONDS)
+        for name in "cba":
+            world.door.submit("x", max_new_tokens=2, request_id=name).result(SECONDS)
+        assert len(world.decode.calls) == 4
+        assert world.door.stats()["repeated_requests"] == 2
+
+
+def test_a_cancelled_id_is_computed_anew():
+    with cluster(1, step_seconds=0.005) as world:
+        first = world.door.submit(PROMPT, max_new_tokens=200, request_id=5)
+        next(first)
+        first.cancel()
+        assert first.result(SECONDS).finish_reason == "abort"
+        again = world.door.submit(PROMPT, max_new_tokens=200, request_id=5)
+        next(again)
+        assert again.finish_reason is None
+
+
+def test_a_generation_that_nobody_holds_is_cancelled_at_the_worker():
+    with cluster(1, step_seconds=0.005) as world:
+        next(world.door.submit(PROMPT, max_new_tokens=200))
+        gc.collect()
+        wait_until(lambda: world.workers["decode-0"].engine.num_requests == 0)
+        assert world.door.num_requests == 0
+
+
+def test_what_a_dead_door_has_asked_for_is_cancelled():
+    with cluster(1, step_seconds=0.005) as world:
+        old = world.door
+        lost = old.submit(PROMPT, max_new_tokens=200)
+        next(lost)
+        worker = world.workers["decode-0"]
+        world.new_door()
+        wait_until(lambda: worker.engine.stats()["ended"]["abort"] == 1)
+        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        old.close()
+
+
+def test_a_model_that_fails_is_not_tried_elsewhere():
+    failures = [ArithmeticError("overflow")]
+    with cluster(2, fails=lambda batch: failures.pop() if failures else None) as world:
+        with pytest.raises(RuntimeError, match="overflow"):
+            list(world.door.submit(PROMPT, max_new_tokens=9))
+        assert len(world.decode.calls) == 1
+        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+
+
+def test_a_worker_that_closes_gives_its_requests_to_others():
+    with cluster(2, step_seconds=0.005) as world:
+        generation = world.door.submit(PROMPT, max_new_tokens=40)
+        next(generation)
+        name, _ = world.decode.calls[0]
+        with world.lock:
+            world.decode.dead.add(name)
+        world.decode.workers[name].engine.close()
+        assert answer(generation) == alone(PROMPT, max_new_tokens=40)
+
+
+def test_a_worker_that_ends_without_an_end_is_lost():
+    class Silent(Side):
+        async def generate(self, name, call):
+            self.calls.append((name, call))
+            for message in () if len(self.calls) == 1 else (Ended("length"),):
+                yield message
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    side = Silent()
+    door = Cluster(Limits(None, None, 256, 4, frozenset()), Bytes(), side, loop=loop, max_attempts=2)
+    with Engine(FakeRunner(), prefix_events=8) as engine:
+        worker = Worker(engine, "only")
+        generation = door.submit("x", max_new_tokens=3)
+        while generation.finish_reason is None:
+            door.news(worker.news())
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="the last one: worker 'only' has not ended the request"):
+            next(generation)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
+    """Workers die and are added, callers leave, ask again and share ids, the door is replaced."""
+    random = Random(seed)
+    prompts = [f"beginning {number % 3} that some share, and {number}" for number in range(12)]
+    options = [{"max_new_tokens": 3 + number, "temperature": 1.0, "seed": number} for number in range(12)]
+    wanted = [alone(prompt, **option) for prompt, option in zip(prompts, options, strict=True)]
+    with cluster(2, 2, step_seconds=0.001) as world:
+        world.new_door(max_attempts=1000)
+        asked, doors = [], []
+        for step in range(80):
+            number, what = random.randrange(12), random.random()
+            if what < 0.7:
+                request_id = random.choice([None, f"{number}-{step % 5}"])
+                asked.append((number, world.door.submit(prompts[number], request_id=request_id, **options[number])))
+            elif what < 0.8 and asked:
+                asked.pop(random.randrange(len(asked)))[1].cancel()
+            elif what < 0.95:
+                side = random.choice([world.decode, world.prefill])
+                alive = [name for name in side.workers if name not in side.dead]
+                with world.lock:
+                    world.add(side, f"{step}", True, step_seconds=0.001)
+                side.kills[random.choice(alive)] = random.randrange(4)
+            else:
+                doors.append((world.door, asked))
+                world.new_door(max_attempts=1000)
+                asked = []
+            time.sleep(random.random() * 0.01)
+        assert [answer(generation) for _, generation in asked] == [wanted[number] for number, _ in asked]
+        for door, _ in doors:
+            door.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"prompt": "", "max_new_tokens": 1}, "at least 1 token, got 0"),
+        ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"prompt": "x" * 20, "max_new_tokens": 2000}, "a prompt of 20 tokens and 2000 new ones pass a pool's 1024"),
+        ({"prompt": [256], "max_new_tokens": 1}, "must be from 0 to 255, not 256"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_the_door(options, sentence):
+    with cluster(1) as world:
+        with pytest.raises(ValueError, match=sentence):
+            world.door.submit(**options)
+        assert world.door.num_requests == 0 and world.decode.calls == []
+
+
+def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
+    with cluster(3, 2) as world:
+        prompts = [f"shared beginning number {number % 4}, and then {number}" for number in range(40)]
+        wanted = [alone(prompt, max_new_tokens=12) for prompt in prompts]
+        world.decode.kills["decode-1"] = 6
+        generations = [world.door.submit(prompt, max_new_tokens=12) for prompt in prompts[:20]]
+        world.prefill.kills["prefill-0"] = 0
+        generations += [world.door.submit(prompt, max_new_tokens=12) for prompt in prompts[20:]]
+        assert [answer(generation) for generation in generations] == wanted
+        assert world.door.stats()["lost_workers"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"workers": 0}, ValueError, "workers must be from 1 to 64, not 0"),
+        ({"workers": (3, 2)}, ValueError, "the most workers must be from 3 to 64, not 2"),
+        ({"prefill": -1}, ValueError, "prefill must be from 0 to 64, not -1"),
+        ({"workers": (1, 65)}, ValueError, "the most workers must be from 1 to 64, not 65"),
+        ({"dtype": "int8"}, ValueError, "dtype must be one of"),
+        ({"engine": 3}, TypeError, "engine must be a dict or None"),
+        ({"model": "/nowhere"}, ModelError, "/nowhere: it has no config.json"),
+    ],
+)
+def test_what_cannot_be_served_gets_one_sentence_before_anything_starts(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        serve(**{"model": "bench/tiny_llama", **options})

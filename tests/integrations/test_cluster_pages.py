@@ -1,0 +1,204 @@
+"""PageMover: pages of prompts between two prefix caches, when all goes well and when it does not."""
+
+import asyncio
+import time
+from threading import Thread
+
+import numpy as np
+import pytest
+from fake_runner import FakeRunner
+
+from pagepool import KvCachePool, KvLayout, PoolError, PrefixCache
+from pagepool.engine import Engine
+from pagepool.integrations.ray.messages import Call
+from pagepool.integrations.ray.pages import Fetched, PageMover
+from pagepool.integrations.ray.worker import Worker
+from pagepool.integrations.transfer import LocalTransfer
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+TOKENS = list(range(1, 18))  # 4 full blocks and the last token
+
+
+class Place:
+    """A pool, its cache and its mover."""
+
+    def __init__(self, name, num_blocks=16, seconds=30.0):
+        self.pool = KvCachePool.from_layout(LAYOUT, num_blocks)
+        self.allocator = self.pool.allocator
+        self.cache = PrefixCache(self.allocator)
+        self.mover = PageMover(LocalTransfer(name), self.pool, self.cache, seconds=seconds)
+
+    def compute(self, tokens):
+        """Caches the pages of a prompt: each has the number of its first token."""
+        self.cache.touch(tokens)
+        for index, block in enumerate(self.match(tokens)):
+            self.pool.page(block)[:] = tokens[4 * index]
+
+    def match(self, tokens):
+        blocks = self.cache.match_prefix(tokens)
+        self.allocator.free(blocks)
+        return blocks.tolist()
+
+    def close(self):
+        self.mover.close()
+        self.cache.reset_prefix_cache()
+        self.allocator.check(others=0)
+        assert self.allocator.in_use == 0
+
+
+@pytest.fixture
+def source():
+    place = Place("source")
+    yield place
+    place.close()
+
+
+@pytest.fixture
+def reader():
+    place = Place("reader")
+    yield place
+    place.close()
+
+
+def test_pages_arrive_and_are_found(source, reader):
+    source.compute(TOKENS)
+    offer = source.mover.offer("source", TOKENS)
+    assert reader.mover.fetch(offer, TOKENS) == Fetched(0, 16, "")
+    blocks = reader.match(TOKENS)
+    assert [float(reader.pool.page(block)[0]) for block in blocks] == [1, 5, 9, 13]
+    assert reader.mover.fetch(offer, TOKENS) == Fetched(16, 0, "")
+    assert reader.allocator.in_use == 4
+
+
+def test_only_what_is_missing_moves(source, reader):
+    source.compute(TOKENS)
+    reader.compute(TOKENS[:8])
+    before = reader.match(TOKENS)
+    assert reader.mover.fetch(source.mover.offer("source", TOKENS), TOKENS) == Fetched(8, 8, "")
+    assert reader.match(TOKENS)[:2] == before
+    assert [float(reader.pool.page(block)[0]) for block in reader.match(TOKENS)] == [1, 5, 9, 13]
+
+
+def test_a_salt_keeps_prompts_apart(source, reader):
+    source.compute(TOKENS)
+    assert source.mover.offer("source", TOKENS, "other") is None
+    assert reader.mover.fetch(source.mover.offer("source", TOKENS), TOKENS, "mine").moved_tokens == 16
+    assert reader.match(TOKENS) == [] and reader.cache.cached_tokens(TOKENS, cache_salt="mine") == 16
+
+
+def test_a_page_that_was_taken_anew_ends_what_is_of_use(source, reader):
+    source.compute(TOKENS)
+    offer = source.mover.offer("source", TOKENS)
+    source.mover.release(offer.number)
+    source.mover.release(offer.number)
+    third = source.match(TOKENS)[2]
+    source.cache.discard([third])
+    assert source.allocator.allocate() == third
+    fetched = reader.mover.fetch(offer, TOKENS)
+    assert (fetched.found_tokens, fetched.moved_tokens) == (0, 8)
+    assert fetched.error == f"1 of 4 pages are not those of the ticket: block {third} has generation 2, not 1"
+    assert reader.cache.cached_tokens(TOKENS) == 8 and reader.allocator.in_use == 2
+    source.allocator.free(third)
+
+
+def test_a_source_that_is_gone_leaves_nothing_and_can_come_back(reader):
+    source = Place("source")
+    source.compute(TOKENS)
+    offer = source.mover.offer("source", TOKENS)
+    assert reader.mover.fetch(offer, TOKENS[:9]) == Fetched(0, 8, "")
+    source.close()
+    fetched = reader.mover.fetch(offer, TOKENS)
+    assert (fetched.found_tokens, fetched.moved_tokens) == (8, 0) and "'source'" in fetched.error
+    again = Place("source")
+    again.compute(TOKENS)
+    assert reader.mover.fetch(again.mover.offer("source", TOKENS), TOKENS) == Fetched(8, 8, "")
+    again.close()
+
+
+def test_a_pool_without_room_takes_nothing(source):
+    source.compute(TOKENS)
+    small = Place("small", num_blocks=3)
+    small.compute([90, 91, 92, 93])
+    held = small.allocator.allocate_n(1)
+    offer = source.mover.offer("source", TOKENS)
+    fetched = small.mover.fetch(offer, TOKENS)
+    assert fetched == Fetched(0, 0, "asked for 4 blocks, 2 of 3 are free")  # one of them was cached
+    assert small.mover.fetch(offer, TOKENS[:9]).moved_tokens == 8
+    small.allocator.free(held)
+    small.close()
+
+
+def test_an_offer_holds_its_blocks_until_it_expires():
+    source = Place("source", seconds=0.02)
+    source.compute(TOKENS)
+    source.mover.offer("source", TOKENS)
+    assert source.cache.evictable == 0
+    time.sleep(0.03)
+    source.mover.poll()
+    assert source.cache.evictable == 4
+    source.close()
+
+
+def test_many_who_want_the_same_beginning_move_it_once(source, reader):
+    source.compute(TOKENS)
+    offers = [source.mover.offer("source", TOKENS) for _ in range(8)]
+    found = []
+    threads = [Thread(target=lambda offer=offer: found.append(reader.mover.fetch(offer, TOKENS))) for offer in offers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(fetched.moved_tokens for fetched in found) == [0] * 7 + [16]
+    source.mover.release_all()
+    assert source.cache.evictable == 4
+
+
+def test_another_model_is_refused_and_its_pages_are_computed(source):
+    other = Place("other")
+    other.mover.close()
+    other.mover = PageMover(LocalTransfer("other-model"), other.pool, other.cache, "another model")
+    source.compute(TOKENS)
+    fetched = other.mover.fetch(source.mover.offer("source", TOKENS), TOKENS)
+    assert fetched.moved_tokens == 0 and "model 'another model'" in fetched.error
+    other.close()
+
+
+def test_a_worker_of_a_model_without_a_prefix_cache_moves_no_pages():
+    with Engine(FakeRunner(), prefix_cache=False) as engine:
+        with pytest.raises(ValueError, match="the pages of this model cannot move: it has no prefix cache"):
+            Worker(engine, "one", transfer=LocalTransfer("one"))
+        worker = Worker(engine, "one")
+        assert worker.news(True).snapshot is None and worker.news().events == []
+
+
+def test_a_worker_that_runs_something_is_not_empty():
+    engine = Engine(FakeRunner(step_seconds=0.01), prefix_events=8)
+    worker = Worker(engine, "one")
+
+    async def run():
+        messages = worker.generate(Call([1, 2], 0, 50, {}, None, False, 1))
+        await anext(messages)
+        with pytest.raises(PoolError, match="1 requests run: the worker is not empty"):
+            worker.check_empty()
+        assert worker.load() == 1
+        await messages.aclose()
+
+    asyncio.run(run())
+    end = time.monotonic() + 60
+    while engine.num_requests and time.monotonic() < end:
+        time.sleep(0.01)
+    assert worker.check_empty() == 0 == worker.load()
+    worker.close()
+
+
+def test_pages_are_those_that_were_computed_at_random(source, reader):
+    random = np.random.default_rng(3)
+    for _ in range(60):
+        tokens = [int(random.integers(3))] * 4 + [int(token) for token in random.integers(0, 2, random.integers(0, 24))]
+        source.compute(tokens)
+        offer = source.mover.offer("source", tokens)
+        reader.mover.fetch(offer, tokens)
+        source.mover.release(offer.number)
+        for index, block in enumerate(reader.match(tokens[: (len(tokens) - 1) // 4 * 4])):
+            assert float(reader.pool.page(block)[0]) == tokens[4 * index]
+        reader.cache.check()

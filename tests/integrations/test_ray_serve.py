@@ -1,0 +1,259 @@
+"""A cluster on Ray Serve: two workers that decode, one that computes prompts, and a door, all of which are killed.
+
+`make test-ray` makes an environment that has Ray, NIXL and torch.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, by Ray
+    for name in ("ray.serve", "nixl", "torch", "transformers", "starlette", "httpx", "openai"):
+        pytest.importorskip(name, reason=f"{name} is not installed: make test-ray")
+
+import httpx
+import openai
+import ray
+from ray import serve as ray_serve
+
+from pagepool.engine import Engine
+from pagepool.integrations.pretrained import load_pretrained
+from pagepool.integrations.ray import serve
+
+MODEL = Path(__file__).parents[2] / "bench" / "tiny_llama"
+PORT = 8701
+URL = f"http://127.0.0.1:{PORT}"
+SECONDS = 120
+NEW = 48
+NEAR = 1e-3  # of logits that rounding may put into either order
+SOURCE = Path(__file__).read_text(encoding="utf-8")
+BEGINNINGS = [SOURCE[start : start + 700] for start in (0, 2000, 4000)]
+PROMPTS = [BEGINNINGS[number % 3] + f"# {number}\n" for number in range(24)]
+
+# Of Ray and what it brings; those of pagepool stay errors.
+pytestmark = [
+    pytest.mark.filterwarnings("default::ResourceWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def answers():
+    """Whether the door answers."""
+    try:
+        return httpx.get(f"{URL}/health", timeout=SECONDS).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def proxy_of(pid):
+    """The process of Serve's proxy, which has the same parent as that of a worker."""
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if parent_of(place.name) == parent_of(pid) and b"ProxyActor" in (place / "cmdline").read_bytes():
+                return int(place.name)
+        except OSError:  # it has ended meanwhile
+            continue
+    raise AssertionError("there is no proxy")
+
+
+def wait_until(condition, seconds=SECONDS):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+class Served:
+    """The cluster, and what one engine answers to the same prompts."""
+
+    def __init__(self, handle):
+        self.handle = handle
+        self.openai = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+        model, self.tokenizer = load_pretrained(MODEL, "float32")
+        self.alone = Engine(model, self.tokenizer, num_blocks=1024)
+        generations = [self.alone.submit(prompt, max_new_tokens=NEW, logprobs=2) for prompt in PROMPTS]
+        self.wanted = [list(generation) for generation in generations]
+        self.near_ties = 0
+
+    def stats(self):
+        return self.handle.stats.remote().result(timeout_s=SECONDS)
+
+    def side(self, kind):
+        return {name for name, worker in self.stats()["workers"].items() if worker["side"] == kind}
+
+    def ask(self, kind, method, worker):
+        handle = ray_serve.get_deployment_handle(kind, "pagepool")
+        return getattr(handle, method).remote(worker).result(timeout_s=SECONDS)
+
+    def is_idle(self):
+        stats = self.stats()
+        return stats["requests"] == 0 and all(worker["requests"] == 0 for worker in stats["workers"].values())
+
+    def check(self, number, tokens):
+        """Whether these texts of tokens are those of one engine, up to a near tie, from which on both are right."""
+        for place, (found, wanted) in enumerate(zip(tokens, self.wanted[number], strict=True)):
+            if found != self.tokenizer.decode([wanted.token_id], skip_special_tokens=True):
+                first, second = sorted(wanted.top_logprobs.values(), reverse=True)[:2]
+                assert first - second < NEAR, f"prompt {number}, token {place}: {found!r}"
+                self.near_ties += 1
+                return
+
+
+def stream(number, tokens, **options):
+    """Stream the answer to a prompt; appends the texts of its tokens to `tokens` as they come, and returns the end."""
+    body = {"prompt": PROMPTS[number], "max_tokens": NEW, "temperature": 0, "logprobs": 0, "stream": True}
+    headers = {"x-request-id": options["request_id"]} if "request_id" in options else {}
+    last = ""
+    with httpx.stream("POST", f"{URL}/v1/completions", json=body, headers=headers, timeout=SECONDS) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                data = json.loads(line[6:])
+                assert "error" not in data, data
+                logprobs = data["choices"][0]["logprobs"]
+                tokens += logprobs["tokens"] if logprobs else []
+            last = line or last
+    return last
+
+
+class Burst:
+    """Streams of all prompts at once."""
+
+    def __init__(self):
+        self.tokens = [[] for _ in PROMPTS]
+        self.ends = [None] * len(PROMPTS)
+        self.threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(PROMPTS))]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, number):
+        try:
+            self.ends[number] = stream(number, self.tokens[number], request_id=f"{id(self)}-{number}")
+        except (httpx.HTTPError, AssertionError) as error:
+            self.ends[number] = error
+
+    def wait_for_share(self, share):
+        wait_until(lambda: sum(map(len, self.tokens)) > share * NEW * len(PROMPTS))
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def served():
+    handle = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine={"num_blocks": 512})
+    found = Served(handle)
+    wait_until(lambda: len(found.stats()["workers"]) == 3)
+    pids = {found.ask(kind, "pid", name) for kind in ("decode", "prefill") for name in found.side(kind)}
+    try:
+        yield found
+        wait_until(found.is_idle)
+        found.alone.check()
+        for kind in ("decode", "prefill"):
+            for name in found.side(kind):
+                assert found.ask(kind, "check_empty", name) == (name, 0)
+    finally:
+        found.alone.close()
+        found.openai.close()
+        ray_serve.shutdown()
+        ray.shutdown()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    print(f"near ties: {found.near_ties}")
+
+
+def test_a_burst_is_answered_as_by_one_engine_and_the_forecasts_hold(served):
+    burst = Burst()
+    burst.join()
+    assert burst.ends == ["data: [DONE]"] * len(PROMPTS)
+    for number, tokens in enumerate(burst.tokens):
+        served.check(number, tokens)
+    stats = served.stats()
+    assert stats["lost_workers"] == 0 and stats["moved_tokens"] > 0
+    for router in stats["routers"].values():
+        assert abs(router["forecast_tokens"] - router["found_tokens"]) <= 0.01 * router["found_tokens"]
+
+
+def test_openai_s_client_gets_chats_and_errors(served):
+    answer = served.openai.chat.completions.create(
+        model="tiny_llama", messages=[{"role": "user", "content": "def f"}], max_tokens=8, temperature=0
+    )
+    assert answer.usage.completion_tokens == 8
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        served.openai.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="pass the model's 1024"):
+        served.openai.completions.create(model="tiny_llama", prompt="x", max_tokens=5000)
+    assert "pagepool:router_choices_total" in httpx.get(f"{URL}/metrics").text
+
+
+def test_a_stream_that_its_client_leaves_is_cancelled_at_the_worker(served):
+    ended = served.stats()["ended"]["abort"]
+    chunks = served.openai.completions.create(model="tiny_llama", prompt="def ", max_tokens=900, stream=True)
+    next(iter(chunks))
+    chunks.close()
+    wait_until(served.is_idle)
+    assert served.stats()["ended"]["abort"] == ended + 1
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, kind):
+    before = served.side(kind)
+    victim = sorted(before)[0]
+    pid = served.ask(kind, "pid", victim)
+    burst = Burst()
+    burst.wait_for_share(0.3 if kind == "decode" else 0.02)
+    os.kill(pid, signal.SIGKILL)
+    burst.join()
+    assert burst.ends == ["data: [DONE]"] * len(PROMPTS)
+    for number, tokens in enumerate(burst.tokens):
+        assert len(tokens) == NEW
+        served.check(number, tokens)
+    wait_until(lambda: len(served.side(kind) - {victim}) == len(before))  # Ray has started another one
+
+
+def test_a_request_id_is_answered_again_and_not_computed_again(served):
+    first, again = [], []
+    assert stream(0, first, request_id="once") == stream(0, again, request_id="once") == "data: [DONE]"
+    assert first == again
+    before = served.stats()["generated_tokens"]
+    stream(0, [], request_id="once")
+    assert served.stats()["generated_tokens"] == before
+    response = httpx.post(f"{URL}/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "once"})
+    assert response.status_code == 400 and "request_id 'once' was another request" in response.text
+
+
+@pytest.mark.parametrize("what", ["door", "proxy"])
+def test_a_door_that_is_killed_ends_its_connections_and_a_retry_is_answered_once(served, what):
+    door = served.handle.pid.remote().result(timeout_s=SECONDS)
+    pid = proxy_of(door) if what == "proxy" else door
+    burst = Burst()
+    burst.wait_for_share(0.1)
+    os.kill(pid, signal.SIGKILL)
+    burst.join()
+    cut = [number for number, end in enumerate(burst.ends) if end != "data: [DONE]"]
+    assert cut, "the burst was over before the door died"
+    assert not any(end is None for end in burst.ends)
+    wait_until(answers)
+    for number in cut:
+        tokens = []
+        assert stream(number, tokens, request_id=f"{id(burst)}-{number}") == "data: [DONE]"
+        served.check(number, tokens)
+    before = served.stats()["generated_tokens"]
+    assert what == "proxy" or before == len(cut) * NEW
+    stream(cut[0], [], request_id=f"{id(burst)}-{cut[0]}")
+    assert served.stats()["generated_tokens"] == before
+    wait_until(served.is_idle)

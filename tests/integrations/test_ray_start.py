@@ -1,0 +1,66 @@
+"""How a cluster on Ray starts, grows, and what is said when it cannot start. `make test-ray` makes an environment."""
+
+import random
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, by Ray
+    for name in ("ray.serve", "torch", "transformers", "starlette", "httpx"):
+        pytest.importorskip(name, reason=f"{name} is not installed: make test-ray")
+
+import httpx
+import ray
+from ray import serve as ray_serve
+
+from pagepool.integrations.ray import serve
+
+MODEL = Path(__file__).parents[2] / "bench" / "tiny_llama"
+PORT = 8704
+URL = f"http://127.0.0.1:{PORT}"
+SECONDS = 180
+
+pytestmark = [
+    pytest.mark.filterwarnings("default::ResourceWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def test_a_worker_that_cannot_start_says_why_and_leaves_no_ray():
+    sentence = "did not start: ValueError: num_blocks must be from 0 to 2147483647, not -5"
+    with pytest.raises(RuntimeError, match=sentence):
+        serve(MODEL, 1, dtype="float32", port=PORT, engine={"num_blocks": -5})
+    assert not ray.is_initialized()
+
+
+def test_workers_are_added_while_more_waits_than_one_can_compute():
+    handle = serve(MODEL, (1, 2), dtype="float32", port=PORT, threads=1, engine={"num_blocks": 512})
+    ends, statuses = threading.Event(), set()
+
+    def load(seed):
+        tokens = random.Random(seed)
+        while not ends.is_set():
+            body = {"prompt": [tokens.randrange(5, 400) for _ in range(900)], "max_tokens": 2}
+            statuses.add(httpx.post(f"{URL}/v1/completions", json=body, timeout=SECONDS).status_code)
+
+    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(16)]
+    try:
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + SECONDS
+        while len(handle.stats.remote().result(timeout_s=SECONDS)["workers"]) < 2:
+            assert time.monotonic() < end, "no worker was added"
+            time.sleep(0.5)
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join(SECONDS)
+        ray_serve.shutdown()
+        ray.shutdown()
+    assert statuses == {200}
