@@ -4,7 +4,6 @@ Half of the tests have a stand-in for Mooncake's engine, whose copies end when a
 """
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -251,12 +250,12 @@ def test_a_peer_that_is_stopped_does_not_hold_up_another(reader, start):
     for source in (stopped, other):
         reader.meet(source.describe())
         tickets.append(source.offer(list(range(200)), 60))
-    os.kill(stopped.process.pid, signal.SIGSTOP)
+    stopped.stop()
     blocks = [reader.pool.allocator.allocate_n(200).tolist() for _ in range(2)]
     late, _ = (reader.read(ticket, ids) for ticket, ids in zip(tickets, blocks, strict=True))
     (result,) = reader.poll(20)
     assert result.loaded == blocks[1]
-    os.kill(stopped.process.pid, signal.SIGCONT)
+    stopped.go_on()
     assert reader.poll(20) == [(late, blocks[0], [], "")]
     reader.pool.allocator.free(blocks[0] + blocks[1])
 

@@ -4,9 +4,12 @@ It can take, free and fill blocks as fast as it can while it is read from: `reus
 """
 
 import multiprocessing
+import os
 import random
+import signal
 import time
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 
@@ -121,6 +124,17 @@ class SourceProcess:
             return self.pipe.recv()
 
         return ask
+
+    def stop(self):
+        """Stops the process; returns when none of its threads runs any more, which may be after a while."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while any((task / "stat").read_text().rpartition(") ")[2][0] != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
+
+    def go_on(self):
+        """Lets a process that is stopped go on."""
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self):
         """Ends the process, which may be stopped or gone."""
