@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from transfer_source import SourceProcess
+from transfer_source import SourceProcess, need
 
 from pagepool import KvCachePool, KvLayout
 from pagepool.integrations.transfer import TransferError, mooncake
@@ -205,8 +205,7 @@ def test_a_host_that_is_no_name_is_refused(engine, host):
 
 @pytest.fixture
 def real():
-    reason = "mooncake.engine cannot be imported: make test-transfer"
-    pytest.importorskip("mooncake.engine", reason=reason, exc_type=ImportError)
+    need("mooncake.engine")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
-from transfer_source import SourceProcess, content, race, words_of
+from transfer_source import SourceProcess, content, need, race, words_of
 
 from pagepool import KvCachePool, KvLayout
 from pagepool.integrations.transfer import TransferError
@@ -27,7 +27,7 @@ READS = 10_000
 def transport(request):
     """Where the class is, and the name of its library."""
     package, where, library = TRANSPORTS[request.param]
-    pytest.importorskip(package, reason=f"{package} cannot be imported: make test-transfer", exc_type=ImportError)
+    need(package)
     return where, library
 
 

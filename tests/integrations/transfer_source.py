@@ -12,9 +12,18 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pagepool import BlockGenerations, KvCachePool
 from pagepool.integrations.transfer import protocol
+
+
+def need(package):
+    """Skips a test where a package cannot be imported, and says why: it is missing, or a library that it needs is."""
+    try:
+        import_module(package)
+    except ImportError as error:
+        pytest.skip(f"make test-transfer has what this needs: {error}")
 
 
 def content(block, generation):
