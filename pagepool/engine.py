@@ -205,8 +205,9 @@ class Engine:
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
         pools = self.runner.pools
-        rooms: list[int] = [pool.allocator.capacity * pool.block_size // len(pools) for pool in pools]
-        return max(1, min([self.runner.max_model_len or UNBOUNDED, *rooms]) - num_prompt_tokens)
+        rooms = [pool.allocator.capacity * pool.block_size // len(pools) for pool in pools]
+        room: int = min([self.runner.max_model_len or UNBOUNDED, *rooms])
+        return max(1, room - num_prompt_tokens)
 
     # The stepping thread.
 
