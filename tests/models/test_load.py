@@ -133,6 +133,7 @@ def test_a_thousand_requests_over_http_leave_nothing():
         assert found['pagepool:kv_blocks{pool="kv",state="used"}'] == 0
 
 
+@pytest.mark.slow  # `make load-test` does the same
 def test_a_server_under_load_gives_no_error_leaks_nothing_and_drains():
     if not (BENCH / "tiny_llama" / "model.safetensors").is_file() or importlib.util.find_spec("torch") is None:
         pytest.skip("bench/tiny_llama or torch is not there")
