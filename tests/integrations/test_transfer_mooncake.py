@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import memmove
 from dataclasses import replace
@@ -72,7 +71,7 @@ def engine(monkeypatch):
 def pair(engine):
     """A source and a reader that have met, of 200 blocks, all of the source's in use."""
     pools = [KvCachePool.from_layout(LAYOUT, 200) for _ in range(2)]
-    source, reader = (mooncake.MooncakeTransfer(name, timeout=0.05) for name in ("source", "reader"))
+    source, reader = (mooncake.MooncakeTransfer(name) for name in ("source", "reader"))
     source.register(pools[0])
     reader.register(pools[1])
     for block in pools[0].allocator.allocate_n(200).tolist():
@@ -114,9 +113,10 @@ def test_a_copy_that_fails_fails_the_read_and_no_further_one_is_posted(engine, p
 def test_a_copy_that_takes_long_keeps_its_blocks(engine, pair):
     source, reader, pool = pair
     blocks = pool.allocator.allocate_n(2).tolist()
+    reader.timeout = 0.05
     reader.read(source.offer([0, 1]).ticket, blocks)
     engine.state = -2
-    assert reader.poll(1)[0].error == "peer 'source' has not answered for 0.05 s"
+    assert reader.poll(60)[0].error == "peer 'source' has not answered for 0.05 s"
     pool.allocator.free(blocks)
     assert reader.references() == blocks == sorted(set(range(200)) - set(pool.allocator.allocate_n(198).tolist()))
     engine.state = -1
@@ -147,6 +147,7 @@ def test_a_read_that_cannot_be_posted_fails(engine, pair, answer):
 def test_a_peer_that_cannot_be_reached_is_not_met(engine, pair, wrong, error):
     source, reader, _ = pair
     reader.forget("source")
+    reader.timeout = 0.05 if wrong == {"state": 0} else 30.0
     for name, value in wrong.items():
         setattr(engine, name, value)
     with pytest.raises(TransferError, match=error):
@@ -155,30 +156,19 @@ def test_a_peer_that_cannot_be_reached_is_not_met(engine, pair, wrong, error):
         reader.read(source.offer([0]).ticket, [0])
 
 
-def test_a_peer_that_answers_late_does_not_hold_up_meet(engine, pair):
+def test_a_peer_that_does_not_answer_holds_up_meet_no_longer_and_close_only_for_meetings_that_have_begun(engine, pair):
     source, reader, _ = pair
     reader.forget("source")
-    reader._engine.batch_transfer_async_read = lambda *arguments: time.sleep(0.5) or 0
-    began = time.monotonic()
-    with pytest.raises(TransferError, match=r"peer 'source' has not answered for 0.05 s"):
-        reader.meet(source.describe())
-    assert time.monotonic() - began < 0.4
-    reader.close()
-    assert time.monotonic() - began >= 0.5, "who still connects has the engine"
-
-
-def test_close_waits_for_no_meeting_that_has_not_begun(engine, pair):
-    source, reader, _ = pair
-    reader.forget("source")
-    reader._threads, reader.timeout = ThreadPoolExecutor(2), 0.01
+    reader._threads, reader.timeout = ThreadPoolExecutor(2), 0.2
     go_on, calls = threading.Event(), []
     reader._engine.batch_transfer_async_read = lambda *arguments: calls.append(go_on.wait(60)) or 0
     for _ in range(5):
         with pytest.raises(TransferError, match="has not answered"):
             reader.meet(source.describe())
+    assert calls == []
     go_on.set()
     reader.close()
-    assert calls == [True, True]
+    assert calls in ([True], [True, True])
 
 
 def test_an_engine_that_does_not_start_or_register_is_an_error_that_changes_nothing(engine):
