@@ -97,6 +97,19 @@ class Cluster:
     tokens are computed anew, as far as that worker has not cached them. A request with a `request_id` is computed once
     while it runs and while its record is kept, however often it is submitted. `epoch` tells this door from the one
     before it. `news` feeds the routers. The other names are those of `Engine`.
+
+    >>> class Counting:
+    ...     async def generate(self, worker, call):
+    ...         yield Begun(worker, 0, 0, "")
+    ...         for number in range(call.max_new_tokens):
+    ...             yield Token(number, "")
+    >>> async def main():
+    ...     limits = Limits(None, None, vocab_size=100, block_size=16, stop_token_ids=frozenset())
+    ...     cluster = Cluster(limits, None, Counting(), loop=asyncio.get_running_loop())
+    ...     is_behind = cluster.news(News("one", False, 1, [], None, load=0, room=8))
+    ...     return [token.token_id async for token in cluster.submit([5, 6], max_new_tokens=3)]
+    >>> asyncio.run(main())
+    [0, 1, 2]
     """
 
     def __init__(
@@ -268,7 +281,8 @@ class Cluster:
                 with self._lock:
                     self._counts["lost_workers"] += 1
                 if lost == self.max_attempts:
-                    raise RuntimeError(f"{lost} workers were lost while they ran it, the last one: {error}") from error
+                    why = next(iter(str(error).splitlines()), type(error).__name__)
+                    raise RuntimeError(f"{lost} workers were lost while they ran it, the last one: {why}") from error
                 continue
             if run.reason is not None:
                 return run.reason
