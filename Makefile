@@ -19,7 +19,7 @@ FREE := build/free-threaded
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 
 .PHONY: help demo demo-generate test test-torch test-models test-transfer test-ray cluster-demo load-test model-test preemption-test build debug clang bench figures lint docs format san san-c san-python \
-	san-threads cross-compiler aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
+	san-threads cross-compiler aarch64 run-aarch64 wheel test-wheel test-sdist test-free-threaded ci clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -32,44 +32,49 @@ test: build $(VENV)/.test  ## every test but the benchmarks, on up to 8 cores
 	$(PY) -m pytest -q -n auto --maxprocesses 8 tests
 
 # torch is large and `test` needs none: an environment of its own, with torch's build for CPUs. The index is PyTorch's;
-# another with a build for CPUs does as well. TORCH=torch==... chooses the version.
+# another with a build for CPUs does as well, and it is asked for torch alone. TORCH=torch==... chooses the version.
 TORCH_VENV ?= build/torch-venv
 TORCH ?= torch
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# An environment with torch: $(call torch_venv,FOLDER,GROUPS OF REQUIREMENTS).
+define torch_venv
+$(PY) -m venv $1
+$(PY) .ci/requirements.py $2 > $1/.requirements.txt
+$1/bin/python -m pip install -q --disable-pip-version-check --no-deps --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+$1/bin/python -m pip install -q --disable-pip-version-check -r $1/.requirements.txt
+endef
 test-torch: build $(TORCH_VENV)/.test  ## the tests that hand torch's tensors to every call
 	$(TORCH_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/test_torch.py
 
 $(TORCH_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
-	$(PY) -m venv $(TORCH_VENV)
-	$(PY) .ci/requirements.py run test > $@.txt
-	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
-	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
-		$$($(PY) .ci/requirements.py test-torch)
+	$(call torch_venv,$(TORCH_VENV),run test test-torch)
 	@touch $@
 
-# The same for models of transformers.
+# The same for models of transformers. QUICK=1 leaves out the families that do nothing that another does not.
 MODELS_VENV ?= build/models-venv
-test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, beside transformers alone
-	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/models tests/engine
+test-models: build $(MODELS_VENV)/.test  ## models of transformers over pages, beside transformers alone; QUICK=1: some
+	$(MODELS_VENV)/bin/python -m pytest -q -p no:cacheprovider $(if $(QUICK),-m "not slow") tests/models tests/engine
 
 $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
-	$(PY) -m venv $(MODELS_VENV)
-	$(PY) .ci/requirements.py run test transformers serve test-models > $@.txt
-	$(MODELS_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
-		"$(TORCH)"
+	$(call torch_venv,$(MODELS_VENV),run test transformers serve test-models)
 	@touch $@
 
-# NIXL's metadata asks for torch, which its code does not use: it is installed without what it asks for.
+# NIXL's metadata asks for torch and Mooncake's for clients of its store, which their transfer engines do not use: they
+# are installed without what they ask for.
 TRANSFER_VENV ?= build/transfer-venv
 NIXL ?= nixl==1.5.1 nixl-cu12==1.5.1
-test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL: races, and peers that stop, die and leave
-	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_transfer_nixl.py
+MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
+test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL and Mooncake, whose peers stop, die and leave
+	@$(TRANSFER_VENV)/bin/python -c 'import nixl._api, mooncake.engine' || { \
+		echo "make: Mooncake and NIXL must both start; Mooncake needs libibverbs (Debian: apt install libibverbs1)"; exit 1; }
+	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP \
+		tests/integrations/test_transfer_processes.py tests/integrations/test_transfer_mooncake.py
 
 $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) -m venv $(TRANSFER_VENV)
 	$(PY) .ci/requirements.py run test > $@.txt
 	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
-	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL)
+	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL) $(MOONCAKE)
 	@touch $@
 
 # Ray, torch and NIXL together.
@@ -225,12 +230,22 @@ san-threads: build $(TSAN)/clib/libpagepool.a $(VENV)/.test  ## the tests of thr
 		--capture=sys $(addprefix tests/,$(THREAD_TESTS)))
 
 # Cross-compiled with warnings as errors; run under qemu-user when it is there. CI has root and apt: it installs both.
-aarch64: $(if $(CI),cross-compiler)  ## compile the C for aarch64 and run its program, where a cross compiler is installed
+aarch64: build $(if $(CI),cross-compiler)  ## compile the C for aarch64 and run it, where a cross compiler is installed
 	@if ! command -v $(AARCH64)-gcc >/dev/null; then \
 		echo "aarch64: skipped, $(AARCH64)-gcc is not installed (Debian: apt install gcc-aarch64-linux-gnu qemu-user)"; \
-	else $(MAKE) --no-print-directory build/aarch64/program && if command -v qemu-aarch64 >/dev/null; then \
-		qemu-aarch64 -L /usr/$(AARCH64) build/aarch64/program; else \
+	else $(MAKE) --no-print-directory $(AARCH64_PROGRAMS) && if command -v qemu-aarch64 >/dev/null; then \
+		$(MAKE) --no-print-directory run-aarch64; else \
 		echo "aarch64: compiled, not run: qemu-aarch64 is not installed (Debian: apt install qemu-user)"; fi; fi
+
+# A CPU without dot products of 8-bit integers and one with them: each gets its own kernels, with the bits of this
+# machine's in every 24th case, int8 and int4 of K and of V among them.
+run-aarch64:
+	$(CC) $(CAPI_FLAGS) tests/capi/quantised.c pagepool/lib/libpagepool.a -o build/aarch64/native-quantised -lm
+	@bits=$$(build/aarch64/native-quantised 24 | cut -d" " -f3) && for run in cortex-a53:neon max:neon_dotprod; do \
+		on="qemu-aarch64 -L /usr/$(AARCH64) -cpu $${run%:*}"; \
+		$$on build/aarch64/program && said=$$($$on build/aarch64/quantised 24) && echo "$$said" || exit 1; \
+		[ "$$said" = "ok $${run#*:} $$bits" ] || { \
+			echo "aarch64: $${run%:*} should have said: ok $${run#*:} $$bits"; exit 1; }; done
 
 cross-compiler:
 	@mkdir -p build
@@ -238,9 +253,13 @@ cross-compiler:
 		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y --no-install-recommends \
 		gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; } >build/apt.log 2>&1 || tail -n 1 build/apt.log
 
-build/aarch64/program: tests/capi/program.c $(CSRC) $(HEADERS)
+AARCH64_PROGRAMS := build/aarch64/program build/aarch64/quantised
+AARCH64_OBJECTS := $(CSRC:pagepool/csrc/%.c=build/aarch64/%.o)
+$(AARCH64_OBJECTS): build/aarch64/%.o: pagepool/csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(AARCH64)-gcc $(CAPI_FLAGS) -O2 -Werror $< $(CSRC) -o $@ -lm
+	$(AARCH64)-gcc $(CAPI_FLAGS) -Werror -c $< -o $@
+$(AARCH64_PROGRAMS): build/aarch64/%: tests/capi/%.c $(AARCH64_OBJECTS)
+	$(AARCH64)-gcc $(CAPI_FLAGS) -Werror $^ -o $@ -lm
 
 # The sdist is unpacked once: its C, which knows nothing of Python, is compiled for the wheel and serves every Python.
 SHIPPED := $(shell find pagepool include -type f ! -name '*.so' ! -name '*.pyc' ! -name '*.a')

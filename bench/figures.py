@@ -74,6 +74,8 @@ def figures():
     return [
         Figure("allocate + free, no GIL, from Cython", ours(workloads.nogil_pair), per="pair"),
         Figure("allocate_n(64) + free, no GIL, from Cython", ours(workloads.nogil_bulk), per="block"),
+        Figure("the same with BlockGenerations", ours(workloads.nogil_pair, generations=True), per="pair"),
+        Figure("the same for 64 blocks", ours(workloads.nogil_bulk, generations=True), per="block"),
         Figure("allocate + free, from Python", all_sides(workloads.allocator_pair), per="pair"),
         Figure("allocate_n(64) + free, from Python", all_sides(workloads.allocator_bulk), per="block"),
         Figure("PagedSeqState.append, one token", all_sides(workloads.table_append, two), per="token"),

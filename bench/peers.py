@@ -5,11 +5,11 @@
 
 Peers: vLLM's CPU kernel and OpenVINO's paged attention over their own paged caches (shuffled blocks), torch's
 scaled_dot_product_attention and FlexAttention and llama.cpp's flash attention over contiguous K and V. `--dtype int8`:
-our pages of int8 beside OpenVINO's of u8 and vLLM's of fp8, whose errors are those of their storing. All hold the
-same numbers, which every dtype stores exactly, rotate over copies, so that none finds them in a cache, and get huge
-pages. Of each is printed: the median over the rounds, how many times as long as ours it takes, its share of the limit
-of the same rounds (see limit.py), and its largest error against float64. Peers whose environment is missing are left
-out, and so are dtypes that a peer refuses.
+our pages of int8 beside OpenVINO's of u8, llama.cpp's q8_0 and vLLM's of fp8, `--dtype int4` beside q4_0; errors are
+those of their storing then. All hold the same numbers, which every other dtype stores exactly, rotate over copies, so
+that none finds them in a cache, and get huge pages. Of each is printed: the median over the rounds, how many times as
+long as ours it takes, its share of the limit of the same rounds (see limit.py), and its largest error against float64.
+Peers whose environment is missing are left out, and so are dtypes that a peer refuses.
 """
 
 import argparse

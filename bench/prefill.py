@@ -125,6 +125,11 @@ class Prefill:
         return (time.perf_counter() - begin) / calls
 
 
+def calm(before, after):
+    """Whether two rates say that nothing else ran between them."""
+    return abs(before - after) <= MOST_DIFFERENCE * max(before, after)
+
+
 def share_of(prefill, machine, threads, options):
     """A row of the table: medians of the rounds."""
     cell, rounds, repeated = prefill.cell, [], 0
@@ -140,8 +145,7 @@ def share_of(prefill, machine, threads, options):
         before = machine.rate(bound, threads)
         took = prefill.seconds(threads, options.seconds)
         after = machine.rate(bound, threads)
-        calm = abs(before - after) <= MOST_DIFFERENCE * max(before, after)
-        if calm or repeated == ATTEMPTS:
+        if calm(before, after) or repeated == ATTEMPTS:
             rounds.append((took, cell.operations / took / max(before, after), max(before, after)))
         else:
             repeated += 1
@@ -238,9 +242,9 @@ def compare(options, machine):
             ours = Prefill(cell, wide=False)
             for threads in options.threads:
                 ours.run(threads)
-                pairs, shares = [], []
-                for _ in range(options.rounds):
-                    rate = machine.rate("fma", threads)
+                pairs, shares, repeated = [], [], 0
+                while len(pairs) < options.rounds:
+                    before = machine.rate("fma", threads)
                     peer.tell(
                         heads=cell.heads,
                         kv_heads=cell.kv_heads,
@@ -254,9 +258,13 @@ def compare(options, machine):
                     if "failed" in answer:
                         print(f"torch: {answer['failed']}")
                         return rows
-                    pairs.append((ours.seconds(threads, options.seconds), answer["seconds"]))
-                    rate = max(rate, machine.rate("fma", threads))
-                    shares.append([cell.operations / took / rate for took in pairs[-1]])
+                    pair = ours.seconds(threads, options.seconds), answer["seconds"]
+                    after = machine.rate("fma", threads)
+                    if not calm(before, after) and repeated < ATTEMPTS:
+                        repeated += 1
+                        continue
+                    pairs.append(pair)
+                    shares.append([cell.operations / took / max(before, after) for took in pair])
                 mine, theirs = (1e3 * median(column) for column in zip(*pairs, strict=True))
                 times = median(b / a for a, b in pairs)
                 share, torch_share = (median(column) for column in zip(*shares, strict=True))

@@ -11,7 +11,7 @@ SHAPES = {
     "S5": (32, 4, 64, 1, 512),
     "tiny": (8, 2, 64, 2, 128),
 }
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}  # without scales
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int4": 0.5}  # without scales
 COLD = 400e6  # bytes of K and V to rotate over, so that no cache has those of the next call
 
 # What decode should reach of the streaming limit with 1 and 2 threads, by the bytes of an element.
@@ -36,13 +36,13 @@ FMA_TARGET = 0.75  # of the FMA rate, where that is the limit
 def kv_bytes(shape, dtype):
     """Bytes of K and V that one call reads."""
     _, num_kv_heads, head_dim, num_seqs, context = SHAPES[shape]
-    return 2 * num_seqs * context * num_kv_heads * head_dim * ITEM_BYTES[dtype]
+    return int(2 * num_seqs * context * num_kv_heads * head_dim * ITEM_BYTES[dtype])
 
 
 def page_bytes(shape, dtype):
     """K and V of a block of 16 tokens in one layer: what lies together where blocks are shuffled."""
     _, num_kv_heads, head_dim, _, _ = SHAPES[shape]
-    return 2 * 16 * num_kv_heads * head_dim * ITEM_BYTES[dtype]
+    return int(2 * 16 * num_kv_heads * head_dim * ITEM_BYTES[dtype])
 
 
 def flops(shape):

@@ -1,11 +1,12 @@
-"""Pages from one process's pool into another's, beside memcpy page by page in the same process and round.
+"""Pages from one process's pool into another's, beside memcpy page by page in the same run.
 
-    python bench/transfer.py [--rounds 30] [--reads 10000] [--json FILE]
+    python bench/transfer.py [--transports nixl,mooncake] [--rounds 30] [--reads 10000] [--json FILE]
 
 First the pages of one read, of 512 KiB and other sizes, from scattered blocks into scattered blocks: from `read` until
-`poll` has returned them, generations checked. A share is memcpy's time over that, as the median over the rounds, in
-which both take turns. Then the race: a source that reuses its blocks as fast as it can, and what a reader that does not
-check generations would have taken for right. Needs the environment of `make test-transfer`.
+`poll` has returned them, generations checked. A share is memcpy's time over that, of medians. `memcpy` has its rounds
+before the transport begins, `beside` between its reads, where the transport's own threads slow it down, too. Then the
+race: a source that reuses its blocks as fast as it can, and what a reader that does not check generations would have
+taken for right. Needs the environment of `make test-transfer`. NIXL takes TCP where the environment has `UCX_TLS=tcp`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from transfer_source import SourceProcess, race, words_of
 
 from pagepool import KvCachePool, KvLayout
 
-WHERE = ("pagepool.integrations.transfer.nixl", "NixlTransfer")
+TRANSPORTS = {
+    "nixl": ("pagepool.integrations.transfer.nixl", "NixlTransfer"),
+    "mooncake": ("pagepool.integrations.transfer.mooncake", "MooncakeTransfer"),
+}
 # Layers of 8 heads of 64 dims in bfloat16: 32 KiB a layer.
 LAYERS = {32: 1, 128: 4, 512: 16, 2048: 64}
 PAGES = (1, 4, 16, 64, 256)
@@ -39,33 +43,38 @@ def layout_of(kib):
     return KvLayout(num_layers=LAYERS[kib], num_kv_heads=8, head_dim=64)
 
 
-def shares(kib, rounds):
+def shares(transport, kib, rounds):
     """One row for each number of pages: medians of the share and of both rates in GiB/s."""
     num_blocks = POOL_BYTES // (kib << 10)
-    source = SourceProcess(*WHERE, layout_of(kib), num_blocks)
+    module, cls = TRANSPORTS[transport]
     pool = KvCachePool.from_layout(layout_of(kib), num_blocks)
     words = words_of(pool)
     words[:] = 1  # committed before anything is timed
     choose = random.Random(1)
-    module, cls = WHERE
+    sizes = [n for n in PAGES if n <= num_blocks // 2]
+    alone = {n: statistics.median(copy(words, choose, n) for _ in range(rounds + 3)) for n in sizes}
+    source = SourceProcess(module, cls, layout_of(kib), num_blocks)
     with getattr(import_module(module), cls)("reader") as reader:
         reader.register(pool)
         reader.meet(source.describe())
-        for pages in (n for n in PAGES if n <= num_blocks // 2):
-            pairs = [once(source, reader, pool, words, choose, pages) for _ in range(rounds + 3)][3:]
+        for pages in sizes:
+            took = [(once(source, reader, pool, choose, pages), copy(words, choose, pages)) for _ in range(rounds + 3)]
+            read, beside = map(statistics.median, zip(*took[3:], strict=True))
             size = pages * (kib << 10) / 2**30
             yield {
+                "transport": transport,
                 "page_kib": kib,
                 "pages": pages,
-                "share": statistics.median(copied / read for read, copied in pairs),
-                "read_gib_per_s": size / statistics.median(read for read, _ in pairs),
-                "memcpy_gib_per_s": size / statistics.median(copied for _, copied in pairs),
+                "share": alone[pages] / read,
+                "read_gib_per_s": size / read,
+                "memcpy_gib_per_s": size / alone[pages],
+                "beside_gib_per_s": size / beside,
             }
     source.end()
 
 
-def once(source, reader, pool, words, choose, pages):
-    """Seconds of one read, and of memcpy of as many pages between as scattered places of this pool."""
+def once(source, reader, pool, choose, pages):
+    """Seconds of one read."""
     ticket = source.offer(choose.sample(range(pool.max_blocks), pages), 60)
     order = choose.sample(range(pool.max_blocks), pool.max_blocks)
     pool.allocator.free(pool.allocator.allocate_n(pool.max_blocks)[order])  # then the free list is scattered
@@ -76,18 +85,23 @@ def once(source, reader, pool, words, choose, pages):
     read = time.perf_counter() - began
     assert not result.failed, result.error
     pool.allocator.free(blocks)
-    places = choose.sample(range(pool.max_blocks), 2 * pages)
+    return read
+
+
+def copy(words, choose, pages):
+    """Seconds of memcpy of as many pages between as scattered places of a pool."""
+    places = choose.sample(range(len(words)), 2 * pages)
     began = time.perf_counter()
     for here, there in zip(places[:pages], places[pages:], strict=True):
         np.copyto(words[here], words[there])
-    return read, time.perf_counter() - began
+    return time.perf_counter() - began
 
 
-def races(reads):
+def races(transport, reads):
     """The counts of `race`, pages of 32 KiB, 4 in a read."""
-    source = SourceProcess(*WHERE, layout_of(32), 64)
+    module, cls = TRANSPORTS[transport]
+    source = SourceProcess(module, cls, layout_of(32), 64)
     pool = KvCachePool.from_layout(layout_of(32), 64)
-    module, cls = WHERE
     with getattr(import_module(module), cls)("reader") as reader:
         reader.register(pool)
         counts, reused = race(source, reader, pool, reads, 4)
@@ -97,21 +111,28 @@ def races(reads):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transports", default="nixl,mooncake")
     parser.add_argument("--kib", default="512,32,128,2048", help="sizes of pages in KiB, of 32, 128, 512 and 2048")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--reads", type=int, default=10_000, help="reads of the race; 0 leaves it out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {"rows": [], "race": None}
-    print(f"{'KiB':>5} {'pages':>5} {'GiB/s':>6} {'memcpy':>6} {'share':>5}")
+    found = {"rows": [], "races": {}}
+    transports = options.transports.split(",")
+    print(f"{'transport':9} {'KiB':>5} {'pages':>5} {'GiB/s':>6} {'memcpy':>6} {'beside':>6} {'share':>5}")
     for kib in map(int, options.kib.split(",")):
-        for row in shares(kib, options.rounds):
+        for row in (row for transport in transports for row in shares(transport, kib, options.rounds)):
             found["rows"].append(row)
-            read, copied = row["read_gib_per_s"], row["memcpy_gib_per_s"]
-            print(f"{kib:5} {row['pages']:5} {read:6.2f} {copied:6.2f} {row['share']:5.2f}", flush=True)
-    if options.reads:
-        found["race"] = races(options.reads)
-        print(f"race: {json.dumps(found['race'])}", flush=True)
+            rates = [row[f"{what}_gib_per_s"] for what in ("read", "memcpy", "beside")]
+            print(
+                f"{row['transport']:9} {kib:5} {row['pages']:5}",
+                *(f"{rate:6.2f}" for rate in rates),
+                f"{row['share']:5.2f}",
+                flush=True,
+            )
+    for transport in transports if options.reads else ():
+        found["races"][transport] = races(transport, options.reads)
+        print(f"race {transport}: {json.dumps(found['races'][transport])}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -121,10 +121,12 @@ class NumpyPages:
 # ---------------------------------------------------------------------------------------------------- allocator
 
 
-def allocator_of(side):
+def allocator_of(side, generations=False):
     make = {"ours": pagepool.BlockAllocator, "reference": reference.BlockAllocator, "numpy": NumpyAllocator}[side]
     allocator = make(BLOCKS)
     allocator.free(allocator.allocate_n(BLOCKS // 2))  # no longer fresh
+    if generations:
+        pagepool.BlockGenerations(allocator)  # the allocator keeps its words from now on
     return allocator
 
 
@@ -152,9 +154,9 @@ def allocator_bulk(side, rounds=50):
     return Work(run, rounds * 64)
 
 
-def nogil_pair(rounds=100_000):
+def nogil_pair(rounds=100_000, generations=False):
     """The pair without the GIL, from a foreign Cython module."""
-    allocator, loop = allocator_of("ours"), nogil().pairs
+    allocator, loop = allocator_of("ours", generations), nogil().pairs
 
     def run():
         if loop(allocator, rounds):
@@ -163,9 +165,9 @@ def nogil_pair(rounds=100_000):
     return Work(run, rounds)
 
 
-def nogil_bulk(rounds=5_000):
+def nogil_bulk(rounds=5_000, generations=False):
     """64 blocks without the GIL, from a foreign Cython module; an operation is one block."""
-    allocator, loop = allocator_of("ours"), nogil().bulk
+    allocator, loop = allocator_of("ours", generations), nogil().bulk
 
     def run():
         if loop(allocator, rounds):

@@ -46,7 +46,7 @@ class Engine:
     pool_bytes, num_blocks  the size of the pool: one of them, or None for what `ModelRunner` takes by default
     dtype         of the pages; None: the model's
     config        a `SchedulerConfig`; None: one whose steps have up to 32 sequences
-    prefix_cache  whether prompts begin with the pages of earlier ones, where the model's kind allows it
+    prefix_cache  whether prompts begin with the pages of earlier ones, and with the recurrent states kept of them
     prefix_events how many events of that cache wait at most to be drained, for a `Router`; 0: none are noted
 
     One thread makes all steps: schedule, run the model, sample, commit. `submit` and `cancel` reach the scheduler by
@@ -190,7 +190,9 @@ class Engine:
                 pool.allocator.check()
                 if not self._requests and pool.allocator.in_use != cached:
                     raise PoolError(f"{pool.allocator.in_use} blocks are in use without a request, {cached} are cached")
-            states = self.runner.states
+            states, checkpoints = self.runner.states, getattr(self.runner, "checkpoints", None)
+            if checkpoints is not None:
+                checkpoints.check()
             if states is not None and not self._requests and states.used_count:
                 raise PoolError(f"{states.used_count} states are in use without a request")
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from pagepool.arguments import integer, real, wrong
+from pagepool.drawing import draw
 
 __all__ = ["Sampler", "SamplingParams"]
 
 LOWEST = 1e-30  # temperature that float32 has; one below does the same, and so at the other end
 MAX_LOGPROBS = 20  # as OpenAI's API has it
-CHUNK = 256  # weights that are summed at a time
-FIRST_LOOK = 1024  # a whole vocabulary takes long to sort, and few tokens mostly have the share that top_p asks for
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class SamplingParams:
 class Sampler:
     """Chooses the tokens of one request, one after another.
 
-    The choice depends on the logits, the `SamplingParams` and how many tokens were drawn before: one number is drawn
-    for each.
+    The choice depends on the logits, the `SamplingParams` and what was drawn before: one number for each token, and
+    with `top_p` one more for each that is drawn and is not among the most likely ones.
 
     num_drawn  how many tokens of this request an earlier run of it has drawn: it goes on behind them
 
@@ -103,23 +103,18 @@ class Sampler:
         Raises ValueError when one of them is NaN or inf: the model has failed.
         """
         params = self.params
-        best = int(logits.argmax())
-        if not np.isfinite(logits[best]):
-            raise ValueError(f"the logit of token {best} is {logits[best]}: the model's result is of no use")
         if params.temperature == 0.0:
+            best = int(logits.argmax())
+            _check(logits, logits[best])
             return best
+        most = logits.max()
+        _check(logits, most)
         ids = None
         if 0 < params.top_k < len(logits):
             ids = _largest(logits, params.top_k)
             logits = logits[ids]
-        temperature = np.float32(min(max(params.temperature, LOWEST), 1 / LOWEST))
-        with np.errstate(over="ignore"):  # by a temperature near 0: what is less likely becomes impossible
-            weights = np.exp((logits - logits.max()) / temperature)
-        if params.top_p < 1.0:
-            nucleus = _nucleus(weights, params.top_p)
-            ids = nucleus if ids is None else ids[nucleus]
-            weights = weights[nucleus]
-        place = _draw(weights, self._random.random())
+        temperature = min(max(params.temperature, LOWEST), 1.0 / LOWEST)
+        place = draw(np.ascontiguousarray(logits, np.float32), most, temperature, params.top_p, self._random.random)
         return place if ids is None else int(ids[place])
 
     def logprobs(self, logits: Any, token: int) -> tuple[float | None, dict[int, float]]:
@@ -146,25 +141,7 @@ def _largest(values: Any, count: int) -> Any:
     return np.delete(found, ties[len(ties) - (len(found) - count) :])
 
 
-def _nucleus(weights: Any, top_p: float) -> Any:
-    """The indices of the fewest largest weights that have the share `top_p` of all together, rising."""
-    values = np.sort(np.partition(weights, -FIRST_LOOK)[-FIRST_LOOK:] if len(weights) > FIRST_LOOK else weights)[::-1]
-    ends = np.cumsum(values, dtype=np.float64)
-    needed = top_p * weights.sum(dtype=np.float64)
-    if ends[-1] < needed:
-        ends = np.cumsum(np.sort(weights)[::-1], dtype=np.float64)
-    return _largest(weights, min(int(np.searchsorted(ends, needed)) + 1, len(weights)))
-
-
-def _draw(weights: Any, number: float) -> int:
-    """The index whose share of `weights` has `number`, from 0 up to but not 1, in it."""
-    # Of a whole vocabulary the sums of chunks are found first: running sums of all weights take ten times as long.
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), CHUNK), dtype=np.float64)
-    ends = np.cumsum(sums)
-    target = number * ends[-1]
-    chunk = int(np.searchsorted(ends, target, side="right"))
-    part = weights[chunk * CHUNK : (chunk + 1) * CHUNK]
-    inside = np.cumsum(part, dtype=np.float64) + (ends[chunk] - sums[chunk])
-    # Both sums are rounded: what lies behind the last end by that is the last possible index.
-    place = min(int(np.searchsorted(inside, target, side="right")), int(np.flatnonzero(part)[-1]))
-    return chunk * CHUNK + place
+def _check(logits: Any, most: Any) -> None:
+    """Raises ValueError when the largest logit is no finite number: where one is NaN, that is the largest."""
+    if not isfinite(most):
+        raise ValueError(f"the logit of token {logits.argmax()} is {most}: the model's result is of no use")

@@ -1,6 +1,7 @@
 """ggml's flash attention, the kernel of llama.cpp, through the shared library that llama-cpp-python brings.
 
-K and V are contiguous per head, (n, kv heads, context, dim), as ggml reads them fastest. OpenMP is its thread pool.
+K and V are contiguous per head, (n, kv heads, context, dim), as ggml reads them fastest; for elements of a byte and of
+half a byte they are its q8_0 and q4_0. OpenMP is its thread pool.
 """
 
 import ctypes
@@ -13,7 +14,8 @@ import numpy as np
 from sides.common import Call
 from sides.common import Side as Base
 
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8, "int4": 2}
+BLOCK_BYTES = {"int8": 34, "int4": 18}  # of 32 elements: their scale in 16 bits, then they
 SUCCESS = 0
 
 
@@ -50,6 +52,7 @@ def library():
         (base, "ggml_free", None, [pointer]),
         (base, "ggml_new_tensor_4d", pointer, [pointer, whole, *[ctypes.c_int64] * 4]),
         (base, "ggml_get_data", pointer, [pointer]),
+        (base, "ggml_quantize_chunk", ctypes.c_size_t, [whole, pointer, pointer, *[ctypes.c_int64] * 3, pointer]),
         (base, "ggml_flash_attn_ext", pointer, [pointer] * 5 + [real] * 3),
         (base, "ggml_new_graph_custom", pointer, [pointer, ctypes.c_size_t, ctypes.c_bool]),
         (base, "ggml_build_forward_expand", None, [pointer, pointer]),
@@ -65,14 +68,6 @@ def library():
     return functions
 
 
-def stored(values, unit, dtype):
-    """int8 times a power of two as the bits of a dtype; exact."""
-    exact = values.astype(np.float32) * unit
-    if dtype == "bfloat16":
-        return (exact.view(np.uint32) >> 16).astype(np.uint16)
-    return exact.astype(dtype)
-
-
 class Side(Base):
     NODES = 8
 
@@ -81,7 +76,7 @@ class Side(Base):
         self.ggml = library()
         self.ggml["cpu_init"]()
         num_seqs, context, num_kv_heads, head_dim = case.k.shape
-        k, v = (np.ascontiguousarray(stored(x, case.UNIT, case.dtype).transpose(0, 2, 1, 3)) for x in (case.k, case.v))
+        k, v = (self.stored(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (case.k, case.v))
         out_bytes = case.q.nbytes
         each = k.nbytes + v.nbytes + out_bytes + self.ggml["graph_overhead_custom"](self.NODES, False)
         each += 8 * (self.ggml["tensor_overhead"]() + 256)
@@ -92,6 +87,21 @@ class Side(Base):
         self.q = self.tensor(TYPES["float32"], (head_dim, 1, case.q.shape[1], num_seqs), case.q)
         self.graphs = [self.graph(self.tensor(kind, dims, k), self.tensor(kind, dims, v)) for _ in range(case.copies)]
         self.work = None
+
+    def stored(self, values):
+        """int8 times a power of two as the bytes of the dtype: exact, but what ggml quantises."""
+        exact, dtype = values.astype(np.float32) * self.case.UNIT, self.case.dtype
+        if dtype == "bfloat16":
+            return (exact.view(np.uint32) >> 16).astype(np.uint16)
+        if dtype not in BLOCK_BYTES:
+            return exact.astype(dtype)
+        quantised = np.empty(exact.size // 32 * BLOCK_BYTES[dtype], np.uint8)
+        rows, dims = exact.size // exact.shape[-1], exact.shape[-1]
+        ends = exact.ctypes.data, quantised.ctypes.data
+        written = self.ggml["quantize_chunk"](TYPES[dtype], *ends, 0, rows, dims, None)
+        if written != quantised.nbytes:
+            raise RuntimeError(f"ggml wrote {written} bytes for {dtype}, not {quantised.nbytes}")
+        return quantised
 
     def tensor(self, kind, dims, values):
         made = self.ggml["new_tensor_4d"](self.context, kind, *dims)

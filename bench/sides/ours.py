@@ -22,7 +22,11 @@ class Side(Base):
         num_seqs, context, num_kv_heads, head_dim = case.k.shape
         layout = pagepool.KvLayout(case.copies, num_kv_heads, head_dim, BLOCK_SIZE, case.dtype)
         self.tables = case.tables(BLOCK_SIZE)
-        self.pool = pagepool.KvCachePool.from_layout(layout, self.tables.size)
+        scale = None
+        if case.dtype == "int4":  # keys need one for each channel
+            one = pagepool.calibrate_channels(case.k[0] * case.UNIT)
+            scale = np.broadcast_to(one, (case.copies, *one.shape[1:]))
+        self.pool = pagepool.KvCachePool.from_layout(layout, self.tables.size, k_channel_scale=scale)
         self.lens = np.full(num_seqs, context, np.int32)
         self.q, self.out = case.q, np.empty_like(case.q)
         for row, table in enumerate(self.tables):

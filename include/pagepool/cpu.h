@@ -8,12 +8,12 @@
 extern "C" {
 #endif
 
-/* The name of the instruction set in use: "avx512_wide_bf16", "avx512_wide", "avx512_bf16", "avx512", "avx2", "neon" or
- * "baseline"; bf16: with dot products of bf16; wide: for cores whose vector units are 512 bits wide (Intel's, Zen 5 and
- * later).  Chosen once, at the first call, as the best one that both the CPU (CPUID) and the system (XCR0) offer, or as
- * the environment's PAGEPOOL_ISA names it; a name that this machine cannot run is ignored, and
- * pp_isa_forced_unavailable() is 1 then.  All have the same bits, but "baseline", whose multiply-adds round twice as
- * the CPU has no fma. */
+/* The name of the instruction set in use: "avx512_wide_bf16", "avx512_wide", "avx512_bf16", "avx512", "avx2",
+ * "neon_dotprod", "neon" or "baseline"; bf16: with dot products of bf16; wide: for cores whose vector units are 512
+ * bits wide, as measured in less than 0.1 ms; dotprod: with dot products of 8-bit integers.  Chosen once, at the first
+ * call, as the best one that both the CPU and the system offer (CPUID and XCR0, on Arm the auxiliary vector), or as the
+ * environment's PAGEPOOL_ISA names it; a name that this machine cannot run is ignored, and pp_isa_forced_unavailable()
+ * is 1 then.  All have the same bits, but "baseline", whose multiply-adds round twice as the CPU has no fma. */
 PP_API const char *pp_isa(void);
 PP_API int pp_isa_forced_unavailable(void);
 

@@ -1,4 +1,5 @@
-/* cpu.c: picks the instruction set once, by what the CPU has (CPUID) and what the system saves (XCR0). */
+/* cpu.c: picks the instruction set once, by what the CPU has (CPUID) and what the system saves (XCR0), or by what the
+ * system says of both (the auxiliary vector of AArch64). */
 #include "pagepool/cpu.h"
 
 #include <stdatomic.h>
@@ -7,8 +8,15 @@
 
 #include "kernels.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+
+static int runs_dotprod(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <x86intrin.h>
 
 static unsigned long long xcr0(void) {
     unsigned low, high;
@@ -51,29 +59,46 @@ static int runs_vnni(void) {
 #endif
 
 #if defined(__x86_64__)
-/* The maker's name as CPUID spells it; "" where there is no CPUID. */
-static void read_maker(char maker[13], unsigned *signature) {
-    unsigned a, b = 0, c = 0, d = 0, words[3] = {0};
-    *signature = 0;
-    if (__get_cpuid(0, &a, &b, &c, &d)) {
-        words[0] = b;
-        words[1] = d;
-        words[2] = c;
-        if (__get_cpuid(1, &a, &b, &c, &d)) *signature = a;
+/* Cycles of the clock for 640 sums and products in registers of that name. 10 chains hide the latency of two units. */
+#define FMA_CYCLES(r) \
+    static uint64_t cycles_of_##r(void) { \
+        int rounds = 64; \
+        const uint64_t begin = __rdtsc(); \
+        __asm__ volatile("vzeroall\n1:\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "0\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "1\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "2\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "3\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "4\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "5\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "6\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "7\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "8\n\t" \
+                         "vfmadd231ps %%" #r "10, %%" #r "10, %%" #r "9\n\t" \
+                         "decl %0\n\tjnz 1b\n\tvzeroall" \
+                         : "+r"(rounds) \
+                         : \
+                         : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", \
+                           "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15"); \
+        return __rdtsc() - begin; \
     }
-    memcpy(maker, words, sizeof words);
-    maker[12] = 0;
+FMA_CYCLES(ymm)
+FMA_CYCLES(zmm)
+
+double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void)) {
+    enum { ROUNDS = 256 }; /* less than 0.1 ms, of which some CPUs need the first 0.02 to wake their upper halves */
+    uint64_t least_whole = UINT64_MAX, least_half = UINT64_MAX;
+    for (int i = 0; i < ROUNDS; i++) {
+        const uint64_t h = half(), w = whole();
+        least_half = h < least_half ? h : least_half;
+        least_whole = w < least_whole ? w : least_whole;
+    }
+    return (double)least_whole / (double)least_half;
 }
+
+/* Units of 512 bits take as long as for 256, units of 256 twice as long. */
+static int is_wide(void) { return pp_time_over_half(cycles_of_zmm, cycles_of_ymm) < 1.5; }
 #endif
-
-/* 0 of another maker; AMD's base family is 0xf. */
-static unsigned family_of_amd(const char *maker, unsigned signature) {
-    return strcmp(maker, "AuthenticAMD") ? 0 : (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
-}
-
-int pp_has_wide_units(const char *maker, unsigned signature) {
-    return !strcmp(maker, "GenuineIntel") || family_of_amd(maker, signature) >= 0x1a;
-}
 
 static const char *const PREFETCH_MODES[] = {
     [PP_PREFETCH_NONE] = "none", [PP_PREFETCH_ONCE] = "once", [PP_PREFETCH_TWICE] = "twice"};
@@ -106,15 +131,6 @@ int pp_prefetch_forced_unknown(void) { return asked_mode() == UNKNOWN_MODE; }
 
 static int always(void) { return 1; }
 
-#if defined(__x86_64__)
-static int is_wide(void) {
-    char maker[13];
-    unsigned signature;
-    read_maker(maker, &signature);
-    return pp_has_wide_units(maker, signature);
-}
-#endif
-
 /* Best first; what runs and does not suit is there to be forced. */
 static const struct {
     const pp_kernels *kernels;
@@ -128,6 +144,7 @@ static const struct {
     {&pp_kernels_avx512, runs_avx512, always},
     {&pp_kernels_avx2, runs_avx2, always},
 #elif defined(__aarch64__)
+    {&pp_kernels_neon_dotprod, runs_dotprod, always},
     {&pp_kernels_neon, always, always},
 #endif
     {&pp_kernels_baseline, always, always},

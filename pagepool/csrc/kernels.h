@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "pagepool/attention.h"
+#include "draw.h"
 #include "page.h"
 #include "view.h"
 
@@ -13,9 +14,11 @@
 enum { PP_PREFETCH_NONE, PP_PREFETCH_ONCE, PP_PREFETCH_TWICE };
 int pp_prefetch_mode(void);
 
-/* Whether a CPU that has AVX-512 does two fma of 512 bits in a cycle, by what CPUID says of it: leaf 0's name of the
- * maker, leaf 1's eax (Zen 1 and 2: family 0x17, Zen 3 and 4: 0x19, Zen 5: 0x1a). */
-int pp_has_wide_units(const char *maker, unsigned signature);
+#if defined(__x86_64__)
+/* The time of `whole` over that of `half`, which take turns: the least of each, as what else runs only adds.  By it the
+ * kernels for units of 512 bits are chosen, which take as long for 512 bits as for 256. */
+double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void));
+#endif
 
 /* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered kv head
  * by kv head, in it query token by query token, in it query head by query head.  The rows of a kv head are cut into
@@ -199,6 +202,8 @@ typedef struct pp_kernels {
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
+    void (*weigh_tokens)(const float *logits, int64_t n, float most, float scale, float *weights, float *sums);
+    void (*keep_ahead)(float *weights, int64_t num_chunks, int64_t place, float *sums);
 } pp_kernels;
 
 extern const pp_kernels pp_kernels_baseline;
@@ -207,7 +212,7 @@ extern const pp_kernels pp_kernels_avx2;
 extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;
 extern const pp_kernels pp_kernels_avx512_wide, pp_kernels_avx512_wide_bf16;
 #elif defined(__aarch64__)
-extern const pp_kernels pp_kernels_neon;
+extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 
 /* Those for mixed pages, if others are in use: these, or the ones that have the instructions for integers. */

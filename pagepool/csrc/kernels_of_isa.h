@@ -2,6 +2,7 @@
  * target region and after its vocabulary. */
 #include "convert_rows.h"
 #include "decode_math.h"
+#include "draw_kernel.h"
 #include "prefetch.h"
 
 #define PP_WORD_BITS 16
@@ -83,6 +84,8 @@
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
         .write_rows = write_rows,                               \
         .widen = {copy_to_f32, widen_f16, widen_bf16},          \
+        .weigh_tokens = weigh_tokens,                           \
+        .keep_ahead = keep_ahead,                               \
     }
 #define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 

@@ -1,5 +1,5 @@
 /* quantised.h: attention over pages whose K, V or both are quantised, or whose dtypes differ.  Once per instruction set
- * for integers, after the kernels of the other dtypes and one of simd_vnni.h, simd_madd.h and simd_int.h.
+ * for integers, after the kernels of the other dtypes and one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
  *
  * All sums over quantised elements are sums of integers, which have no order: every instruction set, decode and prefill
  * have the same bits.  The other factors are made integers, too (reference/canonical.py):
@@ -103,13 +103,19 @@ static const unsigned char *bring_in(int32_t dtype, int is_v, int32_t dims, cons
     return scratch;
 }
 
+/* In two loops, since PP_UNROLL unrolls no more than 16 rounds: left as a loop it keeps all sums in memory. */
+PP_INLINE void ints_clear(const int COUNT, pp_ints *sums) {
+    PP_UNROLL for (int i = 0; i < COUNT; i++)
+        PP_UNROLL for (int j = 0; j < INT_SUMS; j++) sums[i * INT_SUMS + j] = ints_zero();
+}
+
 /* Scores of a tile for HEADS rows, NV groups at a time.  `next` is prefetched line by line, unless it is NULL. */
 PP_INLINE void int_scores_at(const int HEADS, const int NV, const unsigned char *const *k,
                              const unsigned char *const *next, int32_t head_dim, const float *q, int q_step,
                              float *s) {
     enum { NEAR = 1024 };
     pp_ints sums[PP_MAX_HEADS * 2 * INT_SUMS];
-    PP_UNROLL for (int i = 0; i < HEADS * NV * INT_SUMS; i++) sums[i] = ints_zero();
+    ints_clear(HEADS * NV, sums);
     const float *words = q;
     for (int32_t at = 0; at < head_dim * PP_GROUP; at += 4 * PP_GROUP) {
         PP_INT_DATA data[2 * INT_DATA];
@@ -206,7 +212,7 @@ PP_INLINE void int_values_at(const int HEADS, const int NV, const unsigned char 
                              const float *factors, const float *rescale, float *rows, int64_t row_stride) {
     enum { NEAR = 1024 };
     pp_ints sums[PP_MAX_HEADS * 4 * INT_SUMS];
-    PP_UNROLL for (int i = 0; i < HEADS * NV * INT_SUMS; i++) sums[i] = ints_zero();
+    ints_clear(HEADS * NV, sums);
     for (int j = 0; j < 2; j++) {
         const unsigned char *row = v[j] + at + column * 4;
         const int64_t ahead = next ? distance_of(next[j], v[j]) : 0;

@@ -31,7 +31,8 @@ def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, An
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     folder = Path(directory)
     config = _read_config(folder)
-    torch, transformers = import_module("torch"), import_module("transformers")
+    import_module("torch")  # transformers is there without it, and says less of what is missing
+    transformers = import_module("transformers")
     if dtype == "auto" and str(config.get("dtype", config.get("torch_dtype"))) == "float16":
         dtype = "float32"
     transformers.logging.set_verbosity_error()
@@ -46,7 +47,6 @@ def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, An
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
         raise ModelError(f"{folder}: {len(names)} weights are missing, the first is {names[0]}")
-    torch.set_grad_enabled(False)
     return model.eval(), tokenizer
 
 

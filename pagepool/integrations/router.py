@@ -221,12 +221,12 @@ class Router:
             lengths = self._with_expected(held, names)
             best = self._best(lengths)
             forecast = int(lengths[best]) * self.block_size
+            if 16 * held[best] < len(names):  # what it will soon hold: prompts that begin alike stay together meanwhile
+                self._directories[1].add(best, names)
             self._counts["choices"] += 1
             self._chosen[best] = self._counts["choices"]
             self._load[best] += len(row) - forecast
             self._places[best].on_way.append(len(row) - forecast)
-            if 16 * held[best] < len(names):  # what it will soon hold: prompts that begin alike stay together meanwhile
-                self._directories[1].add(best, names)
             return Choice(self._places[best].name, forecast)
 
     def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Any, int]:

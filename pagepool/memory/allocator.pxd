@@ -38,9 +38,23 @@ cdef extern from *:
     static inline void pp_word_freed(uint64_t *word) {
         __atomic_store_n(word, *word >> 32 << 32, __ATOMIC_RELAXED);
     }
+    /* Not inlined: within the loops over counts they cost an allocator without words 0.4 ns a block. */
+    __attribute__((noinline, unused))
+    static void pp_words_taken(uint64_t *words, const int32_t *blocks, int32_t n) {
+        for (int32_t i = 0; i < n; i++)
+            pp_word_taken(&words[blocks[i]]);
+    }
+    __attribute__((noinline, unused))
+    static void pp_words_freed(uint64_t *words, const int32_t *counts, const int32_t *blocks, Py_ssize_t n) {
+        for (Py_ssize_t i = 0; i < n; i++)
+            if (counts[blocks[i]] == 0)
+                pp_word_freed(&words[blocks[i]]);
+    }
     """
     void pp_word_taken(uint64_t *word) nogil
     void pp_word_freed(uint64_t *word) nogil
+    void pp_words_taken(uint64_t *words, const int32_t *blocks, int32_t n) nogil
+    void pp_words_freed(uint64_t *words, const int32_t *counts, const int32_t *blocks, Py_ssize_t n) nogil
     void pp_set_count(int32_t *count, int32_t value) nogil
     int32_t pp_get_count(int32_t *count) nogil
 

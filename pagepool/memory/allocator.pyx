@@ -225,8 +225,7 @@ cdef class BlockAllocator:
             blocks[i] = fresh + i
             counts[fresh + i] = 1
         if self.words != NULL:
-            for i in range(n):
-                pp_word_taken(&self.words[blocks[i]])
+            pp_words_taken(self.words, blocks, n)
         pp_lock_release(&self.lock)
         return PP_OK
 
@@ -270,9 +269,7 @@ cdef class BlockAllocator:
                 if count == 1:
                     count_idle(self.cached, blocks[i], -1)
         elif self.words != NULL:
-            for i in range(n):
-                if counts[blocks[i]] == 0:
-                    pp_word_freed(&self.words[blocks[i]])
+            pp_words_freed(self.words, counts, blocks, n)
         self.num_freed = num_freed
         pp_lock_release(&self.lock)
         return PP_OK if done == n else PP_INVALID_BLOCK

@@ -27,9 +27,9 @@ cdef class BlockGenerations:
     holders one bit is used, which is set while the block is in use. So whoever copies a page without a reference, such
     as another process, reads the word after the page: if it has the generation that was expected, so does the page.
 
-    It costs about 1 ns for each block that is taken and freed, and 8 bytes a block, committed when it is used. Further
-    objects for the same allocator share the words. Raises `TypeError` for what is no `BlockAllocator`, `MemoryError`;
-    then nothing has changed.
+    It costs about 0.2 ns for a block that is taken and freed, in calls for many 2 ns a block, and 8 bytes a block,
+    committed when it is used. Further objects for the same allocator share the words. Raises `TypeError` for what is no
+    `BlockAllocator`, `MemoryError`; then nothing has changed.
 
     >>> from pagepool import BlockAllocator
     >>> allocator = BlockAllocator(4)

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.csrc cimport pp_decode_args, pp_dtype, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_status
 
 
-# As pp_... of the same name in include/pagepool.
+# As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h.
 cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
                                 pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil
 cdef pp_status c_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
@@ -11,6 +11,10 @@ cdef pp_status c_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t 
 cdef void c_widen(float *to, const void *source, int64_t n, pp_dtype dtype) noexcept nogil
 cdef pp_status c_decode_args(const pp_decode_args *args, int num_threads) noexcept nogil
 cdef pp_status c_merge_states(const pp_merge_args *args) noexcept nogil
+cdef void c_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept nogil
+cdef void c_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept nogil
+cdef double c_draw_total(const float *sums, int64_t num_chunks) noexcept nogil
+cdef int64_t c_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept nogil
 cdef int c_default_num_threads() noexcept nogil
 cdef int c_num_threads_forced_unusable() noexcept nogil
 cdef const char *c_isa() noexcept nogil

@@ -14,6 +14,14 @@ from pagepool.csrc cimport (
 __all__ = []
 
 
+# Not one of the headers that are shipped, whose pxd other packages cimport.
+cdef extern from "draw.h" nogil:
+    void pp_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept
+    void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept
+    double pp_draw_total(const float *sums, int64_t num_chunks) noexcept
+    int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept
+
+
 cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
                                 pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil:
     return pp_kv_append_rows(pool, layer, slot_mapping, num_tokens, k, v, src_dtype)
@@ -34,6 +42,22 @@ cdef pp_status c_decode_args(const pp_decode_args *args, int num_threads) noexce
 
 cdef pp_status c_merge_states(const pp_merge_args *args) noexcept nogil:
     return pp_merge_states(args)
+
+
+cdef void c_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept nogil:
+    pp_weigh(logits, n, most, scale, weights, sums)
+
+
+cdef void c_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept nogil:
+    pp_keep_ahead(weights, num_chunks, place, sums)
+
+
+cdef double c_draw_total(const float *sums, int64_t num_chunks) noexcept nogil:
+    return pp_draw_total(sums, num_chunks)
+
+
+cdef int64_t c_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept nogil:
+    return pp_draw(weights, sums, num_chunks, number)
 
 
 cdef int c_default_num_threads() noexcept nogil:

@@ -5,7 +5,8 @@ and it is as large for ten tokens as for a million. A hybrid model can go on fro
 end a state was kept, so the question is where to keep one. Three kinds of places earn it:
 
     branch  where a prompt leaves those before it: found when the second such prompt comes, used from the third on
-    end     where a request ended: the next turn of a conversation goes on from there
+    end     where a request ended: the next turn of a conversation goes on from there. And, if asked for, where its
+            prompt ended: the same prompt and longer ones go on from there
     grid    every `grid` tokens of a prompt: bounds what the second prompt must compute again
 
 Its value is the tokens that it saves, those from the state before it on, times the times that it will be used: those
@@ -123,6 +124,7 @@ class CheckpointIndex:
     grid          tokens from one grid position to the next; 0: no grid
     spacing       tokens that a state must at least be away from the one before it
     align         positions are multiples of it: what the kernels can stop at, or the KV cache can find
+    prompt_ends   whether `stops` has the end of each prompt, too
 
     The invariants, which `check` audits:
 
@@ -148,7 +150,9 @@ class CheckpointIndex:
         grid: int = 16_384,
         spacing: int = 16,
         align: int = 1,
+        prompt_ends: bool = False,
     ) -> None:
+        self.prompt_ends = prompt_ends
         self.state_bytes = integer("state_bytes", state_bytes, 1)
         self.budget_bytes = None if budget_bytes is None else integer("budget_bytes", budget_bytes, 0)
         self.grid = integer("grid", grid, 0)
@@ -219,6 +223,8 @@ class CheckpointIndex:
             first = (max(known, begin) // self.grid + 1) * self.grid
             for position in range(first, last + 1, self.grid):
                 wanted.setdefault(self.aligned(position), "grid")
+        if self.prompt_ends:  # one token is left, to compute logits again
+            wanted.setdefault(self.aligned(last), "end")
         while node is not None and node.mark is None:
             node = node.parent
         taken = node.end if node is not None else 0
@@ -360,6 +366,8 @@ class StateCheckpoints:
     grid          tokens from one position of the grid to the next; 0: no grid
     spacing       the fewest tokens between two states of one prompt, at least 1
     align         states are kept only at multiples of this many tokens: where the kernels can stop
+    prompt_ends   whether the state is also kept where each prompt ends, so that the second request with a prompt
+                  computes little of it; at the cost of a copy, and of a step more for what `align` leaves
 
     States are kept at the end of requests, where prompts part, and on a sparse grid. When the budget is full, the
     states that save the fewest tokens per byte are dropped first, those that were used often or lately later. The size
@@ -404,6 +412,7 @@ class StateCheckpoints:
         grid: int = 16_384,
         spacing: int = 16,
         align: int = 1,
+        prompt_ends: bool = False,
     ) -> None:
         if not isinstance(layout, StateLayout):
             raise TypeError(f"layout must be a StateLayout, not {type(layout).__name__}")
@@ -429,7 +438,9 @@ class StateCheckpoints:
                 f"budget_bytes must be at most {(MAX_STATES + 1) * self.state_bytes - 1}, that of {MAX_STATES} states "
                 f"of {self.state_bytes} bytes, not {budget}"
             )
-        self.index = CheckpointIndex(self.state_bytes, budget, grid=grid, spacing=spacing, align=align)
+        self.index = CheckpointIndex(
+            self.state_bytes, budget, grid=grid, spacing=spacing, align=align, prompt_ends=prompt_ends
+        )
         self._pool = pool
         copies = StateMemory(layout, most)
         self._copies = [copies.view(layer, name) for layer, name in names]
@@ -484,7 +495,7 @@ class StateCheckpoints:
         begin      what `resume` returned
 
         Returns a list of `Stop`, each with the `position` and the `reason` that `save` takes: as many as the grid has,
-        and at most two more. Changes nothing. Raises `TypeError` and `ValueError` for wrong tokens, keys or numbers.
+        and at most three more. Changes nothing. Raises `TypeError` and `ValueError` for wrong tokens, keys or numbers.
         """
         return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt, extra_keys=extra_keys)
 

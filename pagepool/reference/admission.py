@@ -125,7 +125,11 @@ class Admission(Preemption):
         return is_known and leader.state == "prefilling" and leader.fed < until
 
     def _cached(self, request: Request) -> int:
-        return 0 if self.cache is None else int(self.cache.cached_tokens(request.prompt_tokens, **request.keys))
+        if self.cache is None:
+            return 0
+        groups = range(1 if self.groups is None else len(self.groups))
+        prompt = request.prompt_tokens
+        return min(int(self.cache.cached_tokens(prompt, **self.keys_of(request, group))) for group in groups)
 
     def _start(self, request: Request) -> bool:
         """Give it its blocks: cached, left and swapped ones. False, and as before, when it does not fit."""
@@ -176,15 +180,18 @@ class Admission(Preemption):
     def _adopt_hybrid(self, request: Request) -> bool:
         """As far as its recurrent state, if it has one, was kept."""
         size, tokens, keys = self.block_size, request.all_tokens, {"cache_salt": request.keys["cache_salt"]}
-        blocks = self.cache.match_prefix(tokens[: (len(tokens) - 1) // size * size], **request.keys)
-        begin = known = len(blocks) * size
+        most, groups = tokens[: (len(tokens) - 1) // size * size], range(len(self.groups))
+        found = [self.cache.match_prefix(most, **self.keys_of(request, group)) for group in groups]
+        begin = known = min(map(len, found)) * size
         if self.checkpoints is not None:
             begin = self.checkpoints.resume(request.kv.state.index, tokens, known, **keys)
             request.stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]
         if begin:
-            request.kv.adopt([blocks[: begin // size]], begin)
+            request.kv.adopt([blocks[: begin // size] for blocks in found], begin)
+            request.kv.trim()
         request.fed, request.published = begin, begin // size
-        self.allocator.free(blocks)
+        for blocks in found:
+            self.allocator.free(blocks)
         return begin > 0
 
     def _stop_at(self, leader: Request, until: int) -> None:

@@ -41,7 +41,9 @@ class CheckpointIndex:
         grid: int = 16_384,
         spacing: int = 16,
         align: int = 1,
+        prompt_ends: bool = False,
     ) -> None:
+        self.prompt_ends = prompt_ends
         self.state_bytes = state_bytes
         self.budget_bytes = budget_bytes
         self.grid, self.spacing, self.align = grid, spacing, align
@@ -84,6 +86,8 @@ class CheckpointIndex:
         for place in range(self.grid, last + 1, self.grid) if self.grid else ():
             if place > max(known, begin):
                 wanted.setdefault(place - place % self.align, "grid")
+        if self.prompt_ends:
+            wanted.setdefault(last - last % self.align, "end")
         taken = self._longest(cache_salt, row)
         stops: list[tuple[int, str]] = []
         for place, reason in sorted(wanted.items()):
@@ -137,7 +141,7 @@ class CheckpointIndex:
 class StateCheckpoints:
     """Copies of the states of `pool` at the positions that the index keeps, by the same keys."""
 
-    def __init__(self, layout: Any, pool: Any, budget_bytes: int, **options: int) -> None:
+    def __init__(self, layout: Any, pool: Any, budget_bytes: int, **options: Any) -> None:
         self._pool = pool
         self._views = [pool.view(layer, name) for layer, states in enumerate(layout.layers) for name in states]
         self.index = CheckpointIndex(sum(view[:1].nbytes for view in self._views), budget_bytes, **options)

@@ -84,7 +84,9 @@ class Preemption:
 
     def take(self, requests: list[Request], counts: list[int], now: int) -> bool:
         """Append to all of them, or to none and return False; cached blocks are evicted for it."""
-        wanted = sum(self.needs(requests, counts).values())
+        lens = [0 if request.kv is None else request.kv.len for request in requests]
+        pairs = zip(lens, counts, strict=True)
+        wanted = sum(self.blocks_for(length + count) - self.blocks_for(length) for length, count in pairs)
         taken = self.append(requests, counts)
         if self.evicted:
             self.now, self.wanted = now, wanted
@@ -191,9 +193,18 @@ class Preemption:
             return
         full = num_tokens // self.block_size
         if full and request.epoch == self.cache.forgotten:
-            tokens, blocks = request.all_tokens[: full * self.block_size], blocks_of(request.kv)[:full]
-            self.cache.cache_blocks(tokens, blocks, **request.keys, **request.cache_value, now=now)
+            tokens = request.all_tokens[: full * self.block_size]
+            for group, table in enumerate(getattr(request.kv, "kv", [request.kv])):
+                keys, left = self.keys_of(request, group), tokens[: table.first_block * self.block_size]
+                if self.cache.cached_tokens(left, **keys) == len(left):  # else nobody could find what follows
+                    blocks = ([-1] * table.first_block + table.blocks)[:full]
+                    self.cache.cache_blocks(tokens, blocks, **keys, **request.cache_value, now=now)
         request.published = full
+
+    def keys_of(self, request: Request, group: int) -> dict[str, Any]:
+        """Under which the cache has the blocks of a group."""
+        own = (group,) if self.groups is not None and len(self.groups) > 1 else ()
+        return {**request.keys, "extra_keys": (*request.keys["extra_keys"], *own)}
 
     def _victims(self, active: list[Request]) -> Iterator[tuple[Request, int]]:
         """The requests to preempt, and how many blocks each gives at most: preempted ones, then active ones, the

@@ -26,9 +26,9 @@ class BlockManager:
 
     `num_tokens` is the sum of `kv.len` over all sequences that have a state; `evicted` counts the cached blocks that
     were evicted for `append`. Blocks that only the prefix cache holds count as free: they are evicted when they are
-    needed, but for those that `reservations` keep for other tenants. `block_refs` has the references that are taken and
-    given back within a call. Without an allocator everything fits, and without one and `memory` sequences have no
-    states.
+    needed, but for those that `reservations` keep for other tenants. `block_refs` has, for each group, the references
+    that are taken and given back within a call. Without an allocator everything fits, and without one and `memory`
+    sequences have no states.
 
     With `memory` the sequences are `HybridSequence`s: of one account, the sum over all groups. A window never has more
     blocks than its tokens and those of one step, which is what it is counted with.
@@ -48,7 +48,8 @@ class BlockManager:
             self._append_batch, self._release_batch = memory.append, release_hybrids
         if allocator is None:
             return
-        self.block_refs = block_refs(allocator)
+        num_groups = 1 if memory is None else len(memory.groups)
+        self.block_refs = [block_refs(allocator) for _ in range(num_groups)]
         if memory is None:
             self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
             self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
@@ -98,9 +99,10 @@ class BlockManager:
         """Blocks that `seq` gives when it gives all."""
         return self.blocks_for(seq.fed) if self.memory is None else len(self.blocks_of(seq.kv))
 
-    def table(self, seq: Sequence) -> Any:
-        """The block table that the prefix cache has blocks of."""
-        return seq.kv.block_table if self.memory is None else seq.kv.kv[0].block_table
+    def table(self, seq: Sequence, group: int) -> tuple[Any, int]:
+        """The block table of a group, and the first of its blocks that a window has not left."""
+        state = seq.kv if self.memory is None else seq.kv.kv[group]
+        return state.block_table, state.first_block
 
     def blocks_of(self, state: Any) -> list[int]:
         """The blocks of a state, in all groups."""
@@ -178,13 +180,15 @@ class BlockManager:
         return True
 
     def adopt(self, seq: Sequence, blocks: Any) -> None:
-        """Let `seq` begin with full blocks that others hold, too, instead of those that it has."""
+        """Let `seq` begin with full blocks that others hold, too, instead of those that it has; with `memory` with a
+        row of them for each group, of which windows keep what the next token sees."""
         self.num_tokens -= seq.kv.len
         if self.memory is None:
             self._release_batch([seq.kv], False)
             seq.kv.adopt(blocks)
         else:
-            seq.kv.adopt([blocks], len(blocks) * self.block_size)
+            seq.kv.adopt(blocks, len(blocks[0]) * self.block_size)
+            seq.kv.trim()
         self.num_tokens += seq.kv.len
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
@@ -221,16 +225,22 @@ class BlockManager:
         found: int = seq.kv.len
         return found
 
+    def give_back(self) -> None:
+        """Give back the references of this call."""
+        for refs in self.block_refs:
+            refs.give_back()
+
     def recount(self, sequences: Iterable[Sequence]) -> None:
         """Drop what an interrupted call held; `sequences` are all that have states."""
         if self.allocator is not None:
-            self.block_refs.give_back()
+            self.give_back()
         self.num_tokens = sum([seq.kv.len for seq in sequences])
 
     def audit(self, states: list[Any]) -> str | None:
         """The first equation that does not hold, `states` being those of all sequences, or None."""
-        if self.allocator is not None and len(self.block_refs):
-            return f"{len(self.block_refs)} references are held outside of a call"
+        held = sum(map(len, self.block_refs)) if self.allocator is not None else 0
+        if held:
+            return f"{held} references are held outside of a call"
         if self.num_tokens != sum([state.len for state in states]):
             return f"sequences have {sum([state.len for state in states])} tokens in blocks, not {self.num_tokens}"
         return None
@@ -352,7 +362,7 @@ def open_blocks(
         if group.allocator is not allocator:
             raise ValueError(f"groups[{place}] has another allocator than the pool or the groups before it")
     memory = HybridMemory(found, states, step)
-    return BlockManager(allocator, memory.sizes[0] if len(found) == 1 else size, memory)
+    return BlockManager(allocator, memory.sizes[0] if len(set(memory.sizes)) == 1 else size, memory)
 
 
 def _drivers(allocator: Any) -> tuple[Any, Any, Any]:

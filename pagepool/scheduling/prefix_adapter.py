@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pagepool.arguments import wrong
+from pagepool.errors import InvalidBlock
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
@@ -38,6 +39,10 @@ class PrefixAdapter:
     holds outputs and `outputs` is "end", when the sequence ends or is preempted. A block that a sequence holds is never
     evicted. When the cache is told to forget blocks, what sequences have computed by then may follow from wrong ones:
     they publish nothing more until they begin anew.
+
+    Of sequences with several groups the cache has the blocks of each under a key of its own, the number of the group,
+    and a prefix is found as far as every group has it. Blocks that a window has left stay cached until others need
+    room.
     """
 
     def __init__(self, cache: Any, blocks: BlockManager, outputs: str, checkpoints: Any = None) -> None:
@@ -55,8 +60,10 @@ class PrefixAdapter:
             raise ValueError("a prefix cache needs a pool with blocks")
         if cache.allocator is not blocks.allocator:
             raise ValueError("the prefix cache and the pool must have one allocator")
-        if cache.block_size != blocks.block_size:
-            raise ValueError(f"the prefix cache has blocks of {cache.block_size} tokens, the pool {blocks.block_size}")
+        self._num_groups = 1 if blocks.memory is None else len(blocks.memory.groups)
+        for size in [blocks.block_size] if blocks.memory is None else blocks.memory.sizes:
+            if cache.block_size != size:
+                raise ValueError(f"the prefix cache has blocks of {cache.block_size} tokens, the pool {size}")
         blocks.cache = self
 
     @property
@@ -80,7 +87,7 @@ class PrefixAdapter:
         seq._group = group
         if self.cache is not None:
             seq._row = token_row(np.array(seq.prompt_tokens))
-            self._cache_blocks(seq, seq._row[:0], (), 0)
+            self._cache_blocks(seq, 0, seq._row[:0], (), 0)
             if seq.cache_ttl is not None:  # nothing but True is stored: other threads may read requests, too
                 self._has_ttl = True
 
@@ -95,8 +102,8 @@ class PrefixAdapter:
         if self.cache is None:
             return 0
         prompt = seq._row[: len(seq.prompt_tokens)]
-        count: int = self.cache.cached_tokens(prompt, cache_salt=seq.cache_salt, extra_keys=seq.extra_keys)
-        return count
+        found = [self.cache.cached_tokens(prompt, **self._keys(seq, group)) for group in range(self._num_groups)]
+        return int(min(found))
 
     def leader(self, seq: Sequence, prefills: Iterable[Sequence]) -> tuple[Sequence, int] | None:
         """The one of `prefills` that computes the next blocks of `seq`, and how many tokens it will have read when the
@@ -160,7 +167,7 @@ class PrefixAdapter:
         tokens = self._tokens(seq, full * size)
         keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
         try:
-            found = blocks.block_refs.match_prefix(self.cache, tokens, **keys)
+            found = blocks.block_refs[0].match_prefix(self.cache, tokens, **keys)
             if len(found) < least:
                 return False
             blocks.adopt(seq, found)
@@ -169,24 +176,28 @@ class PrefixAdapter:
             seq._all_cached = True
             seq._cache_epoch = self.cache.forgotten
         finally:
-            blocks.block_refs.give_back()
+            blocks.give_back()
         return True
 
     def _adopt_hybrid(self, seq: Sequence) -> bool:
         """The same for one that has no tokens: as far as its recurrent state, if it has one, was kept."""
         blocks, size, tokens = self._blocks, self._blocks.block_size, self._tokens(seq, seq.total_tokens)
-        keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
+        most = tokens[: (len(tokens) - 1) // size * size]
         try:
-            found = blocks.block_refs.match_prefix(self.cache, tokens[: (len(tokens) - 1) // size * size], **keys)
-            begin = known = len(found) * size
+            found = [
+                refs.match_prefix(self.cache, most, **self._keys(seq, group))
+                for group, refs in enumerate(blocks.block_refs)
+            ]
+            begin = known = min(map(len, found)) * size
             if self.checkpoints is not None:
+                keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
                 begin = self.checkpoints.resume(seq.kv.state.index, tokens, known, **keys)
                 seq._stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]
             if begin:
-                blocks.adopt(seq, found[: begin // size])
+                blocks.adopt(seq, [row[: begin // size] for row in found])
             seq.fed, seq._published, seq._all_cached = begin, begin // size, True
         finally:
-            blocks.block_refs.give_back()
+            blocks.give_back()
         return bool(begin)
 
     def keep_states(self, batch: ScheduledBatch) -> None:
@@ -219,7 +230,8 @@ class PrefixAdapter:
         if full and seq._cache_epoch == self.cache.forgotten:
             start = min(seq._published, full) if seq._all_cached else 0
             tokens = self._tokens(seq, full * self._blocks.block_size)
-            seq._all_cached = self._cache_blocks(seq, tokens, self._blocks.table(seq)[:full], start) == full - start
+            new = [self._publish_group(seq, group, tokens, full, start) for group in range(self._num_groups)]
+            seq._all_cached = all(new)
         seq._published = full
 
     def publish_filled(self, batch: ScheduledBatch) -> None:
@@ -237,12 +249,32 @@ class PrefixAdapter:
             if not seq._has_ended:  # those end anyhow
                 self.publish(seq, seq.fed)
 
-    def _cache_blocks(self, seq: Sequence, tokens: Any, blocks: Any, start: int) -> int:
+    def _publish_group(self, seq: Sequence, group: int, tokens: Any, full: int, start: int) -> bool:
+        """Publish the full blocks of a group from `start` on; returns whether all of these were new to the cache.
+
+        Where a window has left blocks, with ids of -1, the others can be found while the cache has all of those.
+        """
+        table, first = self._blocks.table(seq, group)
+        if not first:
+            return self._cache_blocks(seq, group, tokens, table[:full], start) == full - start
+        try:
+            self._cache_blocks(seq, group, tokens, table[:full], 0)
+        except InvalidBlock:
+            left = tokens[: first * self._blocks.block_size]
+            if self.cache.cached_tokens(left, **self._keys(seq, group)) == len(left):
+                raise
+        return True
+
+    def _keys(self, seq: Sequence, group: int) -> dict[str, Any]:
+        """Under which the cache has the blocks of a group."""
+        own = (group,) if self._num_groups > 1 else ()
+        return {"cache_salt": seq.cache_salt, "extra_keys": (*seq.extra_keys, *own)}
+
+    def _cache_blocks(self, seq: Sequence, group: int, tokens: Any, blocks: Any, start: int) -> int:
         count: int = self.cache.cache_blocks(
             tokens,
             blocks,
-            cache_salt=seq.cache_salt,
-            extra_keys=seq.extra_keys,
+            **self._keys(seq, group),
             start=start,
             priority=seq.cache_priority,
             ttl=seq.cache_ttl,

@@ -54,7 +54,7 @@ class Scheduler:
     groups, states  for hybrid models: the `KvGroup`s of each sequence, over the pool's allocator, and the
                   `SsmStatePool` of its recurrent state. `Sequence.kv` is a `HybridSequence` then. Without `groups`
                   each sequence has one group over the pool, if there is a pool. Neither goes with a swap file, nor
-                  `states` with lookahead; with a prefix cache there is one group, without a window
+                  `states` with lookahead; with a prefix cache all groups have its block size
     checkpoints   `StateCheckpoints` over `states`, for a prefix cache: where recurrent states are kept of what it has.
                   Their `align` is a multiple of the block size
 

@@ -47,8 +47,8 @@ def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: An
         return
     if swap is not None:
         raise ValueError("hybrid sequences do not go with a swap file: it knows no recurrent states and windows")
-    if prefix_cache is not None and [group.window for group in memory.groups] != [None]:
-        raise ValueError(f"a prefix cache needs one group without a window, not {len(memory.groups)} groups")
+    if prefix_cache is not None and not memory.groups:
+        raise ValueError("a prefix cache needs a pool with blocks")
     if prefix_cache is not None and memory.states is not None and checkpoints is None:
         raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of these")
     if config.lookahead and memory.states is not None:

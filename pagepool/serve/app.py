@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from threading import Lock
 from time import monotonic, time
 from typing import Any
 
@@ -84,6 +85,7 @@ class Server:
         self._engine, self._model = engine, model
         self._max_prompt_tokens, self._max_requests, self._timeout = max_prompt_tokens, max_requests, timeout
         self.metrics = Metrics(engine)
+        self._submitting = Lock()
         self._created = int(time())
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -144,28 +146,34 @@ class Server:
         engine, count = self._engine, len(request.prompts) * request.n
         if not engine.is_accepting:
             raise RequestError(503, "the server takes no more requests: it is shutting down")
-        waiting = engine.num_requests
-        if waiting + count > self._max_requests:
-            raise RequestError(
-                429, f"{waiting} requests run and wait, {count} more pass the limit of {self._max_requests}"
-            )
+        self._check_room(count)  # before the work of encoding
         encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
         seed = request.sampling["seed"]
         generations: list[Generation] = []
         try:
             prompts = [encode(prompt) for prompt in request.prompts]
             limits = [self._limit(request, len(tokens)) for tokens in prompts]
-            for tokens, limit in zip(prompts, limits, strict=True):
-                for number in range(request.n):
-                    # Choices of one prompt differ.
-                    sampling = {**request.sampling, "seed": None if seed is None else seed + number}
-                    name = request_id if request_id is None or count == 1 else f"{request_id}/{len(generations)}"
-                    generations.append(engine.submit(tokens, max_new_tokens=limit, request_id=name, **sampling))
+            with self._submitting:  # of requests that come at one moment each counts those before it
+                self._check_room(count)
+                for tokens, limit in zip(prompts, limits, strict=True):
+                    for number in range(request.n):
+                        # Choices of one prompt differ.
+                        sampling = {**request.sampling, "seed": None if seed is None else seed + number}
+                        name = request_id if request_id is None or count == 1 else f"{request_id}/{len(generations)}"
+                        generations.append(engine.submit(tokens, max_new_tokens=limit, request_id=name, **sampling))
         except (TypeError, ValueError, RuntimeError) as error:
             for generation in generations:
                 generation.cancel()
             raise RequestError(503 if isinstance(error, RuntimeError) else 400, str(error)) from error
         return generations
+
+    def _check_room(self, count: int) -> None:
+        """Raises `RequestError` when `count` more choices pass the limit."""
+        waiting = self._engine.num_requests
+        if waiting + count > self._max_requests:
+            raise RequestError(
+                429, f"{waiting} requests run and wait, {count} more pass the limit of {self._max_requests}"
+            )
 
     def _limit(self, request: Request, num_tokens: int) -> int:
         """The most new tokens behind a prompt. Raises `RequestError` for a prompt that is too long."""

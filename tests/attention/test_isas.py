@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 KERNEL_TESTS = ["test_decode_accuracy.py", "test_decode_bits.py", "test_decode_special.py"]
 KERNEL_TESTS += ["test_decode_variants.py", "test_head_dims.py", "test_several_queries.py", "test_block_scores.py"]
 KERNEL_TESTS += ["test_merge.py", "test_page_conversion.py", "test_arithmetic_bf16.py", "test_any_call.py"]
-KERNEL_TESTS += ["test_prefill.py", "test_quantised.py", "../memory/test_append_runs.py"]
+KERNEL_TESTS += ["test_prefill.py", "test_quantised.py", "../memory/test_append_runs.py", "../engine/test_sampling.py"]
 
 
 def test_the_forced_instruction_set_is_in_use():

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from pagepool.drawing import draw
 from pagepool.sampling import Sampler, SamplingParams
 
 
@@ -43,7 +44,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(size, params):
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
-def test_a_nucleus_of_more_tokens_than_are_looked_at_first_is_found_whole(top_p):
+def test_of_equal_tokens_the_first_are_in_top_p(top_p):
     logits = np.zeros(5000, np.float32)
     one = sampler(temperature=1.0, top_p=top_p, seed=1)
     found = {one.sample(logits) for _ in range(1000)}
@@ -106,9 +107,60 @@ def test_logits_of_no_use_are_refused(value):
         sampler().sample(logits)
 
 
-def test_the_share_at_the_very_end_belongs_to_the_last_possible_token(monkeypatch):
-    logits = np.full(700, -np.inf, np.float32)
-    logits[:300] = np.linspace(0, 1, 300)
+@pytest.mark.parametrize("count", [1, 2, 3, 255, 256, 257, 300, 512])
+def test_the_share_at_the_very_end_belongs_to_the_last_possible_token(monkeypatch, count):
     one = sampler(temperature=1.0)
     monkeypatch.setattr(one._random, "random", lambda: 1.0 - 2.0**-53)
-    assert one.sample(logits) == 299
+    for seed in range(50):
+        logits = np.full(1100, -np.inf, np.float32)
+        logits[:count] = random_logits(count, seed)
+        assert one.sample(logits) == count - 1
+
+
+def drawn_as_defined(logits, temperature, top_p, numbers):
+    """In float64, token by token; None where a number or a share is so near to a border that rounding decides."""
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    needed, near = top_p * weights.sum(), 1e-5 * weights.sum()
+    order = np.argsort(-weights, kind="stable")
+    for number in numbers:
+        ends = np.cumsum(weights)
+        target = number * ends[-1]
+        place = int(np.searchsorted(ends, target, side="right"))
+        ahead = order[: int(np.flatnonzero(order == place)[0])]
+        share = weights[ahead].sum()
+        if np.abs(ends - target).min() < near or abs(share - needed) < near:
+            return None
+        if top_p >= 1.0 or share < needed:
+            return place
+        weights = np.where(np.isin(np.arange(len(weights)), ahead), weights, 0.0)
+    raise AssertionError("too few numbers")
+
+
+@pytest.mark.parametrize("size", [1, 7, 255, 256, 257, 3000])
+@pytest.mark.parametrize("top_p", [0.01, 0.4, 0.9, 1.0])
+def test_each_draw_is_the_one_that_is_defined(size, top_p):
+    generator, compared = np.random.default_rng(size), 0
+    for case in range(100):
+        logits = np.round(random_logits(size, case) * 4) / 4  # with ties
+        temperature, numbers = generator.choice([0.3, 1.0, 3.0]), generator.random(100).tolist()
+        wanted, left = drawn_as_defined(logits, temperature, top_p, numbers), iter(numbers)
+        found = draw(logits, logits.max(), temperature, top_p, left.__next__)
+        assert wanted is None or found == wanted
+        compared += wanted is not None
+    assert compared > 80
+
+
+def test_a_generator_that_fails_is_passed_on():
+    logits = random_logits(300)
+    with pytest.raises(ZeroDivisionError):
+        draw(logits, logits.max(), 1.0, 0.9, lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("size", [300, 32_000])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
+def test_exactly_the_most_likely_tokens_can_be_drawn(size, top_p):
+    logits = random_logits(size)
+    possible = set(np.flatnonzero(wanted_probabilities(logits, top_p=top_p)).tolist())
+    one = sampler(temperature=1.0, top_p=top_p, seed=4)
+    found = {one.sample(logits) for _ in range(2000)}
+    assert found <= possible and len(found) > min(len(possible), 2000) * 0.3

@@ -200,6 +200,19 @@ def test_a_peer_that_is_lost_fails_at_once(pair):
     assert reader.references() == []
 
 
+@pytest.mark.parametrize("wants_words", [False, True])
+def test_a_read_whose_request_has_failed_sends_no_other(pair, wants_words):
+    source, reader = pair
+    number = reader.read(source.offer([0]).ticket, reader.pool.allocator.allocate_n(1))
+    while reader._reads[number].wants_words != wants_words:
+        reader.poll()
+    posted = []
+    reader._post = lambda peer, copies: posted.append(copies)
+    reader.gone = True
+    assert reader.poll() == [(number, [], [0], "the connection is lost")]
+    assert posted == [] and reader.references() == []
+
+
 def test_a_forgotten_peer_is_met_again_when_its_reads_have_ended(pair):
     source, reader = pair
     ticket = source.offer([0, 1]).ticket

@@ -5,11 +5,13 @@ It can take, free and fill blocks as fast as it can while it is read from: `reus
 
 import multiprocessing
 import random
+import time
 from importlib import import_module
 
 import numpy as np
 
 from pagepool import BlockGenerations, KvCachePool
+from pagepool.integrations.transfer import protocol
 
 
 def content(block, generation):
@@ -33,10 +35,10 @@ class Source:
         self.words = words_of(self.pool)
         self.held = []
         for _ in range(num_blocks):
-            self._take()
+            self.take()
         self.choose = random.Random(1)
 
-    def _take(self):
+    def take(self):
         block = self.pool.allocator.allocate()
         self.words[block] = content(block, self.generations.of(block)[0])
         self.held.append(block)
@@ -59,9 +61,21 @@ class Source:
             at = self.choose.randrange(len(self.held))
             self.held[at], self.held[-1] = self.held[-1], self.held[at]
             self.pool.allocator.free(self.held.pop())
-            self._take()
+            self.take()
             times += 1
         return times
+
+    def later(self, seconds):
+        """Sets the clock of this process's transfer forward."""
+        protocol.monotonic = lambda: time.monotonic() + seconds
+
+    def begin_to_read(self, peer, ticket):
+        """Is a reader itself, once to the end and once more without waiting; returns the first error."""
+        self.transfer.meet(peer)
+        self.transfer.read(ticket, self.held[: len(ticket.blocks)])
+        (result,) = self.transfer.poll(60)
+        self.transfer.read(ticket, self.held[: len(ticket.blocks)])
+        return result.error
 
     def check(self):
         self.transfer.poll()

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 import transformers
 
@@ -127,6 +128,8 @@ OTHERS = {
     # A convolution without a recurrent state.
     "Lfm2": {"full_attn_idxs": [1], "conv_L_cache": 3},
 }
+# One of each kind: full attention, windows beside it, latents, recurrent layers beside it.
+QUICK = {"Llama", "Gemma3", "DeepseekV3", "Bamba"}
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 NO_SUCH_SIZE = {
     "Bloom": {
@@ -155,6 +158,11 @@ def tiny_model(family, **changes):
             weight.data.mul_(4.0)
     model.set_attn_implementation("eager")
     return model
+
+
+def each(families):
+    """The families as parameters of a test, of which `make test-models QUICK=1` takes one of each kind."""
+    return [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 def prompts(lengths=LENGTHS, seed=1):

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
 pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
 
-from families import FAMILIES, NEW_TOKENS, eager_tokens, prompts, tiny_model  # noqa: E402
+from families import FAMILIES, NEW_TOKENS, each, eager_tokens, prompts, tiny_model  # noqa: E402
 
 import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
@@ -30,7 +30,7 @@ def one_thread(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_greedy_tokens_are_those_of_transformers_eager_attention(family):
     with Engine(tiny_model(family)) as engine:
         running = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts()]

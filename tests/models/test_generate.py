@@ -54,6 +54,11 @@ def test_the_tiny_model_writes_python(capsys):
     assert "100 tokens in" in err and "first token after" in err and "MiB" in err
 
 
+def test_loading_a_model_leaves_gradients_to_the_process():
+    load_pretrained(TINY)
+    assert sys.modules["torch"].is_grad_enabled()
+
+
 def test_the_files_of_the_tiny_model_are_small():
     files = [path for path in TINY.iterdir() if path.is_file() and path.suffix != ".py"]
     assert sum(path.stat().st_size for path in files) <= 4_000_000

@@ -67,8 +67,8 @@ class Served:
 
 
 @contextmanager
-def serving(runner, **limits):
-    with Engine(runner, Bytes()) as engine:
+def serving(runner, tokenizer=None, **limits):
+    with Engine(runner, tokenizer or Bytes()) as engine:
         app = create_app(engine, "fake", **limits)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -395,6 +395,37 @@ def test_a_full_queue_gets_429_and_the_others_go_on():
             served.complete("x")
         assert sum(1 for chunk in stream if chunk.choices[0].finish_reason == "length") == 2
         assert served.post(prompt="x", n=3).status_code == 429
+        assert served.post(prompt="x", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_requests_that_come_at_one_moment_do_not_pass_the_limit(n):
+    class Slow(Bytes):
+        """All requests are there before the first one is encoded."""
+
+        def __call__(self, text, **options):
+            time.sleep(0.01)
+            return super().__call__(text)
+
+    most = []
+    with serving(FakeRunner(step_seconds=0.01), Slow(), max_requests=5) as served:
+        submit = served.engine.submit
+
+        def counted(*arguments, **options):
+            generation = submit(*arguments, **options)
+            most.append(served.engine.num_requests)
+            return generation
+
+        served.engine.submit = counted
+
+        async def ask_all():
+            async with httpx.AsyncClient(base_url=served.url, timeout=SECONDS) as client:
+                body = {"prompt": "x", "max_tokens": 100, "n": n}
+                found = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(24)))
+                return sorted(response.status_code for response in found)
+
+        assert asyncio.run(ask_all()) == [200] * (5 // n) + [429] * (24 - 5 // n)
+        assert max(most) == 5 // n * n
         assert served.post(prompt="x", max_tokens=1).status_code == 200
 
 

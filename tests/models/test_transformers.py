@@ -7,7 +7,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
 
-from families import FAMILIES, LENGTHS, NEW_TOKENS, OTHERS, eager_tokens, padded, prompts, tiny_model  # noqa: E402
+from families import (  # noqa: E402
+    FAMILIES,
+    LENGTHS,
+    NEW_TOKENS,
+    OTHERS,
+    each,
+    eager_tokens,
+    padded,
+    prompts,
+    tiny_model,
+)
 
 from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.integrations.transformers import ModelRunner, release, use  # noqa: E402
@@ -53,7 +63,7 @@ def assert_nothing_is_left(runner, prefix_cache=None):
         assert runner.states.used_count == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_generate_gives_the_tokens_of_eager_attention(family, in_use):
     model, runner = in_use(family, prefix_cache=False)
     ids, mask = padded(prompts())
@@ -62,16 +72,16 @@ def test_generate_gives_the_tokens_of_eager_attention(family, in_use):
     assert_nothing_is_left(runner)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_generate_batch_gives_the_tokens_of_eager_attention(family, in_use):
     model, runner = in_use(family, prefix_cache=False)
     assert greedy_batch(model, prompts()) == eager_tokens(family)
     assert_nothing_is_left(runner)
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", each(OTHERS))
 def test_families_that_do_what_others_do_not_give_the_tokens_of_eager_attention(family, in_use):
-    model, runner = in_use(family)
+    model, runner = in_use(family, prefix_cache=False)
     ids, mask = padded(prompts())
     tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **GREEDY)
     assert tokens[:, ids.shape[1] :].tolist() == eager_tokens(family)
@@ -79,13 +89,13 @@ def test_families_that_do_what_others_do_not_give_the_tokens_of_eager_attention(
     assert_nothing_is_left(runner)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_eager_tokens_vary(family):
     """Equal tokens would prove little where a model repeats one."""
     assert all(len(set(row)) > 5 for row in eager_tokens(family))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_scheduler_may_cut_prompts_into_chunks_and_preempt(family):
     runner = ModelRunner(tiny_model(family), num_blocks=40 * len(LENGTHS), max_sequences=len(LENGTHS))
     cache = runner.new_prefix_cache()
@@ -106,7 +116,7 @@ def test_a_scheduler_may_cut_prompts_into_chunks_and_preempt(family):
     runner.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_beams_and_samples_are_those_of_transformers(family, in_use):
     ids, mask = padded(prompts((5, 17, 40)))
     beams = {"max_new_tokens": 20, "num_beams": 3, "num_return_sequences": 2, **GREEDY}
@@ -125,7 +135,7 @@ def test_beams_and_samples_are_those_of_transformers(family, in_use):
     release(model)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - RECURRENT))
+@pytest.mark.parametrize("family", each(sorted(set(FAMILIES) - RECURRENT)))
 def test_assisted_decoding_gives_the_same_tokens(family, in_use):
     model, runner = in_use(family, prefix_cache=False)
     prompt = prompts((17,)) + prompts((70,))
@@ -151,7 +161,7 @@ def test_a_model_in_use_drafts_for_another(family, in_use):
     runner.pool.allocator.check()
 
 
-@pytest.mark.parametrize("family", sorted(RECURRENT))
+@pytest.mark.parametrize("family", each(sorted(RECURRENT)))
 def test_recurrent_states_refuse_drafts(family, in_use):
     model, runner = in_use(family)
     with pytest.raises(ValueError, match=r"cropped|stateful"):

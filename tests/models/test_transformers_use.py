@@ -506,6 +506,13 @@ OTHER_FAMILIES = {
         {"sliding_window": 8, "ffn_dim": 96, "hidden_act": "silu"},
         "layer 0 sees all tokens, and its own cache keeps 8",
     ),
+    # Positions of its own: from the length of the cache, and behind that of padding.
+    "BartForCausalLM": (
+        {"encoder_layers": 4, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+        "it takes positions from the number of tokens in its cache, which differs from sequence to sequence",
+    ),
+    "RobertaForCausalLM": ({"is_decoder": True}, "its logits over pages differ from its own by"),
+    "MiniMaxForCausalLM": ({"head_dim": 16}, "its forward raised ValueError: MiniMax uses cache of its own"),
     "RwkvForCausalLM": ({}, "it keeps nothing in the cache that it is given"),
     "DeepseekV32ForCausalLM": (
         {"q_lora_rank": 32, "kv_lora_rank": 32, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2},

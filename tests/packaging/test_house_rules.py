@@ -32,6 +32,7 @@ FLOORS = {
     "errors": 0,
     "memory": 1,
     "attention": 2,
+    "drawing": 2,
     "prefix": 3,
     "recorder": 4,
     "scheduling": 4,

@@ -34,8 +34,8 @@ def states_of(slots):
     return SsmStatePool(slots, lambda i: AttentionSequenceState(10**6))
 
 
-def kept_of(states, budget=10**6, grid=16):
-    return StateCheckpoints(STATE, states, budget, grid=grid, spacing=1, align=BLOCK)
+def kept_of(states, budget=10**6, prompt_ends=False, grid=16):
+    return StateCheckpoints(STATE, states, budget, grid=grid, spacing=1, align=BLOCK, prompt_ends=prompt_ends)
 
 
 def make_cached(num_blocks=400, slots=32, grid=16, **config):
@@ -181,11 +181,10 @@ def test_what_hybrid_sequences_do_not_go_with_is_refused():
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=BLOCK), 8)
     cache, swap = PrefixCache(pool.allocator, BLOCK), SwapFile(pool, num_blocks=2)
     states, others = (SsmStatePool.from_layout(STATE, 2) for _ in range(2))
-    group = KvGroup(pool.allocator)
     for arguments, error, words in (
         ({"swap": swap, "states": states}, ValueError, "hybrid sequences do not go with a swap file"),
         ({"prefix_cache": cache, "states": states}, ValueError, "a prefix cache .* recurrent states needs checkpoints"),
-        ({"prefix_cache": cache, "groups": [group] * 2}, ValueError, "needs one group without a window, not 2 groups"),
+        ({"prefix_cache": cache, "groups": []}, ValueError, "a prefix cache needs a pool with blocks"),
         ({"checkpoints": 5}, TypeError, "checkpoints must be StateCheckpoints or None, not int: 5"),
         (
             {"checkpoints": kept_of(others), "states": states},
@@ -222,6 +221,21 @@ def test_a_prompt_that_comes_again_goes_on_from_where_its_state_was_kept():
     kept.check()
 
 
+def test_the_second_request_with_a_prompt_goes_on_from_its_end():
+    for length in (1, 3, 4, 5, 8, 40, 43):
+        allocator, states = BlockAllocator(400), SsmStatePool.from_layout(STATE, 4)
+        kept = kept_of(states, prompt_ends=True, grid=0)
+        config = SchedulerConfig(block_size=BLOCK)
+        scheduler = Scheduler(config, allocator, PrefixCache(allocator, BLOCK), states=states, checkpoints=kept)
+        for prompt in (range(length), range(length), range(length + 20)):
+            scheduler.add_request(prompt, max_new_tokens=1)
+            run(scheduler)
+        end = (length - 1) // BLOCK * BLOCK
+        longer = length // BLOCK * BLOCK  # where the second one parts from the first
+        assert [seq.num_cached for seq in scheduler.drain_finished()] == [0, end, longer]
+        assert states.used_count == 0
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_burst_keeps_the_state_where_its_prompts_part(policy):
     scheduler, cache, kept = make_cached(policy=policy, grid=0)
@@ -242,6 +256,40 @@ def test_a_full_group_alone_shares_prefixes_without_states():
     assert run(scheduler) == 40 + 4
 
 
+@pytest.mark.parametrize("windows", [[8], [None, 8], [0, 5, None]])
+def test_a_prompt_that_comes_again_goes_on_in_every_group(windows):
+    allocator = BlockAllocator(400)
+    cache = PrefixCache(allocator, BLOCK)
+    groups = [KvGroup(allocator, BLOCK, window) for window in windows]
+    scheduler = Scheduler(SchedulerConfig(max_prefill_tokens=8), allocator, cache, groups=groups)
+    tables = []
+    for prompt, cached in (([*range(40)], 0), ([*range(40)], 36), ([*range(60)], 40), ([*range(30), 99], 28)):
+        seq_id = scheduler.add_request(prompt, max_new_tokens=2, extra_keys=[0])
+        kv = (step(scheduler), scheduler.get_sequence(seq_id).kv)[1]
+        tables.append([table.first_block for table in kv.kv])
+        run(scheduler)
+        assert scheduler.drain_finished()[0].num_cached == cached
+    # What a window has left of a prefix is not held.
+    assert tables[2] == [0 if window is None else (40 - window) // BLOCK for window in windows]
+    assert scheduler.add_request([*range(40)], max_new_tokens=1) and run(scheduler) == 40  # other keys
+    assert allocator.in_use == cache.num_cached == cache.evictable
+    cache.check()
+
+
+def test_what_a_window_has_left_is_cached_until_others_need_room():
+    """A second request finds less, and nothing that is wrong."""
+    allocator = BlockAllocator(24)
+    cache = PrefixCache(allocator, BLOCK, "lru")
+    config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
+    scheduler = Scheduler(config, allocator, cache, groups=[KvGroup(allocator, BLOCK, window=8)])
+    for prompt in (range(80), range(1000, 1400), range(80), range(80)):
+        scheduler.add_request(prompt, max_new_tokens=3)
+        run(scheduler)
+        cache.check()
+    assert [seq.num_cached for seq in scheduler.drain_finished()] == [0, 0, 0, 76]
+    assert allocator.peak_in_use == 24 and scheduler.num_preemptions == 0
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**32))
 def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
@@ -249,12 +297,13 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
     rng = random.Random(seed)
     windows = rng.choice([[None], [None], [8], [None, 8], [0, 5, None]])
     slots = rng.choice([None, 2, 5, 20])
-    is_cached = windows == [None] and slots is not None
+    is_cached = rng.random() < 0.7
     engine = HybridEngine(rng.choice([8, 12, 30]) * len(windows), windows, slots)
     memory = {"groups": engine.groups, "states": engine.states}
     if is_cached:
         memory["prefix_cache"] = cache = PrefixCache(engine.pool.allocator, BLOCK)
-        memory["checkpoints"] = kept_of(engine.states, rng.choice([60, 300, 10**4]))
+        if slots is not None:
+            memory["checkpoints"] = kept_of(engine.states, rng.choice([60, 300, 10**4]), rng.choice([True, False]))
     config = SchedulerConfig(
         block_size=BLOCK,
         max_batch_sequences=rng.choice([1, 2, 20]),
@@ -301,6 +350,7 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
             break
     assert not scheduler.has_work
     if is_cached:
-        memory["checkpoints"].check()
+        if slots is not None:
+            memory["checkpoints"].check()
         cache.reset_prefix_cache()
     assert engine.pool.allocator.in_use == 0 and (engine.states is None or engine.states.used_count == 0)

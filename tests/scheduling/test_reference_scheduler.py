@@ -46,7 +46,7 @@ class World:
             memory["groups"] = [KvGroup(self.allocator, BLOCK, window) for window in windows]
         if kept:
             checkpoints = StateCheckpoints if api is pagepool else ReferenceCheckpoints
-            options = {"grid": 8, "spacing": 1, "align": BLOCK}
+            options = {"grid": 8, "spacing": 1, "align": BLOCK, "prompt_ends": kept % 2 == 0}
             memory["checkpoints"] = self.checkpoints = checkpoints(STATE, self.states, kept * 100, **options)
         self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap, **memory)
         self.outside = []
@@ -135,7 +135,7 @@ def run(
     cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
     swap_blocks = rng.choice([0, 3, 50])
     if memory is not None:
-        cache_policy = rng.choice(sorted(CACHE_POLICIES)) if memory.get("kept") else None
+        cache_policy = rng.choice(sorted(CACHE_POLICIES)) if memory.get("kept") or not memory.get("slots") else None
         num_blocks, swap_blocks = num_blocks * len(memory["windows"]), 0
     shape = (config, num_blocks, cache_policy, swap_blocks)
     ours, theirs = worlds = [World(api, *shape, **(memory or {})) for api in (pagepool, reference)]

@@ -82,7 +82,7 @@ class Transfer(ABC):
     name     of this engine among its peers; by default a random one
     timeout  seconds after which a read whose peer does not answer has failed
 
-    A base class: `NixlTransfer` and `LocalTransfer` move the bytes. One thread at a time may use an
+    A base class: `NixlTransfer`, `MooncakeTransfer` and `LocalTransfer` move the bytes. One thread at a time may use an
     object; `close` it, or use it as a context manager. Its references show in `BlockAllocator.owners`.
 
     Equation: references == sum(blocks of leases) + sum(blocks of reads that may still be written to).
@@ -376,6 +376,8 @@ class Transfer(ABC):
     def _advance(self, read: _Read, now: float) -> ReadResult | None:
         """Takes a read as far as it goes now; returns its result, once."""
         while not read.error and self._has_arrived(read):
+            if read.error:
+                break
             if read.wants_words:
                 return self._report(read, self._good_ones(read))
             read.wants_words = True

@@ -145,7 +145,11 @@ def generate_batch(
     rows = getattr(continuous_batching_config, "max_requests_per_batch", None) or runner.max_sequences
     rows = min(rows, runner.max_sequences, tokens)
     budgets = SchedulerConfig(
-        max_sequences=rows, max_batch_sequences=rows, max_batch_tokens=tokens, max_prefill_tokens=tokens
+        block_size=runner.block_size,
+        max_sequences=rows,
+        max_batch_sequences=rows,
+        max_batch_tokens=tokens,
+        max_prefill_tokens=tokens,
     )
     scheduler = runner.scheduler(budgets, prefix_cache)
     with torch.inference_mode():

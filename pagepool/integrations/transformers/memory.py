@@ -15,8 +15,12 @@ from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.hybrid import HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
+from pagepool.prefix.checkpoints import TOKEN_BYTES, StateCheckpoints
 
 __all__ = ["ModelMemory", "kv_layouts"]
+
+GRID = 256  # tokens from one state that is kept of a long prompt to the next
+LEAST_CHECKPOINTS = 8
 
 
 def kv_layouts(layout: ModelLayout, block_size: int, dtype: Any) -> list[KvLayout]:
@@ -55,8 +59,9 @@ class ModelMemory:
         self.groups = None if [group.window for group in groups] in ([], [None]) else groups
         self.states: SsmStatePool | None = None
         self.views: list[dict[str, torch.Tensor]] = []
-        if layout.has_states:
-            self.states = SsmStatePool.from_layout(StateLayout(layers=layout.states), max_sequences)
+        self._state_layout = StateLayout(layers=layout.states) if layout.has_states else None
+        if self._state_layout is not None:
+            self.states = SsmStatePool.from_layout(self._state_layout, max_sequences)
             self.views = [
                 {name: torch.from_dlpack(self.states.view(layer, name)) for name in names}
                 for layer, names in enumerate(layout.states)
@@ -73,6 +78,17 @@ class ModelMemory:
             return PagedSeqState(self.pools[0].allocator, self._block_size, label=label)
         groups = self.groups or tuple(KvGroup(pool.allocator, self._block_size) for pool in self.pools)
         return HybridSequence(groups, self.states, label=label)
+
+    def new_checkpoints(self) -> StateCheckpoints | None:
+        """Copies of states, for a prefix cache: of as many as there are slots, but 8 at least. None without states."""
+        if self.states is None or self._state_layout is None:
+            return None
+        size = self._block_size
+        state_bytes = StateCheckpoints(self._state_layout, self.states, 0).state_bytes
+        budget = max(self.states.capacity, LEAST_CHECKPOINTS) * (state_bytes + TOKEN_BYTES * GRID)
+        return StateCheckpoints(
+            self._state_layout, self.states, budget, grid=GRID, spacing=size, align=size, prompt_ends=True
+        )
 
     def fill(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Tables]:
         """The tables of each group, for a forward of the last `counts[i]` tokens of each sequence.

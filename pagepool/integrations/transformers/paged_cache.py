@@ -45,8 +45,9 @@ class PagedCache(Cache):
     """What transformers' `generate` keeps between its steps: rows of a batch, each with a sequence of pages.
 
     runner        the `ModelRunner` whose memory it takes
-    prefix_cache  a `PrefixCache` over the runner's pool, or None: rows begin with the blocks that it has for their
-                  tokens, and `close` leaves it their full blocks
+    prefix_cache  a `PrefixCache` over the runner's pool, or None: rows take blocks of it that nobody uses. Without
+                  windows and recurrent states they begin with the blocks that it has for their tokens, and `close`
+                  leaves it their full blocks
 
     Padding takes no slots. Rows of equal tokens are computed once, and beams share blocks until they part. The memory
     is given back by `close`, or when the cache is dropped.
@@ -56,6 +57,7 @@ class PagedCache(Cache):
         super().__init__(layers=[])
         self._runner = runner
         self._prefix_cache = prefix_cache
+        self._shares = prefix_cache is not None and runner.groups is None and runner.states is None
         self._rows: list[Row] = []
         self._width = 0  # tokens of each row, padding included
         self._keep = 0
@@ -141,15 +143,12 @@ class PagedCache(Cache):
         return [logits[place] for place in places]
 
     def _adopt(self, row: Row, tokens: list[int], keep: int) -> list[int]:
-        """Begins a row with the cached blocks of its first tokens; returns the tokens that are left to compute."""
-        if self._prefix_cache is None:
+        """Begins a row with what is cached of its first tokens, parts of a block included; returns what is left."""
+        if self._prefix_cache is None or not self._shares:
             return tokens
-        blocks = self._prefix_cache.match_prefix(tokens[: len(tokens) - keep])
-        count = len(blocks) * self._prefix_cache.block_size
-        try:
-            row.sequence.adopt(blocks, count)
-        finally:
-            self._prefix_cache.allocator.free(blocks)
+        with self._prefix_cache.match_tokens(tokens[: len(tokens) - keep]) as match:
+            count: int = match.num_tokens
+            row.sequence.adopt(match)
         row.tokens = tokens[:count]
         return tokens[count:]
 
@@ -177,9 +176,10 @@ class PagedCache(Cache):
         if self._prefix_cache is None:
             return
         size, allocator = self._prefix_cache.block_size, self._prefix_cache.allocator
-        lens = [row.sequence.len for row in rows]
-        new = sum(-(-(start + len(row)) // size) - -(-start // size) for start, row in zip(lens, tokens, strict=True))
-        short = new + len(rows) - allocator.free_count
+        short = -allocator.free_count
+        for row, new in zip(rows, tokens, strict=True):
+            for table in getattr(row.sequence, "kv", [row.sequence]):
+                short += -(-(table.len + len(new)) // size) - -(-table.len // size) + (table.len % size > 0)
         if short > 0:
             self._prefix_cache.evict(short)
 
@@ -198,7 +198,7 @@ class PagedCache(Cache):
         """Gives the memory back, and leaves full blocks to the prefix cache. A second call does nothing."""
         rows, self._rows = self._rows, []
         for row in rows:
-            if self._prefix_cache is not None:
+            if self._prefix_cache is not None and self._shares:
                 self._prefix_cache.cache_blocks(row.tokens, row.sequence.blocks)
             row.sequence.close()
 

@@ -12,16 +12,19 @@ from pagepool.arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.trial import try_out
+from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.hybrid import KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.prefix.cache import PrefixCache
+from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.scheduler import Scheduler
 
 __all__ = ["ModelRunner"]
 
 DEFAULT_LENGTH = 2048  # tokens that a pool of no given size has room for, of each sequence
+STATE_TOKENS = 65_536  # the same of a prefix cache for a model without attention, whose blocks hold nothing
 
 
 class ModelRunner:
@@ -44,6 +47,7 @@ class ModelRunner:
 
     `model`, `pool` (a `KvCachePool`, or None for a model without attention), `pools` (the pool of each group),
     `groups` (a tuple of `KvGroup`, or None where one block table does), `states` (an `SsmStatePool` or None),
+    `checkpoints` (`StateCheckpoints` of them, once a scheduler has a prefix cache, or None), `block_size`,
     `vocab_size`, and `max_model_len`, the longest sequence that the model was made for, or None, are attributes.
 
     Raises ValueError, with the name of the class and the reason, for a model that cannot run over pages, and for sizes
@@ -83,6 +87,8 @@ class ModelRunner:
         layout = self._paged_forward.layout
         self.model = model
         self.max_sequences = max_sequences
+        self.block_size = block_size
+        self.checkpoints: StateCheckpoints | None = None
         self.vocab_size: int = layout.logits.shape[-1]
         config = model.config.get_text_config(decoder=True)
         self.length_limit = rope_limit(config)
@@ -122,21 +128,33 @@ class ModelRunner:
     def scheduler(self, config: SchedulerConfig | None = None, prefix_cache: PrefixCache | None = None) -> Scheduler:
         """Returns a `Scheduler` over the runner's memory, whose batches `run` takes.
 
+        prefix_cache  one of `new_prefix_cache`, or None. Recurrent states are then kept in `checkpoints`, for all
+                      schedulers of this runner
+
         Raises ValueError for a config with drafted tokens, and as `Scheduler`.
         """
         config = SchedulerConfig() if config is None else config
         if config.lookahead:
             raise ValueError(f"a lookahead of {config.lookahead} needs a draft model, and run takes no drafts")
-        return Scheduler(config, self.pool, prefix_cache, groups=self.groups, states=self.states)
+        pool: Any = self.pool
+        if prefix_cache is not None:
+            pool = pool or prefix_cache.allocator
+            self.checkpoints = self.checkpoints or self._memory.new_checkpoints()
+        checkpoints = None if prefix_cache is None else self.checkpoints
+        return Scheduler(config, pool, prefix_cache, groups=self.groups, states=self.states, checkpoints=checkpoints)
 
-    def new_prefix_cache(self, max_events: int = 0) -> PrefixCache | None:
-        """Returns a new `PrefixCache` over the pool; None for a model with windows or recurrent states.
+    def new_prefix_cache(self, max_events: int = 0) -> PrefixCache:
+        """Returns a new `PrefixCache` over the pool.
 
         max_events  as in `PrefixCache`
+
+        For a model without attention it has blocks of its own, which hold nothing: they say which tokens were seen, and
+        `checkpoints` has the states.
         """
-        if self.pool is None or self.groups is not None or self.states is not None:
-            return None
-        return PrefixCache(self.pool.allocator, block_size=self.pool.block_size, max_events=max_events)
+        allocator = None if self.pool is None else self.pool.allocator
+        if allocator is None:
+            allocator = BlockAllocator(self.max_sequences * STATE_TOKENS // self.block_size)
+        return PrefixCache(allocator, block_size=self.block_size, max_events=max_events)
 
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
         """Runs the step of a scheduler; returns the logits of the sequences that want a token.
@@ -177,6 +195,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the memory. Raises BufferError while views of the pages are held."""
+        self.checkpoints = None
         self._memory.close()
 
 

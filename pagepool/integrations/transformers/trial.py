@@ -125,7 +125,14 @@ def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> lis
         counts = [len(row) for row in tokens]
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.append(count)
-        logits = forward(memory, tokens, sequences, counts, seen)
+        try:
+            logits = forward(memory, tokens, sequences, counts, seen)
+        except IndexError as error:
+            if not seen:
+                raise
+            raise Unsupported(
+                "it takes positions from the number of tokens in its cache, which differs from sequence to sequence"
+            ) from error
         for parts, part in zip(found, logits.split(counts), strict=True):
             parts.append(part)
     for sequence in sequences:

@@ -30,8 +30,8 @@ def use(
 
     model          a causal language model of transformers, on the CPU
     pool_bytes, num_blocks, dtype, block_size, max_sequences  as for `ModelRunner`
-    prefix_cache   whether prompts begin with what earlier calls have computed of them, where the model allows it: it
-                   has neither windows nor recurrent states
+    prefix_cache   whether prompts begin with what earlier calls have computed of them: those of `generate_batch`, and
+                   for a model without windows and recurrent states those of `generate`, too
 
     A call with a cache of its own (`cache=`, `cache_implementation=`) or with `use_cache=False` runs as
     before, and so does `model(...)`. Raises as `ModelRunner`, and ValueError for a model that is in use already; then

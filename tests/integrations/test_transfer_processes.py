@@ -1,12 +1,13 @@
-"""NIXL between processes: pages, races with a source that reuses blocks, peers that stop, die or are others.
+"""Transports between processes: pages, races with a source that reuses blocks, peers that stop, die or are others.
 
-`make test-transfer` makes an environment that has nixl.
+Every test runs for each transport that is installed; `make test-transfer` makes an environment that has both.
 """
 
 import os
 import signal
 import time
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 from transfer_source import SourceProcess, content, race, words_of
@@ -14,18 +15,42 @@ from transfer_source import SourceProcess, content, race, words_of
 from pagepool import KvCachePool, KvLayout
 from pagepool.integrations.transfer import TransferError
 
-pytest.importorskip("nixl", reason="nixl is not installed: make test-transfer")
-nixl = pytest.importorskip("pagepool.integrations.transfer.nixl")
-
-WHERE = ("pagepool.integrations.transfer.nixl", "NixlTransfer")
+# What must be installed, where the class is, and how it calls its library in errors.
+TRANSPORTS = {
+    "nixl": ("nixl", ("pagepool.integrations.transfer.nixl", "NixlTransfer"), "NIXL"),
+    "mooncake": ("mooncake.engine", ("pagepool.integrations.transfer.mooncake", "MooncakeTransfer"), "Mooncake"),
+}
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64)  # pages of 32 KiB
 NUM_BLOCKS = 64
 READS = 10_000
 
 
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    """Where the class is, and the name of its library."""
+    package, where, library = TRANSPORTS[request.param]
+    pytest.importorskip(package, reason=f"{package} cannot be imported: make test-transfer", exc_type=ImportError)
+    return where, library
+
+
 @pytest.fixture
-def source():
-    process = SourceProcess(*WHERE, LAYOUT, NUM_BLOCKS)
+def where(transport):
+    return transport[0]
+
+
+@pytest.fixture
+def library(transport):
+    return transport[1]
+
+
+def transfer_of(where, *arguments, **named):
+    module, cls = where
+    return getattr(import_module(module), cls)(*arguments, **named)
+
+
+@pytest.fixture
+def source(where):
+    process = SourceProcess(*where, LAYOUT, NUM_BLOCKS)
     yield process
     process.end()
 
@@ -39,8 +64,8 @@ def pool():
 
 
 @pytest.fixture
-def reader(pool):
-    with nixl.NixlTransfer("reader", timeout=2.0) as transfer:
+def reader(where, pool):
+    with transfer_of(where, "reader", timeout=2.0) as transfer:
         transfer.register(pool)
         yield transfer
 
@@ -80,13 +105,27 @@ def test_a_ticket_whose_blocks_were_taken_anew_or_are_free_fails(source, reader,
     assert read(reader, pool, old) == ([0], [1], "1 of 2 pages are not those of the ticket: block 6 is free")
 
 
-def test_a_source_that_is_killed_fails_its_reads_with_one_error(source, reader, pool):
+def test_a_ticket_of_yesterday_is_good_while_its_blocks_are_held_and_fails_when_they_were_taken_anew(
+    source, reader, pool
+):
+    reader.meet(source.describe())
+    ticket = source.offer([5, 6], 60)
+    source.later(86400)
+    assert source.check() == [], "the lease has expired"
+    assert read(reader, pool, ticket) == ([0, 1], [], "")
+    source.free([6])
+    source.take()
+    error = "1 of 2 pages are not those of the ticket: block 6 has generation 2, not 1"
+    assert read(reader, pool, ticket) == ([0], [1], error)
+
+
+def test_a_source_that_is_killed_fails_its_reads_with_one_error(source, reader, pool, library):
     reader.meet(source.describe())
     ticket = source.offer([1, 2], 60)
     assert read(reader, pool, ticket)[2] == ""
     source.end()
     loaded, failed, error = read(reader, pool, ticket)
-    assert loaded == [] and failed == [0, 1] and "NIXL" in error
+    assert loaded == [] and failed == [0, 1] and library in error
     reader.forget("source")
     with pytest.raises(TransferError, match="is none of the 0 that were met"):
         reader.read(ticket, [])
@@ -112,6 +151,38 @@ def test_a_source_that_is_stopped_is_read_by_the_kernel_or_fails_in_time(source,
     os.kill(source.process.pid, signal.SIGCONT)
     while reader.references():
         reader.poll(0.1)
+
+
+def test_a_source_that_is_stopped_when_it_is_met_is_refused_in_time_or_read_later(source, reader, pool):
+    met, ticket = source.describe(), source.offer([1, 2], 60)
+    os.kill(source.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        reader.meet(met)  # NIXL asks nobody
+        loaded, _failed, error = read(reader, pool, ticket)
+        assert loaded or "has not answered for 2 s" in error
+    except TransferError as error:
+        assert str(error) == "peer 'source' has not answered for 2 s"
+    assert time.monotonic() - began < 30
+    os.kill(source.process.pid, signal.SIGCONT)
+    while reader.references():
+        reader.poll(0.1)
+    assert reader.meet(met) == "source"
+    assert read(reader, pool, ticket) == ([0, 1], [], "")
+
+
+def test_a_reader_that_is_killed_leaves_leases_that_expire_and_a_source_that_goes_on(where, source, reader, pool):
+    other = SourceProcess(*where, LAYOUT, NUM_BLOCKS, "other")
+    try:
+        ticket = source.offer(list(range(NUM_BLOCKS)), 60)
+        assert other.begin_to_read(source.describe(), ticket) == ""
+    finally:
+        other.end()
+    assert source.check() == list(range(NUM_BLOCKS))
+    reader.meet(source.describe())
+    assert read(reader, pool, ticket)[2] == ""
+    source.later(86400)
+    assert source.check() == []
 
 
 @pytest.fixture
@@ -141,8 +212,25 @@ def test_what_comes_late_over_tcp_comes_into_blocks_that_nobody_else_has(tcp, so
     pool.allocator.free(others)
 
 
-def test_after_close_no_byte_comes_even_over_tcp(tcp, source, pool):
-    with nixl.NixlTransfer("reader", timeout=0.5) as reader:
+def test_a_source_that_is_killed_while_it_is_read_fails_the_read_and_leaves_no_block(
+    tcp, source, reader, pool, library
+):
+    reader.meet(source.describe())
+    ticket = source.offer([1, 2], 60)
+    assert read(reader, pool, ticket)[2] == ""
+    os.kill(source.process.pid, signal.SIGSTOP)
+    blocks = pool.allocator.allocate_n(2).tolist()
+    reader.read(ticket, blocks)
+    assert reader.poll(0.1) == []
+    source.end()
+    (result,) = reader.poll(30)
+    assert result.loaded == [] and result.failed == blocks and library in result.error
+    assert reader.references() == []
+    pool.allocator.free(blocks)
+
+
+def test_after_close_no_byte_comes_even_over_tcp(tcp, where, source, pool):
+    with transfer_of(where, "reader", timeout=0.5) as reader:
         reader.register(pool)
         reader.meet(source.describe())
         ticket = source.offer([1, 2], 60)
@@ -156,13 +244,14 @@ def test_after_close_no_byte_comes_even_over_tcp(tcp, source, pool):
     assert not words_of(pool).any()
 
 
-def test_a_peer_of_another_layout_is_refused(source):
-    with nixl.NixlTransfer("reader") as reader:
+def test_a_peer_of_another_layout_is_refused(where, source):
+    with transfer_of(where, "reader") as reader:
         reader.register(KvCachePool.from_layout(KvLayout(4, 2, 128), 4))
         with pytest.raises(TransferError, match=r"peer 'source' has KvLayout\(.*head_dim=64.*; this pool has .*=128"):
             reader.meet(source.describe())
 
 
-def test_a_description_that_is_no_nixl_agent_is_refused(source, reader):
-    with pytest.raises(TransferError, match="NIXL cannot connect to peer 'source'"):
+def test_a_description_without_a_right_connection_is_refused(source, reader, library):
+    with pytest.raises(TransferError, match=f"{library} cannot connect to peer 'source'"):
         reader.meet(replace(source.describe(), connection=b"nonsense"))
+    assert reader.meet(source.describe()) == "source"

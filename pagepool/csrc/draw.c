@@ -1,0 +1,45 @@
+/* draw.c: drawing the next token by its weight (draw.h). */
+#include "draw.h"
+
+#include "float_mode.h"
+#include "kernels.h"
+
+void pp_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) {
+    const uint64_t modes = pp_modes_enter();
+    pp_kernels_get()->weigh_tokens(logits, n, most, scale, weights, sums);
+    pp_modes_leave(modes);
+}
+
+void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) {
+    const uint64_t modes = pp_modes_enter();
+    pp_kernels_get()->keep_ahead(weights, num_chunks, place, sums);
+    pp_modes_leave(modes);
+}
+
+double pp_draw_total(const float *sums, int64_t num_chunks) {
+    double total = 0.0;
+    for (int64_t i = 0; i < num_chunks; i++) total += sums[i];
+    return total;
+}
+
+/* The first of n whose running sum is above *left, which becomes what is left for it.  Sums are rounded: where none is,
+ * the last that is above 0. */
+static int64_t first_above(const float *parts, int64_t n, double *left) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (*left < parts[i]) return i;
+        *left -= parts[i];
+        if (parts[i] > 0.0f) last = i;
+    }
+    *left = parts[last];
+    return last;
+}
+
+int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number) {
+    double left = number * pp_draw_total(sums, num_chunks), exact = 0.0;
+    const int64_t chunk = first_above(sums, num_chunks, &left);
+    const float *inside = weights + chunk * PP_DRAW_CHUNK;
+    for (int i = 0; i < PP_DRAW_CHUNK; i++) exact += inside[i];
+    left *= exact / sums[chunk]; /* the same share of what the chunk has, unrounded */
+    return chunk * PP_DRAW_CHUNK + first_above(inside, PP_DRAW_CHUNK, &left);
+}

@@ -1,0 +1,31 @@
+/* kernels_neon_dotprod.c: the kernels in AArch64 Advanced SIMD with dot products of 8-bit integers. */
+#include "kernel_common.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+/* Everything from here to the end of the region may use these instructions; nothing before it does, so that no
+ * baseline code can be replaced by a copy that does. */
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+
+#include "simd_neon.h"
+
+#define PP_ISA neon_dotprod
+#define PP_DOT_BY_DOUBLE
+#define PP_INTS "simd_sdot.h"
+#include "kernels_of_isa.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else
+typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+#endif

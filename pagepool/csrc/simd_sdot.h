@@ -1,0 +1,57 @@
+/* simd_sdot.h: sums of products of 8-bit integers by AArch64's sdot, for quantised.h.  Included inside a target region.
+ *
+ * A factor of 16 bits comes in two parts of 8, one in each word: 256 a + b.  sdot multiplies signed bytes: K is made
+ * signed as it is loaded, so scores have no bias, and both parts are signed, of queries and of weights. */
+typedef int32x4_t pp_ints;
+typedef int32x2_t pp_factor;
+enum { INT_DATA = 4, INT_SUMS = 8, INT_REGISTERS = 24 };
+
+PP_INLINE void ints_load_v(const unsigned char *row, pp_ints *data) {
+    PP_UNROLL for (int i = 0; i < INT_DATA; i++) data[i] = vreinterpretq_s32_u8(vld1q_u8(row + 16 * i));
+}
+PP_INLINE void ints_load_k(const unsigned char *row, pp_ints *data) {
+    const uint8x16_t sign = vdupq_n_u8(0x80);
+    PP_UNROLL for (int i = 0; i < INT_DATA; i++)
+        data[i] = vreinterpretq_s32_u8(veorq_u8(vld1q_u8(row + 16 * i), sign));
+}
+
+PP_INLINE pp_factor ints_spread(const float *words) { return vreinterpret_s32_f32(vld1_f32(words)); }
+
+PP_INLINE pp_ints ints_zero(void) { return vdupq_n_s32(0); }
+
+/* In place, by its own instruction: clang before 16 has the intrinsic only in files that may use it everywhere.  In the
+ * order written, which needs 29 registers: GCC's scheduler needs more, and spills within loops. */
+PP_INLINE void ints_add_k(pp_ints *sums, const pp_ints *data, const pp_factor *factor) {
+    PP_UNROLL for (int i = 0; i < INT_DATA; i++)
+        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sums[i]) : "w"(data[i]), "w"(*factor));
+    PP_UNROLL for (int i = 0; i < INT_DATA; i++)
+        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sums[INT_DATA + i]) : "w"(data[i]), "w"(*factor));
+}
+PP_INLINE void ints_add_v(pp_ints *sums, const pp_ints *data, const pp_factor *factor) {
+    ints_add_k(sums, data, factor);
+}
+
+PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) {
+    (void)less; /* nothing is stored as more than it is */
+    PP_UNROLL for (int i = 0; i < INT_DATA; i++)
+        floats[i] = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(sums[i], 8), sums[INT_DATA + i]));
+}
+
+/* Four numbers of 16 bits, signed, of a query. */
+static inline void ints_of_query(const int32_t *q, float *words) {
+    int8_t parts[2][4];
+    for (int i = 0; i < 4; i++) {
+        parts[1][i] = (int8_t)q[i];
+        parts[0][i] = (int8_t)((q[i] - parts[1][i]) / 256);
+    }
+    memcpy(words, parts, sizeof parts);
+}
+
+/* A tile's weights, rounded by PP_ROUND: two words for four tokens. */
+PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
+    PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) {
+        const uint16x4_t low = vmovn_u32(vreinterpretq_u32_f32(rounded[j]));
+        const uint16x4_t high = vrshr_n_u16(low, 8); /* as low's last 8 bits, signed, will be added to it */
+        vst1_u8((unsigned char *)(words + j * 2), vmovn_u16(vcombine_u16(high, low)));
+    }
+}
