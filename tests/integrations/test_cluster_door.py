@@ -209,7 +209,9 @@ def test_pages_of_a_worker_that_died_are_computed_instead():
         decode = world.workers["decode-0"]
 
         async def generate(name, call, generate=world.decode.generate):
-            world.workers["prefill-0"]._pages.close()  # after its offer
+            with world.lock:  # after its offer
+                world.prefill.dead.add("prefill-0")
+                world.workers["prefill-0"]._pages.close()
             async for message in generate(name, call):
                 yield message
 
