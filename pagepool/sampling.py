@@ -114,7 +114,8 @@ class Sampler:
             ids = _largest(logits, params.top_k)
             logits = logits[ids]
         temperature = min(max(params.temperature, LOWEST), 1.0 / LOWEST)
-        place = draw(np.ascontiguousarray(logits, np.float32), most, temperature, params.top_p, self._numbers().__next__)
+        numbers = self._numbers().__next__
+        place = draw(np.ascontiguousarray(logits, np.float32), most, temperature, params.top_p, numbers)
         return place if ids is None else int(ids[place])
 
     def _numbers(self) -> Iterator[float]:

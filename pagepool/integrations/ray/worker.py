@@ -59,7 +59,7 @@ class Worker:
             if cache is None:
                 raise ValueError("pages of an engine without a prefix cache cannot move")
             if pool is None or engine.runner.groups is not None or engine.runner.states is not None:
-                raise ValueError("the pages of this model cannot move: it has windows, recurrent states or no attention")
+                raise ValueError("pages of this model cannot move: it has windows, recurrent states or no attention")
             self._pages = PageMover(transfer, pool, cache, model)
         self._running: set[_Running] = set()
 
