@@ -52,8 +52,8 @@ class _Side:
 
     workers: Workers
     router: Router
-    heard: dict[str, float] = field(default_factory=dict)
-    news: dict[str, News] = field(default_factory=dict)
+    heard: dict[str, float] = field(default_factory=dict)  # when each was heard of last
+    stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has said of itself then
 
 
 @dataclass(eq=False)
@@ -209,11 +209,7 @@ class Cluster:
         with self._lock:
             ended = {reason: self._counts[reason] for reason in ("stop", "length", "abort", "error")}
             counts = {name: self._counts[name] for name in COUNTS}
-            workers = {
-                name: {"side": kind, "load": news.load, **news.stats}
-                for kind, side in self._sides.items()
-                for name, news in side.news.items()
-            }
+            workers = {name: found for side in self._sides.values() for name, found in side.stats.items()}
         routers = {kind: side.router.stats() for kind, side in self._sides.items()}
         return {"requests": len(self._active), "ended": ended, **counts, "workers": workers, "routers": routers}
 
@@ -233,10 +229,12 @@ class Cluster:
 
     def news(self, news: News) -> bool:
         """Take in what a worker says of itself; returns whether it is to send a snapshot next."""
-        side = self._sides["prefill" if news.is_prefill else "decode"]
+        kind = "prefill" if news.is_prefill else "decode"
+        side = self._sides[kind]
         with self._lock:
             now = monotonic()
-            side.heard[news.worker], side.news[news.worker] = now, news
+            side.heard[news.worker] = now
+            side.stats[news.worker] = {"side": kind, "load": news.load, **news.stats}
             silent = [name for name, heard in side.heard.items() if heard < now - SILENCE]
         for name in silent:
             self._forget(side, name)
@@ -342,7 +340,7 @@ class Cluster:
     def _forget(self, side: _Side, worker: str) -> None:
         with self._lock:
             side.heard.pop(worker, None)
-            side.news.pop(worker, None)
+            side.stats.pop(worker, None)
         with suppress(KeyError):  # it is not known, or forgotten by another request
             side.router.remove_worker(worker)
 
