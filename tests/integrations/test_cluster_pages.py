@@ -168,7 +168,7 @@ def test_a_worker_of_a_model_without_a_prefix_cache_moves_no_pages():
         with pytest.raises(ValueError, match="pages of an engine without a prefix cache cannot move"):
             Worker(engine, "one", transfer=LocalTransfer("one"))
         worker = Worker(engine, "one")
-        assert worker.news(True).snapshot is None and worker.news().events == []
+        assert worker.news(True).snapshot == (1, [], 0) and worker.news().events == []
 
 
 def test_a_worker_of_a_model_with_windows_moves_no_pages():

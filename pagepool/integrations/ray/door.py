@@ -98,6 +98,7 @@ class Cluster:
     while it runs and while its record is kept, however often it is submitted. `epoch` tells this door from the one
     before it. `news` feeds the routers. The other names are those of `Engine`.
 
+    >>> from pagepool.prefix.events import PrefixSnapshot
     >>> class Counting:
     ...     async def generate(self, worker, call):
     ...         yield Begun(worker, 0, 0, "")
@@ -106,7 +107,7 @@ class Cluster:
     >>> async def main():
     ...     limits = Limits(None, None, vocab_size=100, block_size=16, stop_token_ids=frozenset())
     ...     cluster = Cluster(limits, None, Counting(), loop=asyncio.get_running_loop())
-    ...     is_behind = cluster.news(News("one", False, 1, [], None, load=0, room=8))
+    ...     is_behind = cluster.news(News("one", False, 1, [], PrefixSnapshot(1, [], 0), load=0, room=8))
     ...     return [token.token_id async for token in cluster.submit([5, 6], max_new_tokens=3)]
     >>> asyncio.run(main())
     [0, 1, 2]
@@ -228,10 +229,16 @@ class Cluster:
     # For the workers.
 
     def news(self, news: News) -> bool:
-        """Take in what a worker says of itself; returns whether it is to send a snapshot next."""
+        """Take in what a worker says of itself; returns whether it is to send a snapshot next.
+
+        A worker that is new to this door gets no requests before it has sent one: until then it may still change its
+        cache for the door before.
+        """
         kind = "prefill" if news.is_prefill else "decode"
         side = self._sides[kind]
         with self._lock:
+            if news.worker not in side.heard and news.snapshot is None:
+                return True
             now = monotonic()
             side.heard[news.worker] = now
             side.stats[news.worker] = {"side": kind, "load": news.load, **news.stats}

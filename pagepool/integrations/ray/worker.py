@@ -14,6 +14,7 @@ from pagepool.generation import Generation
 from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News
 from pagepool.integrations.ray.pages import Fetched, PageMover
 from pagepool.integrations.transfer import Transfer
+from pagepool.prefix.events import PrefixSnapshot
 
 __all__ = ["Worker"]
 
@@ -122,7 +123,9 @@ class Worker:
         engine, cache = self.engine, self.engine.prefix_cache
         if self._pages is not None:
             self._pages.poll()
-        snapshot = cache.snapshot() if cache is not None and wants_snapshot else None
+        snapshot = None
+        if wants_snapshot:
+            snapshot = PrefixSnapshot(1, [], 0) if cache is None else cache.snapshot()
         events = cache.drain_events() if cache is not None and not wants_snapshot else []
         pool = engine.runner.pool
         room = 0 if pool is None else pool.allocator.available + (0 if cache is None else cache.evictable)
