@@ -5,9 +5,10 @@
     python bench/cluster.py --runs 10               # in a row; ends with status 1 when one of them is not right
 
 Starts a cluster with the tiny model. Each run streams 48 requests with 6 shared beginnings at once, kills a process
-with SIGKILL when a fourth of the tokens has come, repeats what the door has cut with the same request ids, and compares
-all tokens with those of one engine. A token may differ where one engine's two best logits are nearer than 0.001. Then
-all processes must be there again, and every allocator empty. Needs the extras `ray`, `transfer` and `plot`, and httpx.
+with SIGKILL when a fourth of the tokens has come (the engine for prompts after the first 15 tokens), repeats what the
+door has cut with the same request ids, and compares all tokens with those of one engine. A token may differ where one
+engine's two best logits are nearer than 0.001. Then all processes must be there again, and every allocator empty.
+Needs the extras `ray`, `transfer` and `plot`, and httpx.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 120
 NUM_REQUESTS, NUM_BEGINNINGS, NUM_TOKENS = 48, 6, 64
 NEAR = 1e-3
-SHARE = 0.25  # of the tokens that have come when the process is killed
+# Of the tokens, what has come when the process is killed: prompts are computed at the beginning.
+SHARE = {"decode": 0.25, "door": 0.25, "prefill": 0.005}
 COLOURS = ["#17479e", "#e0913a", "#8e6bb5", "#c9524f", "#5f9e6e", "#8a8a8a"]
 
 
@@ -94,11 +96,12 @@ async def stream(client: httpx.AsyncClient, text: str, request_id: str, answer: 
         answer.is_whole = False
 
 
-async def burst(texts: list[str], answers: list[Answer], name: str, pid: int) -> float:
+async def burst(texts: list[str], answers: list[Answer], name: str, pid: int, share: float) -> float:
     """All requests at once, those that were cut once more until they are whole; returns when the process was killed.
 
-    name  of the run, in the request ids
-    pid   of the process, 0 for none
+    name   of the run, in the request ids
+    pid    of the process, 0 for none
+    share  of all tokens, what has come when it is killed
     """
     limits = httpx.Limits(max_connections=NUM_REQUESTS)
     killed_at = 0.0
@@ -108,11 +111,8 @@ async def burst(texts: list[str], answers: list[Answer], name: str, pid: int) ->
             for number, (text, answer) in enumerate(zip(texts, answers, strict=True))
         ]
         while not all(task.done() for task in tasks):
-            if (
-                pid
-                and not killed_at
-                and sum(len(answer.tokens) for answer in answers) >= SHARE * NUM_REQUESTS * NUM_TOKENS
-            ):
+            come = sum(len(answer.tokens) for answer in answers)
+            if pid and not killed_at and come >= share * NUM_REQUESTS * NUM_TOKENS:
                 killed_at = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.01)
@@ -210,7 +210,7 @@ def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list
     before = counts_of(cluster.stats())
     victim, pid = cluster.victim(kill) if kill != "none" else ("", 0)
     began = time.monotonic()
-    killed_at = asyncio.run(burst(texts, answers, f"run-{number}", pid))
+    killed_at = asyncio.run(burst(texts, answers, f"run-{number}", pid, SHARE.get(kill, 1.0)))
     seconds = time.monotonic() - began
     near, wrong = compare(answers, wanted)
     cluster.wait(lambda: cluster.is_whole(victim))
