@@ -141,7 +141,7 @@ endef
 
 # Another build repeats the tests that its difference can make fail: of assertions those that run our C. What every
 # instruction set does under assertions the sanitizers see.
-DEBUG_TESTS ?= attention foreign memory prefix test_model.py test_state_machine.py test_threads.py
+DEBUG_TESTS ?= attention engine foreign memory prefix test_model.py test_state_machine.py test_threads.py
 # Assertions on, warnings of our C are errors. Every build but that of the wheel takes the C that `build` had Cython write.
 debug: build $(VENV)/.test  ## the tests that run our C, with assertions; CC=clang for the other compiler
 	PAGEPOOL_DEBUG=1 $(PY) setup.py -q build --build-lib $(DEBUG)/lib
@@ -212,7 +212,7 @@ san-c: $(addprefix $(ASAN)/,program variants quantised plans cascade prefill str
 
 # What a sanitizer reports goes to the descriptor of standard error: pytest must not keep it. The C programs above run
 # every instruction set; what is compared with the canonical order in plain Python reaches no code that others do not.
-SAN_TESTS ?= memory attention prefix
+SAN_TESTS ?= memory attention prefix engine/test_sampling.py
 san-python: build $(ASAN)/clib/libpagepool.a $(VENV)/.test
 	PAGEPOOL_SANITIZE=address,undefined $(PY) setup.py -q build --build-lib $(ASAN)/lib
 	$(call test_in,$(ASAN),PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from pagepool.arguments import integer
+from pagepool.audit import check_memory, present
 from pagepool.config import SchedulerConfig
-from pagepool.errors import PoolError
 from pagepool.generation import Generation, Token
 from pagepool.sampling import Sampler, SamplingParams
 from pagepool.tokenizing import Detokenizer, Encoder, stop_token_ids_of
@@ -157,18 +157,15 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """A dict of counters: requests that run and wait, have ended by their `finish_reason`, tokens, and seconds in
         all steps and in the model; `scheduler` has those of the scheduler."""
-        counts = self._counts
-        ended = {reason: counts[reason] for reason in ("stop", "length", "abort", "error")}
-        tokens = {name: counts[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens")}
+        ended = {reason: self._counts[reason] for reason in ("stop", "length", "abort", "error")}
+        tokens = {name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens")}
         scheduler = self.scheduler.stats()
         return {"requests": len(self._requests), "ended": ended, **tokens, **self._seconds, "scheduler": scheduler}
 
     def observed(self) -> dict[str, Any]:
         """What `PagepoolCollector` shows of this engine, as its arguments."""
-        pools = {"kv": self.runner.pool, "states": self.runner.states}
-        caches = {} if self.prefix_cache is None else {"prefix": self.prefix_cache}
-        present = {name: pool for name, pool in pools.items() if pool is not None}
-        return {"scheduler": self.scheduler, "pools": present, "caches": caches}
+        pools, caches = {"kv": self.runner.pool, "states": self.runner.states}, {"prefix": self.prefix_cache}
+        return {"scheduler": self.scheduler, "pools": present(pools), "caches": present(caches)}
 
     @property
     def num_requests(self) -> int:
@@ -182,19 +179,7 @@ class Engine:
         """
         with self._stepping, self._changed:
             self.scheduler.check()
-            cached = 0
-            if self.prefix_cache is not None:
-                self.prefix_cache.check()
-                cached = self.prefix_cache.num_cached
-            for pool in self.runner.pools:
-                pool.allocator.check()
-                if not self._requests and pool.allocator.in_use != cached:
-                    raise PoolError(f"{pool.allocator.in_use} blocks are in use without a request, {cached} are cached")
-            states, checkpoints = self.runner.states, getattr(self.runner, "checkpoints", None)
-            if checkpoints is not None:
-                checkpoints.check()
-            if states is not None and not self._requests and states.used_count:
-                raise PoolError(f"{states.used_count} states are in use without a request")
+            check_memory(self.runner, self.prefix_cache, is_idle=not self._requests)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait until all have ended; returns whether they have, within `timeout` seconds."""
@@ -219,10 +204,9 @@ class Engine:
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
-        pools, longest = self.runner.pools, self.runner.max_model_len
-        room = UNBOUNDED if longest is None else longest
-        if pools:
-            room = min(room, pools[0].allocator.capacity * pools[0].block_size // len(pools))
+        pools = self.runner.pools
+        rooms = [pool.allocator.capacity * pool.block_size // len(pools) for pool in pools]
+        room: int = min([self.runner.max_model_len or UNBOUNDED, *rooms])
         return max(1, room - num_prompt_tokens)
 
     # The stepping thread.

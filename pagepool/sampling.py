@@ -17,6 +17,7 @@ __all__ = ["Sampler", "SamplingParams"]
 
 LOWEST = 1e-30  # temperature that float32 has; one below does the same, and so at the other end
 MAX_LOGPROBS = 20  # as OpenAI's API has it
+ROW = 128  # logits whose maximum is taken before the largest of all are looked for
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,18 @@ class Sampler:
 
 def _largest(values: Any, count: int) -> Any:
     """The indices of the `count` largest, rising; of equal ones the lower indices."""
-    least = np.partition(values, -count)[-count]
-    found = np.flatnonzero(values >= least)
-    ties = np.flatnonzero(values[found] == least)
-    return np.delete(found, ties[len(ties) - (len(found) - count) :])
+    rows = len(values) // ROW
+    if count <= rows:  # so many rows have a value that is as large as the maximum of each of these rows: few values do
+        bound = np.partition(values[: rows * ROW].reshape(rows, ROW).max(1), -count)[-count]
+        found = np.flatnonzero(values >= bound)
+    else:
+        found = np.arange(len(values))
+    candidates = values[found]
+    least = np.partition(candidates, -count)[-count]
+    kept = candidates >= least
+    ties = np.flatnonzero(candidates == least)
+    kept[ties[len(ties) - (np.count_nonzero(kept) - count) :]] = False
+    return found[kept]
 
 
 def _check(logits: Any, most: Any) -> None:

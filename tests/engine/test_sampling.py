@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagepool.drawing import draw
-from pagepool.sampling import Sampler, SamplingParams
+from pagepool.sampling import Sampler, SamplingParams, _largest
 
 
 def sampler(**params):
@@ -49,6 +49,15 @@ def test_of_equal_tokens_the_first_are_in_top_p(top_p):
     one = sampler(temperature=1.0, top_p=top_p, seed=1)
     found = {one.sample(logits) for _ in range(1000)}
     assert max(found) < int(np.ceil(5000 * top_p)) and max(found) > 0.98 * 5000 * top_p
+
+
+@pytest.mark.parametrize("size", [1, 100, 128, 129, 1000, 5000])
+def test_the_largest_are_found_whatever_their_number(size):
+    for seed in range(20):
+        values = np.round(random_logits(size, seed) * 2) / 2  # with ties
+        for count in {1, size // 128, size // 128 + 1, size // 2, size - 1, size} - {0}:
+            wanted = np.sort(np.argsort(-values, kind="stable")[:count])
+            assert _largest(values, count).tolist() == wanted.tolist()
 
 
 def test_of_equal_tokens_the_first_are_in_top_k():

@@ -4,7 +4,6 @@ Half of the tests have a stand-in for Mooncake's engine, whose copies end when a
 """
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from transfer_source import SourceProcess
+from transfer_source import SourceProcess, need
 
 from pagepool import KvCachePool, KvLayout
 from pagepool.integrations.transfer import TransferError, mooncake
@@ -206,8 +205,7 @@ def test_a_host_that_is_no_name_is_refused(engine, host):
 
 @pytest.fixture
 def real():
-    reason = "mooncake.engine cannot be imported: make test-transfer"
-    pytest.importorskip("mooncake.engine", reason=reason, exc_type=ImportError)
+    need("mooncake.engine")
 
 
 @pytest.fixture
@@ -251,12 +249,12 @@ def test_a_peer_that_is_stopped_does_not_hold_up_another(reader, start):
     for source in (stopped, other):
         reader.meet(source.describe())
         tickets.append(source.offer(list(range(200)), 60))
-    os.kill(stopped.process.pid, signal.SIGSTOP)
+    stopped.stop()
     blocks = [reader.pool.allocator.allocate_n(200).tolist() for _ in range(2)]
     late, _ = (reader.read(ticket, ids) for ticket, ids in zip(tickets, blocks, strict=True))
     (result,) = reader.poll(20)
     assert result.loaded == blocks[1]
-    os.kill(stopped.process.pid, signal.SIGCONT)
+    stopped.go_on()
     assert reader.poll(20) == [(late, blocks[0], [], "")]
     reader.pool.allocator.free(blocks[0] + blocks[1])
 

@@ -3,14 +3,12 @@
 Every test runs for each transport that is installed; `make test-transfer` makes an environment that has both.
 """
 
-import os
-import signal
 import time
 from dataclasses import replace
 from importlib import import_module
 
 import pytest
-from transfer_source import SourceProcess, content, race, words_of
+from transfer_source import SourceProcess, content, need, race, words_of
 
 from pagepool import KvCachePool, KvLayout
 from pagepool.integrations.transfer import TransferError
@@ -29,7 +27,7 @@ READS = 10_000
 def transport(request):
     """Where the class is, and the name of its library."""
     package, where, library = TRANSPORTS[request.param]
-    pytest.importorskip(package, reason=f"{package} cannot be imported: make test-transfer", exc_type=ImportError)
+    need(package)
     return where, library
 
 
@@ -91,6 +89,7 @@ def test_pages_of_another_process_arrive(source, reader, pool):
 
 
 def test_every_accepted_page_is_right_while_the_source_reuses_its_blocks(source, reader, pool):
+    reader.timeout = 60.0  # none of the reads is to fail because the machine is busy
     counts, reused = race(source, reader, pool, READS, pages_per_read=4)
     print(f"{READS} reads of 4 pages, {reused} blocks reused: {counts}")
     assert counts["wrong"] == 0 < counts["would_be_wrong"] <= counts["refused"]
@@ -143,19 +142,19 @@ def test_a_source_that_is_stopped_is_read_by_the_kernel_or_fails_in_time(source,
     reader.meet(source.describe())
     ticket = source.offer([1, 2], 60)
     assert read(reader, pool, ticket)[2] == ""
-    os.kill(source.process.pid, signal.SIGSTOP)
+    source.stop()
     began = time.monotonic()
     loaded, _failed, error = read(reader, pool, ticket)
     assert loaded or "has not answered for 2 s" in error
     assert time.monotonic() - began < 30
-    os.kill(source.process.pid, signal.SIGCONT)
+    source.go_on()
     while reader.references():
         reader.poll(0.1)
 
 
 def test_a_source_that_is_stopped_when_it_is_met_is_refused_in_time_or_read_later(source, reader, pool):
     met, ticket = source.describe(), source.offer([1, 2], 60)
-    os.kill(source.process.pid, signal.SIGSTOP)
+    source.stop()
     began = time.monotonic()
     try:
         reader.meet(met)  # NIXL asks nobody
@@ -164,7 +163,7 @@ def test_a_source_that_is_stopped_when_it_is_met_is_refused_in_time_or_read_late
     except TransferError as error:
         assert str(error) == "peer 'source' has not answered for 2 s"
     assert time.monotonic() - began < 30
-    os.kill(source.process.pid, signal.SIGCONT)
+    source.go_on()
     while reader.references():
         reader.poll(0.1)
     assert reader.meet(met) == "source"
@@ -197,14 +196,14 @@ def test_what_comes_late_over_tcp_comes_into_blocks_that_nobody_else_has(tcp, so
     ticket = source.offer([1, 2], 60)
     assert read(reader, pool, ticket)[2] == ""
     words_of(pool)[:] = 0
-    os.kill(source.process.pid, signal.SIGSTOP)
+    source.stop()
     assert read(reader, pool, ticket) == ([], [0, 1], "peer 'source' has not answered for 2 s")
     assert pool.allocator.in_use == 2 == len(reader.references())
     others = pool.allocator.allocate_n(NUM_BLOCKS - 2)
     reader.forget("source")
     with pytest.raises(TransferError, match="peer 'source' was forgotten, and 1 reads have not ended"):
         reader.meet(met)
-    os.kill(source.process.pid, signal.SIGCONT)
+    source.go_on()
     end = time.monotonic() + 30
     while reader.references() and time.monotonic() < end:
         assert reader.poll(0.01) == []
@@ -218,7 +217,7 @@ def test_a_source_that_is_killed_while_it_is_read_fails_the_read_and_leaves_no_b
     reader.meet(source.describe())
     ticket = source.offer([1, 2], 60)
     assert read(reader, pool, ticket)[2] == ""
-    os.kill(source.process.pid, signal.SIGSTOP)
+    source.stop()
     blocks = pool.allocator.allocate_n(2).tolist()
     reader.read(ticket, blocks)
     assert reader.poll(0.1) == []
@@ -236,10 +235,10 @@ def test_after_close_no_byte_comes_even_over_tcp(tcp, where, source, pool):
         ticket = source.offer([1, 2], 60)
         assert read(reader, pool, ticket)[2] == ""
         words_of(pool)[:] = 0
-        os.kill(source.process.pid, signal.SIGSTOP)
+        source.stop()
         assert read(reader, pool, ticket)[2] == "peer 'source' has not answered for 0.5 s"
     assert pool.allocator.in_use == 0
-    os.kill(source.process.pid, signal.SIGCONT)
+    source.go_on()
     time.sleep(1)  # in which a byte would come; UCX may end the source meanwhile, see docs/guide/transfer.md
     assert not words_of(pool).any()
 

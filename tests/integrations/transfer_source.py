@@ -4,14 +4,26 @@ It can take, free and fill blocks as fast as it can while it is read from: `reus
 """
 
 import multiprocessing
+import os
 import random
+import signal
 import time
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pagepool import BlockGenerations, KvCachePool
 from pagepool.integrations.transfer import protocol
+
+
+def need(package):
+    """Skips a test where a package cannot be imported, and says why: it is missing, or a library that it needs is."""
+    try:
+        import_module(package)
+    except ImportError as error:
+        pytest.skip(f"make test-transfer has what this needs: {error}")
 
 
 def content(block, generation):
@@ -121,6 +133,17 @@ class SourceProcess:
             return self.pipe.recv()
 
         return ask
+
+    def stop(self):
+        """Stops the process; returns when none of its threads runs any more, which may be after a while."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while any((task / "stat").read_text().rpartition(") ")[2][0] != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
+
+    def go_on(self):
+        """Lets a process that is stopped go on."""
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self):
         """Ends the process, which may be stopped or gone."""

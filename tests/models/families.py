@@ -125,6 +125,8 @@ OTHERS = {
         "chunk_size": 8,
         "use_mamba_kernels": False,
     },
+    # Layers that run twice, each time with keys and values of their own.
+    "Dory": {"n_input_layers": 1, "n_output_layers": 1, "head_dim": 16, "sliding_window": 32},
     # A convolution without a recurrent state.
     "Lfm2": {"full_attn_idxs": [1], "conv_L_cache": 3},
 }

@@ -513,6 +513,11 @@ OTHER_FAMILIES = {
     ),
     "RobertaForCausalLM": ({"is_decoder": True}, "its logits over pages differ from its own by"),
     "MiniMaxForCausalLM": ({"head_dim": 16}, "its forward raised ValueError: MiniMax uses cache of its own"),
+    # Layers that run twice, and store only what the second run computes.
+    "DoryForCausalLM": (
+        {"n_input_layers": 1, "n_output_layers": 1, "head_dim": 16, "recurrent_kv_cache_mode": "last_loop"},
+        "DoryAttention attends to keys that it does not store in the cache",
+    ),
     "RwkvForCausalLM": ({}, "it keeps nothing in the cache that it is given"),
     "DeepseekV32ForCausalLM": (
         {"q_lora_rank": 32, "kv_lora_rank": 32, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2},

@@ -137,10 +137,13 @@ class ModelRunner:
         if config.lookahead:
             raise ValueError(f"a lookahead of {config.lookahead} needs a draft model, and run takes no drafts")
         pool: Any = self.pool
+        checkpoints = None
         if prefix_cache is not None:
-            pool = pool or prefix_cache.allocator
-            self.checkpoints = self.checkpoints or self._memory.new_checkpoints()
-        checkpoints = None if prefix_cache is None else self.checkpoints
+            if pool is None:
+                pool = prefix_cache.allocator
+            if self.checkpoints is None:
+                self.checkpoints = self._memory.new_checkpoints()
+            checkpoints = self.checkpoints
         return Scheduler(config, pool, prefix_cache, groups=self.groups, states=self.states, checkpoints=checkpoints)
 
     def new_prefix_cache(self, max_events: int = 0) -> PrefixCache:

@@ -1,0 +1,40 @@
+"""What holds of an engine's memory between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagepool.errors import PoolError
+
+__all__ = ["check_memory", "present"]
+
+
+def check_memory(runner: Any, prefix_cache: Any, *, is_idle: bool) -> None:
+    """Audit prefix cache, checkpoints and pools; raises `PoolError` that names what is wrong.
+
+    runner        a `ModelRunner`, or what has its methods
+    prefix_cache  over its pools, or None
+    is_idle       whether no request is left: then every block in use is one of the prefix cache and no state is in use
+    """
+    cached = 0
+    if prefix_cache is not None:
+        prefix_cache.check()
+        cached = prefix_cache.num_cached
+    for pool in runner.pools:
+        pool.allocator.check()
+        if is_idle and pool.allocator.in_use != cached:
+            raise PoolError(f"{pool.allocator.in_use} blocks are in use without a request, {cached} are cached")
+    checkpoints = getattr(runner, "checkpoints", None)
+    if checkpoints is not None:
+        checkpoints.check()
+    if is_idle and runner.states is not None and runner.states.used_count:
+        raise PoolError(f"{runner.states.used_count} states are in use without a request")
+
+
+def present(named: dict[str, Any]) -> dict[str, Any]:
+    """Without the names of what an engine does not have.
+
+    >>> present({"kv": 1, "states": None})
+    {'kv': 1}
+    """
+    return {name: value for name, value in named.items() if value is not None}
