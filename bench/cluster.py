@@ -54,7 +54,7 @@ class Answer:
 
 
 def prompts() -> list[str]:
-    """Requests with shared beginnings of some 200 tokens: pieces of this repository's engine."""
+    """Requests with shared beginnings of some 300 tokens: pieces of this repository's engine."""
     source = (Path(__file__).resolve().parents[1] / "pagepool" / "engine.py").read_text(encoding="utf-8")
     step = len(source) // NUM_BEGINNINGS
     beginnings = [source[start * step : start * step + 900] for start in range(NUM_BEGINNINGS)]
