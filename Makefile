@@ -87,10 +87,7 @@ cluster-demo: build $(RAY_VENV)/.test  ## a burst on three engines, one killed i
 	PYTHONPATH=. $(RAY_VENV)/bin/python bench/cluster.py --runs $(RUNS)
 
 $(RAY_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
-	$(PY) -m venv $(RAY_VENV)
-	$(PY) .ci/requirements.py run test ray test-models plot > $@.txt
-	$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check --extra-index-url $(TORCH_INDEX) -r $@.txt \
-		"$(TORCH)"
+	$(call torch_venv,$(RAY_VENV),run test ray test-models plot)
 	$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 

@@ -2,12 +2,13 @@
 
     python bench/cluster.py                         # 2 engines that decode, 1 for prompts; one that decodes is killed
     python bench/cluster.py --kill prefill          # or door, or none
-    python bench/cluster.py --runs 10               # ends with status 1 when one of them is not right
+    python bench/cluster.py --runs 10               # in a row; ends with status 1 when one of them is not right
 
-Each run starts a cluster with the tiny model, streams 48 requests with 6 shared beginnings at once, kills a process
-with SIGKILL when a fourth of the tokens has come, repeats what the door has cut with the same request ids, and compares
-all tokens with those of one engine. A token may differ where one engine's two best logits are nearer than 0.001. At the
-end every allocator must be empty. Needs the extras `ray`, `transfer` and `plot`, and httpx.
+Starts a cluster with the tiny model. Each run streams 48 requests with 6 shared beginnings at once, kills a process
+with SIGKILL when a fourth of the tokens has come (the engine for prompts after the first 15 tokens), repeats what the
+door has cut with the same request ids, and compares all tokens with those of one engine. A token may differ where one
+engine's two best logits are nearer than 0.001. Then all processes must be there again, and every allocator empty.
+Needs the extras `ray`, `transfer` and `plot`, and httpx.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 120
 NUM_REQUESTS, NUM_BEGINNINGS, NUM_TOKENS = 48, 6, 64
 NEAR = 1e-3
-SHARE = 0.25  # of the tokens that have come when the process is killed
+# Of the tokens, what has come when the process is killed: prompts are computed at the beginning.
+SHARE = {"decode": 0.25, "door": 0.25, "prefill": 0.005}
 COLOURS = ["#17479e", "#e0913a", "#8e6bb5", "#c9524f", "#5f9e6e", "#8a8a8a"]
 
 
@@ -52,7 +54,7 @@ class Answer:
 
 
 def prompts() -> list[str]:
-    """Requests with shared beginnings of some 200 tokens: pieces of this repository's engine."""
+    """Requests with shared beginnings of some 300 tokens: pieces of this repository's engine."""
     source = (Path(__file__).resolve().parents[1] / "pagepool" / "engine.py").read_text(encoding="utf-8")
     step = len(source) // NUM_BEGINNINGS
     beginnings = [source[start * step : start * step + 900] for start in range(NUM_BEGINNINGS)]
@@ -94,24 +96,23 @@ async def stream(client: httpx.AsyncClient, text: str, request_id: str, answer: 
         answer.is_whole = False
 
 
-async def burst(texts: list[str], answers: list[Answer], pid: int) -> float:
+async def burst(texts: list[str], answers: list[Answer], name: str, pid: int, share: float) -> float:
     """All requests at once, those that were cut once more until they are whole; returns when the process was killed.
 
-    pid  of the process, 0 for none
+    name   of the run, in the request ids
+    pid    of the process, 0 for none
+    share  of all tokens, what has come when it is killed
     """
     limits = httpx.Limits(max_connections=NUM_REQUESTS)
     killed_at = 0.0
     async with httpx.AsyncClient(timeout=SECONDS, limits=limits) as client:
         tasks = [
-            asyncio.create_task(stream(client, text, f"demo-{number}", answer))
+            asyncio.create_task(stream(client, text, f"{name}-{number}", answer))
             for number, (text, answer) in enumerate(zip(texts, answers, strict=True))
         ]
         while not all(task.done() for task in tasks):
-            if (
-                pid
-                and not killed_at
-                and sum(len(answer.tokens) for answer in answers) >= SHARE * NUM_REQUESTS * NUM_TOKENS
-            ):
+            come = sum(len(answer.tokens) for answer in answers)
+            if pid and not killed_at and come >= share * NUM_REQUESTS * NUM_TOKENS:
                 killed_at = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.01)
@@ -120,7 +121,9 @@ async def burst(texts: list[str], answers: list[Answer], pid: int) -> float:
             if time.monotonic() > end:
                 break
             await asyncio.sleep(0.5)  # the door is starting
-            await asyncio.gather(*(stream(client, texts[number], f"demo-{number}", answers[number]) for number in cut))
+            await asyncio.gather(
+                *(stream(client, texts[number], f"{name}-{number}", answers[number]) for number in cut)
+            )
     return killed_at
 
 
@@ -188,38 +191,46 @@ class Running:
         return not stats["requests"] and not any(worker["requests"] for worker in stats["workers"].values())
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         self._serve.shutdown()
         sys.modules["ray"].shutdown()
 
 
-def run(kill: str, texts: list[str], wanted: list[list[tuple[str, bool]]]) -> bool:
+def counts_of(stats: dict[str, Any]) -> dict[str, int]:
+    """The counters of a door that a run adds to."""
+    found = {name: stats[name] for name in ("lost_workers", "cached_tokens", "moved_tokens")}
+    for name in ("forecast_tokens", "found_tokens"):
+        found[name] = sum(router[name] for router in stats["routers"].values())
+    return found
+
+
+def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list[list[tuple[str, bool]]]) -> bool:
     """One run: prints a table, draws the picture; returns whether all is right."""
-    cluster = Running()
-    try:
-        answers = [Answer() for _ in texts]
-        began = time.monotonic()
-        victim, pid = cluster.victim(kill) if kill != "none" else ("", 0)
-        killed_at = asyncio.run(burst(texts, answers, pid))
-        seconds = time.monotonic() - began
-        near, wrong = compare(answers, wanted)
-        cluster.wait(lambda: cluster.is_whole(victim))
-        whole_after = time.monotonic() - killed_at if killed_at else 0.0
-        cluster.wait(cluster.is_idle)
-        stats = cluster.stats()
-        in_use = {name: cluster.ask(name, w["side"], "check_empty")[1] for name, w in stats["workers"].items()}
-    finally:
-        cluster.close()
-    forecast, found = (sum(r[key] for r in stats["routers"].values()) for key in ("forecast_tokens", "found_tokens"))
+    answers = [Answer() for _ in texts]
+    before = counts_of(cluster.stats())
+    victim, pid = cluster.victim(kill) if kill != "none" else ("", 0)
+    began = time.monotonic()
+    killed_at = asyncio.run(burst(texts, answers, f"run-{number}", pid, SHARE.get(kill, 1.0)))
+    seconds = time.monotonic() - began
+    near, wrong = compare(answers, wanted)
+    cluster.wait(lambda: cluster.is_whole(victim))
+    whole_after = time.monotonic() - killed_at if killed_at else 0.0
+    cluster.wait(cluster.is_idle)
+    stats = cluster.stats()
+    in_use = {name: cluster.ask(name, w["side"], "check_empty")[1] for name, w in stats["workers"].items()}
+    after = counts_of(stats)
+    # Another door has begun to count anew.
+    counts = after if kill == "door" else {name: count - before[name] for name, count in after.items()}
+    forecast, found = counts["forecast_tokens"], counts["found_tokens"]
     apart = abs(forecast - found) / max(found, 1)
     cut = sum(answer.asked > 1 for answer in answers)
     rows = [
         ["requests, whole answers", f"{len(answers)}, {sum(answer.is_whole for answer in answers)}"],
         ["answers that part from one engine's, at a near tie", f"{near}"],
         ["answers that are wrong", f"{wrong}"],
-        ["workers lost by requests", f"{stats['lost_workers']}"],
+        ["workers lost by requests", f"{counts['lost_workers']}"],
         ["answers cut with the door, asked for again", f"{cut}"],
-        ["tokens found cached, moved between workers", f"{stats['cached_tokens']:,}, {stats['moved_tokens']:,}"],
+        ["tokens found cached, moved between workers", f"{counts['cached_tokens']:,}, {counts['moved_tokens']:,}"],
         ["forecast, found, tokens", f"{forecast:,}, {found:,}"],
         ["forecast and found apart", f"{apart:.2%}"],
         ["blocks in use at the end", f"{sum(in_use.values())} in {len(in_use)} workers"],
@@ -227,7 +238,7 @@ def run(kill: str, texts: list[str], wanted: list[list[tuple[str, bool]]]) -> bo
         ["tokens a second", f"{sum(len(answer.tokens) for answer in answers) / seconds:,.0f}"],
         ["seconds until all answers were whole", f"{seconds:.1f}"],
     ]
-    show(f"cluster, killed: {kill}", [], rows)
+    show(f"cluster, run {number}, killed: {kill}", [], rows)
     draw(answers, began, killed_at, kill)
     return wrong == 0 and apart <= 0.01 and not any(in_use.values()) and all(answer.is_whole for answer in answers)
 
@@ -260,7 +271,11 @@ def main() -> int:
     options = parser.parse_args()
     texts = prompts()
     wanted = answers_of_one_engine(texts)
-    right = [run(options.kill, texts, wanted) for _ in range(options.runs)]
+    cluster = Running()
+    try:
+        right = [run(cluster, number, options.kill, texts, wanted) for number in range(1, options.runs + 1)]
+    finally:
+        cluster.close()
     print(f"{sum(right)} of {len(right)} runs right")
     return 0 if all(right) else 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -77,8 +77,8 @@ class SamplingParams:
 class Sampler:
     """Chooses the tokens of one request, one after another.
 
-    The choice depends on the logits, the `SamplingParams` and what was drawn before: one number for each token, and
-    with `top_p` one more for each that is drawn and is not among the most likely ones.
+    The choice depends on the logits, the `SamplingParams` and how many tokens were drawn before: each takes one number
+    of the request's generator. Where `top_p` needs more for a token, that number begins another generator.
 
     num_drawn  how many tokens of this request an earlier run of it has drawn: it goes on behind them
 
@@ -115,8 +115,16 @@ class Sampler:
             ids = _largest(logits, params.top_k)
             logits = logits[ids]
         temperature = min(max(params.temperature, LOWEST), 1.0 / LOWEST)
-        place = draw(np.ascontiguousarray(logits, np.float32), most, temperature, params.top_p, self._random.random)
+        numbers = self._numbers().__next__
+        place = draw(np.ascontiguousarray(logits, np.float32), most, temperature, params.top_p, numbers)
         return place if ids is None else int(ids[place])
+
+    def _numbers(self) -> Iterator[float]:
+        first = self._random.random()
+        yield first
+        others = random.Random(first)
+        while True:
+            yield others.random()
 
     def logprobs(self, logits: Any, token: int) -> tuple[float | None, dict[int, float]]:
         """The natural logarithm of the model's own probability of `token`, and of the most likely tokens by id, most

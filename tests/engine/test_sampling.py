@@ -77,10 +77,11 @@ def test_the_same_seed_draws_the_same_tokens_and_none_draws_others():
     assert len({drawn(None) for _ in range(4)}) == 4
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.3}, {"top_k": 50, "top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("num_drawn", [0, 1, 7, 19])
-def test_a_sampler_goes_on_where_another_one_has_stopped(num_drawn):
+def test_a_sampler_goes_on_where_another_one_has_stopped(num_drawn, options):
     logits = random_logits(1000)
-    params = SamplingParams(max_new_tokens=1, temperature=2.0, seed=3)
+    params = SamplingParams(max_new_tokens=1, temperature=2.0, seed=3, **options)
     whole = Sampler(params)
     drawn = [whole.sample(logits) for _ in range(20)]
     rest = Sampler(params, num_drawn)

@@ -92,8 +92,9 @@ class World:
         prefill = self.prefill if self.prefill.workers else None
         self.door = Cluster(limits, Bytes(), self.decode, prefill, loop=self.loop, **options)
         with self.lock:
-            self.wants = dict.fromkeys(self.workers, True)
-        self.news()
+            self.wants = dict.fromkeys(self.workers, False)
+        self.news()  # the door asks for snapshots,
+        self.news()  # and gets them
 
     @property
     def workers(self):
@@ -103,7 +104,7 @@ class World:
         with self.lock:
             for name, worker in self.workers.items():
                 if name not in self.decode.dead | self.prefill.dead:
-                    self.wants[name] = self.door.news(worker.news(self.wants.get(name, True)))
+                    self.wants[name] = self.door.news(worker.news(self.wants.get(name, False)))
                     worker.follow(self.door.epoch)
 
     def tell(self):
@@ -209,7 +210,9 @@ def test_pages_of_a_worker_that_died_are_computed_instead():
         decode = world.workers["decode-0"]
 
         async def generate(name, call, generate=world.decode.generate):
-            world.workers["prefill-0"]._pages.close()  # after its offer
+            with world.lock:  # after its offer
+                world.prefill.dead.add("prefill-0")
+                world.workers["prefill-0"]._pages.close()
             async for message in generate(name, call):
                 yield message
 
@@ -309,6 +312,22 @@ def test_what_a_dead_door_has_asked_for_is_cancelled():
         old.close()
 
 
+def test_a_new_door_knows_what_was_cached_before_it():
+    with cluster(2) as world:
+        world.door.submit(PROMPT, max_new_tokens=2).result(SECONDS)
+        (name, _), *_ = world.decode.calls
+        worker = world.workers[name]
+        with world.lock:
+            door = Cluster(worker.limits(), Bytes(), world.decode, loop=world.loop)
+            assert door.news(worker.news()) is True and door.stats()["workers"] == {}
+            assert door.news(worker.news(True)) is False and door.stats()["workers"].keys() == {name}
+        world.new_door()
+        world.door.submit(PROMPT, max_new_tokens=2).result(SECONDS)
+        router = world.door.stats()["routers"]["decode"]
+        assert router["forecast_tokens"] == router["found_tokens"] == len(PROMPT) - 4
+        assert world.decode.calls[-1][0] == name
+
+
 def test_a_model_that_fails_is_not_tried_elsewhere():
     failures = [ArithmeticError("overflow")]
     with cluster(2, fails=lambda batch: failures.pop() if failures else None) as world:
@@ -344,8 +363,9 @@ def test_a_worker_that_ends_without_an_end_is_lost():
     with Engine(FakeRunner(), prefix_events=8) as engine:
         worker = Worker(engine, "only")
         generation = door.submit("x", max_new_tokens=3)
+        wants_snapshot = False
         while generation.finish_reason is None:
-            door.news(worker.news())
+            wants_snapshot = door.news(worker.news(wants_snapshot))
             time.sleep(0.01)
         with pytest.raises(RuntimeError, match="the last one: worker 'only' has not ended the request"):
             next(generation)

@@ -165,10 +165,17 @@ def test_another_model_is_refused_and_its_pages_are_computed(source):
 
 def test_a_worker_of_a_model_without_a_prefix_cache_moves_no_pages():
     with Engine(FakeRunner(), prefix_cache=False) as engine:
-        with pytest.raises(ValueError, match="the pages of this model cannot move: it has no prefix cache"):
+        with pytest.raises(ValueError, match="pages of an engine without a prefix cache cannot move"):
             Worker(engine, "one", transfer=LocalTransfer("one"))
         worker = Worker(engine, "one")
-        assert worker.news(True).snapshot is None and worker.news().events == []
+        assert worker.news(True).snapshot == (1, [], 0) and worker.news().events == []
+
+
+def test_a_worker_of_a_model_with_windows_moves_no_pages():
+    with Engine(FakeRunner()) as engine:
+        engine.runner.groups = ("a window",)
+        with pytest.raises(ValueError, match="it has windows, recurrent states or no attention"):
+            Worker(engine, "one", transfer=LocalTransfer("one"))
 
 
 def test_a_worker_that_runs_something_is_not_empty():

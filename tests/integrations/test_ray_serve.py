@@ -215,7 +215,7 @@ def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, k
     victim = sorted(before)[0]
     pid = served.ask(kind, "pid", victim)
     burst = Burst()
-    burst.wait_for_share(0.3 if kind == "decode" else 0.02)
+    burst.wait_for_share(0.3 if kind == "decode" else 0.004)
     os.kill(pid, signal.SIGKILL)
     burst.join()
     assert burst.ends == ["data: [DONE]"] * len(PROMPTS)

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import warnings
 
 import pytest
 
@@ -33,7 +34,10 @@ def test_examples_run(name):
     missing = [need for part, need in NEEDS.items() if name.startswith(part) and not importlib.util.find_spec(need)]
     if missing:
         pytest.skip(f"{missing[0]} is not installed")
-    module = importlib.import_module(name)
+    with warnings.catch_warnings():
+        if any(name.startswith(part) for part in NEEDS):
+            warnings.simplefilter("ignore", DeprecationWarning)  # of what they need, such as Ray's pydantic
+        module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples of {name} failed"
 

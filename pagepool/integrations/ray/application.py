@@ -52,6 +52,9 @@ def serve(
     Raises ImportError without the extra `ray` (and with `prefill` without `transfer`), ValueError and TypeError for
     arguments that cannot be, `ModelError` for a directory without a model; then nothing was started. RuntimeError when
     workers or door cannot start: then a Ray that this has started is ended.
+
+        door = serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30})
+        print(door.stats.remote().result()["routers"])
     """
     fewest, most = workers if isinstance(workers, tuple) else (workers, workers)
     integer("the most workers", most, integer("workers", fewest, 1, MAX_WORKERS), MAX_WORKERS)

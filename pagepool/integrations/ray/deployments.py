@@ -94,7 +94,7 @@ class WorkerReplica:
 
     def _tell(self) -> None:
         """The thread that tells the door the news, and hears which door there is."""
-        wants_snapshot, handle = True, None
+        wants_snapshot, handle = False, None
         while not self._ends.wait(NEWS_SECONDS):
             news = self._worker.news(wants_snapshot)
             try:
@@ -102,8 +102,8 @@ class WorkerReplica:
                 door, wants_snapshot = handle.news.remote(news).result(timeout_s=ANSWER_SECONDS)
                 self._worker.follow(door)
             except (Exception, CancelledError):
-                # There is no door, or it is starting. What it has missed it asks for.
-                wants_snapshot = True
+                # There is no door, or it is starting. What it has missed it asks for, when this worker follows it.
+                wants_snapshot = False
 
 
 class ReplicasOf:

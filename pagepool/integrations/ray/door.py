@@ -52,8 +52,8 @@ class _Side:
 
     workers: Workers
     router: Router
-    heard: dict[str, float] = field(default_factory=dict)
-    news: dict[str, News] = field(default_factory=dict)
+    heard: dict[str, float] = field(default_factory=dict)  # when each was heard of last
+    stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has said of itself then
 
 
 @dataclass(eq=False)
@@ -97,6 +97,20 @@ class Cluster:
     tokens are computed anew, as far as that worker has not cached them. A request with a `request_id` is computed once
     while it runs and while its record is kept, however often it is submitted. `epoch` tells this door from the one
     before it. `news` feeds the routers. The other names are those of `Engine`.
+
+    >>> from pagepool.prefix.events import PrefixSnapshot
+    >>> class Counting:
+    ...     async def generate(self, worker, call):
+    ...         yield Begun(worker, 0, 0, "")
+    ...         for number in range(call.max_new_tokens):
+    ...             yield Token(number, "")
+    >>> async def main():
+    ...     limits = Limits(None, None, vocab_size=100, block_size=16, stop_token_ids=frozenset())
+    ...     cluster = Cluster(limits, None, Counting(), loop=asyncio.get_running_loop())
+    ...     is_behind = cluster.news(News("one", False, 1, [], PrefixSnapshot(1, [], 0), load=0, room=8))
+    ...     return [token.token_id async for token in cluster.submit([5, 6], max_new_tokens=3)]
+    >>> asyncio.run(main())
+    [0, 1, 2]
     """
 
     def __init__(
@@ -196,11 +210,7 @@ class Cluster:
         with self._lock:
             ended = {reason: self._counts[reason] for reason in ("stop", "length", "abort", "error")}
             counts = {name: self._counts[name] for name in COUNTS}
-            workers = {
-                name: {"side": kind, "load": news.load, **news.stats}
-                for kind, side in self._sides.items()
-                for name, news in side.news.items()
-            }
+            workers = {name: found for side in self._sides.values() for name, found in side.stats.items()}
         routers = {kind: side.router.stats() for kind, side in self._sides.items()}
         return {"requests": len(self._active), "ended": ended, **counts, "workers": workers, "routers": routers}
 
@@ -219,11 +229,19 @@ class Cluster:
     # For the workers.
 
     def news(self, news: News) -> bool:
-        """Take in what a worker says of itself; returns whether it is to send a snapshot next."""
-        side = self._sides["prefill" if news.is_prefill else "decode"]
+        """Take in what a worker says of itself; returns whether it is to send a snapshot next.
+
+        A worker that is new to this door gets no requests before it has sent one: until then it may still change its
+        cache for the door before.
+        """
+        kind = "prefill" if news.is_prefill else "decode"
+        side = self._sides[kind]
         with self._lock:
+            if news.worker not in side.heard and news.snapshot is None:
+                return True
             now = monotonic()
-            side.heard[news.worker], side.news[news.worker] = now, news
+            side.heard[news.worker] = now
+            side.stats[news.worker] = {"side": kind, "load": news.load, **news.stats}
             silent = [name for name, heard in side.heard.items() if heard < now - SILENCE]
         for name in silent:
             self._forget(side, name)
@@ -268,7 +286,8 @@ class Cluster:
                 with self._lock:
                     self._counts["lost_workers"] += 1
                 if lost == self.max_attempts:
-                    raise RuntimeError(f"{lost} workers were lost while they ran it, the last one: {error}") from error
+                    why = next(iter(str(error).splitlines()), type(error).__name__)
+                    raise RuntimeError(f"{lost} workers were lost while they ran it, the last one: {why}") from error
                 continue
             if run.reason is not None:
                 return run.reason
@@ -328,7 +347,7 @@ class Cluster:
     def _forget(self, side: _Side, worker: str) -> None:
         with self._lock:
             side.heard.pop(worker, None)
-            side.news.pop(worker, None)
+            side.stats.pop(worker, None)
         with suppress(KeyError):  # it is not known, or forgotten by another request
             side.router.remove_worker(worker)
 

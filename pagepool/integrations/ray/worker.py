@@ -14,6 +14,7 @@ from pagepool.generation import Generation
 from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News
 from pagepool.integrations.ray.pages import Fetched, PageMover
 from pagepool.integrations.transfer import Transfer
+from pagepool.prefix.events import PrefixSnapshot
 
 __all__ = ["Worker"]
 
@@ -37,7 +38,7 @@ class Worker:
     model       a name of the model and its weights, for the transfer
     stop_token_ids  tokens that end every text, beside those that the engine knows of
 
-    Raises ValueError for a transfer of a model whose prompts are not cached.
+    Raises ValueError for a transfer of a model that has not one block table with full attention, or no prefix cache.
     """
 
     def __init__(
@@ -56,15 +57,17 @@ class Worker:
         self._pages: PageMover | None = None
         if transfer is not None:
             pool, cache = engine.runner.pool, engine.prefix_cache
-            if pool is None or cache is None:
-                raise ValueError("the pages of this model cannot move: it has no prefix cache")
+            if cache is None:
+                raise ValueError("pages of an engine without a prefix cache cannot move")
+            if pool is None or engine.runner.groups is not None or engine.runner.states is not None:
+                raise ValueError("pages of this model cannot move: it has windows, recurrent states or no attention")
             self._pages = PageMover(transfer, pool, cache, model)
         self._running: set[_Running] = set()
 
     def limits(self) -> Limits:
         """What it can take."""
-        runner = self.engine.runner
-        block_size = runner.pool.block_size if runner.pool is not None else 1
+        runner, cache = self.engine.runner, self.engine.prefix_cache
+        block_size = 1 if cache is None else cache.block_size
         tokens = runner.pool.allocator.capacity * block_size // len(runner.pools) if runner.pools else None
         return Limits(runner.max_model_len, tokens, runner.vocab_size, block_size, self.stop_token_ids)
 
@@ -120,7 +123,9 @@ class Worker:
         engine, cache = self.engine, self.engine.prefix_cache
         if self._pages is not None:
             self._pages.poll()
-        snapshot = cache.snapshot() if cache is not None and wants_snapshot else None
+        snapshot = None
+        if wants_snapshot:
+            snapshot = PrefixSnapshot(1, [], 0) if cache is None else cache.snapshot()
         events = cache.drain_events() if cache is not None and not wants_snapshot else []
         pool = engine.runner.pool
         room = 0 if pool is None else pool.allocator.available + (0 if cache is None else cache.evictable)
@@ -142,13 +147,13 @@ class Worker:
         if self._pages is not None:
             self._pages.release_all()
         self.engine.check()
+        allocators = {pool.allocator for pool in self.engine.runner.pools}
         if self.engine.prefix_cache is not None:
             self.engine.prefix_cache.reset_prefix_cache()
-        in_use = 0
-        for pool in self.engine.runner.pools:
-            pool.allocator.check(others=0)
-            in_use += pool.allocator.in_use
-        return in_use
+            allocators.add(self.engine.prefix_cache.allocator)
+        for allocator in allocators:
+            allocator.check(others=0)
+        return sum(allocator.in_use for allocator in allocators)
 
     def close(self) -> None:
         """End all requests and offers and free the memory."""
