@@ -29,9 +29,10 @@ from transfer_source import SourceProcess, race, words_of
 
 from pagepool import KvCachePool, KvLayout
 
+# Where the class is, and options of the reader.
 TRANSPORTS = {
-    "nixl": ("pagepool.integrations.transfer.nixl", "NixlTransfer"),
-    "mooncake": ("pagepool.integrations.transfer.mooncake", "MooncakeTransfer"),
+    "nixl": ("pagepool.integrations.transfer.nixl", "NixlTransfer", {"serves": False}),
+    "mooncake": ("pagepool.integrations.transfer.mooncake", "MooncakeTransfer", {}),
 }
 # Layers of 8 heads of 64 dims in bfloat16: 32 KiB a layer.
 LAYERS = {32: 1, 128: 4, 512: 16, 2048: 64}
@@ -46,7 +47,7 @@ def layout_of(kib):
 def shares(transport, kib, rounds):
     """One row for each number of pages: medians of the share and of both rates in GiB/s."""
     num_blocks = POOL_BYTES // (kib << 10)
-    module, cls = TRANSPORTS[transport]
+    module, cls, options = TRANSPORTS[transport]
     pool = KvCachePool.from_layout(layout_of(kib), num_blocks)
     words = words_of(pool)
     words[:] = 1  # committed before anything is timed
@@ -54,7 +55,7 @@ def shares(transport, kib, rounds):
     sizes = [n for n in PAGES if n <= num_blocks // 2]
     alone = {n: statistics.median(copy(words, choose, n) for _ in range(rounds + 3)) for n in sizes}
     source = SourceProcess(module, cls, layout_of(kib), num_blocks)
-    with getattr(import_module(module), cls)("reader") as reader:
+    with getattr(import_module(module), cls)("reader", **options) as reader:
         reader.register(pool)
         reader.meet(source.describe())
         for pages in sizes:
@@ -99,10 +100,10 @@ def copy(words, choose, pages):
 
 def races(transport, reads):
     """The counts of `race`, pages of 32 KiB, 4 in a read."""
-    module, cls = TRANSPORTS[transport]
+    module, cls, options = TRANSPORTS[transport]
     source = SourceProcess(module, cls, layout_of(32), 64)
     pool = KvCachePool.from_layout(layout_of(32), 64)
-    with getattr(import_module(module), cls)("reader") as reader:
+    with getattr(import_module(module), cls)("reader", **options) as reader:
         reader.register(pool)
         counts, reused = race(source, reader, pool, reads, 4)
     source.end()

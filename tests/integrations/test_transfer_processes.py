@@ -13,10 +13,13 @@ from transfer_source import SourceProcess, content, need, race, words_of
 from pagepool import KvCachePool, KvLayout
 from pagepool.integrations.transfer import TransferError
 
-# What must be installed, where the class is, and how it calls its library in errors.
+NIXL = "pagepool.integrations.transfer.nixl", "NixlTransfer"
+MOONCAKE = "pagepool.integrations.transfer.mooncake", "MooncakeTransfer"
+# What must be installed, where the class is, how it calls its library in errors, and options of a reader.
 TRANSPORTS = {
-    "nixl": ("nixl", ("pagepool.integrations.transfer.nixl", "NixlTransfer"), "NIXL"),
-    "mooncake": ("mooncake.engine", ("pagepool.integrations.transfer.mooncake", "MooncakeTransfer"), "Mooncake"),
+    "nixl": ("nixl", NIXL, "NIXL", {}),
+    "nixl that only reads": ("nixl", NIXL, "NIXL", {"serves": False}),
+    "mooncake": ("mooncake.engine", MOONCAKE, "Mooncake", {}),
 }
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64)  # pages of 32 KiB
 NUM_BLOCKS = 64
@@ -25,10 +28,10 @@ READS = 10_000
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request):
-    """Where the class is, and the name of its library."""
-    package, where, library = TRANSPORTS[request.param]
+    """Where the class is, the name of its library, and options of a reader."""
+    package, *rest = TRANSPORTS[request.param]
     need(package)
-    return where, library
+    return rest
 
 
 @pytest.fixture
@@ -47,6 +50,11 @@ def transfer_of(where, *arguments, **named):
 
 
 @pytest.fixture
+def options(transport):
+    return transport[2]
+
+
+@pytest.fixture
 def source(where):
     process = SourceProcess(*where, LAYOUT, NUM_BLOCKS)
     yield process
@@ -62,8 +70,8 @@ def pool():
 
 
 @pytest.fixture
-def reader(where, pool):
-    with transfer_of(where, "reader") as transfer:
+def reader(where, options, pool):
+    with transfer_of(where, "reader", **options) as transfer:
         transfer.register(pool)
         yield transfer
 
@@ -231,8 +239,8 @@ def test_a_source_that_is_killed_while_it_is_read_fails_the_read_and_leaves_no_b
     pool.allocator.free(blocks)
 
 
-def test_after_close_no_byte_comes_even_over_tcp(tcp, where, source, pool):
-    with transfer_of(where, "reader") as reader:
+def test_after_close_no_byte_comes_even_over_tcp(tcp, where, options, source, pool):
+    with transfer_of(where, "reader", **options) as reader:
         reader.register(pool)
         reader.meet(source.describe())
         ticket = source.offer([1, 2], 60)
@@ -247,8 +255,8 @@ def test_after_close_no_byte_comes_even_over_tcp(tcp, where, source, pool):
     assert not words_of(pool).any()
 
 
-def test_a_peer_of_another_layout_is_refused(where, source):
-    with transfer_of(where, "reader") as reader:
+def test_a_peer_of_another_layout_is_refused(where, options, source):
+    with transfer_of(where, "reader", **options) as reader:
         reader.register(KvCachePool.from_layout(KvLayout(4, 2, 128), 4))
         with pytest.raises(TransferError, match=r"peer 'source' has KvLayout\(.*head_dim=64.*; this pool has .*=128"):
             reader.meet(source.describe())
@@ -258,3 +266,14 @@ def test_a_description_without_a_right_connection_is_refused(source, reader, lib
     with pytest.raises(TransferError, match=f"{library} cannot connect to peer 'source'"):
         reader.meet(replace(source.describe(), connection=b"nonsense"))
     assert reader.meet(source.describe()) == "source"
+
+
+def test_who_only_reads_offers_nothing(options, pool, reader):
+    block = pool.allocator.allocate()
+    if options:
+        with pytest.raises(ValueError, match="only reads"):
+            reader.offer([block])
+    else:
+        reader.withdraw(reader.offer([block]))
+    assert pool.allocator.ref_count(block) == 1
+    pool.allocator.free([block])

@@ -45,7 +45,7 @@ class WorkerReplica:
         if moves_pages:
             from pagepool.integrations.transfer.nixl import NixlTransfer
 
-            transfer = NixlTransfer(name, TRANSFER_SECONDS)
+            transfer = NixlTransfer(name, TRANSFER_SECONDS, serves=is_prefill)
         stops = stop_token_ids_of(model, tokenizer)
         self._worker = Worker(
             engine, name, is_prefill=is_prefill, transfer=transfer, model=options["name"], stop_token_ids=stops

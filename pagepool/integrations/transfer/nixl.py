@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from pagepool.errors import TransferError
 from pagepool.integrations.transfer.protocol import Memory, Transfer
-from pagepool.integrations.transfer.tickets import PeerDescription
+from pagepool.integrations.transfer.tickets import Lease, PeerDescription
 
 __all__ = ["NixlTransfer"]
 
@@ -21,20 +22,29 @@ class NixlTransfer(Transfer):
 
     name     as in `Transfer`
     timeout  as in `Transfer`
+    serves   whether peers read from it. NIXL then has a thread of its own, which wants most of a core while pages move
+             and some at other times. Without, bytes come while `poll` is called, and with few cores nearly twice as
+             fast
 
-    It needs no GPU and no torch. NIXL has a thread of its own on both sides, which wants some of a core while pages
-    move. Raises `ImportError` when nixl is not installed.
+    It needs no GPU and no torch. Raises `ImportError` when nixl is not installed.
     """
 
     transport = "nixl"
 
-    def __init__(self, name: str | None = None, timeout: float = 30.0) -> None:
+    def __init__(self, name: str | None = None, timeout: float = 30.0, *, serves: bool = True) -> None:
         super().__init__(name, timeout)
+        self.serves = serves
         nixl = import_module("nixl._api")
         kinds = vars(import_module("nixl._bindings")).values()
         # NIXL's exceptions have no base of their own.
         self._errors = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
-        self._agent: Any = nixl.nixl_agent(self.name, nixl.nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = nixl.nixl_agent(self.name, nixl.nixl_agent_config(serves, backends=["UCX"]))
+
+    def offer(self, blocks: Iterable[int], names: Iterable[bytes] = (), seconds: float = 60.0) -> Lease:
+        """As `Transfer.offer`. Raises `ValueError` without `serves`."""
+        if not self.serves:
+            raise ValueError(f"transfer {self.name!r} only reads: give serves=True to offer pages")
+        return super().offer(blocks, names, seconds)
 
     def _attach(self, memory: Memory) -> bytes:
         arrays = (memory.pages, memory.words, memory.epoch_word, memory.landing)
