@@ -442,6 +442,7 @@ class StateCheckpoints:
             self.state_bytes, budget, grid=grid, spacing=spacing, align=align, prompt_ends=prompt_ends
         )
         self._pool = pool
+        self._followed: tuple[Any, int] | None = None
         copies = StateMemory(layout, most)
         self._copies = [copies.view(layer, name) for layer, name in names]
 
@@ -538,6 +539,16 @@ class StateCheckpoints:
     def reset(self) -> None:
         """Forgets every state."""
         self.index.reset()
+
+    def follow(self, cache: Any) -> None:
+        """Forgets every state when the `PrefixCache` was told to forget blocks since the last call, or is another one.
+
+        What was computed from blocks that are to be forgotten may be as wrong as they. A `Scheduler` calls it before it
+        looks for a state.
+        """
+        followed, self._followed = self._followed, (cache, cache.forgotten)
+        if followed is not None and (followed[0] is not cache or followed[1] != cache.forgotten):
+            self.reset()
 
     def stats(self) -> dict[str, Any]:
         """Returns a dict of counters: what is kept, bytes and states, and how many were saved and used for each reason,

@@ -184,6 +184,7 @@ class Admission(Preemption):
         found = [self.cache.match_prefix(most, **self.keys_of(request, group)) for group in groups]
         begin = known = min(map(len, found)) * size
         if self.checkpoints is not None:
+            self.checkpoints.follow(self.cache)
             begin = self.checkpoints.resume(request.kv.state.index, tokens, known, **keys)
             request.stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]
         if begin:

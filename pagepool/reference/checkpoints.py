@@ -47,6 +47,10 @@ class CheckpointIndex:
         self.state_bytes = state_bytes
         self.budget_bytes = budget_bytes
         self.grid, self.spacing, self.align = grid, spacing, align
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every state and all counts."""
         self.states: dict[tuple[Any, tuple[int, ...]], State] = {}
         self.saved = {"branch": 0, "end": 0, "grid": 0}
         self.used = {"branch": 0, "end": 0, "grid": 0}
@@ -146,6 +150,14 @@ class StateCheckpoints:
         self._views = [pool.view(layer, name) for layer, states in enumerate(layout.layers) for name in states]
         self.index = CheckpointIndex(sum(view[:1].nbytes for view in self._views), budget_bytes, **options)
         self._copies: dict[tuple[Any, tuple[int, ...]], list[Any]] = {}
+        self._followed: tuple[Any, int] | None = None
+
+    def follow(self, cache: Any) -> None:
+        """Forgets all when the cache was told to forget blocks since the last call, or is another one."""
+        followed, self._followed = self._followed, (cache, cache.forgotten)
+        if followed is not None and (followed[0] is not cache or followed[1] != cache.forgotten):
+            self.index.reset()
+            self._copies.clear()
 
     def resume(self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None) -> int:
         """Brings the slot to the longest kept prefix within `kv_tokens`; its length, 0 for none."""

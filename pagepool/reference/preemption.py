@@ -104,6 +104,9 @@ class Preemption:
                     self._append_hybrids(requests, counts)
                 return True
             except PoolExhausted:
+                if self.groups is not None:
+                    for request in requests:
+                        request.kv.trim()
                 needs = self.needs(requests, counts)
                 evicted = self._evict(max(1, sum(needs.values()) - self.allocator.available), needs)
                 self.evicted += evicted

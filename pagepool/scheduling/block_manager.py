@@ -167,6 +167,9 @@ class BlockManager:
             try:
                 self._append_batch(states, counts)
             except PoolExhausted:
+                if self.memory is not None:
+                    for state in states:  # what windows have left and the cache has, too, can be evicted then
+                        state.trim()
                 needs = self.needs(sequences, counts)
                 # At least one: copies of shared blocks are not in `needs`.
                 missing = max(1, sum(needs.values()) - self.allocator.available)

@@ -190,6 +190,7 @@ class PrefixAdapter:
             ]
             begin = known = min(map(len, found)) * size
             if self.checkpoints is not None:
+                self.checkpoints.follow(self.cache)
                 keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
                 begin = self.checkpoints.resume(seq.kv.state.index, tokens, known, **keys)
                 seq._stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]

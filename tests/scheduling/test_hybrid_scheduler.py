@@ -14,6 +14,7 @@ from pagepool import (
     KvCachePool,
     KvGroup,
     KvLayout,
+    PoolExhausted,
     PrefixCache,
     Scheduler,
     SchedulerConfig,
@@ -354,3 +355,26 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
             memory["checkpoints"].check()
         cache.reset_prefix_cache()
     assert engine.pool.allocator.in_use == 0 and (engine.states is None or engine.states.used_count == 0)
+
+
+@pytest.mark.parametrize("windows", [(8,), (None, 8), (None, 8, 8), (4, 12)], ids=str)
+def test_one_request_alone_ends_in_every_pool_that_takes_it_windows_and_a_cache_or_not(windows):
+    """What the cache holds of blocks that a window has left is evicted for the window's own next ones."""
+    refused = 0
+    for num_blocks in range(3, 60):
+        for step in (4, 8, 16):
+            allocator = BlockAllocator(num_blocks)
+            groups = [KvGroup(allocator, 4, window) for window in windows]
+            config = SchedulerConfig(block_size=4, max_prefill_tokens=step, watermark=0)
+            scheduler = Scheduler(config, allocator, PrefixCache(allocator, 4), groups=groups)
+            try:
+                scheduler.add_request([*range(63)], max_new_tokens=3)
+            except (ValueError, PoolExhausted):
+                refused += 1
+                continue
+            for _ in range(100):
+                batch = scheduler.schedule()
+                scheduler.commit(batch, [7 if wants else None for wants in batch.wants_token])
+            assert not scheduler.has_work, f"{num_blocks} blocks, steps of {step}"
+            scheduler.check()
+    assert 0 < refused < 3 * 57
