@@ -61,7 +61,8 @@ class WorkerReplica:
 
     def release(self, worker: str | None, number: int) -> None:
         """`Worker.release`"""
-        self._worker.release(number)
+        if worker == self._worker.name:  # else that one is gone, and the number is a lease of its own
+            self._worker.release(number)
 
     def limits(self, worker: str | None) -> Limits:
         """`Worker.limits`"""

@@ -41,7 +41,9 @@ __all__ = ["Cluster"]
 
 UNBOUNDED = 4096  # tokens of a text of a model that has no bound
 MAX_WORKERS = 256  # of a side that a router knows: those that are gone stay for SILENCE
+MAX_RECORD_TOKENS = 2_000_000  # of prompts and answers in the records: some 100 bytes each
 NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
+PREFILL_SILENCE = 3.0  # seconds: prompts do not wait for workers of which none was heard of for so long
 SILENCE = 30.0  # seconds after which a worker that is not heard of is forgotten
 COUNTS = ("prompt_tokens", "cached_tokens", "moved_tokens", "generated_tokens", "lost_workers", "repeated_requests")
 
@@ -68,9 +70,15 @@ class _Run:
     tokens: list[Token] = field(default_factory=list)
     generations: list[weakref.ref[Generation]] = field(default_factory=list)
     num_cached: int = 0
+    offer: Offer | None = None  # pages that nobody has read yet
     reason: str | None = None
     error: BaseException | None = None
     task: Any = None  # the concurrent future of `_follow`
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer."""
+        return len(self.prompt) + len(self.tokens)
 
     @property
     def asks_for(self) -> Any:
@@ -79,7 +87,7 @@ class _Run:
 
 
 class WorkerFailed(Exception):
-    """A worker has said that it cannot serve the request: another one could not, either."""
+    """The request cannot be served by this worker, and no other one could."""
 
 
 class Cluster:
@@ -139,6 +147,7 @@ class Cluster:
         self._active: set[_Run] = set()
         self._running: dict[int | str, _Run] = {}  # by request_id
         self._records: OrderedDict[int | str, _Run] = OrderedDict()  # of those that finished, by request_id
+        self._record_tokens = 0  # sum of their num_tokens
         self._counts: Counter[str] = Counter()
         self._background: set[Any] = set()
 
@@ -242,9 +251,14 @@ class Cluster:
             now = monotonic()
             side.heard[news.worker] = now
             side.stats[news.worker] = {"side": kind, "load": news.load, **news.stats}
-            silent = [name for name, heard in side.heard.items() if heard < now - SILENCE]
-        for name in silent:
-            self._forget(side, name)
+            silent = [
+                (other, name)
+                for other in self._sides.values()
+                for name, heard in other.heard.items()
+                if heard < now - SILENCE
+            ]
+        for other, name in silent:
+            self._forget(other, name)
         try:
             if news.snapshot is not None:
                 side.router.restore(news.worker, news.epoch, news.snapshot, load=news.load, room=news.room)
@@ -267,7 +281,6 @@ class Cluster:
 
     async def _generate(self, run: _Run) -> str:
         """Have a request done by one worker after another; returns its finish_reason."""
-        offer: Offer | None = None
         lost = 0
         while True:
             is_prefill = not run.tokens and self._can_prefill(run)
@@ -275,7 +288,7 @@ class Cluster:
             tokens = run.prompt + [token.token_id for token in run.tokens]
             choice = await self._choose(side, tokens, run.options["cache_salt"])
             most = 1 if is_prefill else run.params.max_new_tokens - len(run.tokens)
-            call = Call(tokens, len(run.tokens), most, run.options, offer, is_prefill, self.epoch)
+            call = Call(tokens, len(run.tokens), most, run.options, run.offer, is_prefill, self.epoch)
             try:
                 ended = await self._run_on(side, choice, call, run)
             except WorkerFailed:
@@ -291,7 +304,7 @@ class Cluster:
                 continue
             if run.reason is not None:
                 return run.reason
-            offer = ended.offer
+            run.offer = ended.offer
 
     async def _run_on(self, side: _Side, choice: Choice, call: Call, run: _Run) -> Ended:
         """One worker's part. Raises `WorkerFailed`, and anything else when the worker is lost."""
@@ -300,7 +313,10 @@ class Cluster:
                 if isinstance(message, Begun):
                     self._begin(side, choice, call, message, run)
                 elif isinstance(message, Token):
-                    self._deliver(run, message)
+                    try:
+                        self._deliver(run, message)
+                    except Exception as error:  # of the tokenizer: no other worker would do better
+                        raise WorkerFailed(f"token {message.token_id} cannot be handed out: {error}") from error
                     if run.reason is not None:
                         return Ended(run.reason)
                 elif message.reason == "error":
@@ -323,6 +339,7 @@ class Cluster:
         with self._lock:
             self._counts["moved_tokens"] += begun.moved_tokens
         if call.offer is not None:
+            run.offer = None  # its lease ends: who takes the request over computes what it has not cached
             releasing = self._loop.create_task(self._release(call.offer))
             self._background.add(releasing)
             releasing.add_done_callback(self._background.discard)
@@ -340,9 +357,12 @@ class Cluster:
                 await asyncio.sleep(NO_WORKER_PAUSE)
 
     def _can_prefill(self, run: _Run) -> bool:
-        """Whether a prefill worker is there, and the prompt has a full block to move."""
+        """Whether a prefill worker was heard of just now, and the prompt has a full block to move."""
         side = self._sides.get("prefill")
-        return side is not None and bool(side.heard) and len(run.prompt) > self.limits.block_size
+        if side is None or len(run.prompt) <= self.limits.block_size:
+            return False
+        with self._lock:
+            return max(side.heard.values(), default=0.0) > monotonic() - PREFILL_SILENCE
 
     def _forget(self, side: _Side, worker: str) -> None:
         with self._lock:
@@ -377,8 +397,9 @@ class Cluster:
             self._forget_id(run)
             if run.request_id is not None and reason in ("stop", "length"):
                 self._records[run.request_id] = run
-                if len(self._records) > self.max_records:
-                    self._records.popitem(last=False)
+                self._record_tokens += run.num_tokens
+                while len(self._records) > self.max_records or self._record_tokens > MAX_RECORD_TOKENS:
+                    self._record_tokens -= self._records.popitem(last=False)[1].num_tokens
             for generation in _living(run):
                 generation._end(reason, error)
             run.generations.clear()

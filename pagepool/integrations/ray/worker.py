@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from time import time_ns
 from typing import Any
 
@@ -17,6 +19,8 @@ from pagepool.integrations.transfer import Transfer
 from pagepool.prefix.events import PrefixSnapshot
 
 __all__ = ["Worker"]
+
+MAX_FETCHES = 16  # reads of pages that wait at a time
 
 
 @dataclass(eq=False)
@@ -63,6 +67,8 @@ class Worker:
                 raise ValueError("pages of this model cannot move: it has windows, recurrent states or no attention")
             self._pages = PageMover(transfer, pool, cache, model)
         self._running: set[_Running] = set()
+        # Reads may wait for a peer: they have threads of their own, so that requests are submitted meanwhile.
+        self._fetching = ThreadPoolExecutor(MAX_FETCHES, "pagepool-fetch")
 
     def limits(self) -> Limits:
         """What it can take."""
@@ -79,7 +85,8 @@ class Worker:
         fetched = None
         if call.offer is not None and self._pages is not None:
             salt = call.options.get("cache_salt")
-            fetched = await asyncio.to_thread(self._pages.fetch, call.offer, call.tokens, salt)
+            fetch = partial(self._pages.fetch, call.offer, call.tokens, salt)
+            fetched = await asyncio.get_running_loop().run_in_executor(self._fetching, fetch)
         try:
             generation = await asyncio.to_thread(self._submit, call)
         except (TypeError, ValueError) as error:
@@ -157,6 +164,7 @@ class Worker:
 
     def close(self) -> None:
         """End all requests and offers and free the memory."""
+        self._fetching.shutdown(wait=False, cancel_futures=True)
         if self._pages is not None:
             self._pages.close()
         self.engine.close()
