@@ -26,7 +26,7 @@ def draw(const float[::1] logits, float most, double temperature, double top_p, 
     random       returns the next random number, from 0 up to but not 1: one is drawn for the token, and one more for
                  each that was drawn and is not among the most likely ones
 
-    Raises `MemoryError`, and what `random` raises. Releases the GIL.
+    Raises `ValueError` for no logits, `MemoryError`, and what `random` raises. Releases the GIL.
 
     A token that is drawn of all is among the most likely ones when those before it, in falling order, have less than
     `top_p`. If it is not, neither is any behind it, and the next is drawn of those before it: so nothing is sorted.
@@ -39,7 +39,9 @@ def draw(const float[::1] logits, float most, double temperature, double top_p, 
     """
     cdef int64_t n = logits.shape[0], num_chunks = pp_draw_chunks(n), place
     cdef float scale = <float>(LOG2_E / temperature)
-    cdef double number, needed
+    cdef double number, needed, left
+    if not n:
+        raise ValueError("a token is drawn of 1 or more, not of 0")
     cdef float *weights = <float *>malloc(num_chunks * (PP_DRAW_CHUNK + 1) * sizeof(float))
     if weights == NULL:
         raise MemoryError(f"no memory to draw one of {n} tokens")
@@ -54,7 +56,9 @@ def draw(const float[::1] logits, float most, double temperature, double top_p, 
                 place = c_draw(weights, sums, num_chunks, number)
                 if top_p < 1.0:
                     c_keep_ahead(weights, num_chunks, place, sums)
-            if top_p >= 1.0 or c_draw_total(sums, num_chunks) < needed:
+            left = c_draw_total(sums, num_chunks)
+            # None are left and needed is 0: a thread may take numbers as small as top_p can be for 0.
+            if top_p >= 1.0 or left < needed or left == 0.0:
                 return place
     finally:
         free(weights)
