@@ -233,11 +233,17 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat():
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     line = process.stderr.readline()
-    assert "prompt tokens cached" in line, line
-    process.send_signal(signal.SIGINT)
-    assert process.wait(SECONDS) == 130
-    for stream in (process.stdin, process.stdout, process.stderr):
-        stream.close()
+    try:
+        assert "prompt tokens cached" in line, line
+        for _ in range(5):  # CPython does not see one that comes just before it begins to wait for a line
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS / 5)
+                break
+        assert process.poll() == 130
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def served(*arguments):
