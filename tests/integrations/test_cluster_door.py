@@ -12,11 +12,13 @@ from fake_runner import Bytes, FakeRunner
 
 from pagepool.engine import Engine
 from pagepool.integrations.pretrained import ModelError
+from pagepool.integrations.ray import door as door_module
 from pagepool.integrations.ray import serve
 from pagepool.integrations.ray.door import Cluster
 from pagepool.integrations.ray.messages import Ended, Limits
 from pagepool.integrations.ray.worker import Worker
 from pagepool.integrations.transfer import LocalTransfer
+from pagepool.tokenizing import Detokenizer
 
 SECONDS = 60
 PROMPT = "a prompt that is longer than some blocks"
@@ -450,3 +452,43 @@ def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
 def test_what_cannot_be_served_gets_one_sentence_before_anything_starts(options, error, sentence):
     with pytest.raises(error, match=sentence):
         serve(**{"model": "bench/tiny_llama", **options})
+
+
+def test_prompts_do_not_wait_for_prefill_workers_that_are_silent(monkeypatch):
+    with cluster(1, 1) as world:
+        world.door.submit(PROMPT, max_new_tokens=2).result(SECONDS)
+        assert [name for name, _ in world.prefill.calls] == ["prefill-0"]
+        world.prefill.dead.add("prefill-0")  # it dies while no request is on it
+        later = time.monotonic() + 3600
+        monkeypatch.setattr(door_module, "monotonic", lambda: later)
+        with world.lock:  # news of the other side alone
+            world.door.news(world.workers["decode-0"].news())
+        assert not world.door._sides["prefill"].heard
+        found = answer(world.door.submit(PROMPT + "?", max_new_tokens=9))
+        assert found == alone(PROMPT + "?", max_new_tokens=9) and len(world.prefill.calls) == 1
+        assert world.door.stats()["lost_workers"] == 0
+
+
+def test_a_tokenizer_that_fails_ends_one_request_and_loses_no_worker(monkeypatch):
+    with cluster(2) as world:
+
+        class Broken(Detokenizer):
+            def add(self, token):
+                raise ValueError("no such piece")
+
+        monkeypatch.setattr(door_module, "Detokenizer", Broken)
+        with pytest.raises(RuntimeError, match="cannot be handed out: no such piece"):
+            list(world.door.submit(PROMPT, max_new_tokens=9))
+        monkeypatch.setattr(door_module, "Detokenizer", Detokenizer)
+        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert world.door.stats()["lost_workers"] == 0 and len(world.door.stats()["workers"]) == 2
+
+
+def test_records_are_bounded_by_their_tokens(monkeypatch):
+    monkeypatch.setattr(door_module, "MAX_RECORD_TOKENS", 2 * (len(PROMPT) + 3))
+    with cluster(1) as world:
+        for name in "abc":
+            world.door.submit(PROMPT, max_new_tokens=3, request_id=name, stop_token_ids=()).result(SECONDS)
+        wait_until(lambda: not world.door.num_requests)
+        assert len(world.door._records) <= 2 and "c" in world.door._records
+        assert world.door._record_tokens == sum(run.num_tokens for run in world.door._records.values())

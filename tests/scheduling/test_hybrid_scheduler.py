@@ -248,6 +248,21 @@ def test_a_burst_keeps_the_state_where_its_prompts_part(policy):
     assert cache.allocator.in_use == 0
 
 
+def test_states_are_forgotten_with_the_blocks_of_a_cache_and_with_another_cache():
+    scheduler, cache, kept = make_cached(grid=0)
+
+    def ask(length):
+        scheduler.add_request(range(length), max_new_tokens=1)
+        return run(scheduler)
+
+    assert (ask(64), ask(80)) == (64, 16)
+    cache.reset_prefix_cache()  # other weights, for example
+    assert ask(80) == 80 and kept.stats()["saved"]["end"] == 1  # not refused as one that is there
+    assert ask(96) == 16
+    kept.follow(PrefixCache(cache.allocator, BLOCK))
+    assert kept.index.num_states == 0
+
+
 def test_a_full_group_alone_shares_prefixes_without_states():
     allocator = BlockAllocator(64)
     cache = PrefixCache(allocator, BLOCK)
