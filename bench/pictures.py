@@ -109,7 +109,8 @@ def draw(measured, dtype, path):
             x=0.045, y=0.975, ha="left", fontsize=12.5, fontweight="bold",
         )  # fmt: skip
         handles = [Patch(color=OURS if name == "ours" else COLOURS[name], label=TITLES[name]) for name in sides]
-        handles.append(Line2D([], [], color=INK, lw=1.6, label="asked of pagepool"))
+        if any(row["target"] is not None for row in rows):
+            handles.append(Line2D([], [], color=INK, lw=1.6, label="asked of pagepool"))
         figure.legend(
             handles=handles, loc="upper left", bbox_to_anchor=(0.037, 0.925), ncols=len(handles), frameon=False,
             fontsize=9, handlelength=1.1, handleheight=0.9, columnspacing=1.5, handletextpad=0.5,
