@@ -56,9 +56,7 @@ static int runs_vnni(void) {
     }
     return answer - 1;
 }
-#endif
 
-#if defined(__x86_64__)
 /* Cycles of the clock for 640 sums and products in registers of that name. 10 chains hide the latency of two units. */
 #define FMA_CYCLES(r) \
     static uint64_t cycles_of_##r(void) { \

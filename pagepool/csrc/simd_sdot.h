@@ -2,6 +2,8 @@
  *
  * A factor of 16 bits comes in two parts of 8, one in each word: 256 a + b.  sdot multiplies signed bytes: K is made
  * signed as it is loaded, so scores have no bias, and both parts are signed, of queries and of weights. */
+#include "int_parts.h"
+
 typedef int32x4_t pp_ints;
 typedef int32x2_t pp_factor;
 enum { INT_DATA = 4, INT_SUMS = 8, INT_REGISTERS = 24 };
@@ -35,16 +37,6 @@ PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) 
     (void)less; /* nothing is stored as more than it is */
     PP_UNROLL for (int i = 0; i < INT_DATA; i++)
         floats[i] = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(sums[i], 8), sums[INT_DATA + i]));
-}
-
-/* Four numbers of 16 bits, signed, of a query. */
-static inline void ints_of_query(const int32_t *q, float *words) {
-    int8_t parts[2][4];
-    for (int i = 0; i < 4; i++) {
-        parts[1][i] = (int8_t)q[i];
-        parts[0][i] = (int8_t)((q[i] - parts[1][i]) / 256);
-    }
-    memcpy(words, parts, sizeof parts);
 }
 
 /* A tile's weights, rounded by PP_ROUND: two words for four tokens. */

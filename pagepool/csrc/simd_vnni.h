@@ -2,6 +2,8 @@
  *
  * A factor of 16 bits comes in two parts of 8, one in each word: 256 a + b.  vpdpbusd multiplies unsigned bytes with
  * signed ones; K is stored unsigned, so parts of queries are signed, and V signed, so parts of weights are not. */
+#include "int_parts.h"
+
 typedef __m512i pp_ints;
 typedef struct pp_factor { __m512i part[2]; } pp_factor;
 enum { INT_DATA = 1, INT_SUMS = 2, INT_REGISTERS = 24 };
@@ -33,16 +35,6 @@ PP_INLINE void ints_add_v(pp_ints *sums, const pp_ints *data, const pp_factor *w
 PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) {
     const __m512i all = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
     floats[0] = _mm512_cvtepi32_ps(_mm512_sub_epi32(all, _mm512_set1_epi32((int32_t)less)));
-}
-
-/* Four numbers of 16 bits, signed, of a query. */
-static inline void ints_of_query(const int32_t *q, float *words) {
-    int8_t parts[2][4];
-    for (int i = 0; i < 4; i++) {
-        parts[1][i] = (int8_t)q[i];
-        parts[0][i] = (int8_t)((q[i] - parts[1][i]) / 256);
-    }
-    memcpy(words, parts, sizeof parts);
 }
 
 /* A tile's weights, rounded by PP_ROUND: two words for four tokens. */
