@@ -54,11 +54,13 @@ def draw(const float[::1] logits, float most, double temperature, double top_p, 
             number = random()
             with nogil:
                 place = c_draw(weights, sums, num_chunks, number)
-                if top_p < 1.0:
+                if top_p >= 1.0:
+                    left = 0.0
+                else:
                     c_keep_ahead(weights, num_chunks, place, sums)
-            left = c_draw_total(sums, num_chunks)
-            # None are left and needed is 0: a thread may take numbers as small as top_p can be for 0.
-            if top_p >= 1.0 or left < needed or left == 0.0:
+                    left = c_draw_total(sums, num_chunks)
+            # Of 0 left, `needed` may be 0, too: a thread may take numbers as small as top_p can be for 0.
+            if left == 0.0 or left < needed:
                 return place
     finally:
         free(weights)
