@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from ray_cluster import MARKS, MODEL
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, by Ray
@@ -27,7 +28,6 @@ from pagepool.engine import Engine
 from pagepool.integrations.pretrained import load_pretrained
 from pagepool.integrations.ray import serve
 
-MODEL = Path(__file__).parents[2] / "bench" / "tiny_llama"
 PORT = 8701
 URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 120
@@ -37,13 +37,7 @@ SOURCE = Path(__file__).read_text(encoding="utf-8")
 BEGINNINGS = [SOURCE[start : start + 700] for start in (0, 2000, 4000)]
 PROMPTS = [BEGINNINGS[number % 3] + f"# {number}\n" for number in range(24)]
 
-# Of Ray and what it brings; those of pagepool stay errors.
-pytestmark = [
-    pytest.mark.filterwarnings("default::ResourceWarning"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-    pytest.mark.filterwarnings("default::FutureWarning"),
-    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 
 def answers():

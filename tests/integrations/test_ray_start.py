@@ -4,9 +4,9 @@ import random
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import pytest
+from ray_cluster import MARKS, MODEL
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, by Ray
@@ -19,17 +19,11 @@ from ray import serve as ray_serve
 
 from pagepool.integrations.ray import serve
 
-MODEL = Path(__file__).parents[2] / "bench" / "tiny_llama"
 PORT = 8704
 URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 180
 
-pytestmark = [
-    pytest.mark.filterwarnings("default::ResourceWarning"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-    pytest.mark.filterwarnings("default::FutureWarning"),
-    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 
 def test_a_worker_that_cannot_start_says_why_and_leaves_no_ray():
