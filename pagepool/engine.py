@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from pagepool.arguments import integer
-from pagepool.audit import check_memory, present
 from pagepool.config import SchedulerConfig
+from pagepool.engine_memory import check_memory, most_new_tokens, pool_tokens, present
 from pagepool.generation import Generation, Token
 from pagepool.sampling import Sampler, SamplingParams
 from pagepool.tokenizing import Detokenizer, Encoder, stop_token_ids_of
@@ -24,7 +24,6 @@ from pagepool.tokenizing import Detokenizer, Encoder, stop_token_ids_of
 __all__ = ["Engine"]
 
 MAX_BATCH_SEQUENCES = 32
-UNBOUNDED = 4096  # tokens of a text of a model that has no bound
 EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
 
 
@@ -204,10 +203,7 @@ class Engine:
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
-        pools = self.runner.pools
-        rooms = [pool.allocator.capacity * pool.block_size // len(pools) for pool in pools]
-        room: int = min([self.runner.max_model_len or UNBOUNDED, *rooms])
-        return max(1, room - num_prompt_tokens)
+        return most_new_tokens(self.runner.max_model_len, pool_tokens(self.runner), num_prompt_tokens)
 
     # The stepping thread.
 

@@ -442,7 +442,7 @@ class StateCheckpoints:
             self.state_bytes, budget, grid=grid, spacing=spacing, align=align, prompt_ends=prompt_ends
         )
         self._pool = pool
-        self._followed: tuple[Any, int] | None = None
+        self._followed: tuple[Any, int] | None = None  # a cache, and how often it had forgotten
         copies = StateMemory(layout, most)
         self._copies = [copies.view(layer, name) for layer, name in names]
 

@@ -38,7 +38,7 @@ FLOORS = {
     "scheduling": 4,
     "integrations": 5,
     "integrations.ray": 9,
-    "audit": 5,
+    "engine_memory": 5,
     "sampling": 5,
     "tokenizing": 5,
     "generation": 5,

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from pagepool.arguments import integer
+from pagepool.engine_memory import most_new_tokens
 from pagepool.errors import PoolError
 from pagepool.generation import Generation, Token
 from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News, Offer, Workers
@@ -39,7 +40,6 @@ from pagepool.tokenizing import Detokenizer, Encoder
 
 __all__ = ["Cluster"]
 
-UNBOUNDED = 4096  # tokens of a text of a model that has no bound
 MAX_WORKERS = 256  # of a side that a router knows: those that are gone stay for SILENCE
 MAX_RECORD_TOKENS = 2_000_000  # of prompts and answers in the records: some 100 bytes each
 NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
@@ -210,8 +210,7 @@ class Cluster:
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """The most tokens that a prompt of this many can get, at least 1."""
-        limits = [limit for limit in (self.limits.max_model_len, self.limits.pool_tokens) if limit is not None]
-        return max(1, min(limits, default=UNBOUNDED) - num_prompt_tokens)
+        return most_new_tokens(self.limits.max_model_len, self.limits.pool_tokens, num_prompt_tokens)
 
     def stats(self) -> dict[str, Any]:
         """As `Engine.stats`, of the door; and `workers`, name -> the last `stats` of each engine that is heard of, with
@@ -394,9 +393,9 @@ class Cluster:
             run.reason, run.error = reason, error
             self._active.discard(run)
             self._counts[reason] += 1
-            self._forget_id(run)
-            if run.request_id is not None and reason in ("stop", "length"):
-                self._records[run.request_id] = run
+            name = self._forget_id(run)
+            if name is not None and reason in ("stop", "length"):
+                self._records[name] = run
                 self._record_tokens += run.num_tokens
                 while len(self._records) > self.max_records or self._record_tokens > MAX_RECORD_TOKENS:
                     self._record_tokens -= self._records.popitem(last=False)[1].num_tokens
@@ -404,9 +403,12 @@ class Cluster:
                 generation._end(reason, error)
             run.generations.clear()
 
-    def _forget_id(self, run: _Run) -> None:
-        if run.request_id is not None and self._running.get(run.request_id) is run:
-            del self._running[run.request_id]
+    def _forget_id(self, run: _Run) -> int | str | None:
+        """Let nobody join a request any more; returns its id, None where it has none or another request has it now."""
+        if run.request_id is None or self._running.get(run.request_id) is not run:
+            return None
+        del self._running[run.request_id]
+        return run.request_id
 
     # Who asks for a request.
 

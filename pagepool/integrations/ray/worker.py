@@ -11,6 +11,7 @@ from time import time_ns
 from typing import Any
 
 from pagepool.engine import Engine
+from pagepool.engine_memory import pool_tokens
 from pagepool.errors import PoolError
 from pagepool.generation import Generation
 from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News
@@ -74,8 +75,7 @@ class Worker:
         """What it can take."""
         runner, cache = self.engine.runner, self.engine.prefix_cache
         block_size = 1 if cache is None else cache.block_size
-        tokens = runner.pool.allocator.capacity * block_size // len(runner.pools) if runner.pools else None
-        return Limits(runner.max_model_len, tokens, runner.vocab_size, block_size, self.stop_token_ids)
+        return Limits(runner.max_model_len, pool_tokens(runner), runner.vocab_size, block_size, self.stop_token_ids)
 
     async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
         """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.
