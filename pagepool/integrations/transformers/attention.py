@@ -1,4 +1,4 @@
-"""The attention function that transformers calls by the name "pagepool", and modules whose attention is their own."""
+"""The attention function that transformers calls by the name "pagepool", and modules that have code of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
+from pagepool.integrations.transformers.recurrent import forward_in_place
 from pagepool.integrations.transformers.step import current_step
 
 __all__ = ["Hooks"]
@@ -65,6 +66,8 @@ _locks: WeakKeyDictionary[torch.nn.Module, RLock] = WeakKeyDictionary()
 class Hooks:
     """Where a model chooses its attention: the configs that name the function, and modules with code of their own.
 
+    steps_in_place  numbers of the layers whose recurrent states are stepped in the slots of the running step
+
     One thread at a time changes it, whichever runner it runs for.
     """
 
@@ -73,6 +76,13 @@ class Hooks:
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self._configs = [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
         self._adapted = [module for module in model.modules() if type(module).__name__ in ADAPTERS]
+        self._forwards = {module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted}
+        self.steps_in_place: set[int] = set()
+        for module in model.modules():
+            forward = forward_in_place(module)
+            if forward is not None:
+                self._forwards[module] = forward
+                self.steps_in_place.add(module.layer_idx)
 
     def has_adapter(self, layer: int) -> bool:
         """Whether the attention of this layer is code of its own for which there is a forward over pages."""
@@ -93,12 +103,12 @@ class Hooks:
 
     @contextmanager
     def over_pages(self) -> Iterator[None]:
-        """Within, the model attends over the pages of the running step."""
+        """Within, the model attends over the pages and steps the recurrent states of the running step."""
         with self.calling(IMPLEMENTATION):
-            for module in self._adapted:
-                module.forward = MethodType(ADAPTERS[type(module).__name__], module)
+            for module, forward in self._forwards.items():
+                module.forward = forward
             try:
                 yield
             finally:
-                for module in self._adapted:
+                for module in self._forwards:
                     del module.forward

@@ -18,6 +18,8 @@ from pagepool.integrations.transformers.step import Step, Tables, running
 
 __all__ = ["PagedForward"]
 
+RECURRENT = "recurrent_states.0"  # the state that Mamba-2 steps, among those of its layer
+
 
 class PagedForward:
     """The forward of a model whose layers keep what they keep in a `ModelMemory`.
@@ -115,16 +117,22 @@ class PagedForward:
         """Sequences of as many tokens each, as rows of a batch; all of them are new, or none is."""
         ids = torch.tensor(tokens)
         positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
-        step = Step(memory.pools, tables, seen, self.layout.borrowed)
+        step = Step(memory.pools, tables, seen, self.layout.borrowed, slots)
+        in_place = self._hooks.steps_in_place if starts[0] and ids.shape[1] == 1 else ()
         layers: list[Any] = []
         for number, views in enumerate(memory.views):
-            states = {name: rows_of(view, slots) for name, view in views.items()}
+            states = {
+                name: view if number in in_place and name == RECURRENT else rows_of(view, slots)
+                for name, view in views.items()
+            }
             layers.append(self._paged_layer(number, states, starts[0] > 0))
         logits = self._call(step, ids, positions, Cache(layers=layers), keep)
         for layer, views in zip(layers, memory.views, strict=True):
             for name, view in views.items():
                 kind, _, index = name.rpartition(".")
-                store_rows(view, slots, getattr(layer, kind)[int(index)])
+                states = getattr(layer, kind)[int(index)]
+                if states is not view:
+                    store_rows(view, slots, states)
         return logits
 
     def _call(self, step: Step, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, keep: Any) -> torch.Tensor:

@@ -67,17 +67,24 @@ class Step:
     tables    the `Tables` of each group
     seen      the most tokens that a sequence of this forward had before
     borrowed  modules that attend to keys and values of another layer, with that layer
+    slots     of each sequence the slot of its recurrent states, if it has any
     """
 
-    __slots__ = ("borrowed", "pending", "pools", "seen", "tables", "threads")
+    __slots__ = ("borrowed", "pending", "pools", "seen", "slots", "tables", "threads")
 
     def __init__(
-        self, pools: Sequence[KvCachePool], tables: Sequence[Tables], seen: int, borrowed: Mapping[Any, AttentionLayer]
+        self,
+        pools: Sequence[KvCachePool],
+        tables: Sequence[Tables],
+        seen: int,
+        borrowed: Mapping[Any, AttentionLayer],
+        slots: Sequence[int] = (),
     ) -> None:
         self.pools = pools
         self.tables = tables
         self.seen = seen
         self.borrowed = borrowed
+        self.slots = slots
         self.pending: AttentionLayer | None = None
         self.threads = torch.get_num_threads()
 

@@ -1,0 +1,69 @@
+"""Mamba-2's recurrence over the slots of the running step, in place of the functions that transformers has for it."""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pagepool.integrations.transformers.step import current_step
+
+__all__ = ["forward_in_place"]
+
+STEP, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan"
+CHUNK = 128  # tokens; in longer chunks the products within a chunk, quadratic in it, take most of the time
+
+
+def step_in_place(
+    states: torch.Tensor,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    z: torch.Tensor | None = None,
+    **ignored: Any,
+) -> torch.Tensor:
+    """One token of each sequence, as `mamba2_selective_state_update`, whose arguments these are.
+
+    states         float32 (slots, heads, head_dim, state_size): those of all slots of the pool
+    hidden_states  float32 (sequences, heads, head_dim)
+
+    transformers makes several tensors of the size of all states. Here the states of each sequence are updated in place,
+    while they are in the CPU's cache, and a head's decay is computed once, not for each of its elements.
+    """
+    heads = hidden_states.shape[1]
+    dt = F.softplus(dt[..., 0] + dt_bias[:, 0])
+    decay = torch.exp(dt * A[:, 0, 0])[..., None, None]
+    inputs = (dt[..., None] * hidden_states)[..., None]
+    B, C = (rows.repeat_interleave(heads // rows.shape[1], 1) for rows in (B, C))
+    out = hidden_states.new_empty(hidden_states.shape)
+    for row, slot in enumerate(current_step().slots):
+        state = states[slot]
+        state.mul_(decay[row]).baddbmm_(inputs[row], B[row, :, None])
+        torch.bmm(state, C[row, :, :, None], out=out[row, :, :, None])
+    out += hidden_states * D
+    return out if z is None else out * F.silu(z)
+
+
+def forward_in_place(module: Any) -> MethodType | None:
+    """The forward of a Mamba-2 mixer in float32 that steps in place; None for any other module."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType) or STEP not in forward.__code__.co_names or "forward" in vars(module):
+        return None
+    if next(module.parameters()).dtype != torch.float32:
+        return None
+    names = forward.__globals__
+    scan = names[SCAN]
+
+    def scan_in_short_chunks(states: torch.Tensor, *args: Any, chunk_size: int, **kwargs: Any) -> Any:
+        longest = 1 << (states.shape[1] - 1).bit_length()
+        return scan(states, *args, chunk_size=min(chunk_size, CHUNK, longest), **kwargs)
+
+    ours = {**names, STEP: step_in_place, SCAN: scan_in_short_chunks}
+    return MethodType(FunctionType(forward.__code__, ours, argdefs=forward.__defaults__), module)
