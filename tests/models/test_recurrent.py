@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from models.families import prompts, tiny_model
+from families import prompts, tiny_model
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer, mamba2_selective_state_update
 
 from pagepool.integrations.transformers import ModelRunner
