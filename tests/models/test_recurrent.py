@@ -3,14 +3,20 @@
 import importlib
 
 import pytest
-import torch
-from families import prompts, tiny_model
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer, mamba2_selective_state_update
 
-from pagepool.integrations.transformers import ModelRunner
-from pagepool.integrations.transformers.attention import Hooks
-from pagepool.integrations.transformers.recurrent import step_in_place
-from pagepool.integrations.transformers.step import Step, running
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
+
+from families import prompts, tiny_model  # noqa: E402
+from transformers.models.falcon_h1.modeling_falcon_h1 import (  # noqa: E402
+    FalconH1Mixer,
+    mamba2_selective_state_update,
+)
+
+from pagepool.integrations.transformers import ModelRunner  # noqa: E402
+from pagepool.integrations.transformers.attention import Hooks  # noqa: E402
+from pagepool.integrations.transformers.recurrent import step_in_place  # noqa: E402
+from pagepool.integrations.transformers.step import Step, running  # noqa: E402
 
 HEADS, DIM, SIZE, SLOTS = 6, 5, 7, 9
 FAMILIES = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"]
