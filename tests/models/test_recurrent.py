@@ -79,7 +79,16 @@ def test_mixers_of_every_family_have_the_functions_that_are_replaced(family):
     assert {"mamba2_selective_state_update", "mamba2_chunk_scan"} <= vars(module).keys()
 
 
-@pytest.mark.parametrize(("family", "layers"), [("Bamba", {0, 1, 3}), ("Mamba2", {0, 1, 2}), ("Llama", set())])
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("Bamba", {0, 1, 3}),
+        ("FalconH1", {0, 1, 2, 3}),
+        ("Mamba2", {0, 1, 2}),
+        ("Zamba2", set(range(6))),
+        ("Llama", set()),
+    ],
+)
 def test_layers_that_are_stepped_in_place(family, layers):
     model = tiny_model(family)
     assert Hooks(model).steps_in_place == layers
