@@ -1,6 +1,7 @@
 """Mamba-2's recurrence in the slots of a step, beside the functions that transformers has for it."""
 
 import importlib
+import threading
 
 import pytest
 
@@ -93,6 +94,27 @@ def test_layers_that_are_stepped_in_place(family, layers):
     model = tiny_model(family)
     assert Hooks(model).steps_in_place == layers
     assert Hooks(model.to(torch.bfloat16)).steps_in_place == set()
+
+
+def test_weights_of_16_bit_beside_some_in_float32_are_not_stepped_in_place():
+    model = tiny_model("Bamba").to(torch.bfloat16)
+    for module in model.modules():
+        for name in ("A_log", "D", "dt_bias"):
+            if hasattr(module, name):
+                getattr(module, name).data = getattr(module, name).data.float()
+    assert Hooks(model).steps_in_place == set()
+
+
+def test_hooks_made_while_another_runner_runs_step_in_place_too():
+    model = tiny_model("Bamba")
+    made = []
+    with Hooks(model).over_pages():
+        thread = threading.Thread(target=lambda: made.append(Hooks(model)))
+        thread.start()
+        thread.join(0.2)
+        assert not made
+    thread.join()
+    assert made[0].steps_in_place == {0, 1, 3}
 
 
 def test_a_mixer_has_its_own_forward_again():

@@ -78,11 +78,12 @@ class Hooks:
         self._adapted = [module for module in model.modules() if type(module).__name__ in ADAPTERS]
         self._forwards = {module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted}
         self.steps_in_place: set[int] = set()
-        for module in model.modules():
-            forward = forward_in_place(module)
-            if forward is not None:
-                self._forwards[module] = forward
-                self.steps_in_place.add(module.layer_idx)
+        with self._lock:  # while no other runner of this model has put its forwards there
+            for module in model.modules():
+                forward = forward_in_place(module)
+                if forward is not None:
+                    self._forwards[module] = forward
+                    self.steps_in_place.add(module.layer_idx)
 
     def has_adapter(self, layer: int) -> bool:
         """Whether the attention of this layer is code of its own for which there is a forward over pages."""

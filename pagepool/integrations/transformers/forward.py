@@ -130,9 +130,7 @@ class PagedForward:
         for layer, views in zip(layers, memory.views, strict=True):
             for name, view in views.items():
                 kind, _, index = name.rpartition(".")
-                states = getattr(layer, kind)[int(index)]
-                if states is not view:
-                    store_rows(view, slots, states)
+                store_rows(view, slots, getattr(layer, kind)[int(index)])
         return logits
 
     def _call(self, step: Step, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, keep: Any) -> torch.Tensor:
@@ -195,5 +193,5 @@ def rows_of(view: torch.Tensor, slots: list[int]) -> torch.Tensor:
 
 def store_rows(view: torch.Tensor, slots: list[int], states: torch.Tensor) -> None:
     """Writes states to their slots, unless they lie there."""
-    if states.data_ptr() != view[slots[0]].data_ptr():
+    if states is not view and states.data_ptr() != view[slots[0]].data_ptr():
         view[slots] = states

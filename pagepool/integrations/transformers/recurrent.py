@@ -29,7 +29,7 @@ def step_in_place(
     z: torch.Tensor | None = None,
     **ignored: Any,
 ) -> torch.Tensor:
-    """One token of each sequence, as `mamba2_selective_state_update`, whose arguments these are.
+    """One token of each sequence, as `mamba2_selective_state_update`, whose arguments these are; dt_softplus is True.
 
     states         float32 (slots, heads, head_dim, state_size): those of all slots of the pool
     hidden_states  float32 (sequences, heads, head_dim)
@@ -56,14 +56,14 @@ def forward_in_place(module: Any) -> MethodType | None:
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or STEP not in forward.__code__.co_names or "forward" in vars(module):
         return None
-    if next(module.parameters()).dtype != torch.float32:
+    if any(weight.dtype != torch.float32 for weight in module.parameters()):  # some may be kept in float32
         return None
     names = forward.__globals__
     scan = names[SCAN]
 
-    def scan_in_short_chunks(states: torch.Tensor, *args: Any, chunk_size: int, **kwargs: Any) -> Any:
-        longest = 1 << (states.shape[1] - 1).bit_length()
-        return scan(states, *args, chunk_size=min(chunk_size, CHUNK, longest), **kwargs)
+    def scan_in_short_chunks(hidden_states: torch.Tensor, *args: Any, chunk_size: int, **kwargs: Any) -> Any:
+        longest = 1 << (hidden_states.shape[1] - 1).bit_length()
+        return scan(hidden_states, *args, chunk_size=min(chunk_size, CHUNK, longest), **kwargs)
 
     ours = {**names, STEP: step_in_place, SCAN: scan_in_short_chunks}
     return MethodType(FunctionType(forward.__code__, ours, argdefs=forward.__defaults__), module)
