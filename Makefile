@@ -59,22 +59,18 @@ $(MODELS_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(call torch_venv,$(MODELS_VENV),run test transformers serve test-models)
 	@touch $@
 
-# NIXL's metadata asks for torch and Mooncake's for clients of its store, which their transfer engines do not use: they
-# are installed without what they ask for.
+# NIXL's metadata asks for torch, which its transfer engine does not use: NIXL is installed without dependencies.
 TRANSFER_VENV ?= build/transfer-venv
 NIXL ?= nixl==1.5.1 nixl-cu12==1.5.1
-MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
-test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL and Mooncake, whose peers stop, die and leave
-	@$(TRANSFER_VENV)/bin/python -c 'import nixl._api, mooncake.engine' || { \
-		echo "make: Mooncake and NIXL must both start; Mooncake needs libibverbs (Debian: apt install libibverbs1)"; exit 1; }
-	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP \
-		tests/integrations/test_transfer_processes.py tests/integrations/test_transfer_mooncake.py
+test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL, whose peers stop, die and leave
+	@$(TRANSFER_VENV)/bin/python -c 'import nixl._api' || { echo "make: NIXL does not start"; exit 1; }
+	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_transfer_processes.py
 
 $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) -m venv $(TRANSFER_VENV)
 	$(PY) .ci/requirements.py run test > $@.txt
 	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $@.txt
-	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL) $(MOONCAKE)
+	$(TRANSFER_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 
 # Ray, torch and NIXL together.

@@ -1,6 +1,6 @@
 """Pages from one process's pool into another's, beside memcpy page by page in the same run.
 
-    python bench/transfer.py [--transports nixl,mooncake] [--rounds 30] [--reads 10000] [--json FILE]
+    python bench/transfer.py [--rounds 30] [--reads 10000] [--json FILE]
 
 First the pages of one read, of 512 KiB and other sizes, from scattered blocks into scattered blocks: from `read` until
 `poll` has returned them, generations checked. A share is memcpy's time over that, of medians. `memcpy` has its rounds
@@ -17,7 +17,6 @@ import random
 import statistics
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +27,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "integration
 from transfer_source import SourceProcess, race, words_of
 
 from pagepool import KvCachePool, KvLayout
+from pagepool.integrations.transfer.nixl import NixlTransfer
 
-# Where the class is, and options of the reader.
-TRANSPORTS = {
-    "nixl": ("pagepool.integrations.transfer.nixl", "NixlTransfer", {"serves": False}),
-    "mooncake": ("pagepool.integrations.transfer.mooncake", "MooncakeTransfer", {}),
-}
 # Layers of 8 heads of 64 dims in bfloat16: 32 KiB a layer.
 LAYERS = {32: 1, 128: 4, 512: 16, 2048: 64}
 PAGES = (1, 4, 16, 64, 256)
@@ -44,18 +39,17 @@ def layout_of(kib):
     return KvLayout(num_layers=LAYERS[kib], num_kv_heads=8, head_dim=64)
 
 
-def shares(transport, kib, rounds):
+def shares(kib, rounds):
     """One row for each number of pages: medians of the share and of both rates in GiB/s."""
     num_blocks = POOL_BYTES // (kib << 10)
-    module, cls, options = TRANSPORTS[transport]
     pool = KvCachePool.from_layout(layout_of(kib), num_blocks)
     words = words_of(pool)
     words[:] = 1  # committed before anything is timed
     choose = random.Random(1)
     sizes = [n for n in PAGES if n <= num_blocks // 2]
     alone = {n: statistics.median(copy(words, choose, n) for _ in range(rounds + 3)) for n in sizes}
-    source = SourceProcess(module, cls, layout_of(kib), num_blocks)
-    with getattr(import_module(module), cls)("reader", **options) as reader:
+    source = SourceProcess(layout_of(kib), num_blocks)
+    with NixlTransfer("reader", serves=False) as reader:
         reader.register(pool)
         reader.meet(source.describe())
         for pages in sizes:
@@ -63,7 +57,6 @@ def shares(transport, kib, rounds):
             read, beside = map(statistics.median, zip(*took[3:], strict=True))
             size = pages * (kib << 10) / 2**30
             yield {
-                "transport": transport,
                 "page_kib": kib,
                 "pages": pages,
                 "share": alone[pages] / read,
@@ -98,12 +91,11 @@ def copy(words, choose, pages):
     return time.perf_counter() - began
 
 
-def races(transport, reads):
+def races(reads):
     """The counts of `race`, pages of 32 KiB, 4 in a read."""
-    module, cls, options = TRANSPORTS[transport]
-    source = SourceProcess(module, cls, layout_of(32), 64)
+    source = SourceProcess(layout_of(32), 64)
     pool = KvCachePool.from_layout(layout_of(32), 64)
-    with getattr(import_module(module), cls)("reader", **options) as reader:
+    with NixlTransfer("reader", serves=False) as reader:
         reader.register(pool)
         counts, reused = race(source, reader, pool, reads, 4)
     source.end()
@@ -112,28 +104,26 @@ def races(transport, reads):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--transports", default="nixl,mooncake")
     parser.add_argument("--kib", default="512,32,128,2048", help="sizes of pages in KiB, of 32, 128, 512 and 2048")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--reads", type=int, default=10_000, help="reads of the race; 0 leaves it out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {"rows": [], "races": {}}
-    transports = options.transports.split(",")
-    print(f"{'transport':9} {'KiB':>5} {'pages':>5} {'GiB/s':>6} {'memcpy':>6} {'beside':>6} {'share':>5}")
+    found = {"rows": []}
+    print(f"{'KiB':>5} {'pages':>5} {'GiB/s':>6} {'memcpy':>6} {'beside':>6} {'share':>5}")
     for kib in map(int, options.kib.split(",")):
-        for row in (row for transport in transports for row in shares(transport, kib, options.rounds)):
+        for row in shares(kib, options.rounds):
             found["rows"].append(row)
             rates = [row[f"{what}_gib_per_s"] for what in ("read", "memcpy", "beside")]
             print(
-                f"{row['transport']:9} {kib:5} {row['pages']:5}",
+                f"{kib:5} {row['pages']:5}",
                 *(f"{rate:6.2f}" for rate in rates),
                 f"{row['share']:5.2f}",
                 flush=True,
             )
-    for transport in transports if options.reads else ():
-        found["races"][transport] = races(transport, options.reads)
-        print(f"race {transport}: {json.dumps(found['races'][transport])}", flush=True)
+    if options.reads:
+        found["race"] = races(options.reads)
+        print(f"race: {json.dumps(found['race'])}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

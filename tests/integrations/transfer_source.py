@@ -16,6 +16,7 @@ import pytest
 
 from pagepool import BlockGenerations, KvCachePool
 from pagepool.integrations.transfer import protocol
+from pagepool.integrations.transfer.nixl import NixlTransfer
 
 
 def need(package):
@@ -39,10 +40,10 @@ def words_of(pool):
 class Source:
     """What the process does; each public method is a request through the pipe, and what it returns the answer."""
 
-    def __init__(self, module, cls, layout, num_blocks, name):
+    def __init__(self, layout, num_blocks, name):
         self.pool = KvCachePool.from_layout(layout, num_blocks)
         self.generations = BlockGenerations(self.pool.allocator)
-        self.transfer = getattr(import_module(module), cls)(name)
+        self.transfer = NixlTransfer(name)
         self.transfer.register(self.pool)
         self.words = words_of(self.pool)
         self.held = []
@@ -118,10 +119,10 @@ def serve(pipe, *arguments):
 class SourceProcess:
     """Starts the process; `source.offer(...)` and so on wait for its answer."""
 
-    def __init__(self, module, cls, layout, num_blocks, name="source"):
+    def __init__(self, layout, num_blocks, name="source"):
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, module, cls, layout, num_blocks, name), daemon=True)
+        self.process = context.Process(target=serve, args=(other, layout, num_blocks, name), daemon=True)
         self.process.start()
         other.close()
 

@@ -82,7 +82,7 @@ class Transfer(ABC):
     name     of this engine among its peers; by default a random one
     timeout  seconds after which a read whose peer does not answer has failed
 
-    A base class: `NixlTransfer`, `MooncakeTransfer` and `LocalTransfer` move the bytes. One thread at a time may use an
+    A base class: `NixlTransfer` and `LocalTransfer` move the bytes. One thread at a time may use an
     object; `close` it, or use it as a context manager. Its references show in `BlockAllocator.owners`.
 
     Equation: references == sum(blocks of leases) + sum(blocks of reads that may still be written to).

@@ -65,7 +65,7 @@ class PeerDescription:
     """All that another `Transfer` needs to meet this one. It is plain data and can be pickled.
 
     name         of the transfer
-    transport    "local", "nixl" or "mooncake"
+    transport    "local" or "nixl"
     epoch        of its pool
     fingerprint  how its pages lie, see `fingerprint`
     num_blocks   blocks that its pool may have
