@@ -30,7 +30,6 @@ from pagepool.prefix import (
     PrefixEvent,
     PrefixNamespace,
     PrefixPins,
-    PrefixReplica,
     PrefixSnapshot,
     StateCheckpoints,
 )
@@ -73,7 +72,6 @@ __all__ = [
     "PrefixMatch",
     "PrefixNamespace",
     "PrefixPins",
-    "PrefixReplica",
     "PrefixSnapshot",
     "ScheduledBatch",
     "Scheduler",

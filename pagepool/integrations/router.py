@@ -16,10 +16,9 @@ from pagepool.arguments import integer, real, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError
 from pagepool.prefix.directory import PrefixDirectory
-from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, name_row
+from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, check_snapshot, name_row
 from pagepool.prefix.keys import root_key, root_name
 from pagepool.prefix.radix_tree import token_row
-from pagepool.prefix.replica import check_snapshot
 
 __all__ = ["Choice", "Router"]
 

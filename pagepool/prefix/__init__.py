@@ -5,14 +5,12 @@ from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.prefix.namespace import PrefixNamespace
 from pagepool.prefix.pins import PrefixPins
-from pagepool.prefix.replica import PrefixReplica
 
 __all__ = [
     "PrefixCache",
     "PrefixEvent",
     "PrefixNamespace",
     "PrefixPins",
-    "PrefixReplica",
     "PrefixSnapshot",
     "StateCheckpoints",
 ]

@@ -325,8 +325,8 @@ cdef class PrefixCache:
     def drain_events(self):
         """Returns what was stored and removed since the last call: a list of at most `max_events` `PrefixEvent`.
 
-        If there were more, the first ones are missing, as the `sequence` of the others shows: begin with `snapshot`. A
-        `PrefixReplica` in another process follows the cache by them. Raises `ValueError` without `max_events`.
+        If there were more, the first ones are missing, as the `sequence` of the next one shows: begin with `snapshot`.
+        Raises `ValueError` without `max_events`.
 
         >>> from pagepool import BlockAllocator
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1, max_events=8)
@@ -339,7 +339,7 @@ cdef class PrefixCache:
         return self.atomically(lambda: log.drain())
 
     def snapshot(self):
-        """Returns a `PrefixSnapshot` of all that is cached, for a replica. O(nodes). Raises as `drain_events`."""
+        """Returns a `PrefixSnapshot` of all that is cached. O(nodes). Raises as `drain_events`."""
         cdef EventLog log = self.log()
         return self.atomically(lambda: log.snapshot())
 

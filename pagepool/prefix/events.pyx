@@ -10,9 +10,11 @@ from pagepool.prefix.radix_tree cimport NodeTable
 
 from typing import NamedTuple
 
+from pagepool.arguments import wrong
+from pagepool.errors import PoolError
 from pagepool.prefix.radix_tree import token_row
 
-__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "name_row", "prefix_names"]
+__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "check_snapshot", "name_row", "prefix_names"]
 
 cdef tuple KINDS = ("stored", "removed", "cleared")
 
@@ -50,6 +52,14 @@ class PrefixSnapshot(NamedTuple):
     next_sequence: int
     stored: list[PrefixEvent]
     num_blocks: int
+
+
+def check_snapshot(snapshot):
+    """Raises `TypeError` for what is not a `PrefixSnapshot`, `PoolError` for one that was cut short on its way."""
+    if not isinstance(snapshot, PrefixSnapshot):
+        raise wrong("snapshot", "a PrefixSnapshot", snapshot)
+    if len(snapshot.stored) != snapshot.num_blocks:
+        raise PoolError(f"a snapshot of {snapshot.num_blocks} blocks has {len(snapshot.stored)}: it was cut short")
 
 
 # As the named tuples would be called, but without running Python code: in it another thread could change the log.

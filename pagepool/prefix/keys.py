@@ -29,7 +29,7 @@ def root_name(key: bytes) -> bytes:
     >>> len(root_name(root_key("tenant", ())))
     16
     """
-    from hashlib import blake2b  # here: it loads OpenSSL, and only events and replicas need names
+    from hashlib import blake2b  # here: it loads OpenSSL, and only events and routers need names
 
     return blake2b(key, digest_size=16).digest()
 

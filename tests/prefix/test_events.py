@@ -3,11 +3,14 @@
 import pickle
 import subprocess
 import sys
+from itertools import takewhile
 
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixReplica
+from pagepool import BlockAllocator, PoolError, PrefixCache
+from pagepool.prefix.events import check_snapshot, prefix_names
+from pagepool.prefix.keys import root_key, root_name
 
 SALTS = (None, "a", b"a", 0)
 
@@ -38,24 +41,41 @@ def traffic(cache, random, steps):
             cache.reset_prefix_cache()
 
 
+def content(event):
+    return event.block, event.parent, event.tokens
+
+
+def follow(known, events):
+    """Applies events to {name: content}, as a process that follows a cache does."""
+    for event in events:
+        if event.kind == "stored":
+            known[event.name] = content(event)
+        elif event.kind == "removed":
+            del known[event.name]
+        else:
+            known.clear()
+
+
 def state_of(cache):
-    replica = PrefixReplica(cache.block_size)
-    replica.restore(cache.snapshot())
-    return replica.blocks
+    return {event.name: content(event) for event in cache.snapshot().stored}
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
 def test_events_replayed_give_the_same_state(policy):
     random = np.random.default_rng(1)
     cache = PrefixCache(BlockAllocator(30), 2, policy, max_events=10_000, hash_bits=3)
-    replica = PrefixReplica(2)
+    known, sequence = {}, 0
     for _ in range(60):
         traffic(cache, random, 10)
-        replica.apply(pickle.loads(pickle.dumps(cache.drain_events())))
-        assert replica.blocks == state_of(cache) and len(replica.blocks) == cache.num_cached
+        events = pickle.loads(pickle.dumps(cache.drain_events()))
+        assert [event.sequence for event in events] == list(range(sequence + 1, sequence + 1 + len(events)))
+        sequence += len(events)
+        follow(known, events)
+        assert known == state_of(cache) and len(known) == cache.num_cached
         tokens = random.integers(0, 2, 20).tolist()
         blocks = cache.match_prefix(tokens)
-        assert replica.match_prefix(tokens) == blocks.tolist()
+        names = takewhile(known.__contains__, prefix_names(tokens, 2, root_name(root_key(None, ()))))
+        assert [known[name][0] for name in names] == blocks.tolist()
         cache.allocator.free(blocks)
     cache.check()
 
@@ -80,7 +100,6 @@ def test_events_are_numbered_and_say_what_happened():
 
 def test_a_block_that_takes_the_place_of_another_is_stored_after_that_was_removed():
     cache = PrefixCache(BlockAllocator(4), 2, max_events=16)
-    replica = PrefixReplica(2)
     cache.touch([1, 2, 3, 4])
     cache.cache_blocks([1, 2, 3, 4], cache.allocator.allocate_n(2))
     events = cache.drain_events()
@@ -91,23 +110,32 @@ def test_a_block_that_takes_the_place_of_another_is_stored_after_that_was_remove
         ("stored", 3),
     ]
     assert [event.name for event in events[2:]] == [events[at].name for at in (0, 0, 1, 1)]
-    replica.apply(events)
-    assert replica.match_prefix([1, 2, 3, 4]) == [2, 3] and replica.blocks == state_of(cache)
+    known = {}
+    follow(known, events)
+    assert known == state_of(cache)
 
 
 def test_lost_events_are_noticed_and_a_snapshot_helps():
     random = np.random.default_rng(2)
     cache = PrefixCache(BlockAllocator(20), 1, max_events=5)
-    replica = PrefixReplica(1)
     traffic(cache, random, 30)
-    with pytest.raises(PoolError, match=r"event 1 was lost, here is \d+: restore a snapshot"):
-        replica.apply(cache.drain_events())
+    events = cache.drain_events()
+    assert len(events) == 5 and events[0].sequence > 1
     cache.touch([1, 0, 1])
-    replica.restore(cache.snapshot())
-    replica.apply(cache.drain_events())  # from before the snapshot: passed over
+    snapshot, known = cache.snapshot(), state_of(cache)
     cache.evict(2)
-    replica.apply(cache.drain_events())
-    assert replica.blocks == state_of(cache)
+    events = cache.drain_events()
+    follow(known, [event for event in events if event.sequence >= snapshot.next_sequence])
+    assert known == state_of(cache) and events[-1].sequence == cache.snapshot().next_sequence - 1
+
+
+def test_a_snapshot_that_was_cut_short_is_refused():
+    cache = PrefixCache(BlockAllocator(4), 1, max_events=4)
+    cache.touch([5, 6])
+    snapshot = cache.snapshot()
+    check_snapshot(snapshot)
+    with pytest.raises(PoolError, match=r"2 blocks.* 1:"):
+        check_snapshot(snapshot._replace(stored=snapshot.stored[:1]))
 
 
 def test_names_are_the_same_in_every_process():
@@ -117,14 +145,6 @@ def test_names_are_the_same_in_every_process():
     )
     runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout for _ in range(2)]
     assert runs[0] == runs[1] and len(runs[0]) > 60
-
-
-def test_a_name_that_two_prefixes_share_is_told_apart_by_its_tokens():
-    cache, replica = PrefixCache(BlockAllocator(4), 1, max_events=4), PrefixReplica(1)
-    cache.touch([5])
-    [event] = cache.drain_events()
-    replica.apply([event._replace(tokens=b"\0\0\0\0")])
-    assert replica.match_prefix([5]) == []
 
 
 def test_without_max_events_there_are_none():

@@ -1,10 +1,11 @@
-"""Calls of a prefix cache and its replica that are refused: the error, its sentence, and that nothing has changed."""
+"""Calls of a prefix cache that are refused: the error, its sentence, and that nothing has changed."""
 
 import re
 
 import pytest
 
-from pagepool import BlockAllocator, InvalidBlock, PagedSeqState, PrefixCache, PrefixReplica
+from pagepool import BlockAllocator, InvalidBlock, PagedSeqState, PrefixCache
+from pagepool.prefix.events import check_snapshot
 
 HUGE = 10**30
 
@@ -19,13 +20,11 @@ class World:
         self.cache.cache_blocks(range(8), self.blocks)
         self.cache.reservations.set(1, 2)
         self.other = PagedSeqState(BlockAllocator(1), 4)
-        self.replica = PrefixReplica(4)
-        self.replica.restore(self.cache.snapshot())
 
     def picture(self):
         self.cache.check()
         counts = [self.allocator.ref_count(block) for block in range(8)]
-        return self.cache.stats(), counts, self.cache.reservations.get(1), dict(self.replica.blocks)
+        return self.cache.stats(), counts, self.cache.reservations.get(1), self.cache.snapshot()
 
 
 NEW = range(50, 54)
@@ -103,10 +102,7 @@ NEW = range(50, 54)
         (lambda w: w.cache.reservations.set(1, -1), ValueError, "a reservation must be 0 blocks or more, not -1"),
         (lambda w: w.cache.reservations.set(1, 1.5), TypeError, "blocks must be an integer, not float: 1.5"),
         (lambda w: w.cache.reservations.get("x"), TypeError, "a group must be an integer, not str: 'x'"),
-        (lambda w: PrefixReplica(0), ValueError, "block_size must be from 1 to 1024, not 0"),
-        (lambda w: PrefixReplica(None), TypeError, "block_size must be an integer, not None"),
-        (lambda w: w.replica.apply(5), TypeError, "events must be an iterable of PrefixEvent, not int: 5"),
-        (lambda w: w.replica.restore([]), TypeError, "snapshot must be a PrefixSnapshot, not list: []"),
+        (lambda w: check_snapshot([]), TypeError, "snapshot must be a PrefixSnapshot, not list: []"),
     ],
 )
 def test_a_refused_call_says_why_and_changes_nothing(use, error, sentence):
