@@ -1,12 +1,12 @@
 """Bad input to decode and prefill: a clear error, and `out` is as it was."""
 
 import mmap
-import re
 
 import ml_dtypes
 import numpy as np
 import pytest
 from paged_cases import make_case
+from refusals import refuses
 
 from pagepool import InvalidBlock, KvCachePool, KvLayout, decode, prefill
 
@@ -49,8 +49,8 @@ def changed(index, value):
     return change
 
 
-def refused(call, error, match, **arguments):
-    with pytest.raises(error, match=match):
+def refused(call, error, words, **arguments):
+    with refuses(error, *(words if isinstance(words, tuple) else (words,))):
         call(**arguments)
     assert call.untouched
 
@@ -67,12 +67,7 @@ def test_a_block_out_of_range(call, place, block):
 
 
 def test_a_block_that_was_given_back_says_so(call):
-    refused(
-        call,
-        InvalidBlock,
-        "is -1, .*: this query sees tokens of a block that was given",
-        block_tables=changed((0, 1), -1),
-    )
+    refused(call, InvalidBlock, ("block_tables", -1, "query"), block_tables=changed((0, 1), -1))
 
 
 def test_a_length_beyond_the_table(call):
@@ -113,8 +108,7 @@ def test_q_of_another_dtype(call, dtype):
     "dtype", [np.float64, np.int32, np.uint32, np.int16, np.uint8, bool, ">f4", ">f2", ">u2", "S2", "M8[s]"]
 )
 def test_out_of_another_dtype(call, dtype):
-    match = r"out must be float32, float16 or bfloat16 \(uint16 bits\), not "
-    refused(call, TypeError, match, out=np.zeros((3, 4, 16), dtype))
+    refused(call, TypeError, ("out", "float32", "float16", "bfloat16"), out=np.zeros((3, 4, 16), dtype))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +131,7 @@ def test_out_of_another_dtype(call, dtype):
     ],
 )
 def test_wrong_shapes(call, name, shape):
-    refused(call, ValueError, r"\d", **{name: lambda array: np.ones(shape, array.dtype)})
+    refused(call, ValueError, (), **{name: lambda array: np.ones(shape, array.dtype)})
 
 
 @pytest.mark.parametrize("heads", [1, 3, 5])
@@ -169,7 +163,7 @@ def test_an_out_that_overlaps_q():
     for out in (memory[:3], memory[1:4], memory[2:]):
         memory[:3] = case.q
         before = memory.copy()
-        with pytest.raises(ValueError, match="overlap"):
+        with refuses(ValueError, "out", "q"):
             decode(memory[:3], *case.args[1:], out=out)
         np.testing.assert_array_equal(memory, before)
     memory[:2] = case.q[:2]
@@ -191,7 +185,7 @@ def test_an_out_of_16_bit_is_as_long_as_its_elements(narrow):
             before = memory.copy()
             starts = {"query_start_loc": np.arange(4, dtype=np.int32)} if call is prefill else {}
             if overlaps:
-                with pytest.raises(ValueError, match="out overlaps q"):
+                with refuses(ValueError, "out", "q"):
                     call(q, *case.args[1:], out=out, **starts)
                 np.testing.assert_array_equal(memory.view(np.uint32), before.view(np.uint32))
             else:
@@ -208,7 +202,7 @@ def test_an_out_of_16_bit_that_overlaps_what_is_read(narrow):
     for name, place in (("the pool's pages", page), ("seq_lens", memory), ("query_start_loc", memory)):
         out = place[: memory.size].view(narrow).reshape(case.q.shape)
         before = out.view(np.uint16).copy()
-        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+        with refuses(ValueError, "out", name):
             if name == "seq_lens":
                 decode(*case.args[:4], lens, out=out)
             else:
@@ -220,7 +214,7 @@ def test_an_out_that_overlaps_the_pages():
     case = make_case(LAYOUT, 2, [40, 0, 17])
     page = case.pool.page(int(case.block_tables[0, 0]))
     before = page.copy()
-    with pytest.raises(ValueError, match="overlap"):
+    with refuses(ValueError, "out"):
         case.decode(out=page[: 3 * 4 * 16].reshape(3, 4, 16))
     np.testing.assert_array_equal(page, before)
 
@@ -230,7 +224,7 @@ def test_an_out_that_overlaps_a_packed_mask():
     out = np.full(case.q.shape, SENTINEL, np.float32)
     mask = out.view(np.uint8).reshape(-1)[: 5 + 0 + 3]  # a query token each: a bit for each token of a sequence
     before = out.copy()
-    with pytest.raises(ValueError, match="out overlaps custom_mask"):
+    with refuses(ValueError, "out", "custom_mask"):
         case.decode(out=out, custom_mask=mask)
     np.testing.assert_array_equal(out, before)
     case.decode(out=out, custom_mask=mask.copy())
@@ -248,7 +242,7 @@ def test_an_out_that_overlaps_tables_read_backwards():
         out = memory[first : first + right.size].view(np.float32).reshape(right.shape)
         before = memory.copy()
         if overlaps:
-            with pytest.raises(ValueError, match="out overlaps block_tables"):
+            with refuses(ValueError, "out", "block_tables"):
                 decode(q, pool, layer, tables[::-1], lens, out=out)
             np.testing.assert_array_equal(memory, before)
         else:
@@ -274,7 +268,7 @@ def test_an_out_between_two_addresses_of_its_elements(call, dtype):
     memory = np.zeros(3 * 4 * 16 * item + item, np.uint8)
     for behind in range(1, item):
         out = memory[behind : behind - item].view(dtype).reshape(3, 4, 16)
-        refused(call, ValueError, f"out must be aligned to {item} bytes", out=out)
+        refused(call, ValueError, ("out", item), out=out)
         assert not memory.any()
 
 
@@ -283,33 +277,33 @@ def test_an_out_of_16_bit_that_cannot_be_written_so(call, narrow):
     out = np.zeros((3, 4, 16), narrow)
     wide = np.zeros((3, 4, 32), narrow)
     for turned in (out[::-1], out[:, ::-1], out[:, :, ::-1], wide[:, :, ::2], wide[:, :, :16]):
-        refused(call, ValueError, "out must be C-contiguous", out=turned)
+        refused(call, ValueError, ("out", "C-contiguous"), out=turned)
     for shape in ((3, 4, 8), (4, 3, 16), (3, 4)):
-        refused(call, ValueError, r"out must have the shape \(3, 4, 16\), not", out=np.zeros(shape, narrow))
-    refused(call, ValueError, "out is read-only", out=np.broadcast_to(narrow(0), (3, 4, 16)))
+        refused(call, ValueError, ("out", (3, 4, 16), shape), out=np.zeros(shape, narrow))
+    refused(call, ValueError, ("out", "read-only"), out=np.broadcast_to(narrow(0), (3, 4, 16)))
     assert not out.any() and not wide.any()
 
 
 @pytest.mark.parametrize(
-    ("starts", "error", "match"),
+    ("starts", "error", "words"),
     [
-        (None, TypeError, "query_start_loc must be an array: it says where each sequence's tokens begin in q"),
-        (3, TypeError, "query_start_loc"),
-        ([0, 1, 2, 3], TypeError, "query_start_loc"),
-        (np.arange(4.0), TypeError, "query_start_loc must be int32 or int64, not float64"),
-        (np.arange(4, dtype=np.int32)[::-1], ValueError, "query_start_loc"),
-        (np.zeros((4, 1), np.int32), ValueError, "query_start_loc must have 1 dimension, not 2"),
-        (np.arange(3, dtype=np.int32), ValueError, "must have 4 entries for 3 sequences, not 3"),
-        (np.array([0, 1, 2, 4], np.int32), ValueError, "the 3 query tokens of q, not from 0 to 4"),
-        (np.array([1, 1, 2, 3], np.int32), ValueError, "not from 1 to 3"),
-        (np.array([0, 2, 1, 3], np.int32), ValueError, "query_start_loc falls from 2 to 1 at entry 2"),
-        (np.array([0, -1, 2, 3], np.int32), ValueError, "query_start_loc falls from 0 to -1 at entry 1"),
+        (None, TypeError, ("query_start_loc", "q")),
+        (3, TypeError, ("query_start_loc",)),
+        ([0, 1, 2, 3], TypeError, ("query_start_loc",)),
+        (np.arange(4.0), TypeError, ("query_start_loc", "int32", "int64", "float64")),
+        (np.arange(4, dtype=np.int32)[::-1], ValueError, ("query_start_loc",)),
+        (np.zeros((4, 1), np.int32), ValueError, ("query_start_loc", 1, 2)),
+        (np.arange(3, dtype=np.int32), ValueError, (4, 3)),
+        (np.array([0, 1, 2, 4], np.int32), ValueError, (3, "q", 0, 4)),
+        (np.array([1, 1, 2, 3], np.int32), ValueError, (1, 3)),
+        (np.array([0, 2, 1, 3], np.int32), ValueError, ("query_start_loc", 2, 1)),
+        (np.array([0, -1, 2, 3], np.int32), ValueError, ("query_start_loc", 0, -1, 1)),
     ],
 )
-def test_prefill_names_a_bad_query_start_loc(starts, error, match):
+def test_prefill_names_a_bad_query_start_loc(starts, error, words):
     case = make_case(LAYOUT, 2, [40, 0, 17])
     out = np.full(case.q.shape, SENTINEL, np.float32)
-    with pytest.raises(error, match=match):
+    with refuses(error, *words):
         prefill(*case.args, starts, out=out)
     assert (out == SENTINEL).all()
 
@@ -318,7 +312,7 @@ def test_prefill_needs_query_start_loc_and_has_no_block_scores():
     case = make_case(LAYOUT, 2, [40, 0, 17])
     with pytest.raises(TypeError, match="positional"):
         prefill(*case.args)
-    with pytest.raises(TypeError, match="return_block_scores"):
+    with refuses(TypeError, "return_block_scores"):
         prefill(*case.args, np.arange(4, dtype=np.int32), return_block_scores=True)
     with pytest.raises(TypeError, match="positional"):
         prefill(*case.args, np.arange(4, dtype=np.int32), None)
@@ -330,7 +324,7 @@ def test_a_block_out_of_range_of_a_long_prompt(place, block):
     case, starts = make_case(LAYOUT, 2, [40, 1]).with_queries([40, 1])
     case.block_tables[0, place] = block
     out = np.full(case.q.shape, SENTINEL, np.float32)
-    with pytest.raises(InvalidBlock, match=rf"block_tables\[0, {place}\] is {block}"):
+    with refuses(InvalidBlock, "block_tables", place, block):
         prefill(*case.args, starts, out=out)
     assert (out == SENTINEL).all()
 
@@ -338,7 +332,7 @@ def test_a_block_out_of_range_of_a_long_prompt(place, block):
 def test_results_step_forwards_only(call):
     out = np.zeros((3, 4, 16), np.float32)
     for turned in (out[::-1], out[:, ::-1], out[:, :, ::-1], np.broadcast_to(out[:1], out.shape)):
-        refused(call, ValueError, r"out must be C-contiguous|read-only|not writ", out=turned)
+        refused(call, ValueError, "out", out=turned)
     refused(call, ValueError, "seq_lens", seq_lens=lambda lens: lens[::-1])
     refused(call, ValueError, "block_tables", block_tables=lambda tables: tables[:, ::-1])
 
@@ -351,7 +345,7 @@ def test_nothing_to_do_takes_arrays_without_elements(call):
         assert (got[0] if options.get("return_lse") else got) is out
     no_width = np.zeros((3, 0), np.int32)
     assert not call(block_tables=no_width, seq_lens=np.zeros(3, np.int32), out=None).any()
-    refused(call, ValueError, "block_tables has 0 columns", block_tables=no_width)
+    refused(call, ValueError, ("block_tables", 0), block_tables=no_width)
 
 
 @pytest.mark.parametrize(
@@ -371,8 +365,7 @@ def test_nothing_to_do_takes_arrays_without_elements(call):
     ],
 )
 def test_a_variant_out_of_range(call, name, value, error):
-    match = "integer" if (name, error) == ("window_left", TypeError) else name
-    refused(call, error, match, **{name: value})
+    refused(call, error, name, **{name: value})
 
 
 def test_neutral_variants_are_taken(call):
@@ -381,8 +374,7 @@ def test_neutral_variants_are_taken(call):
 
 @pytest.mark.parametrize("sm_scale", [float("nan"), float("inf"), 1e39, 2.4e38, -2.4e38])
 def test_a_scale_that_float32_does_not_hold_in_base_2(call, sm_scale):
-    match = f"sm_scale must be from -2e38 to 2e38, not {re.escape(str(sm_scale))}$"
-    refused(call, ValueError, match, sm_scale=sm_scale)
+    refused(call, ValueError, ("sm_scale", "-2e38", "2e38", sm_scale), sm_scale=sm_scale)
 
 
 @pytest.mark.parametrize("num_threads", [0, -1])
@@ -398,47 +390,46 @@ def test_options_are_keywords_only(call):
 
 @pytest.mark.parametrize("name", ["window_left", "num_threads", "layer"])
 def test_a_number_that_is_none_is_named(call, name):
-    refused(call, TypeError, f"{name} must be an integer, not str", **{name: "1"})
-    refused(call, TypeError, f"{name} must be an integer, not ndarray", **{name: np.zeros(3, np.int32)})
+    refused(call, TypeError, (name, "integer", "str"), **{name: "1"})
+    refused(call, TypeError, (name, "integer", "ndarray"), **{name: np.zeros(3, np.int32)})
 
 
 @pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
 def test_a_factor_that_is_no_number_is_named(call, name):
-    refused(call, TypeError, f"{name} must be a number, not list", **{name: []})
+    refused(call, TypeError, (name, "number", "list"), **{name: []})
 
 
 def test_an_out_that_cannot_be_written_is_named(call):
-    refused(call, ValueError, "out is read-only", out=np.broadcast_to(np.float32(0), (3, 2, 16)))
+    refused(call, ValueError, ("out", "read-only"), out=np.broadcast_to(np.float32(0), (3, 2, 16)))
 
 
 @pytest.mark.parametrize(("name", "value"), [("layer", 2**70), ("num_threads", 10**30), ("window_left", -(2**70))])
 def test_the_number_that_is_refused_is_the_one_that_was_given(call, name, value):
-    refused(call, ValueError, f"{name} must be .*, not {value}$", **{name: value})
+    refused(call, ValueError, (name, value), **{name: value})
 
 
 @pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
 def test_a_factor_that_no_float_holds_is_named(call, name):
-    refused(call, ValueError, f"{name} must be a number that a float holds", **{name: 10**400})
+    refused(call, ValueError, (name, "float"), **{name: 10**400})
 
 
 @pytest.mark.parametrize("value", [None, 1, np.array(["exact", "bf16"])], ids=str)
 def test_an_arithmetic_that_is_no_name_is_refused_as_that(call, value):
-    refused(call, ValueError, f"arithmetic must be 'exact' or 'bf16', not {re.escape(repr(value))}", arithmetic=value)
+    refused(call, ValueError, ("arithmetic", "exact", "bf16", repr(value)), arithmetic=value)
 
 
 @pytest.mark.parametrize("value", [[0.0], "out", 1.0], ids=str)
 def test_an_out_that_is_no_array_is_named(call, value):
-    match = f"out must be an array of float32, float16 or bfloat16, not {type(value).__name__}"
-    refused(call, TypeError, match, out=value)
+    refused(call, TypeError, ("out", "float32", "float16", "bfloat16", type(value).__name__), out=value)
 
 
 @pytest.mark.parametrize("shape", [(), (3, 1, 1, 1)])
 def test_a_mask_of_other_dimensions(call, shape):
-    refused(call, ValueError, f"1, 2 or 3 dimensions, not {len(shape)}", custom_mask=np.ones(shape, bool))
+    refused(call, ValueError, (1, 2, 3, len(shape)), custom_mask=np.ones(shape, bool))
 
 
 def test_one_dimension_is_singular(call):
-    refused(call, ValueError, "seq_lens must have 1 dimension, not 2", seq_lens=np.zeros((3, 1), np.int32))
+    refused(call, ValueError, ("seq_lens", 1, 2), seq_lens=np.zeros((3, 1), np.int32))
 
 
 def test_queries_that_no_memory_holds(call):
@@ -446,8 +437,8 @@ def test_queries_that_no_memory_holds(call):
         q = np.broadcast_to(dtype(0), (1 << 21, 1 << 20, 16))
         tables, lens = np.zeros((1, 5), np.int32), np.ones(1, np.int32)
         starts = np.array([0, len(q)], np.int32)
-        match = "q has 2097152 query tokens of 1048576 heads, the most is 1099511627776"
-        refused(call, ValueError, match, q=q, block_tables=tables, seq_lens=lens, query_start_loc=starts)
+        words = ("q", 2097152, 1048576, 1099511627776)
+        refused(call, ValueError, words, q=q, block_tables=tables, seq_lens=lens, query_start_loc=starts)
 
 
 def test_more_sequences_than_are_counted(call):
@@ -456,6 +447,6 @@ def test_more_sequences_than_are_counted(call):
     many = np.frombuffer(
         mmap.mmap(-1, 4 * (count + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE), np.int32
     )
-    match = f"block_tables has {count} sequences, the most is {count - 1}"
+    words = ("block_tables", count, count - 1)
     empty = {"q": np.zeros((0, 4, 16), np.float32), "block_tables": np.zeros((count, 0), np.int32)}
-    refused(call, ValueError, match, **empty, seq_lens=many[:-1], query_start_loc=many, out=None)
+    refused(call, ValueError, words, **empty, seq_lens=many[:-1], query_start_loc=many, out=None)

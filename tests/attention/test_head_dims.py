@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from paged_cases import DTYPES, assert_close, assert_same_bits, attention_f64, garbage, make_case, random_kv, slots_of
+from refusals import refuses
 from test_decode_bits import VARIANTS, assert_canonical, per_head
 from test_decode_variants import variants
 
@@ -178,20 +179,20 @@ def test_a_special_k_is_a_special_v(block_size):
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "match"),
+    ("changed", "error", "words"),
     [
-        ({"v_head_dim": 12}, ValueError, "v_head_dim must be a multiple of 8, not 12"),
-        ({"v_head_dim": 1032}, ValueError, "v_head_dim must be from 8 to 1024, not 1032"),
-        ({"head_dim": 1032}, ValueError, "head_dim must be from 8 to 1024, not 1032"),
-        ({"num_layers": 2**31}, ValueError, "num_layers must be from 1 to 2147483647, not 2147483648"),
-        ({"num_kv_heads": 2**32 + 1}, ValueError, "num_kv_heads must be from 1 to 2147483647, not 4294967297"),
-        ({"v_head_dim": 72, "v_in_k": True}, ValueError, "K of 64 dims cannot hold a V of 72"),
-        ({"v_head_dim": 1.5}, TypeError, "v_head_dim"),
-        ({"v_in_k": 2}, TypeError, "v_in_k"),
+        ({"v_head_dim": 12}, ValueError, ("v_head_dim", 8, 12)),
+        ({"v_head_dim": 1032}, ValueError, ("v_head_dim", 8, 1024, 1032)),
+        ({"head_dim": 1032}, ValueError, ("head_dim", 8, 1024, 1032)),
+        ({"num_layers": 2**31}, ValueError, ("num_layers", 1, 2147483647, 2147483648)),
+        ({"num_kv_heads": 2**32 + 1}, ValueError, ("num_kv_heads", 1, 2147483647, 4294967297)),
+        ({"v_head_dim": 72, "v_in_k": True}, ValueError, ("K", 64, "V", 72)),
+        ({"v_head_dim": 1.5}, TypeError, ("v_head_dim",)),
+        ({"v_in_k": 2}, TypeError, ("v_in_k",)),
     ],
 )
-def test_layouts_that_are_refused(changed, error, match):
-    with pytest.raises(error, match=match):
+def test_layouts_that_are_refused(changed, error, words):
+    with refuses(error, *words):
         KvLayout(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, **changed})
 
 
@@ -200,19 +201,19 @@ def test_appends_that_are_refused():
     inside = KvCachePool.from_layout(KvLayout(1, 2, 24, 4, v_head_dim=16, v_in_k=True), 1)
     k, v = np.ones((1, 2, 24), np.float32), np.ones((1, 2, 16), np.float32)
     slots = np.zeros(1, np.int64)
-    for pool, values, match in (
-        (apart, (k,), "v is missing"),
-        (apart, (k, k), r"v must have shape \(1, 2, 16\)"),
-        (apart, (v, v), r"k must have shape \(1, 2, 24\)"),
-        (inside, (k, v), "first 16 of the 24 dims"),
-        (inside, (v,), r"k must have shape \(1, 2, 24\)"),
+    for pool, values, words in (
+        (apart, (k,), ("v",)),
+        (apart, (k, k), ("v", v.shape, k.shape)),
+        (apart, (v, v), ("k", k.shape, v.shape)),
+        (inside, (k, v), (16, 24)),
+        (inside, (v,), ("k", k.shape, v.shape)),
     ):
-        with pytest.raises(ValueError, match=match):
+        with refuses(ValueError, *words):
             pool.append(0, slots, *values)
         assert not np.asarray(memoryview(pool)).any()
 
 
 def test_an_out_of_the_queries_dims_is_refused():
     case = make_case(KvLayout(1, 1, 24, 16, "float32", v_head_dim=16), 2, [3])
-    with pytest.raises(ValueError, match=r"out must have the shape \(1, 2, 16\), not \(1, 2, 24\)"):
+    with refuses(ValueError, "out", (1, 2, 16), (1, 2, 24)):
         case.decode(out=np.zeros((1, 2, 24), np.float32))
