@@ -29,7 +29,6 @@ from pagepool.prefix import (
     PrefixCache,
     PrefixEvent,
     PrefixNamespace,
-    PrefixPins,
     PrefixSnapshot,
     StateCheckpoints,
 )
@@ -71,7 +70,6 @@ __all__ = [
     "PrefixEvent",
     "PrefixMatch",
     "PrefixNamespace",
-    "PrefixPins",
     "PrefixSnapshot",
     "ScheduledBatch",
     "Scheduler",

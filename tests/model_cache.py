@@ -1,9 +1,9 @@
-"""Operations of the random program on the prefix cache: hits, publications, priorities for a time, pins, evictions."""
+"""Operations of the random program on the prefix cache: hits, publications, priorities for a time, evictions."""
 
 from model_world import Core, Sequence
 
 OPERATIONS = {
-    "hit": 4, "publish": 5, "evict": 3, "discard": 1, "pass_time": 1, "pin": 1, "unpin": 2, "reset": 0.1,
+    "hit": 4, "publish": 5, "evict": 3, "discard": 1, "pass_time": 1, "hold": 1, "reset": 0.1,
 }  # fmt: skip
 
 
@@ -54,8 +54,6 @@ class Cached(Core):
     def pass_time(self):
         self.now += self.below(4)
         self.both(lambda side, i: side.cache.expire(self.now))
-        if not self.taking_part and self.pinned:
-            self.both(lambda side, i: side.pins.expire(self.now))
 
     def evict(self):
         if not self.taking_part:
@@ -67,18 +65,9 @@ class Cached(Core):
             blocks = [self.below(self.most) for _ in range(2)]
             self.both(lambda side, i: side.cache.discard(blocks))
 
-    def pin(self):
-        if not self.taking_part:
-            prompt, ttl = self.prompt(), self.one_of((None, 0, 3, 9))
-            number = self.both(lambda side, i: side.pins.pin(prompt, ttl=ttl, now=self.now))
-            if isinstance(number, int):
-                self.pinned.append(number)
-
-    def unpin(self):
-        """Also one whose time was over."""
-        if not self.taking_part and self.pinned:
-            pin = self.pinned.pop(self.below(len(self.pinned)))
-            self.both(lambda side, i: side.pins.unpin(pin))
+    def hold(self):
+        """Holds what is cached of a prompt until its blocks are freed."""
+        self.held += self.found(self.prompt())[0]
 
     def reset(self):
         if not self.taking_part:

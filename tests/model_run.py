@@ -3,7 +3,7 @@
 python tests/model_run.py --ops 10000000 --seed 1. The seed is printed first; the same seed runs the same program. At
 the end a table says how often each operation was drawn, how often within a transaction, and how it went.
 
-One step is one operation on allocators that grow and shrink, on sequences, hybrid sequences, prefix cache, pins,
+One step is one operation on allocators that grow and shrink, on sequences, hybrid sequences, prefix cache,
 recurrent states and their checkpoints, on stale handles, or on transactions that nest and end by commit, by abort, by
 an exception or by being dropped, on both sides. Keys in the pages say which token was written and states which tokens
 they passed over, so that what a sequence reads after forks, copies, cuts, hits in the cache, rollbacks and aborts is

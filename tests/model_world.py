@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 
 import pagepool
-from pagepool import KvGroup, KvLayout, PoolError, PrefixPins, StateCheckpoints, StateLayout, Transaction, reference
+from pagepool import KvGroup, KvLayout, PoolError, StateCheckpoints, StateLayout, Transaction, reference
 from pagepool.prefix.eviction import POLICIES
 from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
-from pagepool.reference.pins import PrefixPins as ReferencePins
 
 STATES = StateLayout(layers=[{"h": ((2,), "float32")}])
 SLOTS = 12
@@ -51,9 +50,7 @@ class Core:
                 KvGroup(allocators[place], self.window_size if small else self.block_size, window, 24)
                 for place, small, window in GROUPS
             ]
-            checkpoints, pins = (StateCheckpoints, PrefixPins)
-            if api is reference:
-                checkpoints, pins = ReferenceCheckpoints, ReferencePins
+            checkpoints = ReferenceCheckpoints if api is reference else StateCheckpoints
             self.sides.append(
                 SimpleNamespace(
                     api=api,
@@ -63,7 +60,6 @@ class Core:
                     states=states,
                     models=[[groups[i] for i in model] for model in MODELS],
                     checkpoints=checkpoints(STATES, states, budget, grid=8, spacing=2),
-                    pins=pins(cache, 4),
                     transactions=[],
                 )
             )
@@ -77,7 +73,6 @@ class Core:
         self.held = []  # references of our own
         self.pending = []  # given up, dropped by the commit
         self.stale = []  # what was closed, released or given up
-        self.pinned = []
         self.now = 0.0
         self.taking_part = []  # per open transaction, the ids of what takes part
         self.before = []  # per open transaction, all that was there
@@ -261,14 +256,13 @@ class Core:
         for side in self.sides:
             side.allocators[0].check(others=len(self.held) + len(self.pending))
             side.allocators[1].check(others=0)
-            for each in (side.cache, side.states, side.pins):
+            for each in (side.cache, side.states):
                 each.check()
         ours.checkpoints.check()
         self.both(lambda side, i: [counts(allocator, 48) for allocator in side.allocators])
         self.both(lambda side, i: [(one.capacity, one.available) for one in side.allocators])
-        self.both(lambda side, i: (side.cache.num_cached, side.cache.evictable, side.pins.num_pinned))
+        self.both(lambda side, i: (side.cache.num_cached, side.cache.evictable))
         self.both(lambda side, i: sorted(side.cache.references()))
-        self.both(lambda side, i: sorted(side.pins.references()))
         self.both(lambda side, i: (side.checkpoints.index.num_states, side.checkpoints.index.used_bytes))
         self.both(lambda side, i: [side.states.slot(k).position for k in range(SLOTS)])
         if self.failing is None:  # a slot that was taken for what then failed has been released once more
@@ -295,8 +289,6 @@ class Core:
             self.both(lambda side, i, thing=thing: thing.pair[i].close())
         for pair in self.handles:
             self.both(lambda side, i, pair=pair: pair[i].close())
-        for pin in self.pinned:
-            self.both(lambda side, i, pin=pin: side.pins.unpin(pin))
         self.both(lambda side, i: side.allocator.free(self.held))
         self.both(lambda side, i: side.cache.reset_prefix_cache())
         left = self.both(lambda side, i: [one.in_use for one in side.allocators] + [side.states.used_count])

@@ -1,4 +1,4 @@
-"""Threads that share one object: prefix cache, allocator, pool, pins, states, scheduler. Each stays whole.
+"""Threads that share one object: prefix cache, allocator, pool, states, scheduler. Each stays whole.
 
 These run with a GIL, too. Without one, the threads are inside of the same object at the same time.
 """
@@ -20,7 +20,6 @@ from pagepool import (
     PagedSeqState,
     PoolExhausted,
     PrefixCache,
-    PrefixPins,
     Scheduler,
     SchedulerConfig,
     SsmStatePool,
@@ -226,12 +225,9 @@ def test_no_owner_is_lost_while_others_are_added_and_go():
     assert len(allocator.owners()) == 40 * THREADS
 
 
-def test_owners_may_be_asked_for_while_prefixes_are_pinned():
-    """One thread at a time uses the pins; the allocator asks them on any."""
+def test_owners_may_be_asked_for_while_matches_are_held():
     allocator = BlockAllocator(64)
     cache = PrefixCache(allocator, 1)
-    pins = PrefixPins(cache, budget=64)
-    lock = threading.Lock()
     cache.touch(range(16))
 
     def work(number):
@@ -239,20 +235,14 @@ def test_owners_may_be_asked_for_while_prefixes_are_pinned():
         for turn in range(ROUNDS):
             if number % 2:
                 for owners in allocator.owners().values():
-                    assert {owner.kind for owner in owners} <= {"cache", "pin", "other"}
+                    assert {owner.kind for owner in owners} <= {"cache", "other"}
                 allocator.leaks()
             else:
-                with lock:
-                    held.append(pins.pin(range(1 + turn % 16)))
-                    if len(held) > 3:
-                        pins.unpin(held.pop(0))
-        with lock:
-            for pin in held:
-                pins.unpin(pin)
+                held.append(cache.match_tokens(range(1 + turn % 16)))
+                if len(held) > 3:
+                    held.pop(0).close()
 
     run_together(work)
-    pins.check()
-    assert len(pins) == 0
     cache.check()
     allocator.check(others=0)
 

@@ -19,7 +19,7 @@ def test_the_program_does_every_operation_and_has_every_one_that_can_fail_refuse
     assert {name for name, (_, _, done, _) in counted.items() if not done} == {"free_too_much"}
     assert {name for name, (_, within, _, _) in counted.items() if within} == set(counted)
     never = {"fork", "drop_before", "release", "close", "take_handle", "hit", "evict", "discard", "pass_time", "reset"}
-    never |= {"free", "pin", "advance", "copy", "give_back", "forget", "roll_to", "trim", "close_hybrid"}
+    never |= {"free", "hold", "advance", "copy", "give_back", "forget", "roll_to", "trim", "close_hybrid"}
     assert {name for name, (*_, refused) in counted.items() if not refused} <= never
 
 

@@ -4,13 +4,11 @@ from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.prefix.namespace import PrefixNamespace
-from pagepool.prefix.pins import PrefixPins
 
 __all__ = [
     "PrefixCache",
     "PrefixEvent",
     "PrefixNamespace",
-    "PrefixPins",
     "PrefixSnapshot",
     "StateCheckpoints",
 ]

@@ -8,7 +8,6 @@ from pagepool import (
     KvGroup,
     PagedSeqState,
     PrefixCache,
-    PrefixPins,
     SsmStatePool,
     StateCheckpoints,
     StateLayout,
@@ -59,9 +58,7 @@ class World:
             self.hybrid.state.view(0, "a")[:] = n
             self.marks.append(self.hybrid.checkpoint())
         self.hybrid.append(6)
-        self.pins = PrefixPins(self.cache, 1000)
-        self.pin = self.pins.pin(PROMPT[:1120], ttl=5)
-        self.pins.pin(PROMPT[:40])
+        self.match = self.cache.match_tokens(PROMPT[:1120])
         self.checkpoints = StateCheckpoints(STATES, self.pool, 100_000)
         self.lent.view(0, "a")[:] = 5
         self.checkpoints.save(self.lent.index, PROMPT, 500, "end")
@@ -70,13 +67,11 @@ class World:
         self.transaction.free(self.allocator, self.many[-99:])
 
     def picture(self):
-        for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new, self.pins, self.checkpoints):
+        for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new, self.checkpoints):
             one.check()
         return (
             [self.allocator.ref_count(block) for block in range(BLOCKS)],
             [
-                len(self.pins),
-                self.pins.num_pinned,
                 self.pool.used_count,
                 self.cache.num_cached,
                 self.state.len,
@@ -91,7 +86,6 @@ class World:
         """The end of what was done before an operation that failed."""
         if self.transaction.is_open:
             self.transaction.commit()
-        self.pins.expire(6)
 
     def change_everything(self, transaction):
         transaction.enlist(self.state, self.handle, self.hybrid)
@@ -242,9 +236,6 @@ OPERATIONS = {
     "truncate": lambda world: world.hybrid.truncate(800),
     "begin of a hybrid": lambda world: world.hybrid.begin(),
     "commit of a hybrid": lambda world: end_of_hybrid(world, True),
-    "pin": lambda world: world.pins.pin(PROMPT, ttl=7),
-    "unpin": lambda world: world.pins.unpin(world.pin),
-    "expire": lambda world: world.pins.expire(5),
     "save a state": save,
     "resume a state": resume,
     "abort of a hybrid": lambda world: end_of_hybrid(world, False),
@@ -252,7 +243,7 @@ OPERATIONS = {
 }
 
 # Of the long ones not every allocation fails.
-STRIDES = {"pin": 5, "whole": 31, "whole, with one within": 29, "commit": 7, "cache_blocks in a transaction": 3}
+STRIDES = {"whole": 31, "whole, with one within": 29, "commit": 7, "cache_blocks in a transaction": 3}
 
 if __name__ == "__main__":
     fail_all(World, OPERATIONS, plain_python=OPERATIONS, strides=STRIDES)

@@ -15,7 +15,6 @@ from pagepool import (
     PagedSeqState,
     PrefixCache,
     PrefixNamespace,
-    PrefixPins,
     Scheduler,
     SchedulerConfig,
     SequencePool,
@@ -51,7 +50,6 @@ def owners():
         SequencePool(pool, states),
         SwapFile(pool, num_blocks=2),
         StateCheckpoints(STATES, states, 1000),
-        PrefixPins(cache, 2),
         Transaction(state),
     ]
 

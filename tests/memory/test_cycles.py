@@ -18,7 +18,6 @@ from pagepool import (
     KvLayout,
     PagedSeqState,
     PrefixCache,
-    PrefixPins,
     SequencePool,
     SsmStatePool,
     StateCheckpoints,
@@ -63,8 +62,7 @@ def tie(allocator, rng):
     state = PagedSeqState(allocator, 4, label="knot")
     state.append(9)
     cache.cache_blocks(range(9), state.blocks)
-    pins = PrefixPins(cache, 4)
-    pins.pin(range(9))
+    match = cache.match_tokens(range(9))
     checkpoints = StateCheckpoints(STATES, states, 1000)
     hybrid = HybridSequence([KvGroup(allocator, 4), KvGroup(allocator, 4, window=3)], states, label=7)
     hybrid.append(9)
@@ -74,13 +72,13 @@ def tie(allocator, rng):
     state.truncate(2)
     hybrid.append(5)
     state.handle()
-    parts = [pool, states, cache, state, pins, checkpoints, hybrid, handle, transaction, SequencePool(kv=pool)]
+    parts = [pool, states, cache, state, match, checkpoints, hybrid, handle, transaction, SequencePool(kv=pool)]
     parts += [state.fork(), hybrid.fork(), state.handle(), allocator.owners(), allocator.leaks()]
     rng.shuffle(parts)
     knot = Knot()
     knot.parts = parts
     transaction.on_abort(lambda: len(knot.parts))
-    return [weakref.ref(one) for one in (knot, pool, states, cache, pins, hybrid, transaction)]
+    return [weakref.ref(one) for one in (knot, pool, states, cache, hybrid, transaction)]
 
 
 @pytest.mark.parametrize("seed", range(8))

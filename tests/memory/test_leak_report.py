@@ -17,7 +17,6 @@ from pagepool import (
     KvLayout,
     PagedSeqState,
     PrefixCache,
-    PrefixPins,
     SequencePool,
     SsmStatePool,
     StateLayout,
@@ -92,8 +91,7 @@ def test_what_is_done_as_it_should_be_warns_of_nothing():
         cache = PrefixCache(pool.allocator, 4)
         state = sequence(pool.allocator, 9, 1)
         cache.cache_blocks(range(9), state.blocks)
-        pins = PrefixPins(cache, 4)
-        pins.unpin(pins.pin(range(9)))
+        cache.match_tokens(range(9)).close()
         state.close()
     with pytest.raises(ValueError, match="the pool is closed"):
         pool.page(0)

@@ -121,3 +121,12 @@ def test_a_match_is_made_by_a_cache_alone_and_is_not_copied(cache):
         with pytest.raises(TypeError):
             make(match)
     assert counts(cache) == [2, 2, 0]
+
+
+def test_a_held_match_pins_its_blocks(cache):
+    match = cache.match_tokens([*PROMPT[:4], 9])
+    assert (cache.evict(8), cache.num_cached, cache.evictable) == (1, 1, 0)
+    cache.reset_prefix_cache()
+    assert cache.allocator.in_use == 1  # a match outlasts the cache's own reference
+    match.close()
+    assert cache.allocator.in_use == 0

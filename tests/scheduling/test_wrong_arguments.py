@@ -8,7 +8,6 @@ from pagepool import (
     KvLayout,
     PreemptionCosts,
     PrefixCache,
-    PrefixPins,
     Scheduler,
     SchedulerConfig,
     SwapFile,
@@ -86,7 +85,6 @@ def test_others_do_too():
     cache = PrefixCache(BlockAllocator(8), 4)
     worth = PrefixCache(BlockAllocator(8), 4, "priority")
     blocks = cache.allocator.allocate_n(1)
-    pins = PrefixPins(cache, 2)
     pool = KvCachePool(8, 1)
     for call, words in (
         (lambda: PreemptionCosts(None), "recompute_us_per_token must be a number, not None"),
@@ -94,8 +92,6 @@ def test_others_do_too():
         (lambda: SwapFile(pool, num_blocks="2"), "num_blocks must be an integer, not str: '2'"),
         (lambda: calibrate(rounds=None), "rounds must be an integer, not None"),
         (lambda: Transaction(5), "a participant must be a sequence, a StateHandle or .*, not int: 5"),
-        (lambda: PrefixPins(cache, None), "budget must be an integer, not None"),
-        (lambda: pins.pin([1], ttl="x"), "ttl must be a number, not str: 'x'"),
         (lambda: worth.cache_blocks([1, 2, 3, 4], blocks, ttl="x"), "ttl must be a number, not str: 'x'"),
     ):
         with pytest.raises(TypeError, match=words):
@@ -105,11 +101,10 @@ def test_others_do_too():
     for call in (
         lambda: cache.cache_blocks([1, 2, 3, 4], blocks, now=float("nan")),
         lambda: worth.cache_blocks([1, 2, 3, 4], blocks, now=float("nan"), ttl=1.0),
-        lambda: pins.expire(float("nan")),
     ):
         with pytest.raises(ValueError, match=r"now must be a (time|number), not nan"):
             call()
-    assert len(pins) == 0 and cache.num_cached == worth.num_cached == 0
+    assert cache.num_cached == worth.num_cached == 0
 
 
 def test_a_batch_of_another_scheduler_is_refused():
@@ -145,7 +140,6 @@ def test_a_config_names_what_is_wrong():
         (lambda: PreemptionCosts(swap_us_per_block=b"1"), TypeError, "swap_us_per_block must be a number, not bytes"),
         (lambda: KvLayout(1, 1, 8, block_size=2000), ValueError, "block_size must be from 1 to 1024, not 2000"),
         (lambda: calibrate(tokens=0), ValueError, "tokens must be at least 1, not 0"),
-        (lambda: PrefixPins(PrefixCache(BlockAllocator(1)), -1), ValueError, "budget must be at least 0, not -1"),
     ):
         with pytest.raises(error, match=words):
             call()
