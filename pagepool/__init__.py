@@ -5,8 +5,8 @@ from pagepool._version import __version__
 from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode, prefill
 from pagepool.attention.merge import merge_state, merge_states
-from pagepool.config import KvLayout, PreemptionCosts, SchedulerConfig, StateLayout, Tenant
-from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, SwapError, TransferError
+from pagepool.config import KvLayout, SchedulerConfig, StateLayout, Tenant
+from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, TransferError
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import PrefixMatch
 from pagepool.memory.block_table import PagedSeqState, SequenceHandle
@@ -40,9 +40,7 @@ from pagepool.scheduling import (
     Scheduler,
     SeqState,
     Sequence,
-    SwapFile,
     Transaction,
-    calibrate,
 )
 
 __all__ = [
@@ -63,7 +61,6 @@ __all__ = [
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
-    "PreemptionCosts",
     "PreemptionLog",
     "PreemptionRecord",
     "PrefixCache",
@@ -85,14 +82,11 @@ __all__ = [
     "StateCheckpoints",
     "StateHandle",
     "StateLayout",
-    "SwapError",
-    "SwapFile",
     "Tenant",
     "TraceRecorder",
     "Transaction",
     "TransferError",
     "__version__",
-    "calibrate",
     "calibrate_channels",
     "cpu_info",
     "decode",

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagepool.arguments import dtype_name, integer, plain_dtype, real
 
-__all__ = ["KV_DTYPES", "KvLayout", "PreemptionCosts", "SchedulerConfig", "StateLayout", "Tenant"]
+__all__ = ["KV_DTYPES", "KvLayout", "SchedulerConfig", "StateLayout", "Tenant"]
 
 # Bytes of an element of each dtype that pages may have.
 KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -28,7 +28,7 @@ CHOICES = {
     "admission": ("prompt", "whole"),
     "cache_outputs": ("full", "end"),
 }
-PREEMPTION_ACTIONS = ("partial", "swap")
+PREEMPTION_ACTIONS = ("partial",)
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
 
@@ -225,26 +225,6 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class PreemptionCosts:
-    """What preemption costs, in microseconds. The scheduler chooses the action by it; `calibrate` measures it.
-
-    recompute_us_per_token   computing a prompt token again
-    swap_us_per_block        writing a block to the swap file and reading it back; None: unknown, so never swap
-    """
-
-    recompute_us_per_token: float = 60.0
-    swap_us_per_block: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("recompute_us_per_token", "swap_us_per_block"):
-            cost = getattr(self, name)
-            if cost is None and name == "swap_us_per_block":
-                continue
-            if not 0.0 <= real(name, cost) < float("inf"):
-                raise ValueError(f"{name} must be at least 0 and finite, not {cost}")
-
-
-@dataclass(frozen=True)
 class SchedulerConfig:
     """The budgets and policies of a `Scheduler`.
 
@@ -271,10 +251,7 @@ class SchedulerConfig:
     preemption_actions    what a preempted sequence may do besides giving all its blocks to be recomputed. "partial":
                           it gives only the blocks that are needed, from its end, and keeps the others while it waits;
                           with a prefix cache this is always so, since the cache keeps the blocks and evicts only what
-                          is needed. "swap": its blocks are written to the swap file, if the scheduler has one and
-                          `costs` says that this is cheaper. Cached blocks that nobody uses are always evicted first
-    costs                 the `PreemptionCosts` by which the action is chosen; see `calibrate`
-    hysteresis            free blocks per active sequence that must remain when a preempted sequence comes back
+                          is needed. Cached blocks that nobody uses are always evicted first
     max_records           the most records that `Scheduler.preemptions` keeps
     """
 
@@ -293,8 +270,6 @@ class SchedulerConfig:
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
     preemption_actions: tuple[str, ...] = ()
-    costs: PreemptionCosts = PreemptionCosts()
-    hysteresis: int = 1
     max_records: int = 1024
 
     def __post_init__(self) -> None:
@@ -308,7 +283,7 @@ class SchedulerConfig:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")
         if self.max_wait_steps is not None:
             object.__setattr__(self, "max_wait_steps", integer("max_wait_steps", self.max_wait_steps, 1))
-        for name in ("lookahead", "hysteresis", "max_records"):
+        for name in ("lookahead", "max_records"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 0))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
@@ -320,8 +295,6 @@ class SchedulerConfig:
             if action not in PREEMPTION_ACTIONS:
                 known = " or ".join(map(repr, PREEMPTION_ACTIONS))
                 raise ValueError(f"each of preemption_actions must be {known}, not {action!r}")
-        if not isinstance(self.costs, PreemptionCosts):
-            raise TypeError(f"costs must be a PreemptionCosts, not {type(self.costs).__name__}")
         if not isinstance(self.tenants, Mapping):
             raise TypeError(f"tenants must map names to Tenants, not be a {type(self.tenants).__name__}")
         object.__setattr__(self, "tenants", dict(self.tenants))

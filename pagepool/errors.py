@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle", "SwapError", "TransferError"]
+__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle", "TransferError"]
 
 
 class PoolError(Exception):
@@ -25,10 +25,6 @@ class InvalidSlot(PoolError, ValueError):
 
 class StaleHandle(PoolError, ValueError):
     """A handle or a sequence is used after it was given back; its block or slot may have another owner by now."""
-
-
-class SwapError(PoolError):
-    """The swap file is full, cannot be written or read, or does not hold what was written."""
 
 
 class TransferError(PoolError):

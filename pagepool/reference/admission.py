@@ -13,16 +13,16 @@ from pagepool.reference.tenants import Tenants
 
 __all__ = ["Admission"]
 
+SPARE_BLOCKS = 1  # per active request, that stay free when a preempted one comes back
+
 
 class Admission(Preemption):
     """From the waiting queue to the active requests: `ring`, the one that has waited longest for a step first, and
     `admitted`, the same in the order of admission. `short`: the request that was next and did not fit, how many had
     gone by then, the room, and how much of it was cached."""
 
-    def __init__(
-        self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, swap: Any, tenants: Tenants
-    ) -> None:
-        super().__init__(config, allocator, block_size, cache, swap, tenants)
+    def __init__(self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, tenants: Tenants) -> None:
+        super().__init__(config, allocator, block_size, cache, tenants)
         self.ring: list[Request] = []
         self.admitted: list[Request] = []
         self.short: tuple[Request, int, int, int] | None = None
@@ -101,7 +101,7 @@ class Admission(Preemption):
     def _leader(self, request: Request) -> tuple[Request, int] | None:
         """Whom it waits for, and until that one has read how many tokens: of those that compute its next blocks the one
         that has most of them, and none of lower priority."""
-        known = max(request.fed, self._cached(request), 0 if request.swapped is None else request.swapped[2])
+        known = max(request.fed, self._cached(request))
         leader = None
         for other in self._prefills():
             shared = self._shared(request, other)
@@ -132,15 +132,14 @@ class Admission(Preemption):
         return min(int(self.cache.cached_tokens(prompt, **self.keys_of(request, group))) for group in groups)
 
     def _start(self, request: Request) -> bool:
-        """Give it its blocks: cached, left and swapped ones. False, and as before, when it does not fit."""
+        """Give it its blocks: cached ones and those that it kept. False, and as before, when it does not fit."""
         before, fed = request.kv, request.fed
         if before is None:
             request.kv = self._open(request)
-            if self.cache is not None and request.swapped is None:
+            if self.cache is not None:
                 request.epoch = self.cache.forgotten
         found = self._adopt(request)
         if self._fits(request):
-            self.restore(request, self.num_steps)
             return True
         if before is None:
             request.kv.close()
@@ -156,12 +155,9 @@ class Admission(Preemption):
         return PagedSeqState(self.allocator, self.block_size, self.blocks_for(request.max_tokens))
 
     def _adopt(self, request: Request) -> bool:
-        """Begin with cached blocks, where they are more than it was left or has swapped."""
+        """Begin with cached blocks, where they are more than it was left."""
         full = (request.total_tokens - 1) // self.block_size
-        least = max(
-            request.fed // self.block_size + 1,
-            request.swapped[2] // self.block_size if request.swapped is not None else 0,
-        )
+        least = request.fed // self.block_size + 1
         if self.cache is not None and self.groups is not None:
             return self._adopt_hybrid(request)
         if self.cache is None or full < least:
@@ -207,8 +203,6 @@ class Admission(Preemption):
         if not self.ring:
             unread = request.total_tokens - request.fed
             end = request.fed + min(unread, config.max_prefill_tokens, config.max_batch_tokens)
-            if request.swapped is not None:
-                end = max(end, request.swapped[2])
             wanted = self.blocks_for(end) - held
             enough = self.available({request.tenant: wanted}) >= wanted
             return enough or self.make_room_for(request, wanted, self.num_steps)
@@ -218,7 +212,7 @@ class Admission(Preemption):
             return False
         wanted = self.blocks_for(request.total_tokens) - held
         if request.state == "preempted":
-            wanted += config.hysteresis * len(self.ring)
+            wanted += SPARE_BLOCKS * len(self.ring)
         left = self.available({request.tenant: wanted}) - self._promised() - wanted
         return left >= int(capacity * config.watermark)
 

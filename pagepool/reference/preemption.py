@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagepool.config import SchedulerConfig
-from pagepool.errors import PoolExhausted, SwapError
+from pagepool.errors import PoolExhausted
 from pagepool.reference.batch import append_batch
 from pagepool.reference.request import Request, blocks_of
 from pagepool.reference.tenants import Tenants
@@ -21,14 +21,11 @@ class Preemption:
     `records`: step, action, id, blocks given, blocks wanted, blocks that were free.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, swap: Any, tenants: Tenants
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, tenants: Tenants) -> None:
         self.config = config
         self.allocator = allocator
         self.block_size = block_size
         self.cache = cache
-        self.swap: Any = swap if "swap" in config.preemption_actions else None
         self.tenants = tenants
         self.groups: Any = None
         self.states: Any = None
@@ -158,37 +155,6 @@ class Preemption:
                 self._give_way(victim, min(missing, most))
         return self.available(needs) >= wanted
 
-    def restore(self, request: Request, now: int) -> None:
-        """Bring back what is in the swap file, unless more was found in the cache."""
-        self.now = now
-        swapped, request.swapped = request.swapped, None
-        if swapped is None or self.swap is None:
-            return
-        first, tickets, end = swapped
-        self.wanted = count = sum(len(ticket.places) for ticket in tickets)
-        if first != request.fed or not self.append([request], [end - first]):
-            self._drop(tickets)
-            return
-        blocks = request.kv.blocks[self.blocks_for(first) :]
-        try:
-            while tickets:
-                ticket = tickets.pop(0)
-                self.swap.load(ticket, blocks[: len(ticket.places)])
-                blocks = blocks[len(ticket.places) :]
-        except SwapError:
-            self._drop(tickets)
-            request.kv.truncate(first)
-            self._record("lost", request.id, count, 0)
-        else:
-            request.fed = end
-            self._record("restore", request.id, count, 0)
-
-    def forget(self, request: Request) -> None:
-        """It ends."""
-        if request.swapped is not None:
-            self._drop(request.swapped[1])
-            request.swapped = None
-
     def publish(self, request: Request, num_tokens: int, now: float) -> None:
         """Let others find the full blocks among its first `num_tokens` tokens; none once the cache was told to forget
         blocks, since what it has computed by then may follow from wrong ones."""
@@ -233,14 +199,12 @@ class Preemption:
                 yield request, self.held(request)
 
     def _give_way(self, request: Request, blocks: int) -> None:
-        """Take its last blocks: swapped when that is cheaper than computing them again. It waits then."""
+        """Take its last blocks, or all. It waits then."""
         held = self.held(request)
         given = min(blocks, held) if self.partial else held
         keep = (held - given) * self.block_size
-        end = min(request.fed, request.total_tokens - 1)
         free = self.available({})
         self.publish(request, request.fed, self.time)
-        action = self._choose(request, keep, end, given)
         if keep:
             request.kv.truncate(keep)
         else:
@@ -252,31 +216,7 @@ class Preemption:
             request.num_preemptions += 1
             self.num_preemptions += 1
             self.gone(request)
-        self._record(action, request.id, given, free)
-
-    def _choose(self, request: Request, keep: int, end: int, blocks: int) -> str:
-        """The action, after writing to the swap file if that is it."""
-        swapped, costs = request.swapped, self.config.costs
-        lost = max(end, 0 if swapped is None else swapped[2]) - keep
-        is_cheaper = (
-            costs.swap_us_per_block is not None
-            and blocks * costs.swap_us_per_block < lost * costs.recompute_us_per_token
-        )
-        if self.swap is not None and end > keep and is_cheaper:
-            ticket = self._store(request.kv.blocks[keep // self.block_size : self.blocks_for(end)])
-            if ticket is not None:
-                later = ([], end) if swapped is None else swapped[1:]
-                request.swapped = (keep, [ticket, *later[0]], later[1])
-                return "swap"
-        self.forget(request)
-        return "partial" if keep else "recompute"
-
-    def _store(self, blocks: list[int]) -> Any:
-        """The ticket of these blocks; None when the file is full or cannot be written, and the next action is taken."""
-        try:
-            return self.swap.store(blocks)
-        except SwapError:
-            return None
+        self._record("partial" if keep else "recompute", request.id, given, free)
 
     def gone(self, request: Request) -> None:
         """An active one is preempted or ends: it leaves the ring."""
@@ -300,10 +240,6 @@ class Preemption:
             for tenant, group in self.tenants.groups.items():
                 outside = self.tenants.outside(tenant, self.cache)
                 self.cache.reservations.set(group, max(0, self.tenants.reserved[tenant] - outside))
-
-    def _drop(self, tickets: list[Any]) -> None:
-        for ticket in tickets:
-            self.swap.drop(ticket)
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int) -> None:
         self.records.append((self.now, action, seq_id, blocks, self.wanted, free))

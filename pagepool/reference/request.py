@@ -14,7 +14,7 @@ WINDOW = {"lpm": 32}  # how many of each tenant's requests a policy looks at, if
 @dataclass(eq=False)
 class Request:
     """`state` is one of waiting, prefilling, decoding, preempted, finished. While it has blocks, `kv.len == fed`,
-    but for slots of drafts. `swapped`: first token, tickets, and the token behind the last."""
+    but for slots of drafts."""
 
     id: int
     prompt_tokens: list[int]
@@ -34,7 +34,6 @@ class Request:
     published: int = 0
     epoch: int = 0  # how many blocks the cache had been told to forget when it began
     prefill_end: int = 0
-    swapped: tuple[int, list[Any], int] | None = None
     awaits: tuple[Request, int] | None = None  # while deferred: whom, and how many tokens that one is to read first
     stops: list[tuple[int, str]] = field(default_factory=list)  # where its recurrent state is to be kept, and why
     counted: bool = False

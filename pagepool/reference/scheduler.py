@@ -39,7 +39,6 @@ class Scheduler(Admission):
         config: SchedulerConfig,
         pool: Any,
         prefix_cache: Any = None,
-        swap: Any = None,
         *,
         groups: Any = None,
         states: Any = None,
@@ -49,7 +48,7 @@ class Scheduler(Admission):
         size = pool.layout.block_size if hasattr(pool, "layout") else config.block_size
         self.known: dict[int, Request] = {}
         tenants = Tenants(config, self.blocks_for, self.requests)
-        super().__init__(config, allocator, size, prefix_cache, swap, tenants)
+        super().__init__(config, allocator, size, prefix_cache, tenants)
         if groups is not None:
             self.groups, self.states, self.checkpoints, self.partial = groups, states, checkpoints, False
         self.finished: list[Request] = []
@@ -279,7 +278,6 @@ class Scheduler(Admission):
             if request.kv is not None:
                 request.kv.close()
                 request.kv = None
-            self.forget(request)
             if request in self.ring:
                 self.gone(request)
             request.state, request.awaits = "finished", None

@@ -1,10 +1,9 @@
 """Continuous batching in plain Python."""
 
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.preemption import PreemptionLog, PreemptionRecord, calibrate
+from pagepool.scheduling.preemption import PreemptionLog, PreemptionRecord
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.scheduler import Scheduler
-from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.transaction import Transaction
 
 __all__ = [
@@ -14,7 +13,5 @@ __all__ = [
     "Scheduler",
     "SeqState",
     "Sequence",
-    "SwapFile",
     "Transaction",
-    "calibrate",
 ]

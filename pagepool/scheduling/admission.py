@@ -16,6 +16,9 @@ from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Admission"]
 
+# Free blocks per active sequence that must remain when a preempted sequence comes back.
+SPARE_BLOCKS = 1
+
 
 class Refusal(NamedTuple):
     """The request that was next and did not fit, how many had gone by then, and the room; how much of it was cached
@@ -35,7 +38,8 @@ class Admission:
     Nobody overtakes the request that is next: a large one is not starved by small ones behind it. Only one whose next
     blocks another is computing lets others pass: it is deferred until it finds them in the prefix cache. When the next
     one did not fit, it is tried again when there is more room, when more of its prompt is cached, so that it wants
-    fewer blocks, or when a sequence has gone, which counts for quotas, hysteresis and admission of whole requests.
+    fewer blocks, or when a sequence has gone, which counts for quotas, preempted sequences and admission of whole
+    requests.
     """
 
     config: SchedulerConfig
@@ -125,14 +129,13 @@ class Admission:
         return True
 
     def _start(self, seq: Sequence, now: int) -> bool:
-        """Give `seq` its blocks: cached, left and swapped ones. False, and as before, when it does not fit."""
+        """Give `seq` its blocks: cached ones and those that it kept. False, and as before, when it does not fit."""
         fed, had_none = seq.fed, seq.kv is None
         if had_none:
             self.blocks.open(seq)
             self.prefix.begin(seq)
         found = self.prefix.adopt(seq)
         if self._fits(seq, now):
-            self.preemption.restore(seq, now)
             return True
         if had_none:
             self.blocks.close([seq])
@@ -148,8 +151,6 @@ class Admission:
         if not len(active):
             # Enough for its first chunk when nothing else runs: a request as large as the pool must start.
             end = seq.fed + min(seq.total_tokens - seq.fed, config.max_prefill_tokens, config.max_batch_tokens)
-            if seq._swapped is not None:
-                end = max(end, seq._swapped.end)
             wanted = blocks.blocks_for(end) - held
             enough = blocks.available({seq.tenant: wanted}) >= wanted
             return enough or self.preemption.make_room_for(seq, wanted, now)
@@ -159,7 +160,7 @@ class Admission:
         # would admit more prompts than the pool can hold, only to preempt them.
         wanted = blocks.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
-            wanted += config.hysteresis * len(active)
+            wanted += SPARE_BLOCKS * len(active)
         return blocks.available({seq.tenant: wanted}) - active.promised - wanted >= int(
             blocks.capacity * config.watermark
         )

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from pagepool.arguments import integer
-from pagepool.config import PreemptionCosts, SchedulerConfig
-from pagepool.errors import SwapError
+from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_rank
-from pagepool.scheduling.swap import SwapFile, Swapped
 from pagepool.scheduling.tenants import Reservations
 from pagepool.scheduling.waiting import WaitingQueue
 
-__all__ = ["Preemption", "PreemptionLog", "PreemptionRecord", "calibrate", "cheaper_to_swap"]
+__all__ = ["Preemption", "PreemptionLog", "PreemptionRecord"]
 
 
 class PreemptionRecord(NamedTuple):
     """One action of the scheduler when blocks ran out.
 
     step     the number of the `schedule()` call, from 1
-    action   "evict", "partial", "swap", "recompute"; "restore" and "lost" when a swapped sequence comes back
+    action   "evict", "partial" or "recompute"
     seq_id   the sequence that gave blocks; 0 for cached blocks
-    blocks   how many blocks it gave; for "restore" and "lost": how many were in the file
-    wanted   how many new blocks the step needed; for "restore" and "lost": as `blocks`
+    blocks   how many blocks it gave
+    wanted   how many new blocks the step needed
     free     how many blocks could be taken before
     reason   why this action
     """
@@ -72,12 +66,11 @@ class PreemptionLog:
 class Preemption:
     """Frees blocks in this order: cached blocks that nobody uses; the remaining blocks of preempted sequences; then
     those of active sequences, the greatest rank first. What is reserved for a tenant stays with it. A sequence gives
-    its last blocks, no more than are needed ("partial", or always with a prefix cache), or all of them; they are
-    written to the swap file when the cost table says that this is cheaper than computing their tokens again. The active
+    its last blocks, no more than are needed ("partial", or always with a prefix cache), or all of them. The active
     sequence with the least rank is never preempted. With the pool to itself it always finds room, since no request
     larger than the pool is accepted, so every call of the scheduler makes progress.
 
-    Invariant: for a preempted sequence `fed == kv.len`, 0 without a state, and a ticket holds the tokens that follow.
+    Invariant: for a preempted sequence `fed == kv.len`, 0 without a state.
     """
 
     config: SchedulerConfig
@@ -86,7 +79,6 @@ class Preemption:
     blocks: BlockManager
     prefix: PrefixAdapter
     reservations: Reservations
-    swap: Any  # a `SwapFile`, or None
     log: PreemptionLog
 
     def __post_init__(self) -> None:
@@ -144,32 +136,6 @@ class Preemption:
                 self._preempt(other, min(missing, most))
         return self.blocks.available(needs) >= wanted
 
-    def restore(self, seq: Sequence, now: int) -> None:
-        """Bring back what `seq`, whose blocks fit, has in the swap file; what cannot be read will be recomputed."""
-        swapped = seq._swapped
-        if swapped is None:
-            return
-        first, ticket, end = swapped
-        self._now, self._wanted = now, len(ticket.places)
-        if first != seq.fed or not self.blocks.append([seq], [seq.kv], [end - first]):
-            self.forget(seq)  # more of it was found in the prefix cache
-            return
-        seq._swapped = None
-        try:
-            self.swap.load(ticket, seq.kv.blocks[self.blocks.blocks_for(first) :])
-        except SwapError as error:
-            self.blocks.truncate(seq, first)
-            self._record("lost", seq.id, len(ticket.places), 0, f"{error}; its tokens are computed again")
-        else:
-            seq.fed = end
-            self._record("restore", seq.id, len(ticket.places), 0, "it was admitted again")
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop what `seq` has in the swap file."""
-        swapped, seq._swapped = seq._swapped, None
-        if swapped is not None:
-            self.swap.drop(swapped.ticket)
-
     def _victims(self) -> Iterator[tuple[Sequence, int]]:
         """The sequences to take blocks from, in order, and the most blocks of each. Preempted ones come first, since
         they do not run. What is reserved for a tenant is taken only when nothing else is left, which happens when
@@ -196,14 +162,11 @@ class Preemption:
         held = self.blocks.held(seq)
         given = min(blocks, held) if self._partial else held
         keep = (held - given) * size
-        # The last token known is always fed again, since its result was not used.
-        end = min(seq.fed, seq.total_tokens - 1)
         free = self.blocks.available()
         self.prefix.publish(seq, seq.fed)
         was_active = seq._is_active
         if was_active:
             self.active.remove(seq)
-        action, reason = self._choose(seq, keep, end, given)
         if keep:
             self.blocks.truncate(seq, keep)
         else:
@@ -215,80 +178,11 @@ class Preemption:
             seq.num_preemptions += 1
             self.log.num_preemptions += 1
             self.waiting.push(seq)
-        self._record(action, seq.id, given, free, reason)
-
-    def _choose(self, seq: Sequence, keep: int, end: int, blocks: int) -> tuple[str, str]:
-        """The action for the tokens from `keep` to `end`, in `blocks` blocks, with its reason; writes them to the swap
-        file when that is it. What was swapped before stays useful only while no token before it is lost."""
-        swapped, size = seq._swapped, self.blocks.block_size
-        lost = max(end, 0 if swapped is None else swapped.end) - keep
-        way, why = ("partial", "its last blocks are enough") if keep else ("recompute", "all of its blocks are needed")
         if not self._partial:
-            why = "the config has no partial preemption"
-        if self.swap is not None and end > keep:
-            if not cheaper_to_swap(self.config.costs, blocks, lost):
-                why += f"; computing {lost} tokens again costs no more than swapping {blocks} blocks"
-            else:
-                try:
-                    ticket = self.swap.store(seq.kv.blocks[keep // size : -(-end // size)], self.blocks)
-                except SwapError as error:
-                    why += f"; {error}"
-                else:
-                    if swapped is not None:
-                        ticket, end = ticket.followed_by(swapped.ticket), swapped.end
-                    seq._swapped = Swapped(keep, ticket, end)
-                    return "swap", f"swapping {blocks} blocks costs less than computing {lost} tokens again"
-        self.forget(seq)
-        return way, why
+            reason = "the config has no partial preemption"
+        else:
+            reason = "its last blocks are enough" if keep else "all of its blocks are needed"
+        self._record("partial" if keep else "recompute", seq.id, given, free, reason)
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
         self.log.add(PreemptionRecord(self._now, action, seq_id, blocks, self._wanted, free, reason))
-
-
-def cheaper_to_swap(costs: PreemptionCosts, blocks: int, lost_tokens: int) -> bool:
-    """Whether writing `blocks` to the swap file and back costs less than reading `lost_tokens` again.
-
-    >>> cheaper_to_swap(PreemptionCosts(recompute_us_per_token=60, swap_us_per_block=500), 2, 32)
-    True
-    """
-    return costs.swap_us_per_block is not None and (
-        blocks * costs.swap_us_per_block < lost_tokens * costs.recompute_us_per_token
-    )
-
-
-def calibrate(
-    swap: SwapFile | None = None, prefill: Callable[[int], Any] | None = None, *, tokens: int = 256, rounds: int = 5
-) -> PreemptionCosts:
-    """Measure the costs of preemption on this machine, for `SchedulerConfig(costs=...)`. Call it once, before serving.
-
-    swap     the swap file of the scheduler, whose pool's free blocks are written and read back; None: never swap
-    prefill  a function that computes a prompt of as many tokens as its argument says; None: the default cost of a token
-    tokens   the number of tokens to call it with
-    rounds   how often to measure each; the median counts
-
-    Overwrites the pages of free blocks. Raises `PoolExhausted` when the pool has no free block, `SwapError` when the
-    file cannot be used.
-    """
-    tokens, rounds = integer("tokens", tokens, low=1), integer("rounds", rounds, low=1)
-    costs: dict[str, float] = {}
-    if prefill is not None:
-        prefill(tokens)  # the first call warms up
-        costs["recompute_us_per_token"] = _median_us(lambda: prefill(tokens), rounds) / tokens
-    if swap is not None:
-        allocator = swap.pools[0].allocator
-        blocks = allocator.allocate_n(max(1, min(16, swap.free_blocks, allocator.available)))
-        try:
-            swap.load(swap.store(blocks), blocks)
-            costs["swap_us_per_block"] = _median_us(lambda: swap.load(swap.store(blocks), blocks), rounds) / len(blocks)
-        finally:
-            allocator.free(blocks)
-    return PreemptionCosts(**costs)
-
-
-def _median_us(run: Callable[[], Any], rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        start = perf_counter_ns()
-        run()
-        times.append(perf_counter_ns() - start)
-    return float(np.median(times)) / 1e3

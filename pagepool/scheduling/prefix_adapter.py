@@ -128,7 +128,7 @@ class PrefixAdapter:
                 leader, until = other, shared
         if leader is None:
             return None
-        known = max(seq.fed, self.cached(seq), 0 if seq._swapped is None else seq._swapped.end)
+        known = max(seq.fed, self.cached(seq))
         return (leader, until) if known < until else None
 
     def stop_at(self, seq: Sequence, position: int) -> None:
@@ -144,8 +144,8 @@ class PrefixAdapter:
         return seq.state is SeqState.PREFILLING and bool(seq._cache_epoch == self.cache.forgotten)
 
     def begin(self, seq: Sequence) -> None:
-        """`seq` has an empty state: it computes all of its blocks anew, but for those in the swap file."""
-        if self.cache is not None and seq._swapped is None:
+        """`seq` has an empty state: it computes all of its blocks anew."""
+        if self.cache is not None:
             seq._cache_epoch = self.cache.forgotten
 
     def adopt(self, seq: Sequence) -> bool:
@@ -160,8 +160,7 @@ class PrefixAdapter:
             return self._adopt_hybrid(seq)
         size = blocks.block_size
         full = (seq.total_tokens - 1) // size
-        # What waits in the swap file is as good, unless the cache has all of it.
-        least = max(seq.fed // size + 1, 0 if seq._swapped is None else seq._swapped.end // size)
+        least = seq.fed // size + 1
         if full < least:
             return False
         tokens = self._tokens(seq, full * size)

@@ -50,7 +50,7 @@ class Sequence:
     kv              its `PagedSeqState`, or `HybridSequence` where the scheduler has groups or states, while it is
                     active and the scheduler has a pool, else None; after a partial preemption the state with the
                     remaining blocks
-    num_cached      tokens that it did not have to compute when it was last admitted: cached, remaining or swapped
+    num_cached      tokens that it did not have to compute when it was last admitted: cached or remaining
     fed             tokens whose K and V are in the pages or will be after the current batch; equals `kv.len` minus the
                     slots for drafts
     num_preemptions how often it was preempted
@@ -87,10 +87,9 @@ class Sequence:
     # The most outputs that it may get; what counts as its prompt since it was admitted, recomputed outputs too.
     _max_output: int = field(init=False)
     _prefill_end: int = field(init=False)
-    # Whether its tenant's quota counts it, the tenant's number in the prefix cache, its pages in the swap file.
+    # Whether its tenant's quota counts it, the tenant's number in the prefix cache.
     _counted: bool = field(default=False, init=False)
     _group: int = field(default=0, init=False)
-    _swapped: Any = field(default=None, init=False)
     # For the prefix cache (see prefix_adapter.py): the key of its salt and extra keys, its first `_row_end` tokens as
     # an array, how many of its leading blocks came from or were offered to the cache, whether the cache took them all,
     # and how many blocks the cache had been told to forget when it began.
@@ -195,16 +194,13 @@ class Sequence:
         if self._awaits is not None and self.state is not SeqState.WAITING and not is_preempted:
             return f"it is deferred until sequence {self._awaits[0].id} has read {self._awaits[1]} tokens"
         if self.state is SeqState.FINISHED or self.state is SeqState.WAITING:
-            is_empty = self.kv is None and self._swapped is None
-            return None if is_empty else f"it has {held} tokens in blocks, or a ticket"
+            return None if self.kv is None else f"it has {held} tokens in blocks"
         if self._has_ended or not 0 <= self.fed <= self.total_tokens:
             return f"it was fed {self.fed} of {self.total_tokens} tokens, at most {self.max_tokens}"
         if has_blocks and held != self.fed + slots:
             return f"it was fed {self.fed} tokens and has {slots} slots, {held} tokens are in blocks"
         if self._is_active and (self.state is SeqState.DECODING) != (self.fed >= self._prefill_end):
             return f"it was fed {self.fed} of the {self._prefill_end} tokens of its prompt"
-        if self._swapped is not None and (not is_preempted or self._swapped.first != self.fed):
-            return "its ticket does not hold the tokens that follow those in blocks"
         return None
 
     def __repr__(self) -> str:

@@ -21,7 +21,6 @@ from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.preemption import Preemption, PreemptionLog
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_id
-from pagepool.scheduling.swap import SwapFile
 from pagepool.scheduling.tenants import Reservations, Tenants
 from pagepool.scheduling.validate import (
     check_drafts,
@@ -50,11 +49,10 @@ class Scheduler:
     pool          a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
     prefix_cache  a `PrefixCache` over the same allocator: requests begin with the blocks that it has for their first
                   tokens, and leave their full blocks to it; one whose next blocks another is computing waits for them
-    swap          a `SwapFile` over the pool, for the preemption action "swap" of the config
     groups, states  for hybrid models: the `KvGroup`s of each sequence, over the pool's allocator, and the
                   `SsmStatePool` of its recurrent state. `Sequence.kv` is a `HybridSequence` then. Without `groups`
-                  each sequence has one group over the pool, if there is a pool. Neither goes with a swap file, nor
-                  `states` with lookahead; with a prefix cache all groups have its block size
+                  each sequence has one group over the pool, if there is a pool. `states` do not go with lookahead;
+                  with a prefix cache all groups have its block size
     checkpoints   `StateCheckpoints` over `states`, for a prefix cache: where recurrent states are kept of what it has.
                   Their `align` is a multiple of the block size
 
@@ -94,7 +92,6 @@ class Scheduler:
         config: SchedulerConfig | None = None,
         pool: Any = None,
         prefix_cache: Any = None,
-        swap: SwapFile | None = None,
         *,
         groups: Iterable[KvGroup] | None = None,
         states: SsmStatePool | None = None,
@@ -103,16 +100,13 @@ class Scheduler:
         config = SchedulerConfig() if config is None else config
         if not isinstance(config, SchedulerConfig):
             raise TypeError(f"config must be a SchedulerConfig, not {type(config).__name__}")
-        if swap is not None and not isinstance(swap, SwapFile):
-            raise wrong("swap", "a SwapFile or None", swap)
         self.config = config
         self.num_steps = 0
         self._policy = POLICIES[config.policy]
         step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
         self._blocks = open_blocks(pool, config.block_size, groups, states, step)
-        check_hybrid(self._blocks, config, prefix_cache, swap, checkpoints)
+        check_hybrid(self._blocks, config, prefix_cache, checkpoints)
         self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs, checkpoints)
-        self._swap = swap if "swap" in config.preemption_actions else None
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
         self._origin = object()  # what its batches have in common
@@ -535,8 +529,6 @@ class Scheduler:
             self._recover_sequence(seq, slots.get(seq.id, 0))
         alive = [seq for seq in self._sequences.values() if seq.state is not FINISHED]
         self._blocks.recount([seq for seq in alive if seq.kv is not None])
-        if self._swap is not None:
-            self._swap.reclaim(self._blocks, [seq._swapped.ticket for seq in alive if seq._swapped is not None])
         self._connect(*self._rebuilt(alive))
         ended = {seq.id: seq for seq in self._sequences.values() if seq.state is FINISHED}
         self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
@@ -569,7 +561,6 @@ class Scheduler:
                 self._active.remove(seq)
             else:
                 self._waiting.remove(seq)
-                self._preemption.forget(seq)
             seq.state = FINISHED
             self._finished[seq.id] = seq
             self._tenants.leave(seq)
@@ -658,7 +649,6 @@ class Scheduler:
             seq.kv = None
         if seq.state is FINISHED or seq.state is WAITING:
             blocks.close([seq])
-            seq._swapped = None
             if seq.state is FINISHED:
                 seq._awaits = None
             if seq.state is WAITING:
@@ -674,9 +664,7 @@ class Scheduler:
             seq._published, seq._all_cached = min(seq._published, blocks.blocks_for(seq.fed)), False
         if seq.state is not PREEMPTED:
             seq.state = DECODING if seq.fed >= seq._prefill_end else PREFILLING
-            seq._swapped = seq._awaits = None
-        elif seq._swapped is not None and seq._swapped.first != seq.fed:
-            seq._swapped = None
+            seq._awaits = None
 
     def _rebuilt(self, alive: list[Sequence]) -> tuple[WaitingQueue, ActiveSequences, Tenants, Reservations]:
         """New structures, built from `alive`: all sequences that wait or are active."""
@@ -701,7 +689,7 @@ class Scheduler:
         self._waiting, self._active, self._tenants, self._reservations = waiting, active, tenants, reservations
         blocks, prefix = self._blocks, self._prefix
         blocks.reservations = reservations
-        self._preemption = Preemption(self.config, waiting, active, blocks, prefix, reservations, self._swap, self._log)
+        self._preemption = Preemption(self.config, waiting, active, blocks, prefix, reservations, self._log)
         self._admission = Admission(
             self.config, waiting, active, blocks, prefix, tenants, reservations, self._preemption
         )
@@ -727,9 +715,4 @@ class Scheduler:
         for name, expected in {**waiting.summary(), **active.summary(), **tenants.summary()}.items():
             if found[name] != expected:
                 return f"the {name} are {expected}, not {found[name]}"
-        tickets = [seq._swapped.ticket for seq in alive if seq._swapped is not None]
-        return (
-            blocks.audit([seq.kv for seq in alive if seq.kv is not None])
-            or self._reservations.audit(alive)
-            or (None if self._swap is None else self._swap.audit(blocks, tickets))
-        )
+        return blocks.audit([seq.kv for seq in alive if seq.kv is not None]) or self._reservations.audit(alive)

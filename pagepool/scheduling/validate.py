@@ -29,7 +29,7 @@ MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 MAX_PRIORITY = 255
 
 
-def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, swap: Any, checkpoints: Any) -> None:
+def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, checkpoints: Any) -> None:
     """Raises TypeError for what are no checkpoints, ValueError for what does not go together."""
     memory = blocks.memory
     if checkpoints is not None:
@@ -45,8 +45,6 @@ def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: An
             )
     if memory is None:
         return
-    if swap is not None:
-        raise ValueError("hybrid sequences do not go with a swap file: it knows no recurrent states and windows")
     if prefix_cache is not None and not memory.groups:
         raise ValueError("a prefix cache needs a pool with blocks")
     if prefix_cache is not None and memory.states is not None and checkpoints is None:

@@ -21,7 +21,6 @@ from pagepool import (
     SsmStatePool,
     StateCheckpoints,
     StateLayout,
-    SwapFile,
     Transaction,
 )
 
@@ -48,7 +47,6 @@ def owners():
         HybridSequence([KvGroup(allocator, 4)]),
         states.acquire(1),
         SequencePool(pool, states),
-        SwapFile(pool, num_blocks=2),
         StateCheckpoints(STATES, states, 1000),
         Transaction(state),
     ]

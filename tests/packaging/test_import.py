@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pagepool
 
-# Each takes as long to load as a whole folder of ours, and is needed by few: types, a swap file, a trace, a plot.
+# Each takes as long to load as a whole folder of ours, and is needed by few: types, a trace, a plot.
 NOT_AT_ONCE = {
     "Cython",
     "hashlib",

@@ -27,7 +27,7 @@ MODES = {
     "terms": ("priority", (), {}),
     "tenants": ("lru", (), TENANTS),
 }
-ACTIONS = ("partial", "swap", "recompute")
+ACTIONS = ("partial", "recompute")
 
 
 @dataclass

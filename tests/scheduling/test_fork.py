@@ -9,12 +9,10 @@ from marked_engine import Engine
 
 from pagepool import (
     BlockAllocator,
-    PreemptionCosts,
     PrefixCache,
     Scheduler,
     SchedulerConfig,
     SeqState,
-    SwapFile,
     Tenant,
 )
 
@@ -175,22 +173,20 @@ def test_only_one_that_decodes_can_be_forked():
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_keys_and_values_of_forks_are_right_in_a_pool_that_is_too_small(seed):
-    """Preempted in part, swapped and recomputed, with a prefix cache and without; each sees its own tokens."""
+    """Preempted in part and recomputed, with a prefix cache and without; each sees its own tokens."""
     rng = random.Random(seed)
     engine = Engine(rng.choice([12, 20, 60]))
     cache = PrefixCache(engine.pool.allocator, BLOCK) if rng.random() < 0.5 else None
-    swap = SwapFile(engine.pool, num_blocks=30)
     config = SchedulerConfig(
         block_size=BLOCK,
         max_batch_sequences=rng.choice([2, 20]),
         max_prefill_tokens=8,
         watermark=0,
         lookahead=rng.choice([0, 0, 2]),
-        preemption_actions=rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
-        costs=PreemptionCosts(60, 1),
+        preemption_actions=rng.choice([(), ("partial",)]),
         tenants=rng.choice([{}, {0: Tenant(min_blocks=5)}]),
     )
-    scheduler = Scheduler(config, engine.pool, cache, swap)
+    scheduler = Scheduler(config, engine.pool, cache)
     for number in range(2000):
         if number < 60 and rng.random() < 0.15:
             scheduler.add_request([rng.randrange(3) for _ in range(rng.randint(1, 12))], 24, tenant=rng.randrange(2))
@@ -211,4 +207,4 @@ def test_keys_and_values_of_forks_are_right_in_a_pool_that_is_too_small(seed):
     assert not scheduler.has_work
     if cache is not None:
         cache.reset_prefix_cache()
-    assert engine.pool.allocator.in_use == 0 and swap.free_blocks == 30
+    assert engine.pool.allocator.in_use == 0

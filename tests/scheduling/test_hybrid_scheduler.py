@@ -22,7 +22,6 @@ from pagepool import (
     SsmStatePool,
     StateCheckpoints,
     StateLayout,
-    SwapFile,
     Tenant,
 )
 from pagepool.scheduling.policies import POLICIES
@@ -180,10 +179,9 @@ def test_what_is_no_memory_is_named(arguments, error, words):
 
 def test_what_hybrid_sequences_do_not_go_with_is_refused():
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=BLOCK), 8)
-    cache, swap = PrefixCache(pool.allocator, BLOCK), SwapFile(pool, num_blocks=2)
+    cache = PrefixCache(pool.allocator, BLOCK)
     states, others = (SsmStatePool.from_layout(STATE, 2) for _ in range(2))
     for arguments, error, words in (
-        ({"swap": swap, "states": states}, ValueError, "hybrid sequences do not go with a swap file"),
         ({"prefix_cache": cache, "states": states}, ValueError, "a prefix cache .* recurrent states needs checkpoints"),
         ({"prefix_cache": cache, "groups": []}, ValueError, "a prefix cache needs a pool with blocks"),
         ({"checkpoints": 5}, TypeError, "checkpoints must be StateCheckpoints or None, not int: 5"),

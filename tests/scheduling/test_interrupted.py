@@ -17,14 +17,12 @@ from marked_engine import Engine, HybridEngine
 import pagepool.scheduling
 from pagepool import (
     BlockAllocator,
-    PreemptionCosts,
     PrefixCache,
     Scheduler,
     SchedulerConfig,
     SeqState,
     Sequence,
     StateCheckpoints,
-    SwapFile,
     Tenant,
 )
 
@@ -121,8 +119,7 @@ class World:
         self.cache = PrefixCache(self.allocator, BLOCK, cache_policy) if cache_policy else None
         config = {
             "policy": rng.choice(["priority", "fcfs", "lpm", "fair"]),
-            "preemption_actions": rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
-            "costs": rng.choice([PreemptionCosts(1, 100), PreemptionCosts(60, 1)]),
+            "preemption_actions": rng.choice([(), ("partial",)]),
             "lookahead": rng.choice([0, 0, 3]),
             "max_batch_sequences": rng.choice([2, 5, 20]),
             "max_wait_steps": rng.choice([None, 12]),
@@ -130,12 +127,10 @@ class World:
             "tenants": rng.choice([{}, TENANTS]),
             **config,
         }
-        self.swap = SwapFile(self.pool, num_blocks=30) if "swap" in config["preemption_actions"] else None
         self.scheduler = Scheduler(
             SchedulerConfig(block_size=BLOCK, watermark=0, max_batch_tokens=24, max_prefill_tokens=12, **config),
             self.pool,
             self.cache,
-            self.swap,
             **memory,
         )
         self.accepts = rng.random() < 0.5 and self.scheduler.config.lookahead > 0  # drafts, which the engine has not
@@ -273,8 +268,6 @@ class World:
         if self.cache is not None:
             self.cache.reset_prefix_cache()
         assert self.allocator.in_use == 0 and self.scheduler.total_count == 0
-        if self.swap is not None:
-            assert self.swap.free_blocks == self.swap.num_blocks
 
 
 def run(seed, twice, calls=90, **config):
@@ -305,14 +298,8 @@ def test_whatever_is_cut_short_goes_on_after_recover(seed, twice):
 def test_a_preemption_is_cut_short_and_goes_on_after_recover(twice):
     preemptions = 0
     for seed in range(6):
-        actions = ("partial", "swap") if seed % 2 else ("swap",)
-        config = {
-            "preemption_actions": actions,
-            "costs": PreemptionCosts(60, 1),
-            "cache": None,
-            "tenants": {},
-            "lookahead": 0,
-        }
+        actions = ("partial",) if seed % 2 else ()
+        config = {"preemption_actions": actions, "cache": None, "tenants": {}, "lookahead": 0}
         preemptions += run(seed, twice, max_batch_sequences=20, **config)[1]
     assert preemptions > 30
 
@@ -329,36 +316,6 @@ def test_hybrid_sequences_that_are_cut_short_go_on_after_recover(windows, cache,
         assert fired > 10
         preemptions += preempted
     assert preemptions > 0
-
-
-def test_no_ticket_of_the_swap_file_is_lost():
-    """Every third instruction of the preemption and the swap file is the one, in a step that swaps."""
-    config = {
-        "preemption_actions": ("swap",),
-        "costs": PreemptionCosts(60, 1),
-        "cache": None,
-        "tenants": {},
-        "lookahead": 0,
-    }
-    before = None
-    for n in range(0, 5000, 3):
-        interrupter = Interrupter(("swap.py", "preemption.py"))
-        world = World(1, interrupter, max_batch_sequences=20, **config)
-        acts = 0
-        while acts != before and not world.scheduler.preemptions.counts["swap"]:
-            world.act()
-            acts += 1
-        if before is None:
-            before = acts - 1
-            continue
-        interrupter.left = n
-        with suppress(Interrupted):
-            world.act()
-            assert world.scheduler.preemptions.counts["swap"] and n > 100
-            return
-        world.check()
-        world.run_to_end()
-    raise AssertionError("no end of instructions")
 
 
 def test_a_step_that_was_not_returned_is_not_charged():

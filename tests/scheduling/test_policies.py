@@ -206,9 +206,8 @@ def test_whole_admission_never_preempts():
         ("admission", "all", ValueError),
         ("lookahead", -1, ValueError),
         ("lookahead", 1.5, TypeError),
-        ("preemption_actions", ("jump",), ValueError),
+        ("preemption_actions", ("swap",), ValueError),
         ("tenants", {"a": 3}, TypeError),
-        ("hysteresis", -1, ValueError),
     ],
 )
 def test_wrong_settings_are_named(name, value, error):

@@ -11,11 +11,9 @@ import pagepool
 from pagepool import (
     KvGroup,
     KvLayout,
-    PreemptionCosts,
     SchedulerConfig,
     StateCheckpoints,
     StateLayout,
-    SwapFile,
     Tenant,
     reference,
 )
@@ -32,13 +30,12 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dt
 
 
 class World:
-    """A scheduler with its pool, cache and swap file, from one package or the other."""
+    """A scheduler with its pool and cache, from one package or the other."""
 
-    def __init__(self, api, config, num_blocks, cache_policy, swap_blocks, windows=None, slots=None, kept=0):
+    def __init__(self, api, config, num_blocks, cache_policy, windows=None, slots=None, kept=0):
         self.pool = api.KvCachePool.from_layout(LAYOUT, num_blocks)
         self.allocator = self.pool.allocator
         self.cache = api.PrefixCache(self.allocator, BLOCK, cache_policy) if cache_policy else None
-        self.swap = SwapFile(self.pool, num_blocks=swap_blocks) if swap_blocks else None
         self.states, memory = None, {}
         if slots is not None:
             self.states = memory["states"] = api.SsmStatePool.from_layout(STATE, slots)
@@ -48,7 +45,7 @@ class World:
             checkpoints = StateCheckpoints if api is pagepool else ReferenceCheckpoints
             options = {"grid": 8, "spacing": 1, "align": BLOCK, "prompt_ends": kept % 2 == 0}
             memory["checkpoints"] = self.checkpoints = checkpoints(STATE, self.states, kept * 100, **options)
-        self.scheduler = api.Scheduler(config, self.pool, self.cache, self.swap, **memory)
+        self.scheduler = api.Scheduler(config, self.pool, self.cache, **memory)
         self.outside = []
 
     def records(self):
@@ -68,7 +65,7 @@ class World:
         found = {row[0]: (*row[1:], self.scheduler.get_sequence(row[0]).num_cached) for row in rows}
         blocks = (self.allocator.free_count, self.cache and (self.cache.evictable, self.cache.num_cached))
         slots = self.states and self.states.free_count
-        return found, blocks, slots, self.swap and self.swap.free_blocks, self.scheduler.num_preemptions
+        return found, blocks, slots, self.scheduler.num_preemptions
 
     def above(self, tenant):
         """By how many blocks it is above its reservation."""
@@ -106,9 +103,7 @@ def random_config(rng, num_blocks):
         cache_outputs=rng.choice(["full", "end"]),
         lookahead=rng.choice([0, 0, 3]),
         tenants=tenants,
-        preemption_actions=rng.choice([(), ("partial",), ("swap",), ("partial", "swap")]),
-        costs=rng.choice([PreemptionCosts(60, 1), PreemptionCosts(1, 100), PreemptionCosts(10, 45)]),
-        hysteresis=rng.randrange(3),
+        preemption_actions=rng.choice([(), ("partial",)]),
         max_records=100_000,
     )
 
@@ -133,11 +128,10 @@ def run(
     num_blocks = rng.randint(4, 16)
     config = dataclasses.replace(random_config(rng, num_blocks), **fixed)
     cache_policy = rng.choice([None, *CACHE_POLICIES, *CACHE_POLICIES])
-    swap_blocks = rng.choice([0, 3, 50])
     if memory is not None:
         cache_policy = rng.choice(sorted(CACHE_POLICIES)) if memory.get("kept") or not memory.get("slots") else None
-        num_blocks, swap_blocks = num_blocks * len(memory["windows"]), 0
-    shape = (config, num_blocks, cache_policy, swap_blocks)
+        num_blocks *= len(memory["windows"])
+    shape = (config, num_blocks, cache_policy)
     ours, theirs = worlds = [World(api, *shape, **(memory or {})) for api in (pagepool, reference)]
     now = 0.0
     for number in range(20 * steps):
@@ -325,17 +319,9 @@ def test_the_longest_match_goes_first_whoever_was_looked_up_again(seed):
     run(seed, policy="lpm", max_sequences=20, tenants=range(9), forget=0.05, others=0.05)
 
 
-def test_what_comes_back_from_the_swap_file_wants_its_own_blocks():
-    run(18648)  # the step before it wanted others
-
-
-def test_what_comes_back_from_the_swap_file_is_cached_though_the_cache_was_made_to_forget_others():
-    run(1963, forget=0.1)  # blocks that it had cached before it was swapped counted as lost
-
-
 def test_the_random_runs_take_every_action():
     taken = sum((run(seed) for seed in range(40)), start=run(40))
-    assert all(taken[action] > 5 for action in ("evict", "partial", "swap", "recompute", "restore")), taken
+    assert all(taken[action] > 5 for action in ("evict", "partial", "recompute")), taken
 
 
 def test_a_recorded_hour_is_served_alike():
@@ -365,7 +351,7 @@ def test_a_full_pool_with_every_policy(policy):
     rng = random.Random(policy)
     tenants = {0: Tenant(min_blocks=6), 1: Tenant(max_blocks=12)}
     config = SchedulerConfig(max_batch_tokens=24, block_size=BLOCK, policy=policy, tenants=tenants, max_records=10**6)
-    worlds = [World(api, config, 24, "lru", 0) for api in (pagepool, reference)]
+    worlds = [World(api, config, 24, "lru") for api in (pagepool, reference)]
     for number in range(300):
         while worlds[0].scheduler.waiting_count < 4 and number < 250:
             add(rng, worlds, None)

@@ -400,9 +400,8 @@ def test_what_is_no_config_is_named():
     with pytest.raises(TypeError, match="config must be a SchedulerConfig, not int"):
         Scheduler(3)
     for name, value, sentence in (
-        ("preemption_actions", "swap", "preemption_actions must be a tuple of actions, not 'swap'"),
+        ("preemption_actions", "partial", "preemption_actions must be a tuple of actions, not 'partial'"),
         ("preemption_actions", None, "preemption_actions must be a tuple of actions, not None"),
-        ("costs", 3, "costs must be a PreemptionCosts, not int"),
         ("tenants", [1], "tenants must map names to Tenants, not be a list"),
     ):
         with pytest.raises(TypeError, match=sentence):

@@ -4,16 +4,12 @@ import pytest
 
 from pagepool import (
     BlockAllocator,
-    KvCachePool,
     KvLayout,
-    PreemptionCosts,
     PrefixCache,
     Scheduler,
     SchedulerConfig,
-    SwapFile,
     Tenant,
     Transaction,
-    calibrate,
 )
 
 
@@ -23,7 +19,6 @@ def test_a_scheduler_names_what_is_wrong():
     scheduler.schedule(5.0)
     before = (scheduler.num_steps, scheduler.total_count)
     for call, error, words in (
-        (lambda: Scheduler(SchedulerConfig(), None, None, 5), TypeError, "swap must be a SwapFile or None, not int: 5"),
         (lambda: scheduler.schedule("x"), TypeError, "now must be a number, not str: 'x'"),
         (lambda: scheduler.schedule(float("nan")), ValueError, "now must be a number, not nan"),
         (lambda: scheduler.schedule(float("inf")), ValueError, "now must be finite, not inf: no time comes after it"),
@@ -85,12 +80,8 @@ def test_others_do_too():
     cache = PrefixCache(BlockAllocator(8), 4)
     worth = PrefixCache(BlockAllocator(8), 4, "priority")
     blocks = cache.allocator.allocate_n(1)
-    pool = KvCachePool(8, 1)
     for call, words in (
-        (lambda: PreemptionCosts(None), "recompute_us_per_token must be a number, not None"),
         (lambda: Scheduler(None, cache.allocator, 5), "prefix_cache must be a PrefixCache or None, not int: 5"),
-        (lambda: SwapFile(pool, num_blocks="2"), "num_blocks must be an integer, not str: '2'"),
-        (lambda: calibrate(rounds=None), "rounds must be an integer, not None"),
         (lambda: Transaction(5), "a participant must be a sequence, a StateHandle or .*, not int: 5"),
         (lambda: worth.cache_blocks([1, 2, 3, 4], blocks, ttl="x"), "ttl must be a number, not str: 'x'"),
     ):
@@ -132,14 +123,12 @@ def test_a_batch_of_another_scheduler_is_refused():
 def test_a_config_names_what_is_wrong():
     for call, error, words in (
         (lambda: SchedulerConfig(max_sequences=2.5), TypeError, "max_sequences must be an integer, not float: 2.5"),
-        (lambda: SchedulerConfig(hysteresis=-1), ValueError, "hysteresis must be at least 0, not -1"),
+        (lambda: SchedulerConfig(lookahead=-1), ValueError, "lookahead must be at least 0, not -1"),
         (lambda: SchedulerConfig(watermark="1"), TypeError, "watermark must be a number, not str: '1'"),
         (lambda: SchedulerConfig(watermark=float("nan")), ValueError, "watermark must be a number, not nan"),
         (lambda: Tenant(weight=None), TypeError, "weight must be a number, not None"),
         (lambda: Tenant(min_blocks="2"), TypeError, "min_blocks must be an integer, not str: '2'"),
-        (lambda: PreemptionCosts(swap_us_per_block=b"1"), TypeError, "swap_us_per_block must be a number, not bytes"),
         (lambda: KvLayout(1, 1, 8, block_size=2000), ValueError, "block_size must be from 1 to 1024, not 2000"),
-        (lambda: calibrate(tokens=0), ValueError, "tokens must be at least 1, not 0"),
     ):
         with pytest.raises(error, match=words):
             call()
