@@ -1,5 +1,6 @@
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_table cimport PagedSeqState
 
 
@@ -8,6 +9,7 @@ cdef class BlockTables:
     #   row i of tables is zero from filled[i] on
     cdef readonly int32_t max_seqs
     cdef readonly int32_t max_blocks_per_seq
+    cdef readonly BlockAllocator allocator  # of the blocks in the rows; None when no row is filled
     cdef int32_t[:, ::1] tables
     cdef int32_t[::1] lens
     cdef int32_t[::1] query_starts

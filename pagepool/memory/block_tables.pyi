@@ -4,6 +4,7 @@ from typing import Protocol, SupportsIndex, final
 import numpy as np
 from numpy.typing import NDArray
 
+from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import append_batch, release_batch
 from pagepool.memory.block_table import PagedSeqState
 
@@ -22,6 +23,8 @@ class BlockTables:
     def max_seqs(self) -> int: ...
     @property
     def max_blocks_per_seq(self) -> int: ...
+    @property
+    def allocator(self) -> BlockAllocator | None: ...
     def fill(
         self, states: Sequence[PagedSeqState] | _Batch, num_tokens: Sequence[int] | NDArray[np.integer] | None = None
     ) -> BlockTables: ...

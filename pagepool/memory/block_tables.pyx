@@ -4,6 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
+from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.arrays cimport HAS_GIL, read_count, read_counts
 from pagepool.memory.block_table cimport PagedSeqState
 
@@ -57,11 +58,12 @@ cdef class BlockTables:
 
         `num_tokens[i]` is how many of state i's last tokens this step computes: by default 1 each (0 for an empty
         state), for a batch `batch.num_tokens`. The next `fill` overwrites the arrays. Raises `ValueError` when there
-        are more states than rows, a state has more blocks than a row, or `num_tokens` does not fit the states; then
-        nothing has changed. Allocates only when a batch has more tokens than every batch before.
+        are more states than rows, a state has more blocks than a row, two states have different allocators, or
+        `num_tokens` does not fit the states; then nothing has changed. Allocates only when a batch has more tokens than every batch before.
         """
         cdef list rows
         cdef PagedSeqState state
+        cdef BlockAllocator allocator = None
         cdef Py_ssize_t i, n
         cdef int64_t tokens, total = 0
         if hasattr(states, "states"):
@@ -87,6 +89,10 @@ cdef class BlockTables:
             state = <PagedSeqState>item
             if state.is_closed:
                 raise closed(f"sequence {i}", state.label)
+            if allocator is None:
+                allocator = state.allocator
+            elif allocator is not state.allocator:
+                raise ValueError(f"states: sequences 0 and {i} have different allocators")
             if state.length > self.max_blocks_per_seq * <int64_t>state.block_size:
                 raise ValueError(
                     f"sequence {i} has {(state.length + state.block_size - 1) // state.block_size} blocks of tokens, "
@@ -111,6 +117,7 @@ cdef class BlockTables:
         for i in range(n):
             self.c_fill_row(i, <PagedSeqState>rows[i], self.counts[i])
         self.num_seqs = n
+        self.allocator = allocator
         return self
 
     cdef int reserve_slots(self, int64_t count) except -1:

@@ -298,7 +298,8 @@ class BlockTables:
 
         `slot_mapping` and `query_start_loc` cover the last `num_tokens[i]` tokens of each state (None: one each, none
         of an empty state; a batch brings its own). Raises `ValueError` when there are more states than `max_seqs`, a
-        state has more of those blocks than a row, or more tokens are asked for than it has; nothing changes then.
+        state has more of those blocks than a row, two states have different allocators, or more tokens are asked for
+        than a state has; nothing changes then.
         """
         if hasattr(states, "states"):
             states, num_tokens = states.states, states.num_tokens
@@ -308,6 +309,9 @@ class BlockTables:
             state._use()
         if len(states) > self.max_seqs:
             raise ValueError(f"{len(states)} states, at most {self.max_seqs}")
+        for i, state in enumerate(states):
+            if state.allocator is not states[0].allocator:
+                raise ValueError(f"states: sequences 0 and {i} have different allocators")
         if len(num_tokens) != len(states):
             raise ValueError(f"{len(states)} states but {len(num_tokens)} numbers of tokens")
         for state, tokens in zip(states, num_tokens, strict=True):
@@ -327,6 +331,7 @@ class BlockTables:
         slots = []
         for state, tokens in zip(states, num_tokens, strict=True):
             slots += [state.slot(token) for token in range(state.len - tokens, state.len)]
+        self.allocator = states[0].allocator if states else None
         self.block_tables = np.array(rows, dtype=np.int32).reshape(len(rows), width)
         self.seq_lens = np.array([state.len for state in states], dtype=np.int32)
         self.slot_mapping = np.array(slots, dtype=np.int64)

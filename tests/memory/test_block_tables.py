@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, BlockTables, InvalidBlock, PagedSeqState, PoolExhausted
+import pagepool
+from pagepool import BlockAllocator, BlockTables, InvalidBlock, PagedSeqState, PoolExhausted, reference
 from pagepool.memory.block_tables import append_batch, release_batch
 
 
@@ -113,6 +114,24 @@ def test_a_batch_that_does_not_fit_changes_nothing(allocator, lengths, num_token
         tables.fill(sequences(allocator, *lengths), num_tokens)
     for old, new in zip(before, [tables.block_tables, tables.seq_lens, tables.slot_mapping], strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("package", [pagepool, reference], ids=["compiled", "reference"])
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_sequences_of_two_allocators_are_refused(package, as_batch):
+    one, two = package.BlockAllocator(4), package.BlockAllocator(4)
+    states = [package.PagedSeqState(allocator) for allocator in (one, one, two)]
+    for state in states:
+        state.append(3)
+    tables = package.BlockTables(4, 4).fill(states[:1])
+    before = tables.block_tables.copy(), tables.seq_lens.copy(), tables.slot_mapping.copy()
+    with pytest.raises(ValueError, match="states.*0 and 2"):
+        tables.fill(SimpleNamespace(states=states, num_tokens=[1, 1, 1]) if as_batch else states)
+    for old, new in zip(before, (tables.block_tables, tables.seq_lens, tables.slot_mapping), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert tables.allocator is one
+    assert tables.fill([]).allocator is None
+    assert tables.fill(states[2:]).allocator is two
 
 
 def test_what_is_no_sequence_is_a_type_error(allocator):
