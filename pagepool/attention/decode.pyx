@@ -40,6 +40,7 @@ from pagepool.memory.arrays cimport (
     release_ints,
     release_tensor,
 )
+from pagepool.memory.block_tables cimport BlockTables
 from pagepool.memory.kernels cimport c_decode_args, c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
 
@@ -102,12 +103,21 @@ cdef class Arguments:
     cdef int read(self, object q, KvCachePool pool, object layer, object block_tables, object seq_lens,
                   object query_start_loc, object custom_mask) except -1:
         cdef int32_t kv_heads
+        cdef BlockTables batch
         pool.check_open()
         if pool.layout is None:
             raise ValueError("decode needs a pool with a layout: KvCachePool.from_layout makes one")
         self.pool = pool
         self.args.pool = &pool.c_pool
         self.args.layer = pool.read_layer(layer)
+        if type(block_tables) is BlockTables:
+            batch = <BlockTables>block_tables
+            if seq_lens is not None or query_start_loc is not None:
+                name = "query_start_loc" if seq_lens is None else "seq_lens"
+                raise TypeError(f"{name} must not be given beside a BlockTables, which has its own")
+            if batch.allocator is not None and batch.allocator is not pool.allocator:
+                raise ValueError("block_tables must be filled with sequences of the pool's allocator, not of another")
+            block_tables, seq_lens, query_start_loc = batch.block_tables, batch.seq_lens, batch.query_start_loc
         read_tensor("q", q, &self.q)
         read_ints("block_tables", block_tables, 2, &self.tables)
         read_ints("seq_lens", seq_lens, 1, &self.lengths)
@@ -393,7 +403,7 @@ cdef int read_threads(object num_threads) except -1:
     return threads
 
 
-def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query_start_loc=None, custom_mask=None,
+def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, query_start_loc=None, custom_mask=None,
            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
            return_lse=False, return_block_scores=False, arithmetic="exact", cascade=True, num_threads=None):
     """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
@@ -402,7 +412,8 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
                    widened. num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a KV head)
     pool, layer    a pool made by `KvCachePool.from_layout`, and the number of a layer, from 0
     block_tables   (n_seqs, width), int32 or int64 (which is copied): the block ids of each sequence in order; entries
-                   past its length are neither read nor checked
+                   past its length are neither read nor checked. A filled `BlockTables` stands for all three arrays:
+                   tables, seq_lens and query_start_loc
     seq_lens       (n_seqs,), int32 or int64: tokens whose K and V are in the pages, the query tokens included
     query_start_loc  (n_seqs + 1,), int32 or int64: sequence s has the query tokens query_start_loc[s] up to
                    query_start_loc[s + 1] of q. They are the last tokens of the sequence; by default each has one
@@ -454,22 +465,24 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
     weights, so abs(V) times the number of tokens of about equal weight must stay below 2^120 (1.3e36). Tokens that a
     query token does not see have no influence on it, even if they are NaN.
 
-    Raises `TypeError` for a dtype, `ValueError` for a shape, stride, length or number out of range and `InvalidBlock`
-    for an id out of range; then nothing is written. Releases the GIL. Checks block ids for range, not for liveness.
+    Raises `TypeError` for a dtype, or an array beside a `BlockTables`; `ValueError` for a shape, stride, length or
+    number out of range, or a `BlockTables` of another allocator than the pool's; `InvalidBlock` for an id out of
+    range. Then nothing is written. Releases the GIL. Checks block ids for range, not for liveness.
 
     Sources: online softmax (Milakov & Gimelshein, 2018); paging (vLLM, Kwon et al., SOSP 2023); splitting a sequence
     for threads (Flash-Decoding, Dao et al., 2023), here with borders that do not depend on the threads; tree masks
     (SpecInfer, Miao et al., ASPLOS 2024), flattened as FlashInfer does.
 
     >>> import numpy as np
-    >>> from pagepool import KvCachePool, KvLayout, PagedSeqState, decode
+    >>> from pagepool import BlockTables, KvCachePool, KvLayout, PagedSeqState, decode
     >>> pool = KvCachePool.from_layout(KvLayout(1, 2, 64, dtype="float32"), num_blocks=4)
     >>> seq = PagedSeqState(pool.allocator, block_size=16)
     >>> keys = values = np.ones((3, 2, 64), np.float32)
     >>> pool.append(0, seq.append(3), keys, values)
-    >>> tables, lens = np.asarray(seq.block_table)[None], np.array([seq.len], np.int32)
-    >>> decode(np.ones((1, 4, 64), np.float32), pool, 0, tables, lens)[0, 0, :3]
+    >>> tables = BlockTables(max_seqs=1, max_blocks_per_seq=4).fill([seq])
+    >>> decode(np.ones((1, 4, 64), np.float32), pool, 0, tables)[0, 0, :3]
     array([1., 1., 1.], dtype=float32)
+    >>> tables, lens = np.asarray(seq.block_table)[None], np.array([seq.len], np.int32)
     >>> starts = np.array([0, 2], np.int32)  # the last two tokens at once
     >>> out, scores = decode(np.ones((2, 4, 64), np.float32), pool, 0, tables, lens, query_start_loc=starts,
     ...                      return_block_scores=True)
@@ -481,9 +494,9 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens, *, query
                   num_threads)
 
 
-def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens, query_start_loc, *, custom_mask=None,
-            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
-            return_lse=False, arithmetic="exact", cascade=True, num_threads=None):
+def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, query_start_loc=None, *,
+            custom_mask=None, sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
+            out=None, return_lse=False, arithmetic="exact", cascade=True, num_threads=None):
     """Attends with the new tokens of each sequence, a whole prompt or a chunk of it, over the pages.
 
     Append the K and V of the new tokens first: `seq_lens` counts them. Any tokens before them are read from the pages,
@@ -506,18 +519,18 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens, query_s
     et al., 2022).
 
     >>> import numpy as np
-    >>> from pagepool import KvCachePool, KvLayout, PagedSeqState, decode, prefill
+    >>> from pagepool import BlockTables, KvCachePool, KvLayout, PagedSeqState, decode, prefill
     >>> pool = KvCachePool.from_layout(KvLayout(1, 2, 64, dtype="float32"), num_blocks=4)
     >>> seq = PagedSeqState(pool.allocator, block_size=16)
     >>> keys = values = np.random.default_rng(1).standard_normal((40, 2, 64), np.float32)
     >>> pool.append(0, seq.append(40), keys, values)
-    >>> tables, queries = np.asarray(seq.block_table)[None], np.ones((40, 4, 64), np.float32)
-    >>> out = prefill(queries, pool, 0, tables, np.array([40], np.int32), np.array([0, 40], np.int32))
-    >>> last = decode(queries[39:], pool, 0, tables, np.array([40], np.int32))
+    >>> tables, queries = BlockTables(max_seqs=1, max_blocks_per_seq=4), np.ones((40, 4, 64), np.float32)
+    >>> out = prefill(queries, pool, 0, tables.fill([seq], [40]))
+    >>> last = decode(queries[39:], pool, 0, tables.fill([seq]))
     >>> out.shape, bool((out[39:] == last).all())
     ((40, 4, 64), True)
     """
-    if query_start_loc is None:
+    if query_start_loc is None and type(block_tables) is not BlockTables:
         raise TypeError("query_start_loc must be an array: it says where each sequence's tokens begin in q")
     return attend(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask, sm_scale, window_left,
                   logits_soft_cap, alibi_slopes, sinks, out, return_lse, False, arithmetic, cascade, num_threads)

@@ -59,7 +59,8 @@ cdef class BlockTables:
         `num_tokens[i]` is how many of state i's last tokens this step computes: by default 1 each (0 for an empty
         state), for a batch `batch.num_tokens`. The next `fill` overwrites the arrays. Raises `ValueError` when there
         are more states than rows, a state has more blocks than a row, two states have different allocators, or
-        `num_tokens` does not fit the states; then nothing has changed. Allocates only when a batch has more tokens than every batch before.
+        `num_tokens` does not fit the states; then nothing has changed. Allocates only when a batch has more tokens than
+        every batch before.
         """
         cdef list rows
         cdef PagedSeqState state

@@ -54,7 +54,7 @@ def decode(
     pool: Any,
     layer: int,
     block_tables: Any,
-    seq_lens: Any,
+    seq_lens: Any = None,
     *,
     query_start_loc: Any = None,
     custom_mask: Any = None,
@@ -82,6 +82,14 @@ def decode(
     >>> decode([[[1.0] * 8]], pool, 0, [[1]], [2]).shape
     (1, 1, 8)
     """
+    if hasattr(block_tables, "block_tables"):
+        if seq_lens is not None or query_start_loc is not None:
+            name = "query_start_loc" if seq_lens is None else "seq_lens"
+            raise TypeError(f"{name} must not be given beside a BlockTables, which has its own")
+        if block_tables.allocator not in (None, pool.allocator):
+            raise ValueError("block_tables must be filled with sequences of the pool's allocator, not of another")
+        seq_lens, query_start_loc = block_tables.seq_lens, block_tables.query_start_loc
+        block_tables = block_tables.block_tables
     if arithmetic not in ("exact", "bf16"):
         raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
     slopes, sink_scores = (None if x is None else np.asarray(x).tolist() for x in (alibi_slopes, sinks))

@@ -310,7 +310,7 @@ def test_prefill_names_a_bad_query_start_loc(starts, error, words):
 
 def test_prefill_needs_query_start_loc_and_has_no_block_scores():
     case = make_case(LAYOUT, 2, [40, 0, 17])
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="query_start_loc"):
         prefill(*case.args)
     with refuses(TypeError, "return_block_scores"):
         prefill(*case.args, np.arange(4, dtype=np.int32), return_block_scores=True)

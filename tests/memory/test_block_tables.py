@@ -125,7 +125,7 @@ def test_sequences_of_two_allocators_are_refused(package, as_batch):
         state.append(3)
     tables = package.BlockTables(4, 4).fill(states[:1])
     before = tables.block_tables.copy(), tables.seq_lens.copy(), tables.slot_mapping.copy()
-    with pytest.raises(ValueError, match="states.*0 and 2"):
+    with pytest.raises(ValueError, match=r"states.*0 and 2"):
         tables.fill(SimpleNamespace(states=states, num_tokens=[1, 1, 1]) if as_batch else states)
     for old, new in zip(before, (tables.block_tables, tables.seq_lens, tables.slot_mapping), strict=True):
         np.testing.assert_array_equal(old, new)
