@@ -40,7 +40,6 @@ from pagepool.scheduling import (
     Scheduler,
     SeqState,
     Sequence,
-    Transaction,
 )
 
 __all__ = [
@@ -84,7 +83,6 @@ __all__ = [
     "StateLayout",
     "Tenant",
     "TraceRecorder",
-    "Transaction",
     "TransferError",
     "__version__",
     "calibrate_channels",

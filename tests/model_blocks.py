@@ -66,7 +66,7 @@ class Blocks(Core):
         if len(self.sequences) < self.MOST:
             pair = self.make(lambda side, i: side.api.PagedSeqState(side.allocator, self.block_size, label=1))
             sequence = Sequence(pair)
-            self.join(sequence, self.sequences)
+            self.sequences.append(sequence)
             self.extend(sequence, self.count())
 
     def fork(self):
@@ -74,7 +74,7 @@ class Blocks(Core):
         if sequence and len(self.sequences) < self.MOST:
             child = Sequence(self.make(lambda side, i: sequence.pair[i].fork()))
             child.tokens = list(sequence.tokens)
-            self.join(child, self.sequences)
+            self.sequences.append(child)
 
     def append(self):
         sequence = self.pick(self.sequences)
@@ -82,7 +82,7 @@ class Blocks(Core):
             self.extend(sequence, self.count())
 
     def append_batch(self):
-        chosen = self.some_of(self.mine(self.sequences))
+        chosen = self.some_of(self.sequences)
         counts = [self.count() for _ in chosen]
         drive = (block_tables.append_batch, reference.append_batch)
         if self.both(lambda side, i: drive[i]([sequence.pair[i] for sequence in chosen], counts)) is None:
@@ -125,29 +125,26 @@ class Blocks(Core):
 
     def allocate(self):
         n = self.below(4)
-        blocks = self.both(lambda side, i: self.through(side, "allocate_n", side.allocator)(n))
+        blocks = self.both(lambda side, i: side.allocator.allocate_n(n))
         if isinstance(blocks, list):
             self.held += blocks
 
     def share(self):
         blocks = [self.below(self.most + 2) - 1 for _ in range(self.below(3))]
-        if self.both(lambda side, i: self.through(side, "share", side.allocator)(blocks)) is None:
+        if self.both(lambda side, i: side.allocator.share(blocks)) is None:
             self.held += blocks
 
     def free(self):
         blocks = self.some_of(self.held)
-        self.both(lambda side, i: self.through(side, "free", side.allocator)(blocks))
+        self.both(lambda side, i: side.allocator.free(blocks))
         self.held = list((Counter(self.held) - Counter(blocks)).elements())
-        if self.taking_part:
-            self.pending += blocks
 
     def free_too_much(self):
-        if not self.taking_part:
-            allocator = self.sides[1].allocator
-            block = self.below(self.most)
-            times = allocator.ref_count(block) + 1 if block < allocator.capacity else 1
-            if self.both(lambda side, i: side.allocator.free([*self.held, *[block] * times])) is None:
-                raise Divergence(f"block {block} was freed {times} times")
+        allocator = self.sides[1].allocator
+        block = self.below(self.most)
+        times = allocator.ref_count(block) + 1 if block < allocator.capacity else 1
+        if self.both(lambda side, i: side.allocator.free([*self.held, *[block] * times])) is None:
+            raise Divergence(f"block {block} was freed {times} times")
 
     def grow(self):
         which = self.below(2)
@@ -171,7 +168,7 @@ class Blocks(Core):
             self.retire("handle", self.make(lambda side, i: sequence.pair[i].handle()))
 
     def use_stale(self):
-        """Whatever is stale says so; an abort may have brought it back."""
+        """Whatever is stale says so."""
         if not self.stale:
             return
         kind, pair = self.one_of(self.stale)

@@ -10,8 +10,8 @@ OPERATIONS = {
 class Cached(Core):
     def found(self, prompt):
         """What is cached of a prompt: blocks, the caller's to free, and the tokens in them."""
-        if self.taking_part or self.below(2):
-            blocks = self.both(lambda side, i: self.through(side, "match_prefix", side.cache)(prompt))
+        if self.below(2):
+            blocks = self.both(lambda side, i: side.cache.match_prefix(prompt))
             return blocks, len(blocks) * self.block_size
 
         def match(side, i):
@@ -21,9 +21,7 @@ class Cached(Core):
         return self.both(match)
 
     def let_go(self, blocks):
-        self.both(lambda side, i: self.through(side, "free", side.allocator)(blocks))
-        if self.taking_part:
-            self.pending += blocks
+        self.both(lambda side, i: side.allocator.free(blocks))
 
     def hit(self):
         """A request begins with what is cached of its prompt."""
@@ -35,7 +33,7 @@ class Cached(Core):
         self.both(lambda side, i: sequence.pair[i].adopt(blocks, tokens))
         sequence.tokens = prompt[:tokens]
         self.let_go(blocks)
-        self.join(sequence, self.sequences)
+        self.sequences.append(sequence)
 
     def publish(self):
         sequence = self.pick(self.sequences)
@@ -47,28 +45,23 @@ class Cached(Core):
         names = {}
         if self.policy == "priority" or self.below(20) == 0:  # the others refuse it
             names = self.one_of(({}, {"priority": 2}, {"priority": 1, "ttl": self.below(9), "now": self.now}))
-        result = self.both(lambda side, i: self.through(side, "cache_blocks", side.cache)(tokens, blocks, **names))
-        if self.taking_part and result is None:
-            self.pending += blocks[: len(tokens) // self.block_size]
+        self.both(lambda side, i: side.cache.cache_blocks(tokens, blocks, **names))
 
     def pass_time(self):
         self.now += self.below(4)
         self.both(lambda side, i: side.cache.expire(self.now))
 
     def evict(self):
-        if not self.taking_part:
-            n = self.below(4)
-            self.both(lambda side, i: side.cache.evict(n))
+        n = self.below(4)
+        self.both(lambda side, i: side.cache.evict(n))
 
     def discard(self):
-        if not self.taking_part:
-            blocks = [self.below(self.most) for _ in range(2)]
-            self.both(lambda side, i: side.cache.discard(blocks))
+        blocks = [self.below(self.most) for _ in range(2)]
+        self.both(lambda side, i: side.cache.discard(blocks))
 
     def hold(self):
         """Holds what is cached of a prompt until its blocks are freed."""
         self.held += self.found(self.prompt())[0]
 
     def reset(self):
-        if not self.taking_part:
-            self.both(lambda side, i: side.cache.reset_prefix_cache())
+        self.both(lambda side, i: side.cache.reset_prefix_cache())

@@ -31,19 +31,11 @@ class Hybrids(Core):
 
     def lend(self):
         request = 1 + self.below(8)
-
-        def call(side, i):
-            if side.transactions:
-                return side.transactions[-1].alloc_state(side.states, request)
-            return side.states.handle(side.states.alloc(request))
-
-        pair = self.make(call)
+        pair = self.make(lambda side, i: side.states.handle(side.states.alloc(request)))
         if pair:
             if pair[0].index != pair[1].index:
                 raise Divergence(f"slots {pair[0].index} and {pair[1].index}")
             self.handles.append(tuple(pair))
-            if self.taking_part:
-                self.taking_part[-1].add(id(self.handles[-1]))
 
     def advance(self):
         pair = self.pick(self.handles)
@@ -64,7 +56,7 @@ class Hybrids(Core):
 
     def give_back(self):
         pair = self.pick(self.handles)
-        if pair and not self.taking_part:
+        if pair:
             self.both(lambda side, i: pair[i].release())
             self.handles.remove(pair)
             self.retire("state", pair)
@@ -85,7 +77,7 @@ class Hybrids(Core):
         if pair is None:
             return None
         hybrid = Hybrid(pair, model)
-        self.join(hybrid, self.hybrids)
+        self.hybrids.append(hybrid)
         return hybrid
 
     def feed(self, hybrid, tokens):
@@ -133,7 +125,7 @@ class Hybrids(Core):
             if pair:
                 child = Hybrid(pair, hybrid.model)
                 child.tokens = list(hybrid.tokens)
-                self.join(child, self.hybrids)
+                self.hybrids.append(child)
 
     def checkpoint(self):
         hybrid = self.pick(self.hybrids)

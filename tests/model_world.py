@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 import pagepool
-from pagepool import KvGroup, KvLayout, PoolError, StateCheckpoints, StateLayout, Transaction, reference
+from pagepool import KvGroup, KvLayout, PoolError, StateCheckpoints, StateLayout, reference
 from pagepool.prefix.eviction import POLICIES
 from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
 
@@ -60,7 +60,6 @@ class Core:
                     states=states,
                     models=[[groups[i] for i in model] for model in MODELS],
                     checkpoints=checkpoints(STATES, states, budget, grid=8, spacing=2),
-                    transactions=[],
                 )
             )
         ours = self.sides[0]
@@ -71,11 +70,8 @@ class Core:
         self.hybrids = []
         self.handles = []  # pairs
         self.held = []  # references of our own
-        self.pending = []  # given up, dropped by the commit
         self.stale = []  # what was closed, released or given up
         self.now = 0.0
-        self.taking_part = []  # per open transaction, the ids of what takes part
-        self.before = []  # per open transaction, all that was there
         self.calls = self.errors = 0
 
     def pool(self, block_size, allocator):
@@ -120,15 +116,8 @@ class Core:
 
         return pair if self.both(keep) is None else None
 
-    def mine(self, things):
-        """Those that may be changed now: in a transaction, those that take part or were made in it."""
-        if not self.taking_part:
-            return things
-        return [thing for thing in things if id(thing) in self.taking_part[-1]]
-
     def pick(self, things):
-        mine = self.mine(things)
-        return self.one_of(mine) if mine else None
+        return self.one_of(things) if things else None
 
     def count(self):
         return 1 + self.below(2 * self.block_size + 1)
@@ -144,71 +133,11 @@ class Core:
             k = KEYS.take(tokens, axis=0)
             pool.append(0, np.array(slots, np.int64), k, k)
 
-    def join(self, thing, things):
-        """Makes something new known, within the open transaction if there is one."""
-        things.append(thing)
-        for index, side in enumerate(self.sides):
-            if side.transactions:
-                side.transactions[-1].close_on_abort(thing.pair[index])
-        if self.taking_part:
-            self.taking_part[-1].add(id(thing))
-
     def retire(self, kind, pair):
         """Remembers what may not be used any more, to try it later."""
         if len(self.stale) >= 8:
             self.stale.pop(self.below(8))
         self.stale.append((kind, pair))
-
-    def through(self, side, method, owner):
-        """A method of an allocator or cache, or that of the open transaction in its place."""
-        if side.transactions:
-            return lambda *given, **names: getattr(side.transactions[-1], method)(owner, *given, **names)
-        return getattr(owner, method)
-
-    def begin(self):
-        if len(self.taking_part) >= 3:
-            return
-        before = self.picture()
-        chosen = self.some_of(self.mine(self.sequences)) + self.some_of(self.mine(self.hybrids))
-        pair = self.pick(self.handles) if self.below(2) else None
-
-        def call(side, i):
-            around = side.transactions[-1] if side.transactions else None
-            transaction = around.nested() if around else Transaction()
-            try:
-                transaction.enlist(*[thing.pair[i] for thing in chosen], *([pair[i]] if pair else []))
-            except PoolError:
-                transaction.abort()
-                raise
-            side.transactions.append(transaction)
-
-        if self.both(call) is None:
-            self.taking_part.append({id(thing) for thing in (*chosen, pair)})
-            self.before.append(before)
-
-    def end(self):
-        if not self.taking_part:
-            return
-        way = self.below(6)
-        if way < 3 and self.both(lambda side, i: side.transactions[-1].commit()) is None:
-            made = self.taking_part.pop()
-            self.before.pop()
-            if self.taking_part:
-                self.taking_part[-1] |= made
-            else:
-                self.pending.clear()
-            for side in self.sides:
-                side.transactions.pop()
-            return
-        for side in self.sides:
-            if way == 4:  # an exception leaves the block
-                error = RuntimeError("an engine fails")
-                side.transactions[-1].__exit__(RuntimeError, error, None)
-            elif way != 5:  # one that is dropped aborts
-                side.transactions[-1].abort()
-            side.transactions.pop()
-        self.taking_part.pop()
-        self.restore(self.before.pop())
 
     def picture(self):
         """All that can be seen of our side, and what is known."""
@@ -228,21 +157,11 @@ class Core:
             ],
             handles=list(self.handles),
             held=list(self.held),
-            pending=list(self.pending),
             counts=[counts(allocator, 48) for allocator in ours.allocators],
             cached=sorted(ours.cache.references()),
             states=[view[pair[0].index].tolist() for pair in self.handles],
-            lent=None if self.taking_part else ours.states.used_count,  # copies for the transactions around stay
+            lent=ours.states.used_count,
         )
-
-    def restore(self, before):
-        """What is known is again what it was; so must be what can be seen."""
-        self.sequences = [entry[0] for entry in before.sequences]
-        self.hybrids = [entry[0] for entry in before.hybrids]
-        for thing, tokens, *_ in before.sequences + before.hybrids:
-            thing.tokens = list(tokens)
-        self.handles, self.held, self.pending = list(before.handles), list(before.held), list(before.pending)
-        self.same_picture(before, "after an abort")
 
     def same_picture(self, before, when):
         now = self.picture()
@@ -254,7 +173,7 @@ class Core:
         """All state of both sides, and the tokens in the pages."""
         ours, theirs = self.sides
         for side in self.sides:
-            side.allocators[0].check(others=len(self.held) + len(self.pending))
+            side.allocators[0].check(others=len(self.held))
             side.allocators[1].check(others=0)
             for each in (side.cache, side.states):
                 each.check()
@@ -282,8 +201,6 @@ class Core:
 
     def finish(self):
         """Ends everything: nothing is left."""
-        while self.taking_part:
-            self.end()
         self.compare()
         for thing in self.sequences + self.hybrids:
             self.both(lambda side, i, thing=thing: thing.pair[i].close())

@@ -24,7 +24,6 @@ from pagepool import (
     SchedulerConfig,
     SsmStatePool,
     StateLayout,
-    Transaction,
     decode,
 )
 from pagepool.memory.batch import append_batch, release_batch
@@ -397,21 +396,6 @@ def test_a_slot_of_a_state_pool_is_made_once_whoever_asks_first():
         assert all(mine is theirs for others in seen for mine, theirs in zip(seen[0], others, strict=True))
         assert pool.used_count == 0
         pool.check()
-
-
-def test_a_transaction_undoes_the_last_step_first_whatever_other_threads_do():
-    def work(number):
-        for turn in range(ROUNDS):
-            done, transaction = [], Transaction()
-            for step in range(0, 12, 3):
-                transaction.on_abort(lambda step=step, done=done: done.append(step))
-                with transaction.nested() as inner:
-                    inner.on_abort(lambda step=step, done=done: done.append(step + 1))
-                    inner.on_abort(lambda step=step, done=done: done.append(step + 2))
-            transaction.abort()
-            assert done == list(range(11, -1, -1)), (number, turn)
-
-    run_together(work)
 
 
 def test_a_label_is_set_while_others_read_it():

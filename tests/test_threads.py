@@ -19,7 +19,6 @@ from pagepool import (
     PrefixCache,
     SsmStatePool,
     StateLayout,
-    Transaction,
 )
 
 STATES = StateLayout(layers=[{"h": ((4,), "float32")}])
@@ -189,7 +188,7 @@ def test_states_of_one_pool_may_be_used_by_several_threads(switching):
     assert pool.used_count == 0
 
 
-def test_transactions_of_several_threads_share_allocator_cache_and_states(switching):
+def test_sequences_of_several_threads_share_allocator_cache_and_states(switching):
     allocator = BlockAllocator(200)
     KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=4, dtype="float32"), 200, allocator)
     cache = PrefixCache(allocator, 4, "lru")
@@ -200,26 +199,16 @@ def test_transactions_of_several_threads_share_allocator_cache_and_states(switch
         prompt = [number, *[rng.randrange(2) for _ in range(11)]]
         state = PagedSeqState(allocator, 4, label=number)
         hybrid = HybridSequence([KvGroup(allocator, 4), KvGroup(allocator, 4, window=5)], states, label=number + 1)
-        before, abort = None, rng.randrange(2)
         try:
             hybrid.append(rng.randrange(1, 12))
-            before = [kv.blocks for kv in hybrid.kv]
-            with Transaction(state, hybrid) as transaction:
-                found = transaction.match_prefix(cache, prompt)
+            with cache.match_tokens(prompt) as found:
                 state.adopt(found)
-                transaction.free(allocator, found)
-                state.append(len(prompt) - state.len)
-                hybrid.append(7)
-                with transaction.nested(hybrid) as draft:
-                    hybrid.checkpoint()
-                    hybrid.append(3)
-                    draft.abort()
-                transaction.cache_blocks(cache, prompt, state.blocks)
-                transaction.release_state(transaction.alloc_state(states, 9))
-                if abort:
-                    raise KeyError("the request is gone")
-        except KeyError:
-            assert state.len == 0 and [kv.blocks for kv in hybrid.kv] == before
+            state.append(len(prompt) - state.len)
+            hybrid.append(7)
+            draft = hybrid.checkpoint()
+            hybrid.append(3)
+            hybrid.rollback(draft)
+            cache.cache_blocks(prompt, state.blocks)
         except PoolExhausted:
             cache.evict(8)
         else:

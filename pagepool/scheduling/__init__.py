@@ -4,7 +4,6 @@ from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.preemption import PreemptionLog, PreemptionRecord
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.scheduler import Scheduler
-from pagepool.scheduling.transaction import Transaction
 
 __all__ = [
     "PreemptionLog",
@@ -13,5 +12,4 @@ __all__ = [
     "Scheduler",
     "SeqState",
     "Sequence",
-    "Transaction",
 ]

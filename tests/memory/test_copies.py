@@ -21,7 +21,6 @@ from pagepool import (
     SsmStatePool,
     StateCheckpoints,
     StateLayout,
-    Transaction,
 )
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8)
@@ -48,7 +47,6 @@ def owners():
         states.acquire(1),
         SequencePool(pool, states),
         StateCheckpoints(STATES, states, 1000),
-        Transaction(state),
     ]
 
 

@@ -22,7 +22,6 @@ from pagepool import (
     SsmStatePool,
     StateCheckpoints,
     StateLayout,
-    Transaction,
 )
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
@@ -68,17 +67,15 @@ def tie(allocator, rng):
     hybrid.append(9)
     hybrid.checkpoint()
     handle = states.handle(states.alloc(1))
-    transaction = Transaction(state, hybrid, handle)
     state.truncate(2)
     hybrid.append(5)
     state.handle()
-    parts = [pool, states, cache, state, match, checkpoints, hybrid, handle, transaction, SequencePool(kv=pool)]
+    parts = [pool, states, cache, state, match, checkpoints, hybrid, handle, SequencePool(kv=pool)]
     parts += [state.fork(), hybrid.fork(), state.handle(), allocator.owners(), allocator.leaks()]
     rng.shuffle(parts)
     knot = Knot()
     knot.parts = parts
-    transaction.on_abort(lambda: len(knot.parts))
-    return [weakref.ref(one) for one in (knot, pool, states, cache, hybrid, transaction)]
+    return [weakref.ref(one) for one in (knot, pool, states, cache, hybrid)]
 
 
 @pytest.mark.parametrize("seed", range(8))

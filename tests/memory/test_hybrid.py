@@ -17,7 +17,6 @@ from pagepool import (
     SsmStatePool,
     StaleHandle,
     StateLayout,
-    Transaction,
 )
 
 STATES = StateLayout(layers=[{"h": ((3,), "float64")}])
@@ -85,7 +84,7 @@ class Engine:
         return all(a.in_use == 0 for a in self.allocators) and (self.states is None or self.states.used_count == 0)
 
 
-ACTIONS = ["start", "feed", "feed", "feed", "fork", "checkpoint", "to", "back", "cut", "end", "trim", "try"]
+ACTIONS = ["start", "feed", "feed", "feed", "fork", "checkpoint", "to", "back", "cut", "end", "trim"]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -123,24 +122,8 @@ def test_a_random_program_keeps_all_parts_with_the_tokens(shared, states, keep):
             elif action == "end":
                 running.remove(written)
                 written.sequence.release()
-            elif action == "try":
-                before = list(written.tokens), written.sequence.checkpoints, [kv.blocks for kv in written.sequence.kv]
-                with Transaction(written.sequence) as transaction:
-                    written.feed([rng.randrange(9) for _ in range(4)])
-                    written.sequence.checkpoint()
-                    if rng.randrange(2):
-                        written.roll(rng.choice(written.sequence.checkpoints))
-                        written.feed([1, 2])
-                    aborted = rng.randrange(2)
-                    if aborted:
-                        transaction.abort()
-                if aborted:
-                    written.tokens = before[0]
-                    assert (written.sequence.checkpoints, [kv.blocks for kv in written.sequence.kv]) == before[1:]
         except (PoolExhausted, ValueError):
             refused.add(action)
-            if action == "try":
-                written.tokens = before[0]
             if action == "start":
                 continue
         for each in running:
@@ -251,26 +234,6 @@ def test_all_parts_or_none_when_a_slot_or_a_block_is_missing():
     assert engine.idle()
 
 
-def test_a_release_within_a_transaction_is_taken_back():
-    engine = Engine(blocks=40)
-    written = engine.start(range(11), label=7)
-    written.sequence.checkpoint()
-    with Transaction(written.sequence) as transaction:
-        written.sequence.release()
-        assert written.sequence.closed
-        transaction.abort()
-    written.check()
-    assert written.sequence.checkpoints and written.sequence.state.slot.request_id == 7
-    with Transaction(written.sequence):
-        written.sequence.release()
-    assert engine.idle()
-    for use in (written.sequence.append, written.sequence.fork, written.sequence.checkpoint, written.sequence.begin):
-        with pytest.raises(StaleHandle, match="the sequence 7 was closed"):
-            use()
-    with pytest.raises(ValueError, match="the sequence is in no transaction"):
-        written.sequence.commit()
-
-
 def test_parts_that_were_moved_one_by_one_are_found():
     written = Engine(blocks=40).start(range(9))
     written.sequence.kv[1].append(1)
@@ -312,18 +275,6 @@ def test_a_request_begins_with_what_is_cached_of_all_its_groups():
     for each in (first, second):
         each.sequence.release()
     assert engine.idle()
-
-
-def test_a_rollback_within_a_transaction_takes_no_block_that_an_abort_does_not_need():
-    engine = Engine(blocks=3, windows=(None,), sizes=(4,), states=False)
-    written = engine.start(range(9))
-    with Transaction(written.sequence) as transaction:
-        written.feed([9, 10])
-        written.roll(1)  # within the last block, behind the tokens that an abort brings back
-        written.feed([11])  # which is written in place: no block is free
-        written.check()
-        transaction.abort()
-    assert written.sequence.len == 9
 
 
 def test_a_refused_append_to_groups_grows_no_allocator():

@@ -55,13 +55,13 @@ def test_every_allocation_may_fail(run, build_foreign):
     assert len(results) > 25 and sum(results.values()) > 100
 
 
-def test_transactions_and_hybrid_sequences_leave_nothing_behind_and_their_ends_want_no_memory(run):
-    results = json.loads(run(HERE / "run_transactions_out_of_memory.py"))
+def test_hybrid_sequences_leave_nothing_behind_and_their_release_wants_no_memory(run):
+    results = json.loads(run(HERE / "run_hybrid_out_of_memory.py"))
     wrong = {name: what for name, what in results.items() if not isinstance(what, int)}
     assert not wrong
     spared = {name for name, failures in results.items() if failures == 0}
-    assert spared == {"abort", "commit of a hybrid", "abort of a hybrid", "release of a hybrid"}
-    assert len(results) > 35 and sum(results.values()) > 800
+    assert spared == {"release of a hybrid"}
+    assert len(results) > 15 and sum(results.values()) > 100
 
 
 def test_a_scheduler_that_memory_failed_leaves_nothing_behind_and_goes_on(run):

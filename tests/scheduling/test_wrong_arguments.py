@@ -9,7 +9,6 @@ from pagepool import (
     Scheduler,
     SchedulerConfig,
     Tenant,
-    Transaction,
 )
 
 
@@ -82,7 +81,6 @@ def test_others_do_too():
     blocks = cache.allocator.allocate_n(1)
     for call, words in (
         (lambda: Scheduler(None, cache.allocator, 5), "prefix_cache must be a PrefixCache or None, not int: 5"),
-        (lambda: Transaction(5), "a participant must be a sequence, a StateHandle or .*, not int: 5"),
         (lambda: worth.cache_blocks([1, 2, 3, 4], blocks, ttl="x"), "ttl must be a number, not str: 'x'"),
     ):
         with pytest.raises(TypeError, match=words):

@@ -1,0 +1,125 @@
+"""Started by test_no_memory.py under failing_malloc: hybrid sequences and their states, as in run_out_of_memory.py."""
+
+from failing import countdown, fail_all
+
+from pagepool import (
+    BlockAllocator,
+    HybridSequence,
+    KvGroup,
+    PagedSeqState,
+    PrefixCache,
+    SsmStatePool,
+    StateCheckpoints,
+    StateLayout,
+)
+
+MANY = 300  # numbers beyond the small integers are objects that have to be made
+BLOCKS = 2400
+PROMPT = list(range(1200))
+STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
+
+
+def pause():
+    """For what a test does beside the operation that may fail; returns what `resume_countdown` wants."""
+    left = countdown.value
+    countdown.value = 0
+    return left
+
+
+def resume_countdown(left):
+    countdown.value = left
+
+
+class World:
+    """Everything that takes part, with large ids and lengths."""
+
+    once = True
+
+    def __init__(self):
+        self.allocator = BlockAllocator(BLOCKS)
+        self.allocator.allocate_n(MANY)
+        self.many = self.allocator.allocate_n(MANY).tolist()
+        self.cache = PrefixCache(self.allocator, 4)
+        self.cache.cache_blocks(PROMPT[:1120], self.many)
+        self.state = PagedSeqState(self.allocator, 4)
+        self.state.append(1101)
+        self.pool = SsmStatePool.from_layout(STATES, 2 * MANY)
+        for _ in range(MANY - 1):
+            self.pool.alloc(1)
+        for _ in range(MANY):
+            self.pool.release(self.pool.alloc(1))
+        self.handle, self.lent = self.pool.acquire(7), self.pool.acquire(8)
+        self.groups = [KvGroup(self.allocator, 4), KvGroup(self.allocator, 4, window=9)]
+        self.hybrid = HybridSequence(self.groups, self.pool, label="hybrid")
+        self.marks = []
+        for n in range(3):
+            self.hybrid.append(400)
+            self.hybrid.state.view(0, "a")[:] = n
+            self.marks.append(self.hybrid.checkpoint())
+        self.hybrid.append(6)
+        self.match = self.cache.match_tokens(PROMPT[:1120])
+        self.checkpoints = StateCheckpoints(STATES, self.pool, 100_000)
+        self.lent.view(0, "a")[:] = 5
+        self.checkpoints.save(self.lent.index, PROMPT, 500, "end")
+        self.new = HybridSequence(self.groups, self.pool)
+
+    def picture(self):
+        for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new, self.checkpoints):
+            one.check()
+        return (
+            [self.allocator.ref_count(block) for block in range(BLOCKS)],
+            [self.pool.used_count, self.cache.num_cached, self.state.len],
+            [self.hybrid.stats(), self.hybrid.closed, [mark.position for mark in self.hybrid.checkpoints]],
+            [one.view(0, "a").tolist() for one in (self.handle, self.hybrid.state) if not one.is_stale],
+        )
+
+
+def save(world):
+    """What it forgets is right; what it keeps has to be."""
+    try:
+        world.checkpoints.save(world.handle.index, PROMPT, 900, "end")
+    except (MemoryError, SystemError):
+        left = pause()
+        kept = world.checkpoints.index.num_states
+        assert world.checkpoints.resume(world.lent.index, PROMPT, 1000) == 500 * kept
+        assert world.lent.view(0, "a").tolist() == [5] * 4
+        resume_countdown(left)
+        raise
+
+
+def resume(world):
+    """All of a state or its beginning."""
+    try:
+        world.checkpoints.resume(world.handle.index, PROMPT, 1000)
+    except (MemoryError, SystemError):
+        left = pause()
+        assert world.handle.slot.position == 0 and world.handle.view(0, "a").tolist() == [0] * 4
+        resume_countdown(left)
+        raise
+
+
+OPERATIONS = {
+    "match_prefix": lambda world: world.cache.match_prefix(PROMPT),
+    "match_tokens": lambda world: world.cache.match_tokens(PROMPT[:1118]),
+    "allocate": lambda world: world.allocator.allocate(),
+    "lend": lambda world: world.pool.acquire(9),
+    "alloc": lambda world: world.pool.alloc(9),
+    "fork of a handle": lambda world: world.handle.fork(),
+    "hybrid": lambda world: HybridSequence(world.groups, world.pool),
+    "hybrid of a handle": lambda world: HybridSequence(world.groups, world.lent),
+    "append to a hybrid": lambda world: world.hybrid.append(700),
+    "adopt": lambda world: world.new.adopt([world.many[:270], world.many[:270]], 1077),
+    "trim": lambda world: world.hybrid.trim(),
+    "fork of a hybrid": lambda world: world.hybrid.fork(),
+    "checkpoint": lambda world: world.hybrid.checkpoint(),
+    "discard": lambda world: world.hybrid.discard(world.marks[1]),
+    "rollback": lambda world: world.hybrid.rollback(world.marks[1]),
+    "rollback by tokens": lambda world: world.hybrid.rollback(500),
+    "truncate": lambda world: world.hybrid.truncate(800),
+    "save a state": save,
+    "resume a state": resume,
+    "release of a hybrid": lambda world: world.hybrid.release(),
+}
+
+if __name__ == "__main__":
+    fail_all(World, OPERATIONS, plain_python=OPERATIONS)
