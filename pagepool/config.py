@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import dtype_name, integer, plain_dtype, real
+from pagepool._arguments import dtype_name, integer, plain_dtype, real
 
 __all__ = ["KV_DTYPES", "KvLayout", "SchedulerConfig", "StateLayout", "Tenant"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.engine_memory import check_memory, most_new_tokens, pool_tokens, present
 from pagepool.generation import Generation, Token

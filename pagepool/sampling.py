@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import integer, real, wrong
+from pagepool._arguments import integer, real, wrong
 from pagepool.drawing import draw
 
 __all__ = ["Sampler", "SamplingParams"]

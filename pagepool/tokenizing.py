@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 
 __all__ = ["Detokenizer", "Encoder", "stop_token_ids_of"]
 

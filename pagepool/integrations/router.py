@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool.arguments import integer, real, wrong
+from pagepool._arguments import integer, real, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError
 from pagepool.prefix.directory import PrefixDirectory

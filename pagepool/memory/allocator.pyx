@@ -31,7 +31,7 @@ from collections import Counter
 
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.memory.explain import exhausted, invalid_blocks
 from pagepool.memory.owners import Leak, Owner, warn_of
 

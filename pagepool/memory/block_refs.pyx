@@ -19,7 +19,7 @@ from pagepool.memory.arrays cimport IdArray, new_int32, read_ids, release_ids
 from pagepool.memory.page_buffer cimport PageBuffer
 
 from pagepool.errors import InvalidBlock
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.memory.explain import exhausted
 
 __all__ = ["BlockRefs", "PrefixMatch", "block_refs"]

@@ -20,7 +20,7 @@ from pagepool.memory.block_refs cimport PrefixMatch
 from pagepool.memory.page_buffer cimport PageBuffer
 
 from pagepool.errors import InvalidBlock, PoolError, StaleHandle, refuse_copy
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.memory.explain import closed, exhausted
 
 __all__ = ["PagedSeqState", "SequenceHandle"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pagepool.arguments import integer, wrong
+from pagepool._arguments import integer, wrong
 from pagepool.errors import refuse_copy
 from pagepool.memory.explain import closed
 from pagepool.memory.batch import append_batch, release_batch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from pagepool.arguments import integer, wrong
+from pagepool._arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError, StaleHandle, refuse_copy
 from pagepool.memory.allocator import BlockAllocator

@@ -53,7 +53,7 @@ import numpy as np
 from pagepool.config import KvLayout
 from pagepool.errors import InvalidBlock, refuse_copy
 from pagepool.memory.dlpack import BFloat16Bits
-from pagepool.arguments import dtype_name, integer
+from pagepool._arguments import dtype_name, integer
 from pagepool.memory.owners import warn_of
 from pagepool.memory.explain import invalid_slot
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagepool.arguments import real
+from pagepool._arguments import real
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

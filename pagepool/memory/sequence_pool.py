@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from pagepool.arguments import wrong
+from pagepool._arguments import wrong
 from pagepool.errors import InvalidSlot, refuse_copy
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool

@@ -34,7 +34,7 @@ import numpy as np
 
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolExhausted, refuse_copy
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.memory.dlpack import BFloat16Bits
 from pagepool.memory.owners import Leak, warn_of
 from pagepool.memory.state import SequenceSlot, StateHandle

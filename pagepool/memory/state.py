@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from pagepool.arguments import integer, wrong
+from pagepool._arguments import integer, wrong
 from pagepool.errors import PoolExhausted, StaleHandle, refuse_copy
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_colle
 
 import numpy as np
 
-from pagepool.arguments import integer, real
+from pagepool._arguments import integer, real
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.prefix.eviction import POLICIES, CacheReservations
 from pagepool.prefix.keys import root_key

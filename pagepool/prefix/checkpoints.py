@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolError, refuse_copy
 from pagepool.memory.ssm_pool import SsmStatePool, StateMemory

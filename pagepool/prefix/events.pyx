@@ -10,7 +10,7 @@ from pagepool.prefix.radix_tree cimport NodeTable
 
 from typing import NamedTuple
 
-from pagepool.arguments import wrong
+from pagepool._arguments import wrong
 from pagepool.errors import PoolError
 from pagepool.prefix.radix_tree import token_row
 

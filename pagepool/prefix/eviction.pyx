@@ -28,7 +28,7 @@ from pagepool.prefix.radix_tree cimport (
     list_remove,
 )
 
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.policies import ArcPolicy, LfuPolicy, LruPolicy, PriorityPolicy, S3FifoPolicy
 

@@ -8,7 +8,7 @@ from pagepool.prefix.radix_tree cimport LISTED, Node, NodeTable, list_clear, lis
 
 import numpy as np
 
-from pagepool.arguments import integer, real
+from pagepool._arguments import integer, real
 
 __all__ = ["EvictionPolicy", "belady_pass"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pagepool.arguments import wrong
+from pagepool._arguments import wrong
 from pagepool.errors import PoolExhausted
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import append_batch, release_batch

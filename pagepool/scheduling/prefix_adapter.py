@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import wrong
+from pagepool._arguments import wrong
 from pagepool.errors import InvalidBlock
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.prefix.keys import root_key

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
-from pagepool.arguments import integer, wrong
+from pagepool._arguments import integer, wrong
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError, refuse_copy
 from pagepool.memory.hybrid import KvGroup

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Container, Iterable
 from typing import Any
 
-from pagepool.arguments import integer, real, wrong
+from pagepool._arguments import integer, real, wrong
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager

@@ -26,7 +26,7 @@ MODULES = [path for path in SOURCES if PACKAGE in path.parents and path.suffix i
 FLOORS = {
     "_paths": 0,
     "_version": 0,
-    "arguments": -1,
+    "_arguments": -1,
     "config": 0,
     "csrc": 0,
     "errors": 0,

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pagepool.arguments import integer, wrong
+from pagepool._arguments import integer, wrong
 from pagepool.integrations.pretrained import DTYPES, ModelError
 
 __all__ = ["serve"]

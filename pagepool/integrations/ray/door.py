@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.engine_memory import most_new_tokens
 from pagepool.errors import PoolError
 from pagepool.generation import Generation, Token

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool.arguments import integer, real, wrong
+from pagepool._arguments import integer, real, wrong
 from pagepool.errors import InvalidBlock, TransferError, refuse_copy
 from pagepool.integrations.transfer.tickets import Lease, PeerDescription, ReadResult, Ticket, fingerprint
 from pagepool.memory.allocator import BlockAllocator

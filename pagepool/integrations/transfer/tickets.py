@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagepool._arguments import integer
 from pagepool._version import __version__
-from pagepool.arguments import integer
 
 if TYPE_CHECKING:
     from pagepool.memory.block_refs import BlockRefs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagepool.arguments import integer
+from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.trial import try_out
