@@ -18,7 +18,7 @@ from pagepool.usage import UsageError, between, file_name
 
 if TYPE_CHECKING:  # other commands need not wait for these
     from pagepool.engine import Engine
-    from pagepool.generation import Generation
+    from pagepool.engine.generation import Generation
 
 __all__ = ["add_arguments", "run"]
 

@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pagepool.generation import Generation, TextEngine, Token
+from pagepool.engine.generation import Generation, TextEngine, Token
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.protocol import (
     Answer,

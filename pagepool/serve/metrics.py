@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
-from pagepool.generation import Generation, TextEngine
+from pagepool.engine.generation import Generation, TextEngine
 from pagepool.integrations.prometheus import PagepoolCollector
 
 __all__ = ["Metrics"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagepool.generation import Generation, Token
+from pagepool.engine.generation import Generation, Token
 
 __all__ = ["Answer", "ChatAnswer", "Request", "RequestError", "error_object", "read_body", "read_request"]
 

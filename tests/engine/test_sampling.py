@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pagepool.drawing import draw
-from pagepool.sampling import Sampler, SamplingParams, _largest
+from pagepool.engine.drawing import draw
+from pagepool.engine.sampling import Sampler, SamplingParams, _largest
 
 
 def sampler(**params):

@@ -11,6 +11,7 @@ import pytest
 from fake_runner import Bytes, FakeRunner
 
 from pagepool.engine import Engine
+from pagepool.engine.tokenizing import Detokenizer
 from pagepool.integrations.pretrained import ModelError
 from pagepool.integrations.ray import door as door_module
 from pagepool.integrations.ray import serve
@@ -18,7 +19,6 @@ from pagepool.integrations.ray.door import Cluster
 from pagepool.integrations.ray.messages import Ended, Limits
 from pagepool.integrations.ray.worker import Worker
 from pagepool.integrations.transfer import LocalTransfer
-from pagepool.tokenizing import Detokenizer
 
 SECONDS = 60
 PROMPT = "a prompt that is longer than some blocks"

@@ -28,7 +28,7 @@ from test_serve import SECONDS, serving, wait_until  # noqa: E402
 import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.engine import Engine  # noqa: E402
-from pagepool.generation import Generation  # noqa: E402
+from pagepool.engine.generation import Generation  # noqa: E402
 
 load = importlib.import_module("load")
 

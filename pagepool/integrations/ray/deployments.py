@@ -31,9 +31,9 @@ class WorkerReplica:
 
     def __init__(self, options: dict[str, Any], is_prefill: bool, moves_pages: bool) -> None:
         from pagepool.engine import Engine
+        from pagepool.engine.tokenizing import stop_token_ids_of
         from pagepool.integrations.pretrained import load_pretrained
         from pagepool.integrations.ray.worker import Worker
-        from pagepool.tokenizing import stop_token_ids_of
 
         if options["threads"] is not None:
             import_module("torch").set_num_threads(options["threads"])

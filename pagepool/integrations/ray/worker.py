@@ -11,9 +11,9 @@ from time import time_ns
 from typing import Any
 
 from pagepool.engine import Engine
-from pagepool.engine_memory import pool_tokens
+from pagepool.engine.generation import Generation
+from pagepool.engine.memory import pool_tokens
 from pagepool.errors import PoolError
-from pagepool.generation import Generation
 from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News
 from pagepool.integrations.ray.pages import Fetched, PageMover
 from pagepool.integrations.transfer import Transfer

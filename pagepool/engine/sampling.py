@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pagepool._arguments import integer, real, wrong
-from pagepool.drawing import draw
+from pagepool.engine.drawing import draw
 
 __all__ = ["Sampler", "SamplingParams"]
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
-from pagepool.engine_memory import check_memory, most_new_tokens, pool_tokens, present
-from pagepool.generation import Generation, Token
-from pagepool.sampling import Sampler, SamplingParams
-from pagepool.tokenizing import Detokenizer, Encoder, stop_token_ids_of
+from pagepool.engine.generation import Generation, Token
+from pagepool.engine.memory import check_memory, most_new_tokens, pool_tokens, present
+from pagepool.engine.sampling import Sampler, SamplingParams
+from pagepool.engine.tokenizing import Detokenizer, Encoder, stop_token_ids_of
 
 __all__ = ["Engine"]
 

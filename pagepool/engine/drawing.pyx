@@ -1,4 +1,4 @@
-"""Drawing the next token by its probability. Internal: for `pagepool.sampling`."""
+"""Drawing the next token by its probability. Internal: for `pagepool.engine.sampling`."""
 
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
