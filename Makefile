@@ -64,7 +64,7 @@ TRANSFER_VENV ?= build/transfer-venv
 NIXL ?= nixl==1.5.1 nixl-cu12==1.5.1
 test-transfer: build $(TRANSFER_VENV)/.test  ## pages between processes by NIXL, whose peers stop, die and leave
 	@$(TRANSFER_VENV)/bin/python -c 'import nixl._api' || { echo "make: NIXL does not start"; exit 1; }
-	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_transfer_processes.py
+	$(TRANSFER_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/transfer/test_transfer_processes.py
 
 $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 	$(PY) -m venv $(TRANSFER_VENV)
@@ -275,7 +275,7 @@ build/dist: $(SHIPPED) setup.py pyproject.toml MANIFEST.in | $(VENV)/.tools
 # In an environment and a folder of their own, so that nothing of the checkout can be imported. The code is that of
 # `make test`; what may be missing or lie elsewhere are modules, all of which smoke.py imports, headers, the library
 # and data.
-WHEEL_TESTS ?= capi foreign integrations packaging replay
+WHEEL_TESTS ?= capi foreign integrations packaging replay transfer
 test-wheel: build/dist  ## what users do with the built wheel, in a clean environment and from another directory
 	rm -rf build/wheel-venv && $(PY) -m venv build/wheel-venv
 	$(PY) .ci/requirements.py test > build/wheel-venv/requirements.txt

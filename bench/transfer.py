@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "integrations"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "transfer"))
 
 from transfer_source import SourceProcess, race, words_of
 
 from pagepool import KvCachePool, KvLayout
-from pagepool.integrations.transfer.nixl import NixlTransfer
+from pagepool.transfer.nixl import NixlTransfer
 
 # Layers of 8 heads of 64 dims in bfloat16: 32 KiB a layer.
 LAYERS = {32: 1, 128: 4, 512: 16, 2048: 64}

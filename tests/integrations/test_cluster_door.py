@@ -18,7 +18,7 @@ from pagepool.integrations.ray import serve
 from pagepool.integrations.ray.door import Cluster
 from pagepool.integrations.ray.messages import Ended, Limits
 from pagepool.integrations.ray.worker import Worker
-from pagepool.integrations.transfer import LocalTransfer
+from pagepool.transfer import LocalTransfer
 
 SECONDS = 60
 PROMPT = "a prompt that is longer than some blocks"

@@ -13,7 +13,7 @@ from pagepool.engine import Engine
 from pagepool.integrations.ray.messages import Call
 from pagepool.integrations.ray.pages import Fetched, PageMover
 from pagepool.integrations.ray.worker import Worker
-from pagepool.integrations.transfer import LocalTransfer
+from pagepool.transfer import LocalTransfer
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 TOKENS = list(range(1, 18))  # 4 full blocks and the last token

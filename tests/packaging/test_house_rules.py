@@ -35,6 +35,7 @@ FLOORS = {
     "prefix": 3,
     "recorder": 4,
     "scheduling": 4,
+    "transfer": 5,
     "integrations": 5,
     "integrations.ray": 9,
     "engine": 6,

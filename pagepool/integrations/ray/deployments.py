@@ -43,7 +43,7 @@ class WorkerReplica:
         name = serve.get_replica_context().replica_id.unique_id
         transfer = None
         if moves_pages:
-            from pagepool.integrations.transfer.nixl import NixlTransfer
+            from pagepool.transfer.nixl import NixlTransfer
 
             transfer = NixlTransfer(name, TRANSFER_SECONDS, serves=is_prefill)
         stops = stop_token_ids_of(model, tokenizer)

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pagepool.integrations.transfer import PeerDescription, Ticket
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
+from pagepool.transfer import PeerDescription, Ticket
 
 __all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Workers"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pagepool.errors import PoolExhausted, TransferError
 from pagepool.integrations.ray.messages import Offer
-from pagepool.integrations.transfer import Lease, ReadResult, Ticket, Transfer
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.prefix.cache import PrefixCache
+from pagepool.transfer import Lease, ReadResult, Ticket, Transfer
 
 __all__ = ["Fetched", "PageMover"]
 
@@ -46,7 +46,7 @@ class PageMover:
     Any number of threads may call it, beside the engine that uses pool and cache.
 
     >>> from pagepool import KvCachePool, KvLayout, PrefixCache
-    >>> from pagepool.integrations.transfer import LocalTransfer
+    >>> from pagepool.transfer import LocalTransfer
     >>> layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=2, dtype="float32")
     >>> pools = [KvCachePool.from_layout(layout, num_blocks=4) for _ in range(2)]
     >>> caches = [PrefixCache(pool.allocator) for pool in pools]

@@ -16,8 +16,8 @@ from pagepool.engine.memory import pool_tokens
 from pagepool.errors import PoolError
 from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News
 from pagepool.integrations.ray.pages import Fetched, PageMover
-from pagepool.integrations.transfer import Transfer
 from pagepool.prefix.events import PrefixSnapshot
+from pagepool.transfer import Transfer
 
 __all__ = ["Worker"]
 

@@ -1,9 +1,9 @@
 """Pages from one engine's pool into another's, checked by generation. See docs/guide/transfer.md."""
 
 from pagepool.errors import TransferError
-from pagepool.integrations.transfer.local import LocalTransfer
-from pagepool.integrations.transfer.protocol import Transfer
-from pagepool.integrations.transfer.tickets import Lease, PeerDescription, ReadResult, Ticket, fingerprint
+from pagepool.transfer.local import LocalTransfer
+from pagepool.transfer.protocol import Transfer
+from pagepool.transfer.tickets import Lease, PeerDescription, ReadResult, Ticket, fingerprint
 
 __all__ = [
     "Lease",

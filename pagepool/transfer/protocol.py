@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from pagepool._arguments import integer, real, wrong
 from pagepool.errors import InvalidBlock, TransferError, refuse_copy
-from pagepool.integrations.transfer.tickets import Lease, PeerDescription, ReadResult, Ticket, fingerprint
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.generations import BlockGenerations
 from pagepool.memory.kv_pool import KvCachePool
+from pagepool.transfer.tickets import Lease, PeerDescription, ReadResult, Ticket, fingerprint
 
 __all__ = ["Transfer"]
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from pagepool import BlockGenerations, KvCachePool
-from pagepool.integrations.transfer import protocol
-from pagepool.integrations.transfer.nixl import NixlTransfer
+from pagepool.transfer import protocol
+from pagepool.transfer.nixl import NixlTransfer
 
 
 def need(package):

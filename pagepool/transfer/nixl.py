@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagepool.errors import TransferError
-from pagepool.integrations.transfer.protocol import Memory, Transfer
-from pagepool.integrations.transfer.tickets import Lease, PeerDescription
+from pagepool.transfer.protocol import Memory, Transfer
+from pagepool.transfer.tickets import Lease, PeerDescription
 
 __all__ = ["NixlTransfer"]
 

@@ -3,7 +3,7 @@
 from ctypes import memmove
 
 from pagepool import KvLayout
-from pagepool.integrations.transfer import LocalTransfer, TransferError
+from pagepool.transfer import LocalTransfer, TransferError
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
 

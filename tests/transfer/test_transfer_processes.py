@@ -10,8 +10,8 @@ import pytest
 from transfer_source import SourceProcess, content, need, race, words_of
 
 from pagepool import KvCachePool, KvLayout
-from pagepool.integrations.transfer import TransferError
-from pagepool.integrations.transfer.nixl import NixlTransfer
+from pagepool.transfer import TransferError
+from pagepool.transfer.nixl import NixlTransfer
 
 READERS = {"nixl": {}, "nixl that only reads": {"serves": False}}  # options of the reader
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64)  # pages of 32 KiB

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from stepped import LAYOUT, SteppedTransfer
 
 from pagepool import BlockGenerations, KvCachePool
-from pagepool.integrations.transfer import TransferError, protocol
+from pagepool.transfer import TransferError, protocol
 
 HALF = LAYOUT.page_size // 2
 NUMBER = st.integers(0, 99)

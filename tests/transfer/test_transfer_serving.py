@@ -5,7 +5,7 @@ from fake_runner import FakeRunner, random_logits
 from stepped import SteppedTransfer
 
 from pagepool import SchedulerConfig
-from pagepool.integrations.transfer import LocalTransfer
+from pagepool.transfer import LocalTransfer
 
 BLOCK_SIZE = 4
 PROMPT = [*range(40, 64)]  # 6 blocks

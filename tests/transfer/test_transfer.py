@@ -8,7 +8,7 @@ import pytest
 from stepped import LAYOUT, SteppedTransfer
 
 from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout
-from pagepool.integrations.transfer import (
+from pagepool.transfer import (
     LocalTransfer,
     PeerDescription,
     Ticket,
