@@ -8,7 +8,7 @@ import pytest
 
 def _has(message, word):
     """Whether the message has this word whole: neither 3 in 30, -3 or 3.5, nor `block` in `block_size`."""
-    return re.search(rf"(?<![\w.\-]){re.escape(str(word))}(?!\.?\w)", message) is not None
+    return re.search(rf"(?<![\w\-])(?<!\d\.){re.escape(str(word))}(?!\.?\w)", message) is not None
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """BlockAllocator, as the fixed table describes it."""
 
-import re
-
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import BlockAllocator, InvalidBlock, PoolError, PoolExhausted
 
@@ -40,14 +39,14 @@ def test_allocate_n_returns_int32_array():
 def test_exhaustion_names_both_numbers_and_changes_nothing():
     allocator = BlockAllocator(4)
     allocator.allocate_n(3)
-    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 4 is free"):
+    with refuses(PoolExhausted, 2, 1, 4):
         allocator.allocate_n(2)
     assert (allocator.free_count, allocator.in_use) == (1, 3)
     allocator.allocate()
-    with pytest.raises(PoolExhausted, match="asked for 1 block, 0 of 4 are free") as caught:
+    with refuses(PoolExhausted, 1, 0, 4) as caught:
         allocator.allocate()
     assert isinstance(caught.value, MemoryError) and isinstance(caught.value, PoolError)
-    with pytest.raises(PoolExhausted, match="asked for 1180591620717411303424 blocks, 0 of 4 are free"):
+    with refuses(PoolExhausted, 1180591620717411303424, 0, 4):
         allocator.allocate_n(2**70)
     allocator.check()
 
@@ -77,30 +76,30 @@ def snapshot(allocator):
     return [allocator.ref_count(b) for b in range(allocator.capacity)], allocator.free_count, allocator.peak_in_use
 
 
-BIT_32 = "ids have 32 bits, 2147483647 is the largest"
-NO_IDS = "block ids must be an integer, a sequence of integers or an array of them"
+BIT_32 = ("block", 32, 2147483647)
+NO_IDS = ("block", "integer")
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "words"),
     [
-        (lambda it: BlockAllocator(-1), ValueError, "num_blocks must be from 0 to 2147483647, not -1"),
-        (lambda it: BlockAllocator(2**31), ValueError, "num_blocks must be from 0 to 2147483647, not 2147483648"),
-        (lambda it: BlockAllocator(2**80), ValueError, f"num_blocks must be from 0 to 2147483647, not {2**80}"),
-        (lambda it: BlockAllocator(1.0), TypeError, "num_blocks must be an integer, not float: 1.0"),
-        (lambda it: BlockAllocator("1"), TypeError, "num_blocks must be an integer, not str: '1'"),
-        (lambda it: BlockAllocator(None), TypeError, "num_blocks must be an integer, not None"),
-        (lambda it: it.allocate_n(-1), ValueError, "cannot allocate -1 blocks"),
-        (lambda it: it.ref_count(8), InvalidBlock, "block 8 is out of range: there are 8 blocks"),
-        (lambda it: it.ref_count(-1), InvalidBlock, "block -1 is out of range: there are 8 blocks"),
+        (lambda it: BlockAllocator(-1), ValueError, ("num_blocks", 0, 2147483647, -1)),
+        (lambda it: BlockAllocator(2**31), ValueError, ("num_blocks", 0, 2147483647, 2147483648)),
+        (lambda it: BlockAllocator(2**80), ValueError, ("num_blocks", 0, 2147483647, 2**80)),
+        (lambda it: BlockAllocator(1.0), TypeError, ("num_blocks", "float", "1.0")),
+        (lambda it: BlockAllocator("1"), TypeError, ("num_blocks", "str", "1")),
+        (lambda it: BlockAllocator(None), TypeError, ("num_blocks", "None")),
+        (lambda it: it.allocate_n(-1), ValueError, (-1,)),
+        (lambda it: it.ref_count(8), InvalidBlock, ("block", 8, 8)),
+        (lambda it: it.ref_count(-1), InvalidBlock, ("block", -1, 8)),
         (lambda it: it.ref_count(2**40), InvalidBlock, BIT_32),
-        (lambda it: it.ref_count(1.0), TypeError, "a block id must be an integer, not float"),
+        (lambda it: it.ref_count(1.0), TypeError, ("block", "float")),
     ],
 )
-def test_a_wrong_argument_is_named_and_changes_nothing(call, error, sentence):
+def test_a_wrong_argument_is_named_and_changes_nothing(call, error, words):
     allocator = six_of_eight()
     before = snapshot(allocator)
-    with pytest.raises(error, match=re.escape(sentence)):
+    with refuses(error, *words):
         call(allocator)
     assert snapshot(allocator) == before
 
@@ -108,47 +107,47 @@ def test_a_wrong_argument_is_named_and_changes_nothing(call, error, sentence):
 @pytest.mark.parametrize(
     ("blocks", "error", "to_free", "to_share"),
     [
-        (5, InvalidBlock, "cannot drop 1 reference of block 5: it is free and has 0", None),
-        ([0, 5], InvalidBlock, None, "cannot add 1 reference to block 5: it is free and has 0"),
-        ([1, 2, 5, 0], InvalidBlock, "cannot drop 1 reference of block 5: it is free and has 0", "block 5"),
-        (6, InvalidBlock, "cannot drop 1 reference of block 6: it is free and has 0", "block 6"),  # never handed out
-        (8, InvalidBlock, *["block 8 is out of range: there are 8 blocks"] * 2),
-        ([0, 1, 8], InvalidBlock, *["block 8 is out of range: there are 8 blocks"] * 2),
-        (-1, InvalidBlock, *["block -1 is out of range: there are 8 blocks"] * 2),
-        ([0, -1], InvalidBlock, *["block -1 is out of range: there are 8 blocks"] * 2),
+        (5, InvalidBlock, ("block", 5, 1, 0), None),
+        ([0, 5], InvalidBlock, None, ("block", 5, 1, 0)),
+        ([1, 2, 5, 0], InvalidBlock, ("block", 5, 1, 0), ("block", 5)),
+        (6, InvalidBlock, ("block", 6, 1, 0), ("block", 6)),  # never handed out
+        (8, InvalidBlock, *[("block", 8, 8)] * 2),
+        ([0, 1, 8], InvalidBlock, *[("block", 8, 8)] * 2),
+        (-1, InvalidBlock, *[("block", -1, 8)] * 2),
+        ([0, -1], InvalidBlock, *[("block", -1, 8)] * 2),
         (2**31, InvalidBlock, BIT_32, BIT_32),
         (-(2**31) - 1, InvalidBlock, BIT_32, BIT_32),
         (2**80, InvalidBlock, BIT_32, BIT_32),
         ([0, 2**40], InvalidBlock, BIT_32, BIT_32),
         (np.array([0, 2**40]), InvalidBlock, BIT_32, BIT_32),
-        (np.array([0, -1]), InvalidBlock, *["block -1 is out of range: there are 8 blocks"] * 2),
-        (np.array([0, 9], np.uint8), InvalidBlock, *["block 9 is out of range: there are 8 blocks"] * 2),
+        (np.array([0, -1]), InvalidBlock, *[("block", -1, 8)] * 2),
+        (np.array([0, 9], np.uint8), InvalidBlock, *[("block", 9, 8)] * 2),
         (1.0, TypeError, NO_IDS, NO_IDS),
         (None, TypeError, NO_IDS, NO_IDS),
-        ("1", TypeError, *["a block id must be an integer, not str"] * 2),
-        ([1.0], TypeError, *["a block id must be an integer, not float"] * 2),
-        (["1"], TypeError, *["a block id must be an integer, not str"] * 2),
-        (np.array([1.0]), TypeError, *["a block id must be an integer, not float64"] * 2),
-        (np.float32(1), TypeError, *["a block id must be an integer, not float32"] * 2),
-        (np.array([True]), TypeError, *["a block id must be an integer, not bool"] * 2),
-        (np.zeros((2, 2), np.int32), ValueError, *["block ids must have 1 dimension, not 2"] * 2),
+        ("1", TypeError, *[("block", "str")] * 2),
+        ([1.0], TypeError, *[("block", "float")] * 2),
+        (["1"], TypeError, *[("block", "str")] * 2),
+        (np.array([1.0]), TypeError, *[("block", "float64")] * 2),
+        (np.float32(1), TypeError, *[("block", "float32")] * 2),
+        (np.array([True]), TypeError, *[("block", "bool")] * 2),
+        (np.zeros((2, 2), np.int32), ValueError, *[("block", 1, 2)] * 2),
         # more references than a block has: an error of free alone
-        ([0, 1, 0], InvalidBlock, "cannot drop 2 references of block 0: it has 1", "accepted"),
-        ([3, 3, 3], InvalidBlock, "cannot drop 3 references of block 3: it has 2", "accepted"),
-        (np.array([0, 1, 0], np.int32), InvalidBlock, "cannot drop 2 references of block 0: it has 1", "accepted"),
+        ([0, 1, 0], InvalidBlock, ("block", 0, 2, 1), "accepted"),
+        ([3, 3, 3], InvalidBlock, ("block", 3, 3, 2), "accepted"),
+        (np.array([0, 1, 0], np.int32), InvalidBlock, ("block", 0, 2, 1), "accepted"),
     ],
     ids=str,
 )
 def test_wrong_ids_are_named_and_change_nothing(blocks, error, to_free, to_share):
     allocator = six_of_eight()
     before = snapshot(allocator)
-    with pytest.raises(error, match=to_free and re.escape(to_free)):
+    with refuses(error, *(to_free or ())):
         allocator.free(blocks)
     assert snapshot(allocator) == before
     if to_share == "accepted":
         allocator.share(blocks)
     else:
-        with pytest.raises(error, match=to_share and re.escape(to_share)):
+        with refuses(error, *(to_share or ())):
             allocator.share(blocks)
         assert snapshot(allocator) == before
     assert allocator.allocate() == 5, "the order of the free list is as it was"
@@ -217,7 +216,7 @@ def test_ids_that_change_the_list_while_it_is_read():
     allocator = BlockAllocator(2)
     allocator.allocate_n(2)
     blocks = [Shrinking(), 1]
-    with pytest.raises(ValueError, match="changed"):
+    with refuses(ValueError, "changed"):
         allocator.free(blocks)
     assert allocator.in_use == 2
 

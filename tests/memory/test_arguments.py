@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import (
     AttentionSequenceState,
@@ -65,58 +66,54 @@ def test_a_handle_has_an_int_for_its_slot():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "sentence"),
+    ("make", "error", "words"),
     [
-        (lambda: KvGroup(None), TypeError, "allocator must be a BlockAllocator, not None"),
-        (lambda: KvGroup("x"), TypeError, "allocator must be a BlockAllocator, not str: 'x'"),
-        (lambda: KvGroup(BlockAllocator(1), 4, window=1.5), TypeError, "window must be an integer, not float: 1.5"),
-        (lambda: KvGroup(BlockAllocator(1), window=float("nan")), TypeError, "window must be an integer, .*: nan"),
-        (lambda: KvGroup(BlockAllocator(1), window=-1), ValueError, "window must be at least 0, not -1"),
-        (lambda: KvGroup(BlockAllocator(1), 0), ValueError, "block_size must be from 1 to 1024, not 0"),
-        (lambda: KvGroup(BlockAllocator(1), "4"), TypeError, "block_size must be an integer, not str: '4'"),
-        (
-            lambda: KvGroup(BlockAllocator(1), 4, None, -1),
-            ValueError,
-            "max_blocks_per_seq must be from 0 to .*, not -1",
-        ),
-        (lambda: sequence(keep=1.5), TypeError, "keep must be an integer, not float: 1.5"),
-        (lambda: sequence(keep=float("nan")), TypeError, "keep must be an integer, not float: nan"),
-        (lambda: sequence(keep=None), TypeError, "keep must be an integer, not None"),
-        (lambda: sequence(keep=-1), ValueError, "keep must be at least 0, not -1"),
-        (lambda: sequence(label=1.5), TypeError, "label must be an int, a str or None, not float: 1.5"),
-        (lambda: sequence(states=5), TypeError, "states must be an SsmStatePool or None, not int: 5"),
-        (lambda: HybridSequence([1]), TypeError, r"groups\[0\] must be a KvGroup, not int: 1"),
-        (lambda: HybridSequence(5), TypeError, "groups must be an iterable of KvGroup, not int: 5"),
-        (lambda: HybridSequence([[0] * 999]), TypeError, r"not list: \[0, 0, .*\.\.\.$"),
-        (lambda: AttentionSequenceState(1.5), TypeError, "max_context must be an integer, not float: 1.5"),
+        (lambda: KvGroup(None), TypeError, ("allocator", "BlockAllocator", "None")),
+        (lambda: KvGroup("x"), TypeError, ("allocator", "BlockAllocator", "str", "x")),
+        (lambda: KvGroup(BlockAllocator(1), 4, window=1.5), TypeError, ("window", "float", "1.5")),
+        (lambda: KvGroup(BlockAllocator(1), window=float("nan")), TypeError, ("window", "nan")),
+        (lambda: KvGroup(BlockAllocator(1), window=-1), ValueError, ("window", 0, -1)),
+        (lambda: KvGroup(BlockAllocator(1), 0), ValueError, ("block_size", 1, 1024, 0)),
+        (lambda: KvGroup(BlockAllocator(1), "4"), TypeError, ("block_size", "str", "4")),
+        (lambda: KvGroup(BlockAllocator(1), 4, None, -1), ValueError, ("max_blocks_per_seq", 0, -1)),
+        (lambda: sequence(keep=1.5), TypeError, ("keep", "float", "1.5")),
+        (lambda: sequence(keep=float("nan")), TypeError, ("keep", "float", "nan")),
+        (lambda: sequence(keep=None), TypeError, ("keep", "None")),
+        (lambda: sequence(keep=-1), ValueError, ("keep", 0, -1)),
+        (lambda: sequence(label=1.5), TypeError, ("label", "int", "str", "None", "float", "1.5")),
+        (lambda: sequence(states=5), TypeError, ("states", "SsmStatePool", "None", "int", 5)),
+        (lambda: HybridSequence([1]), TypeError, ("groups[0]", "KvGroup", "int", 1)),
+        (lambda: HybridSequence(5), TypeError, ("groups", "KvGroup", "int", 5)),
+        (lambda: HybridSequence([[0] * 999]), TypeError, ("list", 0)),
+        (lambda: AttentionSequenceState(1.5), TypeError, ("max_context", "float", "1.5")),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_sentence(make, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_what_cannot_be_made_is_refused_in_one_sentence(make, error, words):
+    with refuses(error, *words):
         make()
 
 
 @pytest.mark.parametrize(
-    ("use", "sentence"),
+    ("use", "words"),
     [
-        (lambda it: it.append(1.0), "n must be an integer, not float: 1.0"),
-        (lambda it: it.append(None), "n must be an integer, not None"),
-        (lambda it: it.rollback(None), "to, unless it is a Checkpoint, must be an integer, not None"),
-        (lambda it: it.rollback(0.0), "to, unless it is a Checkpoint, must be an integer, not float: 0.0"),
-        (lambda it: it.truncate("x"), "len must be an integer, not str: 'x'"),
-        (lambda it: it.truncate(0.0), "len must be an integer, not float: 0.0"),
-        (lambda it: it.discard(3), "checkpoint must be a Checkpoint, not int: 3"),
-        (lambda it: it.adopt([[], []], None), "num_tokens must be an integer, not None"),
-        (lambda it: it.adopt(5, 0), "blocks must be a row of ids for each group, not int: 5"),
+        (lambda it: it.append(1.0), ("n", "float", "1.0")),
+        (lambda it: it.append(None), ("n", "None")),
+        (lambda it: it.rollback(None), ("to", "Checkpoint", "None")),
+        (lambda it: it.rollback(0.0), ("to", "Checkpoint", "float", "0.0")),
+        (lambda it: it.truncate("x"), ("len", "str", "x")),
+        (lambda it: it.truncate(0.0), ("len", "float", "0.0")),
+        (lambda it: it.discard(3), ("checkpoint", "Checkpoint", "int", 3)),
+        (lambda it: it.adopt([[], []], None), ("num_tokens", "None")),
+        (lambda it: it.adopt(5, 0), ("blocks", "int", 5)),
     ],
 )
 @pytest.mark.parametrize("tokens", [0, 9])
-def test_a_call_with_a_wrong_type_changes_nothing(use, sentence, tokens):
+def test_a_call_with_a_wrong_type_changes_nothing(use, words, tokens):
     hybrid = sequence(states=SsmStatePool.from_layout(LAYOUT, 4))
     hybrid.append(tokens)
     hybrid.checkpoint()
     before = hybrid.stats(), [table.blocks for table in hybrid.kv]
-    with pytest.raises(TypeError, match=sentence):
+    with refuses(TypeError, *words):
         use(hybrid)
     hybrid.check()
     assert (hybrid.stats(), [table.blocks for table in hybrid.kv]) == before
@@ -126,13 +123,13 @@ def test_a_state_is_copied_from_a_slot_of_its_own_pool_alone():
     pool, other = SsmStatePool.from_layout(LAYOUT, 2), SsmStatePool.from_layout(LAYOUT, 2)
     handle = pool.acquire(7)
     handle.view(0, "h")[...] = 3
-    with pytest.raises(ValueError, match="slot 0 cannot become a copy of slot 0 of another pool"):
+    with refuses(ValueError, "slot", 0):
         handle.copy_from(other.acquire(8))
-    with pytest.raises(TypeError, match="other must be a StateHandle, not int: 0"):
+    with refuses(TypeError, "other", "StateHandle", "int", 0):
         handle.copy_from(0)
     assert handle.view(0, "h").tolist() == [3, 3]
     state = AttentionSequenceState(4)
-    with pytest.raises(TypeError, match="other must be an AttentionSequenceState, not int: 5"):
+    with refuses(TypeError, "other", "AttentionSequenceState", "int", 5):
         state.copy_from(5)
     assert state.step_position == 0
 
@@ -145,7 +142,7 @@ def test_what_was_closed_without_a_label_is_called_by_what_it_is():
     for use in (lambda: hybrid.append(1), lambda: state.append(1), lambda: append_batch([state], [1])):
         with pytest.raises(StaleHandle, match=r"^(the sequence|sequence 0) was closed: its blocks may have another"):
             use()
-    with pytest.raises(StaleHandle, match="of generation 0, the sequence is closed"):
+    with refuses(StaleHandle, 0):
         _ = handle.state
 
 
@@ -172,32 +169,28 @@ def test_what_was_closed_without_a_label_is_called_by_what_it_is():
     ],
 )
 def test_what_is_no_integer_is_named(name, call):
-    with pytest.raises(TypeError, match=f"^{name} must be an integer, not str: 'x'$"):
+    with refuses(TypeError, name, "str", "x"):
         call("x")
-    with pytest.raises(TypeError, match=f"^{name} must be an integer, not float: 1.0$"):
+    with refuses(TypeError, name, "float", "1.0"):
         call(1.0)
 
 
 @pytest.mark.parametrize(
-    ("layers", "error", "sentence"),
+    ("layers", "error", "words"),
     [
-        (5, TypeError, "layers must be an iterable of mappings, not int"),
-        (
-            [{"h": ((2,), object())}],
-            TypeError,
-            "the dtype of state 'h' of layer 0 must be one of numbers",
-        ),
-        ([{}, {"h": ((2,), None)}], TypeError, "the dtype of state 'h' of layer 1 must be .*, not None"),
-        ([{"h": ((2,), 5)}], TypeError, "the dtype of state 'h' of layer 0 must be .*, not 5"),
-        ([{"h": ((2,), "float33")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'float33'"),
-        ([{"h": ((2,), "f4,(")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'f4,\\('"),
-        ([{"h": ((2,), "O")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'O'"),
-        ([{"h": ((2,), "S0")}], ValueError, "the dtype of state 'h' of layer 0 must be .*, not 'S0'"),
-        ([{"h": ((10**30,), "int8")}], ValueError, f"state 'h' of layer 0 has {10**30} bytes, not below the limit"),
-        ([{"h": ((1 << 39, 2), "int8")}], ValueError, f"has {1 << 40} bytes, not below the limit of {1 << 40}"),
-        ([{"h": ((2.0,), "int8")}], TypeError, "each dimension of state 'h' of layer 0 must be an integer, not float"),
+        (5, TypeError, ("layers", "int")),
+        ([{"h": ((2,), object())}], TypeError, ("dtype", "h", 0)),
+        ([{}, {"h": ((2,), None)}], TypeError, ("dtype", "h", 1, "None")),
+        ([{"h": ((2,), 5)}], TypeError, ("dtype", "h", 0, 5)),
+        ([{"h": ((2,), "float33")}], ValueError, ("dtype", "h", 0, "float33")),
+        ([{"h": ((2,), "f4,(")}], ValueError, ("dtype", "h", 0, "f4,(")),
+        ([{"h": ((2,), "O")}], ValueError, ("dtype", "h", 0, "O")),
+        ([{"h": ((2,), "S0")}], ValueError, ("dtype", "h", 0, "S0")),
+        ([{"h": ((10**30,), "int8")}], ValueError, ("state", "h", 0, 10**30, "bytes")),
+        ([{"h": ((1 << 39, 2), "int8")}], ValueError, (1 << 40, "bytes")),
+        ([{"h": ((2.0,), "int8")}], TypeError, ("h", 0, "float")),
     ],
 )
-def test_a_layout_of_states_is_checked_when_it_is_made(layers, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_a_layout_of_states_is_checked_when_it_is_made(layers, error, words):
+    with refuses(error, *words):
         StateLayout(layers=layers)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from refusals import refuses
 
 from pagepool import KvCachePool, KvLayout, decode
 
@@ -75,7 +76,7 @@ def test_what_the_buffer_protocol_lacks_comes_by_dlpack(foreign):
         "at": ones.ctypes.data, "shape": [16], "strides": [2], "format": b"E", "itemsize": 2, "len": 32,
         "readonly": False,
     }  # fmt: skip
-    with pytest.raises(BufferError, match="no bfloat16"):
+    with refuses(BufferError, "bfloat16"):
         memoryview(halves)
     released = memoryview(ones)
     released.release()

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import pytest
+from refusals import refuses
 
 from pagepool import (
     BlockAllocator,
@@ -55,7 +56,7 @@ def test_owners_are_neither_pickled_nor_copied(way):
     allocator, all_of_them = owners()
     before = allocator.stats()
     for owner in all_of_them:
-        with pytest.raises(TypeError, match=f"a {type(owner).__name__} cannot be pickled or copied"):
+        with refuses(TypeError, type(owner).__name__):
             way(owner)
     assert allocator.stats() == before
     allocator.check()
@@ -63,9 +64,9 @@ def test_owners_are_neither_pickled_nor_copied(way):
 
 def test_a_scheduler_is_not_copied_with_its_pool():
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(4))
-    with pytest.raises(TypeError, match="a BlockAllocator cannot be pickled or copied"):
+    with refuses(TypeError, "BlockAllocator"):
         copy.deepcopy(scheduler)
-    with pytest.raises(TypeError, match="a Scheduler cannot be pickled or copied"):
+    with refuses(TypeError, "Scheduler"):
         copy.copy(scheduler)
 
 

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import (
     BlockAllocator,
@@ -189,7 +190,7 @@ def test_attention_takes_every_argument_by_dlpack(pool, batch, producer, ints, o
 def test_what_must_not_be_written_to_is_no_out(pool, batch, flags):
     q, tables, lens, starts = batch
     out = np.full(q.shape, 5, np.float32)
-    with pytest.raises(ValueError, match="out is read-only"):
+    with refuses(ValueError, "out"):
         prefill(q, pool, 0, tables, lens, starts, out=Producer(out, flags=flags))
     assert (out == 5).all()
     prefill(Producer(q, flags=flags), pool, 0, tables, lens, starts)  # which is read only
@@ -204,7 +205,7 @@ def test_a_result_does_not_overlap_what_is_read(pool, batch, producer):
         inside = memory.view(np.int64).reshape(-1)[-argument.size :].reshape(argument.shape)
         inside[:] = argument
         arguments[name] = producer(inside)
-        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+        with refuses(ValueError, "out", name):
             prefill(q, pool, 0, *arguments.values(), out=producer(memory))
         np.testing.assert_array_equal(inside, argument)
 
@@ -215,15 +216,15 @@ def test_int64_beyond_32_bits(pool, batch):
     wide[0, 1:] = 2**40, -(2**40)  # behind the end of the sequence: whatever it likes
     expected = prefill(q, pool, 0, tables, lens, starts)
     np.testing.assert_array_equal(prefill(q, pool, 0, wide, lens, starts), expected)
-    for block, match in ((2**40, r"block_tables\[1, 1\] is 2147483647 or more"), (-(2**40), "is -2147483648 or less")):
+    for block, limit in ((2**40, 2147483647), (-(2**40), -2147483648)):
         wide[1, 1] = block
-        with pytest.raises(InvalidBlock, match=match + ", and the pool has 4 blocks"):
+        with refuses(InvalidBlock, "block_tables[1, 1]", limit, 4):
             prefill(q, pool, 0, wide, lens, starts)
-    for wrong, match in (
-        ((lens + np.int64(2**32), starts), r"seq_lens\[0\] must be from -2147483648 to 2147483647, not 4294967301"),
-        ((lens, starts - np.int64(2**32)), r"query_start_loc\[0\] must be from .*, not -4294967296"),
+    for wrong, *words in (
+        ((lens + np.int64(2**32), starts), "seq_lens[0]", -2147483648, 2147483647, 4294967301),
+        ((lens, starts - np.int64(2**32)), "query_start_loc[0]", -4294967296),
     ):
-        with pytest.raises(ValueError, match=match):
+        with refuses(ValueError, *words):
             prefill(q, pool, 0, tables, *wrong)
 
 
@@ -233,7 +234,7 @@ def test_int64_goes_as_it_is_laid_out(pool, batch):
     apart = np.ascontiguousarray(np.repeat(tables, 2, axis=0)[:, ::-1]).astype(np.int64)[::2]
     apart[:] = tables
     np.testing.assert_array_equal(prefill(q, pool, 0, apart, lens, starts), expected)
-    with pytest.raises(ValueError, match="the last axis of block_tables must be contiguous: 8 bytes a step, not -8"):
+    with refuses(ValueError, "block_tables", 8, "bytes", -8):
         prefill(q, pool, 0, apart[:, ::-1], lens, starts)
 
 
@@ -243,9 +244,9 @@ def test_slots_and_ids_by_dlpack(pool, producer, ints):
     k = np.ones((3, 2, 64), np.float32)
     pool.append(0, producer(np.array([1, -1, 20], ints)), k, 2 * k)
     assert [pool.gather(0, [0, 1], 32)[1][token, 0, 0] for token in (1, 20, 2)] == [2, 2, 0]
-    with pytest.raises(InvalidSlot, match="slot 64 of token 1 is out of range: the pool has 64 slots"):
+    with refuses(InvalidSlot, "slot", 64, 1):
         pool.append(0, producer(np.array([1, 64, 20], ints)), k, k)
-    with pytest.raises(TypeError, match="slot_mapping must be int64 or int32, not float32"):
+    with refuses(TypeError, "slot_mapping", "int64", "int32", "float32"):
         pool.append(0, producer(np.zeros(3, np.float32)), k, k)
     allocator = BlockAllocator(8)
     ids = producer(allocator.allocate_n(3).astype(ints))
@@ -253,7 +254,7 @@ def test_slots_and_ids_by_dlpack(pool, producer, ints):
     allocator.free(ids)
     allocator.free(ids)
     assert allocator.free_count == 8
-    with pytest.raises(TypeError, match="block ids must be an integer, a sequence of integers or an array of them"):
+    with refuses(TypeError, "block"):
         allocator.free(producer(np.zeros(3, np.float32)))
 
 
@@ -280,10 +281,10 @@ def test_what_the_exchange_api_raises(batch, pool):
             raise self.error
 
     q, tables, lens, starts = batch
-    with pytest.raises(ValueError, match=r"^this Sparse cannot be read: it is sparse$"):
+    with refuses(ValueError, "read"):
         prefill(Sparse(q), pool, 0, tables, lens, starts)
     Sparse.error = MemoryError("no memory to show it")
-    with pytest.raises(MemoryError, match="no memory to show it"):
+    with refuses(MemoryError, "memory", "show"):
         prefill(Sparse(q), pool, 0, tables, lens, starts)
 
 
@@ -294,25 +295,25 @@ def test_nothing_is_held_after_a_call_by_dlpack(batch, pool, producer):
     held = [q, tables, lens, starts, out]
     before = [sys.getrefcount(each) for each in held]
     prefill(q, pool, 0, tables, lens, starts, out=out)
-    with pytest.raises(ValueError, match="must have 3 entries for 2 sequences, not 4"):
+    with refuses(ValueError, 3, 2, 4):
         prefill(q, pool, 0, tables, lens, producer(np.arange(4)), out=out)
     assert [sys.getrefcount(each) for each in held] == before
 
 
 @PRODUCERS
-@pytest.mark.parametrize(("options", "error", "match"), [
-    ({"dtype": "float64"}, TypeError, "k must be float32, float16 or bfloat16 .* not float64"),
-    ({"dtype": "bfloat16", "lanes": 2}, TypeError, "k must be float32"),
-    ({"device": CUDA}, ValueError, "CPU memory .* not on device 2"),
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"dtype": "float64"}, TypeError, ('k', 'float32', 'float16', 'bfloat16', 'float64')),
+    ({"dtype": "bfloat16", "lanes": 2}, TypeError, ('k', 'float32')),
+    ({"device": CUDA}, ValueError, (2,)),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_refused_and_nothing_is_written(pool, producer, options, error, match):
+def test_what_cannot_be_read_is_refused_and_nothing_is_written(pool, producer, options, error, words):
     bits = bfloat16_bits(np.random.default_rng(3), 1, 2, 64)
     k = bits.astype(np.float64) if options.get("dtype") == "float64" else bits
     before = bytes(memoryview(pool))
-    with pytest.raises(error, match=match):
+    with refuses(error, *words):
         pool.append(0, np.zeros(1, np.int64), producer(k, **options), producer(bits))
-    for wrong in (np.zeros((1, 1, 1, 2, 64), np.float32), bits[0]):
-        with pytest.raises(ValueError, match=r"at most 4 dimensions, not 5|k must have shape \(1, 2, 64\)"):
+    for wrong, *words in ((np.zeros((1, 1, 1, 2, 64), np.float32), 4, 5), (bits[0], (1, 2, 64), (2, 64))):
+        with refuses(ValueError, "k", *words):
             pool.append(0, np.zeros(1, np.int64), producer(wrong), producer(bits))
     assert bytes(memoryview(pool)) == before
 
@@ -321,7 +322,7 @@ def test_a_tensor_without_memory(batch, pool):
     q, tables, lens, starts = batch
     shown = FastProducer(q)
     shown.tensor.data = None  # of torch's meta tensors, for example
-    with pytest.raises(ValueError, match="this FastProducer has no memory that could be read"):
+    with refuses(ValueError, "FastProducer"):
         prefill(shown, pool, 0, tables, lens, starts)
 
 
@@ -331,7 +332,7 @@ def test_one_that_gives_no_capsule(batch, pool):
             return 5
 
     _, tables, lens, starts = batch
-    with pytest.raises(TypeError, match="__dlpack__ of Broken returned no DLPack capsule"):
+    with refuses(TypeError, "__dlpack__"):
         prefill(Broken(), pool, 0, tables, lens, starts)
 
 
@@ -382,5 +383,5 @@ def test_batches_of_states_by_dlpack(producer, dtype):
     np.testing.assert_array_equal(out, before[::-1])
     states.scatter(0, "s", producer(np.array([0, 1])), shown)
     np.testing.assert_array_equal(view, before[::-1])
-    with pytest.raises(TypeError, match=f"must have the dtype of the state, {view.dtype}, not float64"):
+    with refuses(TypeError, "dtype", view.dtype, "float64"):
         states.scatter(0, "s", [0, 1], producer(np.zeros((2, 3, 4))))

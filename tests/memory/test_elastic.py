@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from refusals import refuses
 
 from pagepool import (
     BlockAllocator,
@@ -42,10 +43,10 @@ def test_an_allocator_grows_when_blocks_are_asked_for():
     assert allocator.allocate_n(4).tolist() == [0, 1, 2, 3]
     assert (allocator.capacity, allocator.free_count, allocator.in_use, allocator.available) == (4, 0, 4, 1)
     assert allocator.allocate() == 4
-    with pytest.raises(PoolExhausted, match="asked for 1 block, 0 of 5 are free"):
+    with refuses(PoolExhausted, 1, 0, 5):
         allocator.allocate()
     allocator.free([1, 3])
-    with pytest.raises(PoolExhausted, match="asked for 3 blocks, 2 of 5 are free"):
+    with refuses(PoolExhausted, 3, 2, 5):
         allocator.allocate_n(3)
     allocator.check()
 
@@ -65,13 +66,13 @@ def test_shrink_stops_at_the_highest_block_in_use_and_keeps_the_order():
 def test_numbers_out_of_range_change_nothing(kind):
     allocator = kind(3, 6)
     for number in (2, 7, -1):
-        with pytest.raises(ValueError, match=str(number)):
+        with refuses(ValueError, number):
             allocator.grow(number)
     for number in (4, -1):
-        with pytest.raises(ValueError, match=str(number)):
+        with refuses(ValueError, number):
             allocator.shrink(number)
     assert (allocator.capacity, allocator.available) == (3, 6)
-    with pytest.raises(ValueError, match="max_blocks"):
+    with refuses(ValueError, "max_blocks"):
         kind(3, 2)
     allocator.grow(6)
     assert allocator.free_count == 6
@@ -84,7 +85,7 @@ def test_a_sequence_and_a_cache_follow_the_growth():
     assert state.max_blocks_per_seq == 6
     state.append(20)
     assert cache.cache_blocks(list(range(20)), state.blocks) == 5
-    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 6 is free"):
+    with refuses(PoolExhausted, 2, 1, 6):
         PagedSeqState(allocator, 4).append(5)
     cache.check()
 
@@ -103,7 +104,7 @@ def test_growth_moves_nothing_and_views_stay_valid():
     assert (view == 7).all() and flat[59 * LAYOUT.page_size] == 9
     pool.allocator.free(np.arange(59))
     assert pool.shrink() == 60 and (pool.page(59) == 9).all()
-    with pytest.raises(ValueError, match="from 60 to 64, not 65"):
+    with refuses(ValueError, 60, 64, 65):
         pool.grow(65)
 
 
@@ -111,18 +112,18 @@ def test_the_bound_is_hard_and_sizes_are_checked():
     pool = KvCachePool.from_layout(LAYOUT, 2, max_blocks=3)
     for _ in range(3):
         pool.alloc()
-    with pytest.raises(PoolExhausted, match="0 of 3 are free"):
+    with refuses(PoolExhausted, 0, 3):
         pool.alloc()
     with pytest.raises(InvalidBlock):
         pool.page(3)
-    with pytest.raises(ValueError, match=r"max_blocks must be .*, not 1"):
+    with refuses(ValueError, "max_blocks", 1):
         KvCachePool.from_layout(LAYOUT, 2, max_blocks=1)
-    with pytest.raises(ValueError, match="the allocator has 9 blocks, the pool only 4 pages"):
+    with refuses(ValueError, 9, 4):
         KvCachePool.from_layout(LAYOUT, 4, BlockAllocator(2, max_blocks=9))
     pool.close()
-    with pytest.raises(ValueError, match="closed"):
+    with refuses(ValueError, "closed"):
         pool.grow(3)
-    with pytest.raises(ValueError, match="closed"):
+    with refuses(ValueError, "closed"):
         pool.trim()
 
 

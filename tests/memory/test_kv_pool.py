@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout, PoolExhausted, SsmStatePool, StateLayout
 
@@ -23,7 +24,7 @@ def test_flat_pool_hands_out_pages():
 def test_flat_pool_that_is_exhausted():
     pool = KvCachePool(8, 1)
     pool.alloc()
-    with pytest.raises(PoolExhausted, match="asked for 1 block, 0 of 1 are free"):
+    with refuses(PoolExhausted, 1, 0):
         pool.alloc()
 
 
@@ -32,35 +33,31 @@ ONE = np.zeros(1, np.int64)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "words"),
     [
-        (lambda: KvCachePool(0, 1), ValueError, "page_size must be from 1 to 1099511627776, not 0"),
-        (lambda: KvCachePool(-1, 1), ValueError, "page_size must be from 1 to 1099511627776, not -1"),
-        (lambda: KvCachePool(2**41, 1), ValueError, "page_size must be from 1 to 1099511627776, not 2199023255552"),
-        (lambda: KvCachePool(1, -1), ValueError, "the number of pages must be from 0 to 2147483647, not -1"),
-        (lambda: KvCachePool(1, 2**31), ValueError, "the number of pages must be from 0 to 2147483647, not 2147483648"),
-        (lambda: KvCachePool(1, 1, "float64"), ValueError, "one of float32, float16, bfloat16, uint8, not 'float64'"),
-        (lambda: KvCachePool(1, 1, "int8"), ValueError, "one of float32, float16, bfloat16, uint8, not 'int8'"),
-        (lambda: KvCachePool(1.0, 1), TypeError, "page_size must be an integer, not float: 1.0"),
-        (lambda: KvCachePool(1, 1.0), TypeError, "initial_pages must be an integer, not float: 1.0"),
-        (lambda: KvCachePool(1 << 40, 2**31 - 1), MemoryError, "no room for 2147483647 pages of 4398046511104 bytes"),
-        (lambda: KvCachePool(1 << 40, 1 << 20), MemoryError, "no room for 1048576 pages of 4398046511104 bytes"),
-        (lambda: KvCachePool.from_layout(None, 1), TypeError, "layout must be a KvLayout, not NoneType"),
-        (lambda: KvCachePool.from_layout(8, 1), TypeError, "layout must be a KvLayout, not int"),
-        (lambda: KvCachePool.from_layout(LAYOUT, 1.0), TypeError, "num_blocks must be an integer, not float: 1.0"),
-        (lambda: KvCachePool.from_layout(LAYOUT, -1), ValueError, "num_blocks must be from 0 to 2147483647, not -1"),
-        (lambda: KvCachePool.from_layout(LAYOUT, 1, 5), TypeError, "allocator must be a BlockAllocator, not int"),
-        (
-            lambda: KvCachePool.from_layout(LAYOUT, 3, BlockAllocator(4)),
-            ValueError,
-            "the allocator has 4 blocks, the pool only 3 pages",
-        ),
-        (lambda: layers().append(0.0, ONE, K, K), TypeError, "layer must be an integer, not float"),
-        (lambda: layers().gather(0, [0], "1"), TypeError, "seq_len must be an integer, not str"),
+        (lambda: KvCachePool(0, 1), ValueError, ("page_size", 1, 1099511627776, 0)),
+        (lambda: KvCachePool(-1, 1), ValueError, ("page_size", 1, 1099511627776, -1)),
+        (lambda: KvCachePool(2**41, 1), ValueError, ("page_size", 1, 1099511627776, 2199023255552)),
+        (lambda: KvCachePool(1, -1), ValueError, (0, 2147483647, -1)),
+        (lambda: KvCachePool(1, 2**31), ValueError, (0, 2147483647, 2147483648)),
+        (lambda: KvCachePool(1, 1, "float64"), ValueError, ("float32", "float16", "bfloat16", "uint8", "float64")),
+        (lambda: KvCachePool(1, 1, "int8"), ValueError, ("float32", "float16", "bfloat16", "uint8", "int8")),
+        (lambda: KvCachePool(1.0, 1), TypeError, ("page_size", "float", "1.0")),
+        (lambda: KvCachePool(1, 1.0), TypeError, ("initial_pages", "float", "1.0")),
+        (lambda: KvCachePool(1 << 40, 2**31 - 1), MemoryError, (2147483647, 4398046511104, "bytes")),
+        (lambda: KvCachePool(1 << 40, 1 << 20), MemoryError, (1048576, 4398046511104, "bytes")),
+        (lambda: KvCachePool.from_layout(None, 1), TypeError, ("layout", "KvLayout", "NoneType")),
+        (lambda: KvCachePool.from_layout(8, 1), TypeError, ("layout", "KvLayout", "int")),
+        (lambda: KvCachePool.from_layout(LAYOUT, 1.0), TypeError, ("num_blocks", "float", "1.0")),
+        (lambda: KvCachePool.from_layout(LAYOUT, -1), ValueError, ("num_blocks", 0, 2147483647, -1)),
+        (lambda: KvCachePool.from_layout(LAYOUT, 1, 5), TypeError, ("allocator", "BlockAllocator", "int")),
+        (lambda: KvCachePool.from_layout(LAYOUT, 3, BlockAllocator(4)), ValueError, (4, 3)),
+        (lambda: layers().append(0.0, ONE, K, K), TypeError, ("layer", "float")),
+        (lambda: layers().gather(0, [0], "1"), TypeError, ("seq_len", "str")),
     ],
 )
-def test_a_wrong_argument_is_named(call, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_a_wrong_argument_is_named(call, error, words):
+    with refuses(error, *words):
         call()
 
 
@@ -71,12 +68,12 @@ def layers():
 @pytest.mark.parametrize(
     ("i", "to_page", "to_free"),
     [
-        (-1, "page -1 is out of range: the pool has 2 pages", "block -1 is out of range: there are 2 blocks"),
-        (2, "page 2 is out of range: the pool has 2 pages", "block 2 is out of range: there are 2 blocks"),
-        (2**31, *["block 2147483648 is out of range: ids have 32 bits"] * 2),
-        (2**70, *[f"block {2**70} is out of range: ids have 32 bits"] * 2),
-        (0, None, "cannot drop 1 reference of block 0: it is free and has 0"),  # freed before
-        (1, None, "cannot drop 1 reference of block 1: it is free and has 0"),
+        (-1, ("page", -1, 2), ("block", -1, 2)),
+        (2, ("page", 2), ("block", 2)),
+        (2**31, *[("block", 2147483648, 32)] * 2),
+        (2**70, *[("block", 2**70, 32)] * 2),
+        (0, None, ("block", 0)),  # freed before
+        (1, None, ("block", 1, 0)),
     ],
 )
 def test_a_wrong_page_is_named_and_changes_nothing(i, to_page, to_free):
@@ -85,9 +82,9 @@ def test_a_wrong_page_is_named_and_changes_nothing(i, to_page, to_free):
     if to_page is None:
         pool.page(i)  # any page may be viewed
     else:
-        with pytest.raises(InvalidBlock, match=to_page):
+        with refuses(InvalidBlock, *to_page):
             pool.page(i)
-    with pytest.raises(InvalidBlock, match=to_free):
+    with refuses(InvalidBlock, *to_free):
         pool.free(i)
     assert pool.free_pages == 2
 
@@ -220,10 +217,10 @@ def test_dtype_may_be_one_of_numpy_torch_or_ml_dtypes():
             assert KvLayout(1, 1, 8, dtype=other) == KvLayout(1, 1, 8, dtype=name)
     for wrong in (np.float64, DtypeOfTorch("int16"), "f2"):
         for make in (lambda dtype: KvCachePool(1, 1, dtype), lambda dtype: KvLayout(1, 1, 8, dtype=dtype)):
-            with pytest.raises(ValueError, match=r"dtype must be one of float32, .*, not '(float64|int16|f2)'"):
+            with refuses(ValueError, "dtype", "float32"):
                 make(wrong)
     for wrong in (None, 5, object()):
-        with pytest.raises(TypeError, match="dtype must be a dtype or the name of one, not "):
+        with refuses(TypeError, "dtype"):
             KvLayout(1, 1, 8, dtype=wrong)
 
 
@@ -236,7 +233,7 @@ def test_states_of_dtypes_of_torch():
     for bfloat16 in (ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
         layout = StateLayout(layers=[{"a": ((2,), bfloat16), "b": ((3,), "float32")}])
         assert layout == named and SsmStatePool.from_layout(layout, 1).view(0, "a").dtype == np.uint16
-    with pytest.raises(ValueError, match=r"the dtype of state 'a' of layer 0 must be .*, not 'float4'"):
+    with refuses(ValueError, "dtype", "a", 0, "float4"):
         StateLayout(layers=[{"a": ((2,), DtypeOfTorch("float4"))}])
 
 
@@ -260,14 +257,14 @@ def test_flat_pool_has_no_layers():
     k = np.zeros((1, 1, 8), np.float32)
     assert pool.layout is None
     for call in (lambda: pool.append(0, np.zeros(1, np.int64), k, k), lambda: pool.gather(0, [0], 1)):
-        with pytest.raises(ValueError, match="from_layout"):
+        with refuses(ValueError, "from_layout"):
             call()
 
 
 def test_close_waits_for_no_view():
     pool = KvCachePool(8, 2)
     page = pool.page(0)
-    with pytest.raises(BufferError, match="cannot close memory"):
+    with refuses(BufferError, "close", "memory"):
         pool.close()
     page[:] = 1
     del page
@@ -275,9 +272,9 @@ def test_close_waits_for_no_view():
     pool.close()
     assert pool.total_pages == 0
     for call in (lambda: pool.page(0), pool.numpy, pool.__dlpack__):
-        with pytest.raises(ValueError, match="closed"):
+        with refuses(ValueError, "closed"):
             call()
-    with pytest.raises(BufferError, match="closed"):
+    with refuses(BufferError, "closed"):
         memoryview(pool)
 
 
@@ -286,7 +283,7 @@ def test_a_closed_pool_follows_its_allocator_no_more():
     pool = KvCachePool.from_layout(LAYOUT, 2, allocator)
     pool.close()
     k = np.zeros((1, 1, 8), np.float32)
-    with pytest.raises(ValueError, match="closed"):
+    with refuses(ValueError, "closed"):
         pool.append(0, np.zeros(1, np.int64), k, k)
     allocator.allocate()
     allocator.check()
@@ -306,7 +303,7 @@ def test_a_closed_pool_hands_out_nothing_and_is_not_entered():
     page = pool.alloc()
     pool.close()
     for call in (pool.alloc, pool.__enter__):
-        with pytest.raises(ValueError, match="the pool is closed"):
+        with refuses(ValueError, "closed"):
             call()
     pool.free(page)  # what was taken may still be given back
     pool.allocator.check(others=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 import pagepool
 from pagepool import (
@@ -168,7 +169,7 @@ def test_a_count_cannot_overflow(foreign):
     allocator = BlockAllocator(2)
     allocator.allocate_n(2)
     foreign.set_count(allocator, 1, 2**31 - 2)
-    with pytest.raises(PoolError, match="maximum of 2147483647"):
+    with refuses(PoolError, 2147483647):
         allocator.share([0, 1, 1])
     assert [allocator.ref_count(b) for b in (0, 1)] == [1, 2**31 - 2]
     state = PagedSeqState(allocator, 1)
@@ -178,34 +179,34 @@ def test_a_count_cannot_overflow(foreign):
     foreign.set_count(allocator, 0, 1)
     state.append(1)
     foreign.set_count(allocator, 1, 2**31 - 1)
-    with pytest.raises(PoolError, match="cannot fork"):
+    with refuses(PoolError, "fork"):
         state.fork()
     foreign.set_count(allocator, 1, 1)
 
 
 @pytest.mark.parametrize(
-    "break_it, equation",
+    "break_it, words",
     [
-        (lambda f, a: f.set_count(a, 0, 0), r"free \+ in_use == capacity, but 4 and 3"),
-        (lambda f, a: f.set_count(a, 1, 1), "a listed block has count 0, .* but 1 and 1"),
-        (lambda f, a: f.set_count(a, 0, -7), "ref_count >= 0, but 0 and -7"),
-        (lambda f, a: f.set_freed(a, 0, 3), "listed twice, but 3 and -1"),
-        (lambda f, a: f.set_freed(a, 0, 6), "a listed block is below taken, but 6 and 6"),
-        (lambda f, a: f.set_freed(a, 1, -1), "a listed block is below taken, but -1 and 6"),
-        (lambda f, a: f.set_freed(a, 0, 0), "a listed block has count 0, .* but 0 and 1"),
-        (lambda f, a: f.set_num_freed(a, 1), r"free \+ in_use == capacity, but 3 and 4"),
-        (lambda f, a: f.set_num_freed(a, 7), "0 <= num_freed <= taken <= capacity, but 7 and 6"),
-        (lambda f, a: f.set_num_freed(a, -1), "0 <= num_freed <= taken <= capacity, but -1 and 6"),
+        (lambda f, a: f.set_count(a, 0, 0), ("free", "in_use", "capacity", 4, 3)),
+        (lambda f, a: f.set_count(a, 1, 1), (0, 1)),
+        (lambda f, a: f.set_count(a, 0, -7), ("ref_count", 0, -7)),
+        (lambda f, a: f.set_freed(a, 0, 3), (3, -1)),
+        (lambda f, a: f.set_freed(a, 0, 6), (6,)),
+        (lambda f, a: f.set_freed(a, 1, -1), (-1, 6)),
+        (lambda f, a: f.set_freed(a, 0, 0), (0, 1)),
+        (lambda f, a: f.set_num_freed(a, 1), ("free", "in_use", "capacity", 3, 4)),
+        (lambda f, a: f.set_num_freed(a, 7), (0, "num_freed", "capacity", 7, 6)),
+        (lambda f, a: f.set_num_freed(a, -1), (0, "num_freed", "capacity", -1, 6)),
     ],
 )
-def test_check_names_the_broken_equation(foreign, break_it, equation):
+def test_check_names_the_broken_equation(foreign, break_it, words):
     allocator = BlockAllocator(8)
     allocator.allocate_n(6)
     allocator.free([1, 3])
     allocator.check()
     break_it(foreign, allocator)
     for _ in range(2):  # a check leaves no trace
-        with pytest.raises(PoolError, match=equation):
+        with refuses(PoolError, *words):
             allocator.check()
 
 

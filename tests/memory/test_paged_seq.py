@@ -4,6 +4,7 @@ import gc
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import (
     BlockAllocator,
@@ -68,7 +69,7 @@ def test_ensure_capacity_reserves_once_and_keeps_the_length(allocator):
 def test_past_the_maximum_is_a_value_error_and_changes_nothing(allocator, call):
     state = PagedSeqState(allocator, block_size=4, max_blocks_per_seq=4)
     state.append(5)
-    with pytest.raises(ValueError, match="the maximum is 4"):
+    with refuses(ValueError, 4):
         call(state)
     assert (state.len, state.blocks, allocator.in_use) == (5, [0, 1], 2)
 
@@ -78,35 +79,35 @@ def test_an_exhausted_allocator_changes_nothing(allocator, call):
     state = PagedSeqState(allocator, block_size=4)
     state.append(5)
     allocator.allocate_n(5)
-    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 8 is free"):
+    with refuses(PoolExhausted, 2, 1, 8):
         call(state)
     assert (state.len, state.blocks, allocator.free_count) == (5, [0, 1], 1)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "words"),
     [
-        (lambda it: it.ensure_capacity(-1), ValueError, "the number of tokens cannot be -1"),
-        (lambda it: it.ensure_capacity(-(2**70)), ValueError, f"the number of tokens cannot be {-(2**70)}"),
-        (lambda it: it.ensure_capacity(1.0), TypeError, "a number of tokens must be an integer, not float"),
-        (lambda it: it.append(-1), ValueError, "the number of tokens cannot be -1"),
-        (lambda it: it.append(-(2**70)), ValueError, f"the number of tokens cannot be {-(2**70)}"),
-        (lambda it: it.append(1.0), TypeError, "a number of tokens must be an integer, not float"),
-        (lambda it: it.truncate(-1), ValueError, "cannot truncate 3 tokens to -1"),
-        (lambda it: it.truncate(-(2**70)), ValueError, f"cannot truncate 3 tokens to {-(2**70)}"),
-        (lambda it: it.truncate(1.0), TypeError, "a number of tokens must be an integer, not float"),
-        (lambda it: PagedSeqState(it.allocator, 0), ValueError, "block_size must be from 1 to 1024, not 0"),
-        (lambda it: PagedSeqState(it.allocator, 1025), ValueError, "block_size must be from 1 to 1024, not 1025"),
-        (lambda it: PagedSeqState(it.allocator, -1), ValueError, "block_size must be from 1 to 1024, not -1"),
-        (lambda it: PagedSeqState(it.allocator, 16, -1), ValueError, "max_blocks_per_seq must be from 0 to .*, not -1"),
-        (lambda it: PagedSeqState(it.allocator, 16, 2**31), ValueError, "from 0 to 2147483647, not 2147483648"),
-        (lambda it: PagedSeqState(None), TypeError, "'allocator' has incorrect type"),
+        (lambda it: it.ensure_capacity(-1), ValueError, (-1,)),
+        (lambda it: it.ensure_capacity(-(2**70)), ValueError, (-(2**70),)),
+        (lambda it: it.ensure_capacity(1.0), TypeError, ("float",)),
+        (lambda it: it.append(-1), ValueError, (-1,)),
+        (lambda it: it.append(-(2**70)), ValueError, (-(2**70),)),
+        (lambda it: it.append(1.0), TypeError, ("float",)),
+        (lambda it: it.truncate(-1), ValueError, (3, -1)),
+        (lambda it: it.truncate(-(2**70)), ValueError, (3, -(2**70))),
+        (lambda it: it.truncate(1.0), TypeError, ("float",)),
+        (lambda it: PagedSeqState(it.allocator, 0), ValueError, ("block_size", 1, 1024, 0)),
+        (lambda it: PagedSeqState(it.allocator, 1025), ValueError, ("block_size", 1, 1024, 1025)),
+        (lambda it: PagedSeqState(it.allocator, -1), ValueError, ("block_size", 1, 1024, -1)),
+        (lambda it: PagedSeqState(it.allocator, 16, -1), ValueError, ("max_blocks_per_seq", 0, -1)),
+        (lambda it: PagedSeqState(it.allocator, 16, 2**31), ValueError, (0, 2147483647, 2147483648)),
+        (lambda it: PagedSeqState(None), TypeError, ("allocator",)),
     ],
 )
-def test_a_wrong_argument_is_named_and_changes_nothing(allocator, call, error, sentence):
+def test_a_wrong_argument_is_named_and_changes_nothing(allocator, call, error, words):
     state = PagedSeqState(allocator)
     state.append(3)
-    with pytest.raises(error, match=sentence):
+    with refuses(error, *words):
         call(state)
     assert (state.len, state.blocks, allocator.in_use) == (3, [0], 1)
 
@@ -119,7 +120,7 @@ def test_truncate_gives_back_the_tail_and_reserved_blocks(allocator):
     assert (state.len, state.blocks, allocator.in_use) == (5, [0, 1], 2)
     state.truncate(4)
     assert state.blocks == [0]
-    with pytest.raises(ValueError, match="cannot truncate 4 tokens to 5"):
+    with refuses(ValueError, 4, 5):
         state.truncate(5)
     state.truncate(0)
     assert (state.len, state.blocks, allocator.in_use) == (0, [], 0)
@@ -151,9 +152,9 @@ def test_block_table_can_only_be_read(allocator):
     state = PagedSeqState(allocator, block_size=4)
     state.append(9)
     table = state.block_table
-    with pytest.raises(TypeError, match="read-only"):
+    with refuses(TypeError, "read"):
         table[0] = 7
-    with pytest.raises(ValueError, match="read-only"):
+    with refuses(ValueError, "read"):
         np.asarray(table)[0] = 7
     assert table.readonly and table.tolist()[:3] == state.blocks == [0, 1, 2]
 
@@ -222,21 +223,21 @@ def test_a_block_adopted_in_part_is_copied_before_it_is_written(allocator):
 
 
 @pytest.mark.parametrize(
-    "blocks, num_tokens, error, match",
+    "blocks, num_tokens, error, words",
     [
-        ([0, 1], 9, ValueError, "9 tokens do not match 2 blocks of 4"),
-        ([0, 1], 4, ValueError, "4 tokens do not match 2 blocks of 4"),
-        ([0], -1, ValueError, "-1 tokens"),
-        ([0, 1, 2, 3], 16, ValueError, "16 tokens need 4 blocks, the maximum is 3"),
-        ([0, 7], 8, InvalidBlock, "block 7"),
-        ([0, 99], 8, InvalidBlock, "block 99"),
-        ([0, 1.5], 8, TypeError, "float"),
+        ([0, 1], 9, ValueError, (9, 2, 4)),
+        ([0, 1], 4, ValueError, (4, 2)),
+        ([0], -1, ValueError, (-1,)),
+        ([0, 1, 2, 3], 16, ValueError, (16, 4, 3)),
+        ([0, 7], 8, InvalidBlock, ("block", 7)),
+        ([0, 99], 8, InvalidBlock, ("block", 99)),
+        ([0, 1.5], 8, TypeError, ("float",)),
     ],
 )
-def test_what_cannot_be_adopted_changes_nothing(allocator, blocks, num_tokens, error, match):
+def test_what_cannot_be_adopted_changes_nothing(allocator, blocks, num_tokens, error, words):
     allocator.allocate_n(4)
     state = PagedSeqState(allocator, 4, 3)
-    with pytest.raises(error, match=match):
+    with refuses(error, *words):
         state.adopt(blocks, num_tokens)
     assert (state.len, state.blocks, allocator.ref_count(0)) == (0, [], 1)
 
@@ -244,7 +245,7 @@ def test_what_cannot_be_adopted_changes_nothing(allocator, blocks, num_tokens, e
 def test_a_sequence_with_blocks_adopts_none(allocator):
     state = PagedSeqState(allocator, block_size=4)
     state.ensure_capacity(1)
-    with pytest.raises(ValueError, match="has 1 of its own"):
+    with refuses(ValueError, 1):
         state.adopt(allocator.allocate_n(1))
     assert state.blocks == [0] and allocator.ref_count(1) == 1
 
@@ -290,7 +291,7 @@ def test_unsharing_counts_among_the_blocks_asked_for(allocator):
     state.append(6)
     child = state.fork()
     allocator.allocate_n(5)
-    with pytest.raises(PoolExhausted, match="asked for 2 blocks, 1 of 8 is free"):
+    with refuses(PoolExhausted, 2, 1, 8):
         child.append(3)
     assert (child.len, child.blocks, allocator.ref_count(1)) == (6, [0, 1], 2)
 
@@ -329,13 +330,13 @@ def test_more_tokens_than_slots_fit_into_memory_are_more_than_the_pool_has_block
     states = [PagedSeqState(allocator, 1024, 2**30) for _ in range(3)]
     hybrid = HybridSequence([KvGroup(allocator, 1024, None, 2**30)])
     states[0].append(5)
-    for append, sentence in (
-        (lambda: states[0].append(10**12), "asked for 976562500 blocks, 7 of 8 are free"),
-        (lambda: append_batch(states, [10**12] * 3), "asked for 2929687500 blocks, 7 of 8 are free"),
-        (lambda: append_batch(states, [10**12, 0, 3]), "asked for 976562501 blocks, 7 of 8 are free"),
-        (lambda: hybrid.append(10**12), "asked for 976562500 blocks, 7 of 8 are free"),
+    for append, needed in (
+        (lambda: states[0].append(10**12), 976562500),
+        (lambda: append_batch(states, [10**12] * 3), 2929687500),
+        (lambda: append_batch(states, [10**12, 0, 3]), 976562501),
+        (lambda: hybrid.append(10**12), 976562500),
     ):
-        with pytest.raises(PoolExhausted, match=sentence):
+        with refuses(PoolExhausted, needed, 7, 8):
             append()
         assert [state.len for state in states] == [5, 0, 0] and hybrid.len == 0 and allocator.free_count == 7
 
@@ -360,13 +361,13 @@ def test_a_sequence_has_blocks_of_as_many_tokens_as_the_pool_of_its_allocator():
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=32), 4)
     for make in (PagedSeqState, PrefixCache):
         assert make(pool.allocator).block_size == make(pool.allocator, 32).block_size == 32
-        with pytest.raises(ValueError, match="block_size must be 32, that of the pool with these blocks, not 16"):
+        with refuses(ValueError, "block_size", 32, 16):
             make(pool.allocator, 16)
-    with pytest.raises(ValueError, match="block_size must be 32, that of the pool with these blocks, not 16"):
+    with refuses(ValueError, "block_size", 32, 16):
         Scheduler(SchedulerConfig(block_size=16), pool.allocator)
     other = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=16), 4, pool.allocator)
     assert [PagedSeqState(pool.allocator, size).block_size for size in (None, 16, 32)] == [16, 16, 32]
-    with pytest.raises(ValueError, match="not 8"):
+    with refuses(ValueError, 8):
         PagedSeqState(pool.allocator, 8)
     del other
     pool.close()

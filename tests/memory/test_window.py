@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import BlockAllocator, BlockTables, InvalidBlock, KvCachePool, KvLayout, PagedSeqState, decode
 
@@ -25,7 +26,7 @@ def test_attention_reads_nothing_that_was_given_back():
     assert state.first_block == 3 and pool.allocator.in_use == 4
     pool.append(0, PagedSeqState(pool.allocator).append(48), *np.full((2, 48, 1, 16), np.nan, np.float32))
     assert np.array_equal(attend(window_left=40), whole)
-    with pytest.raises(InvalidBlock, match=r"block_tables\[0, 0\] is -1"):
+    with refuses(InvalidBlock, "block_tables[0, 0]", -1):
         attend()
 
 
@@ -44,9 +45,9 @@ def test_the_window_moves_on_and_the_rest_stays_in_place():
     child = state.fork()
     assert (child.first_block, child.blocks) == (3, [1])
     state.truncate(13)
-    with pytest.raises(ValueError, match="cannot truncate to 11 tokens: the first 12 were given back"):
+    with refuses(ValueError, 11, 12):
         state.truncate(11)
-    with pytest.raises(ValueError, match="the last 3 of 13 tokens of sequence 0 cannot be computed: the first 12"):
+    with refuses(ValueError, 3, 13, 0, 12):
         BlockTables(1, 8).fill([state], [3])
     state.truncate(0)
     child.release()
@@ -57,7 +58,7 @@ def test_the_window_moves_on_and_the_rest_stays_in_place():
 def test_a_bad_position_changes_nothing():
     state = PagedSeqState(BlockAllocator(8), 4)
     state.append(9)
-    with pytest.raises(ValueError, match="cannot be -1"):
+    with refuses(ValueError, -1):
         state.drop_before(-1)
     state.allocator.free(state.blocks[0])
     with pytest.raises(InvalidBlock, match="freed by someone else"):

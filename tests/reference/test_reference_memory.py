@@ -10,6 +10,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import InvalidBlock, InvalidSlot, KvLayout, PoolError, PoolExhausted
 from pagepool.reference import BlockAllocator, KvCachePool, Mamba2SequenceState, PagedSeqState, SsmStatePool
@@ -106,13 +107,13 @@ def test_bits_of_the_pools_own_dtype_are_copied():
 def test_a_failed_append_writes_nothing():
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=2), 2)
     ones = np.ones((2, 1, 8), np.float32)
-    with pytest.raises(InvalidSlot, match="slot 4 is out of range: there are 4 slots"):
+    with refuses(InvalidSlot, "slot", 4):
         pool.append(0, [0, 4], ones, ones)
-    with pytest.raises(ValueError, match="layer 1"):
+    with refuses(ValueError, "layer", 1):
         pool.append(1, [0, 1], ones, ones)
-    with pytest.raises(ValueError, match="v must have the shape"):
+    with refuses(ValueError, "v"):
         pool.append(0, [0, 1], ones, ones[:1])
-    with pytest.raises(TypeError, match="float64"):
+    with refuses(TypeError, "float64"):
         pool.append(0, [0, 1], ones.astype(np.float64), ones)
     assert not pool.page(0).any()
 
@@ -128,7 +129,7 @@ def test_the_flat_pool():
     for call in (lambda: pool.page(2), lambda: pool.free(-1), lambda: pool.free([0, 0])):
         with pytest.raises(InvalidBlock):
             call()
-    with pytest.raises(ValueError, match="flat pool"):
+    with refuses(ValueError, "flat"):
         pool.gather(0, [0], 1)
     pool.check()
 
@@ -136,7 +137,7 @@ def test_the_flat_pool():
 def test_states_are_zeroed_on_release_and_slots_come_back_last_first():
     pool = SsmStatePool(2, lambda i: Mamba2SequenceState(1, 2, 3, max_context=4))
     assert [pool.alloc(5), pool.alloc(6)] == [0, 1]
-    with pytest.raises(PoolExhausted, match="0 of 2"):
+    with refuses(PoolExhausted, 0, 2):
         pool.alloc(7)
     slot = pool.slot(0)
     slot.step()
@@ -145,7 +146,7 @@ def test_states_are_zeroed_on_release_and_slots_come_back_last_first():
     pool.release(0)
     assert (slot.position, slot.request_id, slot.state.h.any(), slot.state.step_position) == (0, 0, False, 0)
     for wrong in (0, 2, -1):
-        with pytest.raises(InvalidSlot, match=str(wrong)):
+        with refuses(InvalidSlot, wrong):
             pool.release(wrong)
     assert (pool.free_count, pool.used_count) == (1, 1)
     pool.check()
