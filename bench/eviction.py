@@ -19,16 +19,18 @@ import numpy as np
 sys.path.append(str(Path(__file__).parent.parent))  # the checkout, where no pagepool is installed
 from traces import TRACES, make_trace
 
-from pagepool import BlockAllocator, PrefixCache
+import pagepool
+from pagepool import reference
 from pagepool.prefix.policies import belady_pass
 
-OTHERS = ("arc", "s3fifo", "lfu")
+OTHERS = ("arc", "s3fifo", "lfu")  # in plain Python
 CAPACITIES = [1000, 3000, 5859, 10_000, 20_000, 30_000]
 
 
 def hits_of(policy: str, rows: list[np.ndarray], capacity: int) -> int:
     """Blocks found in one pass."""
-    cache = PrefixCache(BlockAllocator(capacity), 1, policy)
+    memory = reference if policy in OTHERS else pagepool
+    cache = memory.PrefixCache(memory.BlockAllocator(capacity), 1, policy)
     return sum(cache.touch(row) for row in rows)
 
 

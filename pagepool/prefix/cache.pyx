@@ -37,8 +37,8 @@ cdef class PrefixCache:
 
     allocator   the allocator of the blocks; the cache holds one reference to each block that it keeps
     block_size  tokens per block, from 1 to 1,024; by default that of the pool that has these blocks, else 16
-    policy      which block is evicted first: "gittins", "lru", "lfu", "s3fifo", "arc" or
-                "priority", as given to `cache_blocks`
+    policy      which block is evicted first: "gittins", "lru" or "priority", as given to
+                `cache_blocks`
     max_events  how many events wait at most to be drained (see `drain_events`); 0: none are noted
     hash_bits   bits of the block hashes that count; fewer than 64 only to force collisions in tests
 

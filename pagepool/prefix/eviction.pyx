@@ -30,15 +30,12 @@ from pagepool.prefix.radix_tree cimport (
 
 from pagepool._arguments import integer
 from pagepool.prefix.gittins import GittinsPolicy
-from pagepool.prefix.policies import ArcPolicy, LfuPolicy, LruPolicy, PriorityPolicy, S3FifoPolicy
+from pagepool.prefix.policies import LruPolicy, PriorityPolicy
 
 __all__ = ["POLICIES", "CacheReservations"]
 
 POLICIES = {
     "lru": LruPolicy,
-    "lfu": LfuPolicy,
-    "s3fifo": S3FifoPolicy,
-    "arc": ArcPolicy,
     "gittins": GittinsPolicy,
     "priority": PriorityPolicy,
 }

@@ -39,7 +39,6 @@ cdef class EvictionPolicy:
     # For policies.
     cdef void c_push(self, int list, int32_t node) noexcept
     cdef void c_move(self, int32_t node, int list) noexcept
-    cdef void c_keep_ghost(self, int32_t node, int list) noexcept
     cdef void c_forget_oldest(self, int list) noexcept
 
     # `priority` and `end` from arguments of `cache_blocks`; all policies but one refuse them.

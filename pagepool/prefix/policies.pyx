@@ -14,18 +14,6 @@ __all__ = ["EvictionPolicy", "belady_pass"]
 
 cdef int MOST = 255
 
-cdef enum:
-    SMALL
-    MAIN
-    GHOST
-    MOST_USES = 3
-
-cdef enum:
-    RECENT
-    FREQUENT
-    RECENT_GHOSTS
-    FREQUENT_GHOSTS
-
 cdef struct Use:
     int64_t next  # where the block is used next, or beyond all uses
     int32_t block
@@ -112,10 +100,6 @@ cdef class EvictionPolicy:
         nodes[node].list = list
         list_push(&self.lists[list], nodes, node)
 
-    cdef void c_keep_ghost(self, int32_t node, int list) noexcept:
-        self.c_move(node, list)
-        self.tree.nodes[node].ghost = 1
-
     cdef void c_forget_oldest(self, int list) noexcept:
         """Drops the oldest ghost of a list, and what only the ghost kept alive."""
         cdef int32_t node = self.lists[list].head
@@ -186,128 +170,6 @@ cdef class LevelPolicy(EvictionPolicy):
         while self.lowest < MOST and self.lists[self.lowest].size == 0:
             self.lowest += 1
         return self.lists[self.lowest].head
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class LfuPolicy(LevelPolicy):
-    """Evicts the block with the fewest uses, of several the least recently used; what is evicted forgets its uses.
-
-    The level is the number of uses, of which 255 is the largest that is counted.
-    """
-
-    cdef void c_insert(self, int32_t node) noexcept:
-        self.c_push(1, node)
-        self.lowest = 1
-
-    cdef void c_touch(self, int32_t node) noexcept:
-        self.c_move(node, min(MOST, self.tree.nodes[node].list + 1))
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class S3FifoPolicy(EvictionPolicy):
-    """Keeps a tenth of the cached blocks in the small queue; ghosts number at most nine tenths of the capacity."""
-
-    cdef int64_t max_ghosts
-
-    def __cinit__(self, NodeTable tree not None, int64_t capacity):
-        self.max_ghosts = capacity - capacity // 10
-
-    cdef void c_insert(self, int32_t node) noexcept:
-        cdef Node *nodes = self.tree.nodes
-        nodes[node].uses = 0
-        if nodes[node].ghost:
-            nodes[node].ghost = 0
-            self.c_move(node, MAIN)
-        else:
-            self.c_push(SMALL, node)
-
-    cdef void c_touch(self, int32_t node) noexcept:
-        self.tree.nodes[node].uses = min(MOST_USES, self.tree.nodes[node].uses + 1)
-
-    cdef int32_t c_victim(self) noexcept:
-        """Each turn of the loop takes uses from a node or returns one: no more turns than uses were counted."""
-        cdef Node *nodes = self.tree.nodes
-        cdef int64_t small, main
-        cdef int32_t node
-        while True:
-            small = self.lists[SMALL].size
-            main = self.lists[MAIN].size
-            if small and (main == 0 or 10 * small >= small + main):
-                node = self.lists[SMALL].head
-                if nodes[node].uses <= 1:
-                    return node
-                nodes[node].uses = 0
-            elif main:
-                node = self.lists[MAIN].head
-                if nodes[node].uses == 0:
-                    return node
-                nodes[node].uses -= 1
-            else:
-                return -1
-            self.c_move(node, MAIN)
-
-    cdef void c_evicted(self, int32_t node) noexcept:
-        if self.tree.nodes[node].list == MAIN:
-            self.c_unlink(node)
-            return
-        self.c_keep_ghost(node, GHOST)
-        if self.lists[GHOST].size > self.max_ghosts:
-            self.c_forget_oldest(GHOST)
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class ArcPolicy(EvictionPolicy):
-    """Blocks used once and blocks used again, each least recently used first, with as many ghosts as blocks.
-
-    Room is made before it is known which block comes: the target moves when a ghost's block is cached again.
-    """
-
-    cdef int64_t target  # nodes that RECENT should have: 0 <= target <= capacity
-
-    cdef void c_insert(self, int32_t node) noexcept:
-        cdef Node *nodes = self.tree.nodes
-        cdef int64_t recent = self.lists[RECENT_GHOSTS].size, frequent = self.lists[FREQUENT_GHOSTS].size
-        if nodes[node].ghost:
-            if nodes[node].list == RECENT_GHOSTS:
-                self.target = min(self.capacity, self.target + max(<int64_t>1, frequent // recent))
-            else:
-                self.target = max(<int64_t>0, self.target - max(<int64_t>1, recent // frequent))
-            nodes[node].ghost = 0
-            self.c_move(node, FREQUENT)
-        else:
-            self.c_push(RECENT, node)
-        self.trim()
-
-    cdef void c_touch(self, int32_t node) noexcept:
-        self.c_move(node, FREQUENT)
-
-    cdef int32_t c_victim(self) noexcept:
-        if self.lists[RECENT].size and (self.lists[RECENT].size > self.target or self.lists[FREQUENT].size == 0):
-            return self.lists[RECENT].head
-        return self.lists[FREQUENT].head
-
-    cdef void c_evicted(self, int32_t node) noexcept:
-        self.c_keep_ghost(node, RECENT_GHOSTS if self.tree.nodes[node].list == RECENT else FREQUENT_GHOSTS)
-        self.trim()
-
-    cdef void trim(self) noexcept:
-        """RECENT and its ghosts are at most the capacity, all four at most twice that."""
-        cdef int64_t recent = self.lists[RECENT].size
-        cdef int64_t blocks = recent + self.lists[FREQUENT].size
-        while self.lists[RECENT_GHOSTS].size and recent + self.lists[RECENT_GHOSTS].size > self.capacity:
-            self.c_forget_oldest(RECENT_GHOSTS)
-        while (
-            self.lists[FREQUENT_GHOSTS].size
-            and blocks + self.lists[RECENT_GHOSTS].size + self.lists[FREQUENT_GHOSTS].size > 2 * self.capacity
-        ):
-            self.c_forget_oldest(FREQUENT_GHOSTS)
-
-    cdef void c_clear(self) noexcept:
-        EvictionPolicy.c_clear(self)
-        self.target = 0
 
 
 @cython.final

@@ -14,6 +14,7 @@ from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.output import STDOUT, check_writable, written_to
+from pagepool.prefix.eviction import POLICIES
 from pagepool.replay import picture, plot, report
 from pagepool.replay.attend import GEOMETRIES, Attention
 from pagepool.replay.clock import OpenLoop, Users
@@ -22,7 +23,7 @@ from pagepool.replay.cluster_report import cluster_results, print_cluster
 from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay
 from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, TOKEN_BYTES
 from pagepool.replay.order import in_order
-from pagepool.replay.passes import BELADY, StateOptions, cache_passes, hybrid_pass
+from pagepool.replay.passes import BELADY, PLAIN_POLICIES, StateOptions, cache_passes, hybrid_pass
 from pagepool.replay.progress import Progress
 from pagepool.replay.prompts import PassError, Prompts, TraceTokens
 from pagepool.replay.ptrace import Trace, read_trace
@@ -141,6 +142,8 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
     blocks = _num_blocks(trace, options)
     link = Link(options.link[0], options.link[1], options.token_bytes or TOKEN_BYTES) if options.link else None
     policy = options.policy[0] if options.policy else "gittins"
+    if policy in PLAIN_POLICIES:
+        raise UsageError(f"--policy {policy} does not go with --workers; with them: {', '.join(POLICIES)}")
     routes = options.route or ["prefix"]
     clusters: list[Cluster] = []
     with Progress(len(trace) * len(routes)) as progress:
@@ -201,7 +204,9 @@ def _config(trace: Trace, options: argparse.Namespace, blocks: int) -> Scheduler
 
 
 def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
-    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
+    policy = options.policy[0] if options.policy else None
+    in_python = options.reference or policy in PLAIN_POLICIES
+    memory = importlib.import_module("pagepool.reference" if in_python else "pagepool")
     size = options.block_size or DEFAULT_BLOCK_SIZE
     geometry = GEOMETRIES[options.attend] if options.attend else None
     blocks = _num_blocks(trace, options)
@@ -219,10 +224,10 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         attention = Attention(
             memory, pool, geometry, options.max_batch, config.max_batch_tokens, width, options.threads
         )
-    cache = MeteredCache(memory.PrefixCache(allocator, size, options.policy[0])) if options.policy else None
-    tokens = TraceTokens(trace) if options.policy else None
+    cache = MeteredCache(memory.PrefixCache(allocator, size, policy)) if policy else None
+    tokens = TraceTokens(trace) if policy else None
     scheduler = None
-    if options.reference:
+    if in_python:
         plain = importlib.import_module("pagepool.replay.plain")
         scheduler = plain.PlainScheduler(config, allocator, cache)
         block_manager = plain.PlainBlockManager(scheduler)

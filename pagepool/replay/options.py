@@ -12,7 +12,7 @@ from pagepool.replay.attend import GEOMETRIES
 from pagepool.replay.clock import CostModel
 from pagepool.replay.cluster import ROUTES
 from pagepool.replay.order import ORDERS, USER_ORDERS
-from pagepool.replay.passes import BELADY
+from pagepool.replay.passes import BELADY, PLAIN_POLICIES
 from pagepool.usage import between, file_name, size_in_bytes
 
 __all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "TOKEN_BYTES", "add_arguments"]
@@ -21,6 +21,7 @@ __all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "TOKEN_BYTES"
 DEFAULT_BLOCKS = 3072
 DEFAULT_BLOCK_SIZE = 16
 CLOCK_ORDERS = ("fcfs", "lpm")
+NAMES = (*POLICIES, *PLAIN_POLICIES)
 MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
 MAX_THREADS = 256  # of decode
@@ -35,8 +36,8 @@ def _several(parse: Any) -> Any:
 
 
 def _policy(text: str) -> str:
-    if text not in (*POLICIES, BELADY):
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join((*POLICIES, BELADY))}")
+    if text not in (*NAMES, BELADY):
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join((*NAMES, BELADY))}")
     return text
 
 
@@ -149,8 +150,9 @@ def _add_prefix_cache(group: Any) -> None:
         "--policy",
         type=_several(_policy),
         metavar="NAME,...",
-        help=f"cache prefixes and evict by this policy: {', '.join(POLICIES)}; with --clock none one or several "
-        "(default: lru), also belady, the bound that no policy can pass",
+        help=f"cache prefixes and evict by this policy: {', '.join(NAMES)}; with --clock none one or several "
+        "(default: lru), also belady, the bound that no policy can pass. "
+        f"{', '.join(PLAIN_POLICIES)} run in plain Python, as with --reference: slow",
     )
     add(
         "--capacity",

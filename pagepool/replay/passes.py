@@ -5,6 +5,7 @@ A hybrid model resumes at the last cached block where a recurrent state is kept,
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -15,9 +16,19 @@ from pagepool.prefix.policies import belady_pass
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
 from pagepool.replay.prompts import MAX_IDS, Prompts
 
-__all__ = ["BELADY", "CachePass", "HybridPass", "StateOptions", "cache_pass", "cache_passes", "hybrid_pass"]
+__all__ = [
+    "BELADY",
+    "PLAIN_POLICIES",
+    "CachePass",
+    "HybridPass",
+    "StateOptions",
+    "cache_pass",
+    "cache_passes",
+    "hybrid_pass",
+]
 
 BELADY = "belady"
+PLAIN_POLICIES = ("arc", "lfu", "s3fifo")  # only in pagepool.reference
 Report: TypeAlias = Callable[[int, str], Any]
 Watch: TypeAlias = Callable[[int, int, int, int, int], None]
 
@@ -41,13 +52,13 @@ class CachePass:
 def cache_pass(
     memory: Any, prompts: Prompts, policy: str, capacity: int | None, report: Report = lambda done, state: None
 ) -> CachePass:
-    """One pass through a cache of `capacity` blocks; `memory` is pagepool or pagepool.reference.
+    """One pass through a cache of `capacity` blocks.
 
+    `memory` is pagepool or pagepool.reference; policies that pagepool does not have always run in pagepool.reference.
     A prompt's hits are its leading full blocks that are cached. Its blocks are touched from head to tail, and those
     that are missing are cached. Raises `PoolError` if the cache does not give every block back at the end.
     """
-    allocator = memory.BlockAllocator(_blocks(prompts, capacity))
-    cache = memory.PrefixCache(allocator, 1, policy)
+    cache = _make_cache(memory, prompts, policy, capacity)
     hits = blocks = nanoseconds = 0
     state = f"{policy} with {'unlimited' if capacity is None else f'{capacity:,}'} blocks"
     for done, (ids, full, session) in enumerate(prompts):
@@ -60,7 +71,7 @@ def cache_pass(
     cache.check()
     evictions = cache.stats()["evicted"]
     cache.reset_prefix_cache()
-    allocator.check()
+    cache.allocator.check()
     return CachePass(policy, capacity, prompts.full_blocks, hits, evictions, blocks, nanoseconds)
 
 
@@ -97,8 +108,11 @@ def cache_passes(
     return passes
 
 
-def _blocks(prompts: Prompts, capacity: int | None) -> int:
-    return min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity
+def _make_cache(memory: Any, prompts: Prompts, policy: str, capacity: int | None) -> Any:
+    if policy in PLAIN_POLICIES:
+        memory = importlib.import_module("pagepool.reference")
+    blocks = min(prompts.most_ids, MAX_IDS - 1) if capacity is None else capacity
+    return memory.PrefixCache(memory.BlockAllocator(blocks), 1, policy)
 
 
 def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass] | None:
@@ -169,7 +183,7 @@ def hybrid_pass(
     states and of cached blocks. Raises `PoolError` if an invariant is broken at the end.
     """
     size = prompts.block_size
-    cache = memory.PrefixCache(memory.BlockAllocator(_blocks(prompts, capacity)), 1, policy)
+    cache = _make_cache(memory, prompts, policy, capacity)
     index = CheckpointIndex(
         max(1, options.state_bytes // size),
         None if options.budget_bytes is None else options.budget_bytes // size,

@@ -3,14 +3,23 @@
 import numpy as np
 import pytest
 
-from pagepool import BlockAllocator, PrefixCache
+import pagepool
+from pagepool import BlockAllocator, PrefixCache, reference
 from pagepool.prefix.policies import belady_pass
 from pagepool.reference.gittins import AGES, age_class, first_age
 from pagepool.reference.policies import belady_pass as plain_belady_pass
 
+# Hits of ARC in sum over the four capacities below, for seeds 0 and 1.
+ARC_HITS = {
+    "loop": (0, 0),
+    "system_prompts": (230_024, 238_566),
+    "scans": (116_825, 122_450),
+    "conversations": (379_538, 424_039),
+}
 
-def hits(policy, prompts, capacity):
-    cache = PrefixCache(BlockAllocator(capacity), 1, policy)
+
+def hits(policy, prompts, capacity, memory=pagepool):
+    cache = memory.PrefixCache(memory.BlockAllocator(capacity), 1, policy)
     found = sum(cache.touch(prompt) for prompt in prompts)
     cache.check()
     return found
@@ -72,15 +81,20 @@ def test_our_own_policy_is_at_least_lru_and_more_than_arc_in_sum(make, seed):
     capacities = [250, 500, 1000, 1500]
     own = [hits("gittins", prompts, capacity) for capacity in capacities]
     lru = [hits("lru", prompts, capacity) for capacity in capacities]
-    arc = [hits("arc", prompts, capacity) for capacity in capacities]
     assert all(mine >= theirs for mine, theirs in zip(own, lru, strict=True))
-    assert sum(own) > sum(arc)
+    assert sum(own) > ARC_HITS[make.__name__][seed]
     assert all(mine <= best(prompts, capacity) for mine, capacity in zip(own, capacities, strict=True))
+
+
+def test_arc_of_the_reference_finds_what_the_compiled_one_found():
+    prompts = system_prompts(np.random.default_rng(0), Blocks())
+    assert hits("arc", prompts, 250, reference) == 52_369
+    assert hits("arc", loop(np.random.default_rng(0), Blocks()), 1000, reference) == 0
 
 
 def test_of_a_loop_longer_than_the_cache_a_part_stays():
     prompts = loop(np.random.default_rng(0), Blocks())
-    assert hits("lru", prompts, 1000) == hits("arc", prompts, 1000) == 0
+    assert hits("lru", prompts, 1000) == 0
     assert hits("gittins", prompts, 1000) > 0.8 * best(prompts, 1000) > 0
 
 
@@ -131,8 +145,10 @@ def test_no_policy_passes_the_bound():
     random = np.random.default_rng(3)
     rows = [np.arange(1 + int(9 * random.random()), dtype=np.int32) + 10 * int(random.integers(8)) for _ in range(300)]
     for capacity in (5, 20, 40):
-        for policy in ("lru", "lfu", "s3fifo", "arc", "gittins", "priority"):
+        for policy in ("lru", "gittins", "priority"):
             assert hits(policy, rows, capacity) <= best(rows, capacity)
+        for policy in ("lfu", "s3fifo", "arc"):
+            assert hits(policy, rows, capacity, reference) <= best(rows, capacity)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(0, 12),
         block_size=st.integers(1, 3),
-        policy=st.sampled_from(["lru", "lfu", "s3fifo", "arc", "gittins", "priority"]),
+        policy=st.sampled_from(["lru", "gittins", "priority"]),
         hash_bits=st.sampled_from([0, 1, 64]),
     )
     def begin(self, capacity, block_size, policy, hash_bits):
@@ -162,7 +162,7 @@ class TestPrefixMachine(PrefixMachine.TestCase):
     )
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "gittins", "priority"])
 def test_a_long_pass_agrees_with_the_reference(policy):
     random = np.random.default_rng(5)
     ours = PrefixCache(BlockAllocator(60), 2, policy, hash_bits=4)
@@ -176,7 +176,7 @@ def test_a_long_pass_agrees_with_the_reference(policy):
     assert ours.stats()["collisions"] > 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "gittins", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "gittins", "priority"])
 @pytest.mark.parametrize("hash_bits", [3, 64])
 def test_long_runs_that_part_agree_with_the_reference(policy, hash_bits):
     """Prompts that follow, leave and cut off others anywhere, some held while blocks are evicted and forgotten."""

@@ -99,6 +99,12 @@ def test_under_pressure_everything_ends_and_is_given_back(make_trace, capsys):
         assert numbers["prefix"]["hit_blocks"] > 0 and numbers["prefix"]["evictions"] > 0
 
 
+def test_arc_runs_in_the_reference_with_the_counts_of_a_compiled_one(make_trace, capsys):
+    records = [[at, 40 + at % 7, 9, [0, 5, 5 + at, 5]] for at in range(40)]
+    numbers = run(capsys, make_trace(records, block=4), "--policy", "arc", "--block-size", "4", "--blocks", "30")
+    assert (numbers["prefix"]["hit_blocks"], numbers["prefix"]["evictions"]) == (452, 286)
+
+
 def test_the_longest_prefix_first_is_an_order(make_trace, capsys):
     records = [[0, 43, 2, [1000 * (at % 4), 8, 5000 + 10 * at, 3]] for at in range(40)]
     path = make_trace(records, block=4)

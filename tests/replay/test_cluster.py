@@ -211,6 +211,7 @@ def test_the_table_has_a_line_for_each_route(make_trace, capsys):
         (["--workers", "2", "--html", "x.html"], "--html does not go with --workers"),
         (["--workers", "2", "--clock", "none"], "--workers needs the virtual clock"),
         (["--workers", "2", "--policy", "lru,arc"], "several policies, and belady, need --clock none"),
+        (["--workers", "2", "--policy", "arc"], "--policy arc does not go with --workers"),
         (["--workers", "2", "--compare", "lru"], "--compare needs --clock none"),
     ],
 )

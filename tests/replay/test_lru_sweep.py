@@ -8,7 +8,7 @@ import pagepool
 from pagepool import cli
 from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
-from pagepool.replay.passes import cache_pass, cache_passes
+from pagepool.replay.passes import PLAIN_POLICIES, cache_pass, cache_passes
 from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import Trace
 
@@ -83,7 +83,7 @@ def test_policies_side_by_side(make_trace, capsys):
 @given(TRACES, st.integers(0, 25))
 def test_no_policy_passes_belady(trace, capacity):
     prompts = Prompts(trace, None, False)
-    bound, *others = cache_passes(pagepool, prompts, ["belady", *POLICIES], [capacity])
+    bound, *others = cache_passes(pagepool, prompts, ["belady", *POLICIES, *PLAIN_POLICIES], [capacity])
     assert bound.hit_blocks >= max(one.hit_blocks for one in others)
     unlimited = cache_passes(pagepool, prompts, ["belady", "lru"], [None])
     assert unlimited[0].hit_blocks == unlimited[1].hit_blocks and unlimited[0].evictions == 0

@@ -43,7 +43,7 @@ def test_a_recorded_hour_is_replayed_alike(capsys, arguments, pressed):
     assert (ours["preemptions"] + ours["refused"] > 0) == pressed and ours["block_allocs"] == ours["block_frees"] > 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("options", [[], ["--order", "lpm"], ["--max-batch", "2"]])
 def test_prefixes_are_kept_and_evicted_alike(sessions, capsys, policy, options):
     arguments = [sessions, "--policy", policy, "--block-size", "4", "--blocks", "40", *options]

@@ -89,7 +89,7 @@ def test_the_options_of_the_pass_need_it(make_trace, capsys):
     assert "--capacity needs --clock none" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["replay", "--clock", "none", "--policy", "lru,fifo"])
-    assert "'fifo' is none of lru, lfu, s3fifo, arc" in capsys.readouterr().err
+    assert "'fifo' is none of lru, gittins, priority, arc" in capsys.readouterr().err
 
 
 @needs_traces
@@ -110,6 +110,13 @@ def test_lru_on_mooncake_is_exact(capsys):
     for capacity in ("5859", "1000000000"):
         row = run(capsys, MOONCAKE, "--capacity", capacity)["prefix"]
         assert (row["hit_blocks"], row["evictions"]) == expected[int(capacity)] and row["ns_per_block"] > 0
+
+
+@needs_traces
+def test_arc_on_mooncake_is_exact(capsys):
+    """`pagepool.reference` runs it, with or without --reference; the counts are those of a compiled ARC."""
+    rows = run(capsys, MOONCAKE, "--policy", "arc", "--capacity", "1000,5859")["prefix"]
+    assert [(row["hit_blocks"], row["evictions"]) for row in rows] == [(11_276, 105_181), (38_977, 72_488)]
 
 
 @needs_traces
