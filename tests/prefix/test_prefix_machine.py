@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagepool import BlockAllocator, PoolError, PoolExhausted, PrefixCache, PrefixPins
+from pagepool import BlockAllocator, PoolExhausted, PrefixCache
 from pagepool.reference import BlockAllocator as PlainAllocator
 from pagepool.reference import PrefixCache as PlainCache
 
@@ -31,7 +31,6 @@ class PrefixMachine(RuleBasedStateMachine):
         self.ours = PrefixCache(BlockAllocator(capacity), block_size, policy, hash_bits=hash_bits)
         self.plain = PlainCache(PlainAllocator(capacity), block_size, policy)
         self.clock = -3.0
-        self.pins = [PrefixPins(cache, 6) for cache in (self.ours, self.plain)]
         self.running = []  # the references of sequences: lists of blocks, the same on both sides
 
     def both(self, method, *arguments, **names):
@@ -84,18 +83,6 @@ class PrefixMachine(RuleBasedStateMachine):
         assert np.array_equal(blocks, expected) and num_tokens == expected_tokens
         self.running.append(blocks.tolist())
 
-    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS, ttl=st.sampled_from([None, 0, 1, 3]))
-    def pin(self, tokens, salt, keys, ttl):
-        outcomes = []
-        for pins in self.pins:
-            try:
-                pins.pin(tokens, ttl=ttl, now=self.clock, cache_salt=salt, extra_keys=keys)
-                outcomes.append(None)
-            except (PoolError, ValueError) as error:
-                outcomes.append(type(error))
-        assert outcomes[0] == outcomes[1]
-        assert self.pins[0].num_pinned == self.pins[1].num_pinned
-
     @rule(blocks=st.lists(st.integers(-1, 13), max_size=3))
     def discard(self, blocks):
         self.both("discard", blocks)
@@ -113,7 +100,6 @@ class PrefixMachine(RuleBasedStateMachine):
     def expire(self, by):
         self.clock += by
         self.both("expire", self.clock)
-        assert self.pins[0].expire(self.clock) == self.pins[1].expire(self.clock)
 
     @rule()
     def reset(self):
@@ -151,7 +137,6 @@ class PrefixMachine(RuleBasedStateMachine):
         if hasattr(self, "ours"):
             for blocks in self.running:
                 self.release_all(blocks)
-            self.pins.clear()
             self.reset()
             assert self.ours.allocator.in_use == self.plain.allocator.in_use == 0
 
