@@ -4,4 +4,3 @@ from pagepool.memory.kv_pool cimport KvCachePool
 from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.memory.ssm_pool cimport SsmStatePool
 from pagepool.prefix.cache cimport PrefixCache
-from pagepool.prefix.namespace cimport PrefixNamespace

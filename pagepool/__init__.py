@@ -28,7 +28,6 @@ from pagepool.memory.state import (
 from pagepool.prefix import (
     PrefixCache,
     PrefixEvent,
-    PrefixNamespace,
     PrefixSnapshot,
     StateCheckpoints,
 )
@@ -65,7 +64,6 @@ __all__ = [
     "PrefixCache",
     "PrefixEvent",
     "PrefixMatch",
-    "PrefixNamespace",
     "PrefixSnapshot",
     "ScheduledBatch",
     "Scheduler",

@@ -3,12 +3,10 @@
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
-from pagepool.prefix.namespace import PrefixNamespace
 
 __all__ = [
     "PrefixCache",
     "PrefixEvent",
-    "PrefixNamespace",
     "PrefixSnapshot",
     "StateCheckpoints",
 ]

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport BlockRefs
-from pagepool.prefix.events cimport Event, EventLog
+from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
 
 
@@ -21,10 +21,6 @@ cdef class PrefixCache:
     cdef EventLog log(self)
     cdef object atomically(self, function)
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held)
-
-    # One of `drain_events`, without the GIL, while no other thread is in a call of the cache: see EventLog.c_next.
-    # Returns 0 also when the cache notes none.
-    cdef int64_t c_next_event(self, Event *event, int32_t *tokens) noexcept nogil
 
     # The rest wants the cache's critical section, or that no other thread is in a call of the cache.
 

@@ -12,7 +12,7 @@ from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
 from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
 from pagepool.memory.block_table cimport PagedSeqState
-from pagepool.prefix.events cimport Event, EventLog
+from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CACHED, CachedBlocks, mark_of
 from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
 
@@ -342,11 +342,6 @@ cdef class PrefixCache:
         """Returns a `PrefixSnapshot` of all that is cached. O(nodes). Raises as `drain_events`."""
         cdef EventLog log = self.log()
         return self.atomically(lambda: log.snapshot())
-
-    cdef int64_t c_next_event(self, Event *event, int32_t *tokens) noexcept nogil:
-        if self.cached.log is None:
-            return 0
-        return self.cached.log.c_next(event, tokens)
 
     cdef EventLog log(self):
         if self.cached.log is None:

@@ -30,8 +30,5 @@ cdef class EventLog:
     cdef void c_add(self, int kind, int32_t node, int32_t block) noexcept
     cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept
     cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens)
-    # The oldest event, which is then forgotten, and the tokens of its block if it is STORED and `tokens`, room for
-    # block_size, is not NULL; returns its sequence number, 0 when there is none.
-    cdef int64_t c_next(self, Event *event, int32_t *tokens) noexcept nogil
     cdef list drain(self)
     cdef object snapshot(self)

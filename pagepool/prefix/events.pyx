@@ -113,17 +113,6 @@ cdef class EventLog:
         )
         return new_tuple(PrefixEvent, (sequence, KINDS[event.kind], event.block, name, parent, row))
 
-    cdef int64_t c_next(self, Event *event, int32_t *tokens) noexcept nogil:
-        cdef int64_t sequence = self.first, place = sequence % self.room
-        cdef size_t row = self.tree.block_size
-        if sequence == self.next:
-            return 0
-        event[0] = self.events[place]
-        if tokens != NULL and event.kind == STORED:
-            memcpy(tokens, self.tokens + place * row, row * sizeof(int32_t))
-        self.first += 1
-        return sequence
-
     cdef list drain(self):
         """All that there are, which are then forgotten; none is when memory runs out."""
         cdef int64_t sequence, place

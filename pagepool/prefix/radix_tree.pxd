@@ -127,7 +127,6 @@ cdef class NodeTable:
     cdef uint64_t seed  # of hashes
     cdef long long collisions
     cdef dict roots
-    cdef uint64_t stamp  # how often the roots have changed
 
     # Names from now on: before the first node is made.
     cdef void c_give_names(self) noexcept

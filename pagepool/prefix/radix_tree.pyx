@@ -107,7 +107,6 @@ cdef class NodeTable:
         self.nodes[node].hash = <uint64_t><uintptr_t><void *>key
         if name is not None:
             memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
-        self.stamp += 1
         return node
 
     cdef int32_t c_make(self, int32_t parent) noexcept:
@@ -238,7 +237,6 @@ cdef class NodeTable:
                 if nodes[node].next_in_bucket != NOWHERE:
                     self.c_out_of_bucket(node)
             else:
-                self.stamp += 1
                 del self.roots[<object><void *><uintptr_t>nodes[node].hash]  # wants no memory
             if n and node != low - 1:
                 self.c_put_unused(low, n)
@@ -310,7 +308,6 @@ cdef class NodeTable:
         self.num_buckets = self.room = 0
         self.num_made = self.num_alive = self.num_hashed = 0
         self.unused = -1
-        self.stamp += 1
         self.roots.clear()
 
     cdef str audit(self):

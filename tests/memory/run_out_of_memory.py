@@ -1,10 +1,7 @@
 """Started by test_no_memory.py under failing_malloc: runs operations with each of their allocations failing in turn.
 
-Prints, as JSON, how many allocations of each operation failed it; or what went wrong. Its argument is the folder of
-the built module of tests/prefix/foreign_prefix.pyx.
+Prints, as JSON, how many allocations of each operation failed it; or what went wrong.
 """
-
-import sys
 
 import numpy as np
 from failing import fail_all
@@ -17,7 +14,6 @@ from pagepool import (
     KvLayout,
     PagedSeqState,
     PrefixCache,
-    PrefixNamespace,
     SsmStatePool,
     StateLayout,
     decode,
@@ -28,13 +24,8 @@ from pagepool.memory.block_tables import append_batch, release_batch
 from pagepool.prefix.directory import PrefixDirectory
 from pagepool.prefix.events import name_row
 
-sys.path.insert(0, sys.argv[1])
-import foreign_prefix
-
 PROMPT = list(range(400))
-ROW = np.arange(400, dtype=np.int32)
 NAMES = name_row(range(800), 2, bytes(16))
-NO_MEMORY = 5
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
 # Prefill of so large heads wants more scratch than a thread keeps for its next call.
 LARGE = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1024, block_size=4, dtype="float32")
@@ -80,10 +71,6 @@ class World:
         self.timed.cache_blocks(PROMPT[:40], self.many, priority=7, ttl=5)
         self.directory = PrefixDirectory(3)
         self.directory.add(0, NAMES[:480])
-        self.namespace = PrefixNamespace(self.cache)
-        self.other_namespace = PrefixNamespace(self.cache, cache_salt="s")
-        self.ids = np.array(self.many, np.int32)
-        self.found = np.zeros(100, np.int32)
 
     def decode(self, ints=np.int32, **options):
         """The last two tokens of two sequences that share their blocks."""
@@ -112,13 +99,6 @@ class World:
         counts = [self.allocator.ref_count(b) for b in range(110)]
         held = [self.directory.num_blocks(number) for number in range(3)]
         return states, counts, self.allocator.free_count, self.ssm.free_count, held, bytes(memoryview(self.pool))
-
-
-def succeed(status):
-    """What engines in Cython are told, as Python code is."""
-    if status == NO_MEMORY:
-        raise MemoryError
-    assert status == 0, status
 
 
 OPERATIONS = {
@@ -173,19 +153,6 @@ OPERATIONS = {
     ),
     "cache_blocks for a time": lambda world: world.timed.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
     "cache_blocks behind a start": lambda world: world.cache.cache_blocks(PROMPT, world.many, start=10),
-    "namespace": lambda world: PrefixNamespace(world.cache, cache_salt="t", extra_keys=(b"image",)),
-    "match_prefix of a namespace": lambda world: succeed(
-        foreign_prefix.status_of_match(world.namespace, ROW, world.found)
-    ),
-    "cache_blocks of a namespace": lambda world: succeed(
-        foreign_prefix.status_of_cache(world.namespace, ROW, world.ids, 0)
-    ),
-    "cache_blocks of a namespace, behind a start": lambda world: succeed(
-        foreign_prefix.status_of_cache(world.namespace, ROW, world.ids, 10)
-    ),
-    "cache_blocks of a new namespace": lambda world: succeed(
-        foreign_prefix.status_of_cache(world.other_namespace, ROW[:80], world.ids[20:], 0)
-    ),
     "end of priorities": lambda world: world.timed.expire(5),
     "pass through the cache": lambda world: world.cache.touch(PROMPT[::-1]),
     "evict": lambda world: world.cache.evict(100),
