@@ -76,7 +76,7 @@ $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 # Ray, torch and NIXL together.
 RAY_VENV ?= build/ray-venv
 test-ray: build $(RAY_VENV)/.test  ## engines behind one door, by Ray: streams, and processes that are killed
-	$(RAY_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/integrations/test_ray_serve.py tests/integrations/test_ray_start.py
+	$(RAY_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/cluster/test_ray_serve.py tests/cluster/test_ray_start.py
 
 RUNS ?= 1
 cluster-demo: build $(RAY_VENV)/.test  ## a burst on three engines, one killed in the middle: a table and a picture; RUNS=1
@@ -275,7 +275,7 @@ build/dist: $(SHIPPED) setup.py pyproject.toml MANIFEST.in | $(VENV)/.tools
 # In an environment and a folder of their own, so that nothing of the checkout can be imported. The code is that of
 # `make test`; what may be missing or lie elsewhere are modules, all of which smoke.py imports, headers, the library
 # and data.
-WHEEL_TESTS ?= capi foreign integrations packaging replay transfer
+WHEEL_TESTS ?= capi cluster foreign integrations packaging replay transfer
 test-wheel: build/dist  ## what users do with the built wheel, in a clean environment and from another directory
 	rm -rf build/wheel-venv && $(PY) -m venv build/wheel-venv
 	$(PY) .ci/requirements.py test > build/wheel-venv/requirements.txt

@@ -12,8 +12,8 @@ import pagepool
 # Modules that are imported by those alone who have what they need.
 NEEDS = {
     "pagepool.integrations.transformers": "transformers",
-    "pagepool.integrations.ray.deployments": "ray",
-    "pagepool.integrations.ray.routing": "ray",
+    "pagepool.cluster.ray.deployments": "ray",
+    "pagepool.cluster.ray.routing": "ray",
     "pagepool.serve.app": "starlette",
     "pagepool.serve.metrics": "prometheus_client",
 }

@@ -26,9 +26,9 @@ from typing import Any
 
 import httpx
 
+from pagepool.cluster.ray import serve
 from pagepool.engine import Engine
 from pagepool.integrations.pretrained import load_pretrained
-from pagepool.integrations.ray import serve
 from pagepool.output import show
 
 MODEL = Path(__file__).resolve().parent / "tiny_llama"

@@ -17,7 +17,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
 
 from pagepool import PrefixEvent
-from pagepool.integrations.router import Router
+from pagepool.cluster.router import Router
 from pagepool.prefix.events import prefix_names
 from pagepool.prefix.keys import root_key, root_name
 

@@ -8,9 +8,9 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any, TypeAlias
 
+from pagepool.cluster.router import Choice, Router
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError
-from pagepool.integrations.router import Choice, Router
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.events import PrefixEvent

@@ -15,8 +15,8 @@ from pagepool import (
     SsmStatePool,
     StateLayout,
 )
+from pagepool.cluster.router import Router
 from pagepool.integrations.prometheus import PagepoolCollector
-from pagepool.integrations.router import Router
 
 
 def world():

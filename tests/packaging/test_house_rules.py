@@ -37,17 +37,17 @@ FLOORS = {
     "scheduling": 4,
     "transfer": 5,
     "integrations": 5,
-    "integrations.ray": 9,
+    "cluster": 9,
     "engine": 6,
     "output": 6,
     "usage": 5,
     "front": 6,
     "model_options": 7,
-    "replay": 7,
+    "replay": 9.5,
     "generate": 8,
     "serve": 8,
-    "cli": 9,
-    "__main__": 10,
+    "cli": 10,
+    "__main__": 11,
     "reference": 1,
 }
 MAY_USE_REFERENCE = {"reference", "replay"}
@@ -70,8 +70,6 @@ def module_of(path):
 
 def component(module):
     parts = module.split(".")
-    if parts[1:3] == ["integrations", "ray"]:
-        return "integrations.ray"  # serves: it is above the engine, not below
     return parts[1] if len(parts) > 1 else "front"
 
 

@@ -10,12 +10,12 @@ from functools import partial
 from time import time_ns
 from typing import Any
 
+from pagepool.cluster.messages import Begun, Call, Ended, Limits, News
+from pagepool.cluster.pages import Fetched, PageMover
 from pagepool.engine import Engine
 from pagepool.engine.generation import Generation
 from pagepool.engine.memory import pool_tokens
 from pagepool.errors import PoolError
-from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News
-from pagepool.integrations.ray.pages import Fetched, PageMover
 from pagepool.prefix.events import PrefixSnapshot
 from pagepool.transfer import Transfer
 

@@ -17,7 +17,7 @@ import httpx
 import ray
 from ray import serve as ray_serve
 
-from pagepool.integrations.ray import serve
+from pagepool.cluster.ray import serve
 
 PORT = 8704
 URL = f"http://127.0.0.1:{PORT}"

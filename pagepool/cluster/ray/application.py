@@ -72,13 +72,13 @@ def serve(
     ray, ray_serve, config = import_module("ray"), import_module("ray.serve"), import_module("ray.serve.config")
     if prefill:
         import_module("nixl")
-    parts = import_module("pagepool.integrations.ray.deployments")
+    parts = import_module("pagepool.cluster.ray.deployments")
     starts = not ray.is_initialized()
     if starts:
         ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
     given |= {"engine": engine or {}, "app": app or {}}
-    router = config.RequestRouterConfig(request_router_class="pagepool.integrations.ray.routing.NamedReplicaRouter")
+    router = config.RequestRouterConfig(request_router_class="pagepool.cluster.ray.routing.NamedReplicaRouter")
     common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **LIFE}
     worker = ray_serve.deployment(parts.WorkerReplica).options(request_router_config=router, **common)
     door = ray_serve.deployment(parts.DoorReplica).options(name=parts.DOOR, num_replicas=1, **common)
@@ -109,5 +109,5 @@ def _reason(status: Any, application: str) -> str:
 def _scale(fewest: int, most: int) -> dict[str, Any]:
     if fewest == most:
         return {"num_replicas": fewest}
-    policy = {"policy_function": "pagepool.integrations.ray.autoscaling:workers_for_load"}
+    policy = {"policy_function": "pagepool.cluster.ray.autoscaling:workers_for_load"}
     return {"autoscaling_config": {"min_replicas": fewest, "max_replicas": most, "policy": policy}}

@@ -8,8 +8,8 @@ from threading import Condition, Lock
 from time import monotonic, sleep
 from typing import Any
 
+from pagepool.cluster.messages import Offer
 from pagepool.errors import PoolExhausted, TransferError
-from pagepool.integrations.ray.messages import Offer
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.prefix.cache import PrefixCache

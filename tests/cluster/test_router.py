@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixEvent, PrefixSnapshot
-from pagepool.integrations.router import Choice, Router
+from pagepool.cluster.router import Choice, Router
 from pagepool.prefix.events import prefix_names
 from pagepool.prefix.keys import root_key, root_name
 

@@ -24,9 +24,9 @@ import openai
 import ray
 from ray import serve as ray_serve
 
+from pagepool.cluster.ray import serve
 from pagepool.engine import Engine
 from pagepool.integrations.pretrained import load_pretrained
-from pagepool.integrations.ray import serve
 
 PORT = 8701
 URL = f"http://127.0.0.1:{PORT}"

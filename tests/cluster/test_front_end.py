@@ -10,14 +10,14 @@ from random import Random
 import pytest
 from fake_runner import Bytes, FakeRunner
 
+from pagepool.cluster import front_end as front_end_module
+from pagepool.cluster.front_end import Cluster
+from pagepool.cluster.messages import Ended, Limits
+from pagepool.cluster.ray import serve
+from pagepool.cluster.worker import Worker
 from pagepool.engine import Engine
 from pagepool.engine.tokenizing import Detokenizer
 from pagepool.integrations.pretrained import ModelError
-from pagepool.integrations.ray import door as door_module
-from pagepool.integrations.ray import serve
-from pagepool.integrations.ray.door import Cluster
-from pagepool.integrations.ray.messages import Ended, Limits
-from pagepool.integrations.ray.worker import Worker
 from pagepool.transfer import LocalTransfer
 
 SECONDS = 60
@@ -460,7 +460,7 @@ def test_prompts_do_not_wait_for_prefill_workers_that_are_silent(monkeypatch):
         assert [name for name, _ in world.prefill.calls] == ["prefill-0"]
         world.prefill.dead.add("prefill-0")  # it dies while no request is on it
         later = time.monotonic() + 3600
-        monkeypatch.setattr(door_module, "monotonic", lambda: later)
+        monkeypatch.setattr(front_end_module, "monotonic", lambda: later)
         with world.lock:  # news of the other side alone
             world.door.news(world.workers["decode-0"].news())
         assert not world.door._sides["prefill"].heard
@@ -476,16 +476,16 @@ def test_a_tokenizer_that_fails_ends_one_request_and_loses_no_worker(monkeypatch
             def add(self, token):
                 raise ValueError("no such piece")
 
-        monkeypatch.setattr(door_module, "Detokenizer", Broken)
+        monkeypatch.setattr(front_end_module, "Detokenizer", Broken)
         with pytest.raises(RuntimeError, match="cannot be handed out: no such piece"):
             list(world.door.submit(PROMPT, max_new_tokens=9))
-        monkeypatch.setattr(door_module, "Detokenizer", Detokenizer)
+        monkeypatch.setattr(front_end_module, "Detokenizer", Detokenizer)
         assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
         assert world.door.stats()["lost_workers"] == 0 and len(world.door.stats()["workers"]) == 2
 
 
 def test_records_are_bounded_by_their_tokens(monkeypatch):
-    monkeypatch.setattr(door_module, "MAX_RECORD_TOKENS", 2 * (len(PROMPT) + 3))
+    monkeypatch.setattr(front_end_module, "MAX_RECORD_TOKENS", 2 * (len(PROMPT) + 3))
     with cluster(1) as world:
         for name in "abc":
             world.door.submit(PROMPT, max_new_tokens=3, request_id=name, stop_token_ids=()).result(SECONDS)

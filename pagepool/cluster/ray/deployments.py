@@ -12,7 +12,7 @@ from typing import Any
 
 from ray import serve
 
-from pagepool.integrations.ray.messages import Call, Limits, News
+from pagepool.cluster.messages import Call, Limits, News
 
 __all__ = ["APPLICATION", "DOOR", "DoorReplica", "WorkerReplica"]
 
@@ -30,10 +30,10 @@ class WorkerReplica:
     """
 
     def __init__(self, options: dict[str, Any], is_prefill: bool, moves_pages: bool) -> None:
+        from pagepool.cluster.worker import Worker
         from pagepool.engine import Engine
         from pagepool.engine.tokenizing import stop_token_ids_of
         from pagepool.integrations.pretrained import load_pretrained
-        from pagepool.integrations.ray.worker import Worker
 
         if options["threads"] is not None:
             import_module("torch").set_num_threads(options["threads"])
@@ -140,7 +140,7 @@ class DoorReplica:
     ) -> None:
         from transformers import AutoTokenizer
 
-        from pagepool.integrations.ray.door import Cluster
+        from pagepool.cluster.front_end import Cluster
 
         limits = await workers.limits.remote(None)
         tokenizer = AutoTokenizer.from_pretrained(options["model"], local_files_only=True)

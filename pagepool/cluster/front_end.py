@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 
 from pagepool._arguments import integer
+from pagepool.cluster.messages import Begun, Call, Ended, Limits, News, Offer, Workers
+from pagepool.cluster.router import Choice, Router
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.memory import most_new_tokens
 from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.tokenizing import Detokenizer, Encoder
 from pagepool.errors import PoolError
-from pagepool.integrations.ray.messages import Begun, Call, Ended, Limits, News, Offer, Workers
-from pagepool.integrations.router import Choice, Router
 
 __all__ = ["Cluster"]
 

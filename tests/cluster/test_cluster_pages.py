@@ -9,10 +9,10 @@ import pytest
 from fake_runner import FakeRunner
 
 from pagepool import KvCachePool, KvLayout, PoolError, PrefixCache
+from pagepool.cluster.messages import Call
+from pagepool.cluster.pages import Fetched, PageMover
+from pagepool.cluster.worker import Worker
 from pagepool.engine import Engine
-from pagepool.integrations.ray.messages import Call
-from pagepool.integrations.ray.pages import Fetched, PageMover
-from pagepool.integrations.ray.worker import Worker
 from pagepool.transfer import LocalTransfer
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
