@@ -26,10 +26,10 @@ from typing import Any
 
 import httpx
 
+from pagepool.cli.output import show
 from pagepool.cluster.ray import serve
 from pagepool.engine import Engine
 from pagepool.integrations.pretrained import load_pretrained
-from pagepool.output import show
 
 MODEL = Path(__file__).resolve().parent / "tiny_llama"
 PICTURE = Path(__file__).resolve().parents[1] / "build" / "cluster.svg"

@@ -1,14 +1,12 @@
-"""`pagepool replay` and `pagepool record`: recorded traffic through the scheduler and the pool, under a virtual clock.
+"""Recorded traffic through the scheduler and the pool, under a virtual clock.
 
-command  from arguments to results     options   the arguments
 driver   the loop: steps and time      plain     the scheduler of `pagepool.reference` in it
 attend   K/V and decode on real memory
 clock    costs and arrivals            latency   times to and between tokens
-ptrace   reads a trace                 record    writes one from token ids
+ptrace   reads a trace
 prompts  a trace as block ids, tokens  order     in which order prompts come without a clock
 passes   prompts through the cache     lru_sweep LRU at every capacity at once
 cluster  many engines, by a route   cluster_report its results
-report   results as numbers, tables    output    where they are printed and written
+report   results as numbers
 picture  what is drawn, as data, and the HTML page; plot makes a PNG of it
-progress how far it is
 """

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from pagepool.output import show
+from pagepool.cli.output import show
 from pagepool.replay.cluster import Cluster
 from pagepool.replay.report import footer, percentiles, ratio
 

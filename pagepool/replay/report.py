@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from pagepool.output import show
+from pagepool.cli.output import show
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
 from pagepool.replay.passes import BELADY, CachePass, HybridPass, StateOptions

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import pagepool
-from pagepool import cli, generate, model_options
+from pagepool import cli
+from pagepool.cli import generate, model_options
 from pagepool.integrations.pretrained import ModelError, load_pretrained
 
 ROOT = Path(__file__).parents[2]

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from trace_bytes import lines_of
 
-from pagepool import BlockAllocator, SchedulerConfig, output
-from pagepool.cli import main
-from pagepool.replay import progress as progress_module
+from pagepool import BlockAllocator, SchedulerConfig
+from pagepool.cli import main, output
+from pagepool.cli import progress as progress_module
+from pagepool.cli.progress import Progress
+from pagepool.cli.replay import bundled_trace
 from pagepool.replay import report
 from pagepool.replay.clock import CostModel
-from pagepool.replay.command import bundled_trace
 from pagepool.replay.driver import MeteredBlockManager, Replay
-from pagepool.replay.progress import Progress
 from pagepool.replay.ptrace import read_trace
 
 

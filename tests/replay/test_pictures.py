@@ -16,9 +16,9 @@ from trace_bytes import lines_of
 
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
+from pagepool.cli.replay import bundled_trace
 from pagepool.replay import picture as picture_module
 from pagepool.replay.clock import CostModel
-from pagepool.replay.command import bundled_trace
 from pagepool.replay.driver import MeteredBlockManager, Replay
 from pagepool.replay.picture import Timeline, lru_curve, page, replay_picture
 from pagepool.replay.prompts import Prompts

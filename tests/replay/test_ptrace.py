@@ -7,8 +7,8 @@ import os
 import pytest
 from trace_bytes import HEADER, lines_of
 
+from pagepool.cli.replay import bundled_trace
 from pagepool.replay import ptrace
-from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import TraceError, read_trace
 
 GOOD = [0, 5, 3, []]

@@ -7,9 +7,9 @@ import pytest
 
 from pagepool import BlockAllocator, SchedulerConfig, reference
 from pagepool.cli import main
+from pagepool.cli.replay import bundled_trace
 from pagepool.replay import driver
 from pagepool.replay.clock import CostModel
-from pagepool.replay.command import bundled_trace
 from pagepool.replay.driver import MeteredBlockManager, Replay, ReplayFailed
 from pagepool.replay.ptrace import read_trace
 from pagepool.replay.report import results

@@ -17,10 +17,10 @@ from pagepool import (
     Tenant,
     reference,
 )
+from pagepool.cli.replay import bundled_trace
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
 from pagepool.reference.request import blocks_of
-from pagepool.replay.command import bundled_trace
 from pagepool.replay.ptrace import read_trace
 from pagepool.scheduling.policies import POLICIES
 

@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagepool.cli.usage import UsageError, between, file_name, size_in_bytes
 from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
 from pagepool.integrations.pretrained import DTYPES, ModelError, load_pretrained
-from pagepool.usage import UsageError, between, file_name, size_in_bytes
 
 if TYPE_CHECKING:
     from pagepool.engine import Engine
@@ -20,7 +20,7 @@ __all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine",
 MAX_SEQUENCES = 4096
 MAX_THREADS = 256  # of decode
 # Of a checkout or an unpacked sdist; the wheel does not have it.
-TINY_LLAMA = Path(__file__).parents[1] / "bench" / "tiny_llama"
+TINY_LLAMA = Path(__file__).parents[2] / "bench" / "tiny_llama"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from pagepool.cli.usage import between, file_name, size_in_bytes
 from pagepool.config import KV_DTYPES
 from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.attend import GEOMETRIES
@@ -13,7 +14,6 @@ from pagepool.replay.clock import CostModel
 from pagepool.replay.cluster import ROUTES
 from pagepool.replay.order import ORDERS, USER_ORDERS
 from pagepool.replay.passes import BELADY, PLAIN_POLICIES
-from pagepool.usage import between, file_name, size_in_bytes
 
 __all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "TOKEN_BYTES", "add_arguments"]
 

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagepool.cli.output import STDOUT, check_writable, written_to
+from pagepool.cli.progress import Progress
+from pagepool.cli.replay_options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, TOKEN_BYTES
+from pagepool.cli.usage import UsageError
 from pagepool.config import SchedulerConfig
-from pagepool.output import STDOUT, check_writable, written_to
 from pagepool.prefix.eviction import POLICIES
 from pagepool.replay import picture, plot, report
 from pagepool.replay.attend import GEOMETRIES, Attention
@@ -21,13 +24,10 @@ from pagepool.replay.clock import OpenLoop, Users
 from pagepool.replay.cluster import Cluster, ClusterOptions, Link
 from pagepool.replay.cluster_report import cluster_results, print_cluster
 from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay
-from pagepool.replay.options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, TOKEN_BYTES
 from pagepool.replay.order import in_order
 from pagepool.replay.passes import BELADY, PLAIN_POLICIES, StateOptions, cache_passes, hybrid_pass
-from pagepool.replay.progress import Progress
 from pagepool.replay.prompts import PassError, Prompts, TraceTokens
 from pagepool.replay.ptrace import Trace, read_trace
-from pagepool.usage import UsageError
 
 __all__ = ["Outcome", "bundled_trace", "run"]
 

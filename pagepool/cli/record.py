@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pagepool.cli.usage import UsageError
 from pagepool.recorder import MAX_BLOCK, TraceRecorder
 from pagepool.replay.ptrace import Fault, JsonLines, parse, short
-from pagepool.usage import UsageError
 
 __all__ = ["add_arguments", "run"]
 

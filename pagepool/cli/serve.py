@@ -9,8 +9,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from pagepool.model_options import add_model_arguments, model_directory, open_engine, require
-from pagepool.usage import UsageError, between
+from pagepool.cli.model_options import add_model_arguments, model_directory, open_engine, require
+from pagepool.cli.usage import UsageError, between
 
 __all__ = ["add_arguments", "run"]
 

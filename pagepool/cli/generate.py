@@ -12,9 +12,9 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from pagepool.model_options import add_model_arguments, memory_of, open_engine, require
-from pagepool.output import STDOUT, check_writable, written_to
-from pagepool.usage import UsageError, between, file_name
+from pagepool.cli.model_options import add_model_arguments, memory_of, open_engine, require
+from pagepool.cli.output import STDOUT, check_writable, written_to
+from pagepool.cli.usage import UsageError, between, file_name
 
 if TYPE_CHECKING:  # other commands need not wait for these
     from pagepool.engine import Engine

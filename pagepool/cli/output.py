@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pagepool.usage import UsageError
+from pagepool.cli.usage import UsageError
 
 __all__ = ["STDOUT", "check_writable", "drop_output", "is_closed", "show", "written_to"]
 

@@ -10,15 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from pagepool import generate
 from pagepool._version import __version__
+from pagepool.cli import generate, record, replay, replay_options, serve
+from pagepool.cli.output import STDOUT, check_writable, drop_output, is_closed, written_to
+from pagepool.cli.usage import UsageError
 from pagepool.errors import PoolError
-from pagepool.output import STDOUT, check_writable, drop_output, is_closed, written_to
-from pagepool.replay import command, options, record
 from pagepool.replay.driver import ReplayFailed
 from pagepool.replay.ptrace import TraceError
-from pagepool.serve import command as serve
-from pagepool.usage import UsageError
 
 __all__ = ["main"]
 
@@ -50,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pagepool {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     summary = "Replay recorded LLM traffic through the pool and the scheduler, under a virtual clock."
-    replay = commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False)
-    options.add_arguments(replay)
+    replay_options.add_arguments(commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False))
     summary = "Make a trace from prompts with token ids. The trace holds no token ids."
     record.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
     summary = "Write on from prompts, or chat, with a model of transformers over pagepool's pages."
@@ -92,7 +89,7 @@ def _run(chosen: argparse.Namespace) -> int:
         elif chosen.command == "serve":
             return serve.run(chosen)
         else:
-            command.run(chosen)
+            replay.run(chosen)
         return 0
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted")
