@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagepool.cli import tables
 from pagepool.cli.output import STDOUT, check_writable, written_to
 from pagepool.cli.progress import Progress
 from pagepool.cli.replay_options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, TOKEN_BYTES
@@ -22,7 +23,7 @@ from pagepool.replay import picture, plot, report
 from pagepool.replay.attend import GEOMETRIES, Attention
 from pagepool.replay.clock import OpenLoop, Users
 from pagepool.replay.cluster import Cluster, ClusterOptions, Link
-from pagepool.replay.cluster_report import cluster_results, print_cluster
+from pagepool.replay.cluster_report import cluster_results
 from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay
 from pagepool.replay.order import in_order
 from pagepool.replay.passes import BELADY, PLAIN_POLICIES, StateOptions, cache_passes, hybrid_pass
@@ -159,7 +160,7 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
                 cluster = Cluster(trace, config, options.cost, arrivals, blocks, policy, about)
             cluster.run(show)
             clusters.append(cluster)
-    return Outcome(cluster_results(clusters, options.users), print_cluster, {})
+    return Outcome(cluster_results(clusters, options.users), tables.print_cluster, {})
 
 
 def _run_replay(options: argparse.Namespace) -> Outcome:
@@ -174,9 +175,9 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
         replay.run(progress, *([timeline] if timeline else []))
     numbers = report.results(replay, options.users)
     if timeline is None:
-        return Outcome(numbers, report.print_table, {})
+        return Outcome(numbers, tables.print_table, {})
     timeline.end(replay)
-    return Outcome(numbers, report.print_table, picture.replay_picture(numbers, timeline))
+    return Outcome(numbers, tables.print_table, picture.replay_picture(numbers, timeline))
 
 
 def _num_blocks(trace: Trace, options: argparse.Namespace) -> int:
@@ -275,7 +276,7 @@ def _run_passes(options: argparse.Namespace) -> Outcome:
         raise UsageError(f"{path}: {error}") from None
     numbers = report.pass_results(prompts, passes, about)
     drawing = picture.pass_picture(numbers, prompts) if drawn else {}
-    return Outcome(numbers, report.print_comparison if options.compare else report.print_passes, drawing)
+    return Outcome(numbers, tables.print_comparison if options.compare else tables.print_passes, drawing)
 
 
 def _run_hybrid(
@@ -289,11 +290,11 @@ def _run_hybrid(
 ) -> Outcome:
     if not drawn:
         found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
-        return Outcome(report.hybrid_results(prompts, found, states, about), report.print_hybrid, {})
+        return Outcome(report.hybrid_results(prompts, found, states, about), tables.print_hybrid, {})
     with Progress(len(prompts) * len(policies) * len(capacities)) as progress:
         recorded = picture.recorded_passes(memory, prompts, policies, capacities, states, progress.update)
     numbers = report.hybrid_results(prompts, [one for one, _ in recorded], states, about)
-    return Outcome(numbers, report.print_hybrid, picture.hybrid_picture(numbers, recorded))
+    return Outcome(numbers, tables.print_hybrid, picture.hybrid_picture(numbers, recorded))
 
 
 def _doubling_to(blocks: int) -> list[int]:

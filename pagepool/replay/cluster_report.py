@@ -1,4 +1,4 @@
-"""The results of many workers as a dict for JSON and as a table."""
+"""The results of many workers as a dict for JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from pagepool.cli.output import show
 from pagepool.replay.cluster import Cluster
-from pagepool.replay.report import footer, percentiles, ratio
+from pagepool.replay.report import percentiles, ratio
 
-__all__ = ["cluster_results", "print_cluster"]
+__all__ = ["cluster_results"]
 
 
 def cluster_results(clusters: list[Cluster], users: int | None = None) -> dict[str, Any]:
@@ -57,25 +56,3 @@ def _of_route(cluster: Cluster) -> dict[str, Any]:
         "moved_s": cluster.moved_us / 1e6,
         "router": cluster.router.stats() if cluster.router else None,
     }
-
-
-def print_cluster(numbers: dict[str, Any]) -> None:
-    """Print a line for each route on stdout."""
-    rows = [
-        [
-            row["route"],
-            f"{row['hit_rate']:.1%}",
-            f"{row['prefill_tokens']:,}",
-            f"{row['moved_tokens']:,}",
-            f"{row['ttft_ms']['p50']:,.1f}",
-            f"{row['ttft_ms']['p99']:,.1f}",
-            f"{row['load_spread']:.2f}",
-        ]
-        for row in numbers["routes"]
-    ]
-    title = (
-        f"pagepool replay of {numbers['trace']}: {numbers['requests']:,} requests, {numbers['workers']:,} workers with "
-        f"{numbers['blocks']:,} x {numbers['block_size']} tokens"
-    )
-    header = ["route", "found", "computed", "moved", "first token p50 ms", "p99 ms", "spread"]
-    show(title, header, rows, footer(numbers))

@@ -1,18 +1,19 @@
-"""Results as dicts for JSON and as tables: of a replay, of passes through the prefix cache, of hybrid models."""
+"""Results as dicts for JSON, and texts of tables: of a replay, of passes through the prefix cache, of hybrid models."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from pagepool.cli.output import show
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
-from pagepool.replay.passes import BELADY, CachePass, HybridPass, StateOptions
+from pagepool.replay.passes import CachePass, HybridPass, StateOptions
 from pagepool.replay.prompts import Prompts
 
 __all__ = [
     "about_states",
+    "as_list",
+    "capacity_text",
     "footer",
     "headings",
     "hit_rate",
@@ -21,10 +22,6 @@ __all__ = [
     "pass_results",
     "pass_rows",
     "percentiles",
-    "print_comparison",
-    "print_hybrid",
-    "print_passes",
-    "print_table",
     "ratio",
     "results",
     "title",
@@ -119,12 +116,6 @@ def percentiles(counts: Counter[int]) -> dict[str, float]:
     return {f"p{percent}": percentile(counts, percent / 100) / 1e3 for percent in (50, 90, 99)}
 
 
-def print_table(numbers: dict[str, Any]) -> None:
-    """Print the results of a replay on stdout."""
-    heading, rows, below = headings(numbers)
-    show(heading, [], rows, below)
-
-
 def headings(numbers: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
     """The title, the rows of the table as pairs of texts, and the footer."""
     users = f", closed loop of {numbers['users']} users" if numbers["users"] else ""
@@ -210,7 +201,7 @@ def _about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
 
 def pass_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     """The results of passes as a list, one or several."""
-    return _as_list(numbers["prefix"])
+    return as_list(numbers["prefix"])
 
 
 def hit_rate(row: dict[str, Any]) -> float:
@@ -229,53 +220,13 @@ def title(numbers: dict[str, Any]) -> str:
     )
 
 
-def print_passes(numbers: dict[str, Any]) -> None:
-    """Print a line for each pass on stdout."""
-    lines = [
-        [
-            row["policy"],
-            _capacity(row),
-            f"{row['hit_blocks']:,}",
-            f"{row['full_blocks']:,}",
-            f"{hit_rate(row):.1%}",
-            f"{row['evictions']:,}",
-            "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}",
-        ]
-        for row in pass_rows(numbers)
-    ]
-    header = ["policy", "capacity", "hits", "of full", "rate", "evictions", "ns/block"]
-    show(title(numbers), header, lines, footer(numbers))
-
-
-def print_comparison(numbers: dict[str, Any]) -> None:
-    """Print the hit rates on stdout, a line for each capacity and a column for each policy. * marks the best policy;
-    belady, the bound, is none. With lru and belady a second table shows how much of their distance each covers."""
-    rows = pass_rows(numbers)
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    by_capacity: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        by_capacity.setdefault(_capacity(row), {})[row["policy"]] = row
-    rates, shares = [], []
-    for capacity, line in by_capacity.items():
-        most = max((row["hit_blocks"] for policy, row in line.items() if policy != BELADY), default=None)
-        best = [row["hit_blocks"] == most and policy != BELADY for policy, row in line.items()]
-        cells = zip(line.values(), best, strict=True)
-        rates.append([capacity, *(f"{hit_rate(row):.2%}{'*' if is_best else ' '}" for row, is_best in cells)])
-        if {"lru", BELADY} <= set(line):
-            low, high = line["lru"]["hit_blocks"], line[BELADY]["hit_blocks"]
-            above = ((row["hit_blocks"] - low) / (high - low) if high > low else 0.0 for row in line.values())
-            shares.append([capacity, *(f"{share:.1%}" for share in above)])
-    header = ["capacity", *policies]
-    show(title(numbers), header, rates, "" if shares else footer(numbers))
-    if shares:
-        show("as shares of what belady has above lru", header, shares, footer(numbers))
-
-
-def _as_list(found: Any) -> list[dict[str, Any]]:
+def as_list(found: Any) -> list[dict[str, Any]]:
+    """The results of passes as a list, one or several."""
     return found if isinstance(found, list) else [found]
 
 
-def _capacity(row: dict[str, Any]) -> str:
+def capacity_text(row: dict[str, Any]) -> str:
+    """The capacity of a pass, for a table."""
     return "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
 
 
@@ -325,7 +276,7 @@ def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
     lines = [
         [
             row["policy"],
-            _capacity(row),
+            capacity_text(row),
             f"{row['hit_blocks']:,}",
             f"{row['usable_blocks']:,}",
             f"{row['usable_share']:.1%}",
@@ -333,18 +284,6 @@ def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
             f"{row['state_share']:.1%}",
             f"{row['peak_state_share']:.1%}",
         ]
-        for row in _as_list(numbers["hybrid"])
+        for row in as_list(numbers["hybrid"])
     ]
     return [["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"], *lines]
-
-
-def print_hybrid(numbers: dict[str, Any]) -> None:
-    """Print a line for each pass on stdout, and how often states of each kind were saved and used."""
-    header, *lines = hybrid_table(numbers)
-    show(f"{title(numbers)}\n{about_states(numbers)}", header, lines)
-    rows = _as_list(numbers["hybrid"])
-    kinds = [
-        [row["policy"], _capacity(row), *(f"{row['saved'][kind]:,} / {row['used'][kind]:,}" for kind in row["saved"])]
-        for row in rows
-    ]
-    show("states kept / times used", ["policy", "capacity", *rows[0]["saved"]], kinds, footer(numbers))

@@ -12,7 +12,7 @@ import pytest
 from trace_bytes import lines_of
 
 from pagepool import BlockAllocator, SchedulerConfig
-from pagepool.cli import main, output
+from pagepool.cli import main, output, tables
 from pagepool.cli import progress as progress_module
 from pagepool.cli.progress import Progress
 from pagepool.cli.replay import bundled_trace
@@ -54,7 +54,7 @@ def test_the_bar_and_the_table_of_rich(monkeypatch, capsys):
         replay = run(show)
     drawn = capsys.readouterr().err
     assert "5/5" in drawn and "0 running" in drawn and "pagepool:" not in drawn
-    report.print_table(report.results(replay))
+    tables.print_table(report.results(replay))
     printed = capsys.readouterr().out
     assert "finished / refused" in printed and "5 / 0" in printed and "CC-BY-4.0" in printed
 
@@ -66,7 +66,7 @@ def test_without_rich_a_terminal_gets_the_plain_forms(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
     with Progress(5) as show:
-        report.print_table(report.results(run(show)))
+        tables.print_table(report.results(run(show)))
     printed = capsys.readouterr()
     assert "finished / refused" in printed.out and printed.err.startswith("pagepool: 0 of 5 requests")
 
