@@ -31,7 +31,6 @@ from pagepool.prefix import (
     PrefixSnapshot,
     StateCheckpoints,
 )
-from pagepool.recorder import TraceRecorder
 from pagepool.scheduling import (
     PreemptionLog,
     PreemptionRecord,
@@ -40,6 +39,7 @@ from pagepool.scheduling import (
     SeqState,
     Sequence,
 )
+from pagepool.scheduling.recorder import TraceRecorder
 
 __all__ = [
     "AttentionSequenceState",

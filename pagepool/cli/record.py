@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagepool.cli.usage import UsageError
-from pagepool.recorder import MAX_BLOCK, TraceRecorder
 from pagepool.replay.ptrace import Fault, JsonLines, parse, short
+from pagepool.scheduling.recorder import MAX_BLOCK, TraceRecorder
 
 __all__ = ["add_arguments", "run"]
 

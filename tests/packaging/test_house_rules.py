@@ -33,7 +33,6 @@ FLOORS = {
     "memory": 1,
     "attention": 2,
     "prefix": 3,
-    "recorder": 4,
     "scheduling": 4,
     "transfer": 5,
     "integrations": 5,

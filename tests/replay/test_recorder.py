@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagepool
-from pagepool import BlockAllocator, PrefixCache, TraceRecorder, cli, recorder
+from pagepool import BlockAllocator, PrefixCache, TraceRecorder, cli
 from pagepool.replay.passes import cache_pass
 from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import read_trace
+from pagepool.scheduling import recorder
 
 SHAREGPT = Path(__file__).parents[3] / "shared" / "data" / "sharegpt300_token_ids.jsonl.xz"
 PROMPT = st.tuples(st.lists(st.integers(-3, 3), min_size=1, max_size=20), st.sampled_from([None, "a", b"a", 7]))
