@@ -205,23 +205,16 @@ class Tenant:
     weight       its share under the policy "fair": a tenant with twice the weight is served twice the tokens
     max_blocks   its quota: an upper bound of the blocks that all its running requests may ever need together; None: no
                  bound. Cached blocks that nobody uses do not count, since they are evicted when others need room
-    min_blocks   its reservation: while it holds no more blocks than these, running and cached together, none of its
-                 cached blocks is evicted and none of its sequences is preempted for others. A cached block belongs to
-                 the tenant whose request stored it first
     """
 
     weight: float = 1.0
     max_blocks: int | None = None
-    min_blocks: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 < real("weight", self.weight) < float("inf"):
             raise ValueError(f"weight must be above 0 and finite, not {self.weight}")
         if self.max_blocks is not None:
             object.__setattr__(self, "max_blocks", integer("max_blocks", self.max_blocks, 0))
-        object.__setattr__(self, "min_blocks", integer("min_blocks", self.min_blocks, 0))
-        if self.max_blocks is not None and self.min_blocks > self.max_blocks:
-            raise ValueError(f"a reservation of {self.min_blocks} blocks is above the quota of {self.max_blocks}")
 
 
 @dataclass(frozen=True)

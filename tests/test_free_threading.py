@@ -272,10 +272,10 @@ def test_all_calls_of_one_cache_come_at_once_and_events_tell_all_of_it(policy):
             try:
                 own = allocator.allocate_n(missing)
             except PoolExhausted:
-                cache.evict(missing, group=number)
+                cache.evict(missing)
             else:
                 blocks = [*found.tolist(), *own.tolist()]
-                cache.cache_blocks(prompt, blocks, cache_salt=salt, start=len(found), group=number)
+                cache.cache_blocks(prompt, blocks, cache_salt=salt, start=len(found))
                 allocator.free(own)
             allocator.free(found)
             kind = rng.randrange(10)
@@ -286,9 +286,7 @@ def test_all_calls_of_one_cache_come_at_once_and_events_tell_all_of_it(policy):
             elif kind == 2:
                 assert 0 <= cache.cached_tokens(prompt, cache_salt=salt) <= len(prompt)
             elif kind == 3:
-                cache.reservations.set(number, rng.randrange(8))
-                assert 0 <= cache.reservations.evictable(number) <= BLOCKS
-                assert 0 <= cache.reservations.protected(number) <= 8
+                assert 0 <= cache.evictable <= BLOCKS
             elif kind == 4:
                 assert len(set(cache.references())) <= BLOCKS
                 assert 0 <= cache.count_cached(range(BLOCKS)) <= BLOCKS

@@ -61,16 +61,16 @@ cdef extern from *:
 
 # What a prefix cache holds one reference to, see CachedRefs in block_refs.pxd; `next` is that of another cache.
 cdef struct CachedCounts:
-    uint8_t *marks
-    int64_t idle[256]
+    uint8_t *is_cached
+    int64_t idle
     CachedCounts *next
 
 
 # The count of a block fell to 1, or rose from it.
 cdef inline void count_idle(CachedCounts *cached, int32_t block, int change) noexcept nogil:
     while cached != NULL:
-        if cached.marks[block]:
-            cached.idle[cached.marks[block]] += change
+        if cached.is_cached[block]:
+            cached.idle += change
         cached = cached.next
 
 

@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator, CachedCounts
@@ -31,23 +31,21 @@ cdef PrefixMatch new_match(BlockAllocator allocator)
 
 cdef class CachedRefs:
     # The blocks that a prefix cache has one reference to. With the allocator's lock held, for each block b:
-    #   marks[b] > 0: it is cached; the mark is its group, a number of the cache's choice from 1 to 255
-    #   idle[g] = the blocks with marks[b] == g that nobody else has a reference to, ref_count(b) == 1
+    #   is_cached[b]: it is one of them
+    #   idle = those that nobody else has a reference to: is_cached[b] and ref_count(b) == 1
     cdef readonly BlockAllocator allocator
     cdef CachedCounts counts
     cdef PageBuffer memory
 
     # Takes a free block, whose one reference is the cache's. PP_EXHAUSTED when none is free.
-    cdef pp_status c_allocate(self, uint8_t mark, int32_t *block) noexcept nogil
+    cdef pp_status c_allocate(self, int32_t *block) noexcept nogil
     # One reference more to each of the blocks, all or none; those below 0 are passed over. PP_INVALID_BLOCK:
     # blocks[failed] is free; PP_INVALID_ARGUMENT: it is cached already, or given twice; PP_OVER_MAXIMUM: it has
     # 2^31 - 1 references.
-    cdef pp_status c_add_n(self, const int32_t *blocks, int64_t n, uint8_t mark, int64_t *failed) noexcept nogil
+    cdef pp_status c_add_n(self, const int32_t *blocks, int64_t n, int64_t *failed) noexcept nogil
     # Drops the references to n cached blocks, in their order.
     cdef void c_drop_n(self, const int32_t *blocks, int64_t n) noexcept nogil
-    # Another group for a cached block.
-    cdef void c_mark(self, int32_t block, uint8_t mark) noexcept nogil
-    # Blocks of the groups from `first` to `last` that nobody else has a reference to.
-    cdef int64_t c_idle(self, int first, int last) noexcept nogil
-    # The first equation that does not hold, as a sentence, or None; `cached` blocks have marks. O(blocks ever used).
+    # Those that nobody else has a reference to.
+    cdef int64_t c_idle(self) noexcept nogil
+    # The first equation that does not hold, as a sentence, or None; there are `cached` of them. O(blocks ever used).
     cdef str audit(self, int64_t cached)

@@ -199,7 +199,7 @@ cdef class CachedRefs:
     def __cinit__(self, BlockAllocator allocator not None):
         self.memory = PageBuffer(allocator.max_capacity, "B")
         self.allocator = allocator
-        self.counts.marks = self.memory.base
+        self.counts.is_cached = self.memory.base
         pp_lock_acquire(&allocator.lock)
         self.counts.next = allocator.cached
         allocator.cached = &self.counts
@@ -207,7 +207,7 @@ cdef class CachedRefs:
 
     def __dealloc__(self):
         cdef CachedCounts **link
-        if self.counts.marks != NULL:
+        if self.counts.is_cached != NULL:
             pp_lock_acquire(&self.allocator.lock)
             link = &self.allocator.cached
             while link[0] != &self.counts:
@@ -215,18 +215,18 @@ cdef class CachedRefs:
             link[0] = self.counts.next
             pp_lock_release(&self.allocator.lock)
 
-    cdef pp_status c_allocate(self, uint8_t mark, int32_t *block) noexcept nogil:
+    cdef pp_status c_allocate(self, int32_t *block) noexcept nogil:
         cdef pp_status status
         pp_lock_acquire(&self.allocator.lock)
         status = self.allocator.c_take(block)
         if status == PP_OK:
-            self.counts.marks[block[0]] = mark
-            self.counts.idle[mark] += 1
+            self.counts.is_cached[block[0]] = True
+            self.counts.idle += 1
         pp_lock_release(&self.allocator.lock)
         return status
 
-    cdef pp_status c_add_n(self, const int32_t *blocks, int64_t n, uint8_t mark, int64_t *failed) noexcept nogil:
-        cdef uint8_t *marks = self.counts.marks
+    cdef pp_status c_add_n(self, const int32_t *blocks, int64_t n, int64_t *failed) noexcept nogil:
+        cdef uint8_t *is_cached = self.counts.is_cached
         cdef int32_t *counts = self.allocator.c_counts
         cdef pp_status status = PP_OK
         cdef int32_t block, count
@@ -240,7 +240,7 @@ cdef class CachedRefs:
             count = counts[block] if block < self.allocator.taken else 0
             if count == 0:
                 status = PP_INVALID_BLOCK
-            elif marks[block]:
+            elif is_cached[block]:
                 status = PP_INVALID_ARGUMENT
             elif count == INT32_MAX:
                 status = PP_OVER_MAXIMUM
@@ -248,7 +248,7 @@ cdef class CachedRefs:
                 pp_set_count(&counts[block], count + 1)
                 if count == 1:
                     count_idle(self.allocator.cached, block, -1)
-                marks[block] = mark
+                is_cached[block] = True
                 i += 1
         failed[0] = i
         while status != PP_OK and i > 0:
@@ -256,7 +256,7 @@ cdef class CachedRefs:
             block = blocks[i]
             if block >= 0:
                 count = counts[block] - 1
-                marks[block] = 0
+                is_cached[block] = False
                 pp_set_count(&counts[block], count)
                 if count == 1:
                     count_idle(self.allocator.cached, block, 1)
@@ -264,48 +264,31 @@ cdef class CachedRefs:
         return status
 
     cdef void c_drop_n(self, const int32_t *blocks, int64_t n) noexcept nogil:
-        cdef uint8_t *marks = self.counts.marks
         cdef int64_t i
         pp_lock_acquire(&self.allocator.lock)
         for i in range(n):
-            self.counts.idle[marks[blocks[i]]] -= self.allocator.c_counts[blocks[i]] <= 1
-            marks[blocks[i]] = 0
+            self.counts.idle -= self.allocator.c_counts[blocks[i]] <= 1
+            self.counts.is_cached[blocks[i]] = False
             self.allocator.c_give_back(blocks[i])
         pp_lock_release(&self.allocator.lock)
 
-    cdef void c_mark(self, int32_t block, uint8_t mark) noexcept nogil:
-        cdef uint8_t *old = &self.counts.marks[block]
-        cdef bint is_idle
+    cdef int64_t c_idle(self) noexcept nogil:
+        cdef int64_t count
         pp_lock_acquire(&self.allocator.lock)
-        is_idle = self.allocator.c_counts[block] <= 1
-        self.counts.idle[old[0]] -= is_idle
-        self.counts.idle[mark] += is_idle
-        old[0] = mark
-        pp_lock_release(&self.allocator.lock)
-
-    cdef int64_t c_idle(self, int first, int last) noexcept nogil:
-        cdef int64_t count = 0
-        cdef int mark
-        pp_lock_acquire(&self.allocator.lock)
-        for mark in range(first, last + 1):
-            count += self.counts.idle[mark]
+        count = self.counts.idle
         pp_lock_release(&self.allocator.lock)
         return count
 
     cdef str audit(self, int64_t cached):
-        cdef int64_t idle[256]
+        cdef int64_t found = 0, idle = 0, counted
         cdef int32_t block
-        cdef int mark
         pp_lock_acquire(&self.allocator.lock)
-        for mark in range(256):
-            idle[mark] = -self.counts.idle[mark]
         for block in range(self.allocator.taken):
-            idle[self.counts.marks[block]] += self.allocator.c_counts[block] <= 1
-            cached -= self.counts.marks[block] != 0
+            if self.counts.is_cached[block]:
+                found += 1
+                idle += self.allocator.c_counts[block] <= 1
+        counted = self.counts.idle
         pp_lock_release(&self.allocator.lock)
-        if cached:
-            return f"{cached} cached blocks have no mark"
-        for mark in range(1, 256):
-            if idle[mark]:
-                return f"{idle[mark]} more blocks of group {mark - 1} are idle than are counted"
-        return None
+        if found != cached:
+            return f"{cached} blocks are cached, {found} are known to the allocator as such"
+        return None if idle == counted else f"{idle} cached blocks are idle, {counted} are counted"

@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
@@ -35,15 +35,14 @@ cdef class PrefixCache:
     # Whether another block, in use and not cached, is to take the place of the node's, which nobody uses. The other may
     # be anything: a caller may have given back the first of its blocks.
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
-    # All of `PrefixCache.cache_blocks` but its arguments: a named key, mark, priority and its end as the policy has it;
+    # All of `PrefixCache.cache_blocks` but its arguments: a named key, priority and its end as the policy has it;
     # and whether all that is cached stays.
     cdef int64_t keep(
-        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark,
-        int level, uint64_t end, bint beside
+        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int level,
+        uint64_t end, bint beside
     ) except -1
     cdef int64_t publish(
-        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, uint8_t mark,
-        bint beside
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
     ) except -1
     cdef bint is_block(self, int32_t block) noexcept
     cdef object refused(self, int64_t i, int32_t block, pp_status status)

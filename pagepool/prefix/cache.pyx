@@ -4,23 +4,22 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
 from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
-from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.prefix.events cimport EventLog
-from pagepool.prefix.eviction cimport CACHED, CachedBlocks, mark_of
+from pagepool.prefix.eviction cimport CachedBlocks
 from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
 
 import numpy as np
 
 from pagepool._arguments import integer, real
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
-from pagepool.prefix.eviction import POLICIES, CacheReservations
+from pagepool.prefix.eviction import POLICIES
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 
@@ -199,7 +198,7 @@ cdef class PrefixCache:
             return self.cached.tree.c_walk(root, &row[0], n, True, self.path) * self.block_size
 
     def cache_blocks(
-        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0, group=0,
+        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0,
         bint beside=False
     ):
         """Caches the full blocks of a sequence; returns how many of them are new to the cache.
@@ -210,7 +209,6 @@ cdef class PrefixCache:
                   of them is still cached for these tokens, salt and keys, the blocks before it are not looked at
         priority  of the new blocks, from 0, evicted first, to 255; only for the policy "priority"
         ttl       how long from `now` on they keep the priority: `expire` at that time sets it to 0; None: for good
-        group     the group of the new blocks, from 0, nobody's, to 254; see `reservations`
         beside    whether all that is cached stays, so that `discard` of the new blocks takes everything back
 
         The cache takes one reference to each block that it keeps. If another block is cached for the same tokens and in
@@ -224,7 +222,7 @@ cdef class PrefixCache:
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         known = start if PyLong_CheckExact(start) else integer("start", start)
-        cdef int level = cached.policy.level_of(priority, self.policy), mark = mark_of(group)
+        cdef int level = cached.policy.level_of(priority, self.policy)
         cdef uint64_t end = cached.policy.end_of(ttl, now, self.policy)
         if not 0 <= known <= n:
             raise ValueError(f"start must be from 0 to {n}, the number of full blocks, not {known}")
@@ -236,7 +234,7 @@ cdef class PrefixCache:
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, got {ids.count}")
             with cython.critical_section(self):
-                return self.keep(key, &row[0], ids.ids, n, known, mark, level, end, beside)
+                return self.keep(key, &row[0], ids.ids, n, known, level, end, beside)
         finally:
             release_ids(&ids)
 
@@ -281,11 +279,11 @@ cdef class PrefixCache:
             finally:
                 resume_collector(paused)
 
-    def evict(self, n, *, group=0):
+    def evict(self, n):
         """Gives up to n blocks that nobody else holds back to the allocator; returns how many, fewer when it has fewer.
 
-        O(1) a block, in the order of the policy, but for those that `reservations` keep from `group`. A block in
-        use waits aside until a later call finds it free, as if used just then. Raises `ValueError` when n is below 0.
+        O(1) a block, in the order of the policy. A block in use waits aside until a later call finds it free, as if
+        used just then. Raises `ValueError` when n is below 0.
 
         >>> from pagepool import BlockAllocator
         >>> PrefixCache(BlockAllocator(4)).evict(1)
@@ -294,9 +292,8 @@ cdef class PrefixCache:
         number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
-        cdef int mark = mark_of(group)
         with cython.critical_section(self):
-            return self.cached.c_evict(min(number, INT32_MAX), <uint8_t>mark)
+            return self.cached.c_evict(min(number, INT32_MAX))
 
     def discard(self, blocks):
         """Forgets these blocks, in use or not; returns how many of them were cached. Ignores other ids.
@@ -383,13 +380,8 @@ cdef class PrefixCache:
 
     @property
     def evictable(self):
-        """Cached blocks that nobody else holds: what `evict` could free now, but for `reservations`. O(groups)."""
-        return self.cached.refs.c_idle(1, self.cached.highest_mark)
-
-    @property
-    def reservations(self):
-        """The `CacheReservations`: how many blocks of each group stay when others need room."""
-        return CacheReservations(self.cached, self)
+        """Cached blocks that nobody else holds: what `evict` could free now. O(1)."""
+        return self.cached.refs.c_idle()
 
     def holds(self, block):
         """Whether the block is cached; False for an id that the allocator does not have."""
@@ -414,38 +406,6 @@ cdef class PrefixCache:
         release_ids(&ids)
         return count
 
-    def count_outside(self, list states not None):
-        """Returns how many different blocks that are not cached these `PagedSeqState` hold together. O(blocks).
-
-        Raises `TypeError` for anything else, `ValueError` for a sequence of another allocator.
-
-        >>> from pagepool import BlockAllocator, PagedSeqState, PrefixCache
-        >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
-        >>> state = PagedSeqState(cache.allocator, block_size=1)
-        >>> kept = state.append(3), cache.cache_blocks([7], state.blocks)
-        >>> cache.count_outside([state, state.fork()])
-        2
-        """
-        cdef PagedSeqState state
-        cdef int64_t count = 0
-        cdef int32_t block, i
-        shared = set()  # one that has a single reference is in no other table
-        for item in states:
-            if not isinstance(item, PagedSeqState):
-                raise TypeError(f"a state must be a PagedSeqState, not {type(item).__name__}")
-            state = <PagedSeqState>item
-            if state.allocator is not self.allocator:
-                raise ValueError("the sequence and the cache have different allocators")
-            for i in range(state.first_block, state.num_blocks):
-                block = state.c_blocks[i]
-                if self.cached.node_of[block] > 0:
-                    continue
-                if self.allocator.c_ref_count(block) == 1:
-                    count += 1
-                else:
-                    shared.add(block)
-        return count + len(shared)
-
     def stats(self):
         """Returns a dict of counters. O(1).
 
@@ -455,7 +415,7 @@ cdef class PrefixCache:
         cdef int64_t capacity, free, evictable
         with cython.critical_section(self):
             capacity, free = self.allocator.c_capacity(), self.allocator.c_free_count()
-            evictable = self.cached.refs.c_idle(1, self.cached.highest_mark)
+            evictable = self.cached.refs.c_idle()
             return {
                 "policy": self.policy,
                 "capacity": capacity,
@@ -524,12 +484,12 @@ cdef class PrefixCache:
             if tree.nodes[node].block >= 0:
                 cached.c_touch(node)
                 leading += leading == i
-            elif cached.refs.c_allocate(CACHED, &block) == PP_OK:
+            elif cached.refs.c_allocate(&block) == PP_OK:
                 cached.c_put(node, block)
             elif cached.policy.c_refuses(node):
                 cached.inserted += 1
                 cached.evicted += 1
-            elif cached.c_evict(1, CACHED) == 1 and cached.refs.c_allocate(CACHED, &block) == PP_OK:
+            elif cached.c_evict(1) == 1 and cached.refs.c_allocate(&block) == PP_OK:
                 cached.c_put(node, block)
             else:
                 break
@@ -555,8 +515,8 @@ cdef class PrefixCache:
         return self.allocator.c_ref_count(block) > 0
 
     cdef int64_t keep(
-        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int mark,
-        int level, uint64_t end, bint beside
+        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int level,
+        uint64_t end, bint beside
     ) except -1:
         cdef int paused = pause_collector()
         cdef int32_t root
@@ -569,7 +529,7 @@ cdef class PrefixCache:
             root = self.cached.tree.root(named_key)
             self.cached.tree.c_pin(root)
             try:
-                return self.publish(root, tokens, blocks, n, start, <uint8_t>mark, beside)
+                return self.publish(root, tokens, blocks, n, start, beside)
             finally:
                 self.cached.tree.c_unpin(root)
         finally:
@@ -578,8 +538,7 @@ cdef class PrefixCache:
             resume_collector(paused)
 
     cdef int64_t publish(
-        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, uint8_t mark,
-        bint beside
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
     ) except -1:
         """All references are taken, or none, before anything changes."""
         cdef CachedBlocks cached = self.cached
@@ -602,7 +561,7 @@ cdef class PrefixCache:
                     taken[i] = -1
             elif not self.is_block(blocks[i]):
                 raise self.refused(start + i, blocks[i], PP_INVALID_BLOCK)
-        status = cached.refs.c_add_n(taken, n, mark, &failed)
+        status = cached.refs.c_add_n(taken, n, &failed)
         if status != PP_OK:
             raise self.refused(start + failed, blocks[failed], status)
         last = self.path[known - 1] if known else node

@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport CachedRefs
@@ -8,21 +8,13 @@ from pagepool.prefix.policies cimport EvictionPolicy
 from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 
 
-cdef enum:
-    CACHED = 1  # the mark of a cached block of group 0; that of group g is g + 1
-
-
 cdef class CachedBlocks:
     # The cache holds one reference to each cached block:
     #   node_of[block] = node + 1, and 0 for a block that is not cached; nodes[node_of[block] - 1].block = block
-    #   refs has the cached blocks, each with the mark of its group
-    #   num_cached = nodes with a block = those in the policy's lists + those in `in_use` + those in `reserved`
+    #   refs has the cached blocks
+    #   num_cached = nodes with a block = those in the policy's lists + those in `in_use`
     #   inserted - evicted - cleared = num_cached
-    # Of each group, by its mark:
-    #   group_size[mark] = the cached blocks with that mark
-    #   reserved[mark]: nodes that the policy chose while group_size[mark] <= reservation[mark], in the order of these
-    #   choices; num_reserved nodes in all groups
-    # node.place says in which list a node is. No mark above highest_mark was ever used.
+    # node.place says in which list a node is.
     cdef BlockAllocator allocator
     cdef CachedRefs refs
     cdef NodeTable tree
@@ -31,11 +23,6 @@ cdef class CachedBlocks:
     cdef PageBuffer node_memory
     cdef int32_t *node_of
     cdef NodeList in_use
-    cdef NodeList reserved[256]
-    cdef int64_t num_reserved
-    cdef int64_t group_size[256]
-    cdef int64_t reservation[256]  # blocks that each group has reserved
-    cdef int highest_mark
     cdef int32_t num_cached
     cdef long long inserted
     cdef long long evicted
@@ -45,10 +32,9 @@ cdef class CachedBlocks:
     cdef int reset(self) except -1
     # The ids of all cached blocks.
     cdef list list_blocks(self)
-    cdef uint8_t c_mark_of(self, int32_t node) noexcept
     # Whether somebody else has a reference to the node's block.
     cdef bint c_in_use(self, int32_t node) noexcept
-    # Caches a block at a node. The cache must hold its reference to the block, and the block its mark, already.
+    # Caches a block at a node. The cache must hold its reference to the block already.
     cdef void c_put(self, int32_t node, int32_t block) noexcept
     # The node was found by a look-up.
     cdef void c_touch(self, int32_t node) noexcept
@@ -59,23 +45,13 @@ cdef class CachedBlocks:
     cdef int32_t c_drop(self, int32_t node) noexcept
     # Drops a block wherever it is; false when it is not cached.
     cdef bint c_discard(self, int32_t block) noexcept
-    # Moves a node from the policy's lists to `in_use` or `reserved`, and back.
-    cdef void c_set_aside(self, int32_t node, uint8_t place) noexcept
+    # Moves a node from the policy's lists to `in_use`, and back.
+    cdef void c_set_aside(self, int32_t node) noexcept
     cdef void c_bring_back(self, int32_t node) noexcept
     # Looks at up to `most` nodes of `in_use`, the longest there first; those that nobody uses go back to the policy.
     cdef void c_return_unused(self, int32_t most) noexcept
-    # The first reserved node of a group that has more than it reserved, or -1.
-    cdef int32_t c_surplus(self) noexcept
-    # The next candidate for eviction, or -1. `own` is the mark of the group that needs room.
-    # all_seen: whether this call of c_evict has looked through all of `in_use`.
-    cdef int32_t c_victim(self, uint8_t own, bint *all_seen) noexcept
+    # The next candidate for eviction, or -1; all_seen: whether this call of c_evict has looked through all of `in_use`.
+    cdef int32_t c_victim(self, bint *all_seen) noexcept
     # Up to n blocks; returns how many.
-    cdef int64_t c_evict(self, int64_t n, uint8_t own) noexcept
-    # Cached blocks of a group that nobody else uses, and that are kept from all other groups; those of all groups that
-    # are kept from `own`.
-    cdef int64_t c_protected(self, uint8_t mark) noexcept
-    cdef int64_t c_protected_from(self, uint8_t own) noexcept
+    cdef int64_t c_evict(self, int64_t n) noexcept
     cdef str audit(self)
-
-
-cdef int mark_of(group) except -1

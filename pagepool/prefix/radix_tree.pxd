@@ -21,12 +21,11 @@ cdef enum:
     NOWHERE = -2  # next_in_bucket of a node that is in no bucket
 
 
-# Where a node with a block waits to be evicted: in a list of the policy, or aside, because its block was in use or
-# reserved when its turn came.
+# Where a node with a block waits to be evicted: in a list of the policy, or aside, because its block was in use when
+# its turn came.
 cdef enum:
     LISTED
     IN_USE
-    RESERVED
 
 
 # 64 bytes.

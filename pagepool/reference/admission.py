@@ -52,7 +52,7 @@ class Admission(Preemption):
             request, is_aged = self._next()
             if request is None or (self.states is not None and not self.states.free_count):
                 return
-            now = (request, self.num_gone, self.available({}) - self._promised(), self._cached(request))
+            now = (request, self.num_gone, self.available() - self._promised(), self._cached(request))
             if self.short is not None and self.ring and self.short[:2] == now[:2]:
                 if now[2] <= self.short[2] and now[3] <= self.short[3]:
                     return
@@ -204,8 +204,7 @@ class Admission(Preemption):
             unread = request.total_tokens - request.fed
             end = request.fed + min(unread, config.max_prefill_tokens, config.max_batch_tokens)
             wanted = self.blocks_for(end) - held
-            enough = self.available({request.tenant: wanted}) >= wanted
-            return enough or self.make_room_for(request, wanted, self.num_steps)
+            return self.available() >= wanted or self.make_room_for(request, wanted, self.num_steps)
         capacity = self.allocator.max_capacity
         reserved = sum(self.blocks_for(other.max_tokens) for other in [*self.ring, request])
         if config.admission == "whole" and reserved > capacity:
@@ -213,7 +212,7 @@ class Admission(Preemption):
         wanted = self.blocks_for(request.total_tokens) - held
         if request.state == "preempted":
             wanted += SPARE_BLOCKS * len(self.ring)
-        left = self.available({request.tenant: wanted}) - self._promised() - wanted
+        left = self.available() - self._promised() - wanted
         return left >= int(capacity * config.watermark)
 
     def _unread(self) -> int:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolExhausted
 from pagepool.reference.batch import append_batch
-from pagepool.reference.request import Request, blocks_of
+from pagepool.reference.request import Request
 from pagepool.reference.tenants import Tenants
 
 __all__ = ["Preemption"]
 
 
 class Preemption:
-    """The blocks of a scheduler: how many each tenant can take, and which requests give theirs up.
+    """The blocks of a scheduler: how many can be taken, and which requests give theirs up.
 
     `records`: step, action, id, blocks given, blocks wanted, blocks that were free.
     """
@@ -64,20 +62,14 @@ class Preemption:
 
     def held(self, request: Request) -> int:
         """Blocks that it gives when it gives all."""
-        return self.blocks_for(request.fed) if self.groups is None else len(blocks_of(request.kv))
+        return (
+            self.blocks_for(request.fed) if self.groups is None else sum(len(table.blocks) for table in request.kv.kv)
+        )
 
-    def room(self) -> int:
+    def available(self) -> int:
         """Blocks that are free, can be grown or can be evicted."""
         evictable: int = 0 if self.cache is None else self.cache.evictable
         return int(self.allocator.available) + evictable
-
-    def available(self, needs: dict[Any, int]) -> int:
-        """Those that tenants which need `needs[tenant]` blocks can take: not what is reserved for others."""
-        self._reserve()
-        reserved = 0
-        for tenant, group in self.tenants.groups.items() if self.cache is not None else ():
-            reserved += max(0, self.cache.reservations.protected(group) - needs.get(tenant, 0))
-        return self.room() - reserved
 
     def take(self, requests: list[Request], counts: list[int], now: int) -> bool:
         """Append to all of them, or to none and return False; cached blocks are evicted for it."""
@@ -104,21 +96,18 @@ class Preemption:
                 if self.groups is not None:
                     for request in requests:
                         request.kv.trim()
-                needs = self.needs(requests, counts)
-                evicted = self._evict(max(1, sum(needs.values()) - self.allocator.available), needs)
+                missing = max(1, self.needed(requests, counts) - self.allocator.available)
+                evicted = 0 if self.cache is None else int(self.cache.evict(missing))
                 self.evicted += evicted
                 if not evicted:
                     return False
 
-    def needs(self, requests: list[Request], counts: list[int]) -> Counter[Any]:
-        """New blocks for each tenant."""
-        found: Counter[Any] = Counter()
-        for request, count in zip(requests, counts, strict=True):
-            found[request.tenant] += self.new_blocks(request.kv, count)
-        return found
+    def needed(self, requests: list[Request], counts: list[int]) -> int:
+        """New blocks, without copies."""
+        return sum(self.new_blocks(request.kv, count) for request, count in zip(requests, counts, strict=True))
 
     def _append_hybrids(self, requests: list[Request], counts: list[int]) -> None:
-        needed = sum(self.needs(requests, counts).values())
+        needed = self.needed(requests, counts)
         for request, count in zip(requests, counts, strict=True):
             for table in request.kv.kv if count else ():
                 is_cut = table.len % table.block_size > 0
@@ -130,30 +119,28 @@ class Preemption:
 
     def make_room(self, requests: list[Request], counts: list[int], active: list[Request], now: int) -> bool:
         """Preempt others until the step without them would fit; False when none can be."""
-        wants = {request.id: self.needs([request], [count]) for request, count in zip(requests, counts, strict=True)}
+        wants = {request.id: self.needed([request], [count]) for request, count in zip(requests, counts, strict=True)}
         self.now, gave = now, False
-        for victim, most in self._victims(active):
-            self.wanted = sum(sum(need.values()) for key, need in wants.items() if key != victim.id)
+        for victim in self._victims(active):
             wants.pop(victim.id, None)
-            total: Counter[Any] = sum(wants.values(), Counter())
-            missing = self.wanted - self.available(total)
+            self.wanted = sum(wants.values())
+            missing = self.wanted - self.available()
             if gave and missing <= 0:
                 break
-            self._give_way(victim, min(max(missing, 1), most))
+            self._give_way(victim, max(missing, 1))
             gave = True
         return gave
 
     def make_room_for(self, request: Request, wanted: int, now: int) -> bool:
         """While nothing runs: preempted requests give up blocks until `wanted` are free."""
         self.now, self.wanted = now, wanted
-        needs = {request.tenant: wanted}
-        for victim, most in self._victims([]):
-            missing = wanted - self.available(needs)
+        for victim in self._victims([]):
+            missing = wanted - self.available()
             if missing <= 0:
                 break
             if victim is not request:
-                self._give_way(victim, min(missing, most))
-        return self.available(needs) >= wanted
+                self._give_way(victim, missing)
+        return self.available() >= wanted
 
     def publish(self, request: Request, num_tokens: int, now: float) -> None:
         """Let others find the full blocks among its first `num_tokens` tokens; none once the cache was told to forget
@@ -175,35 +162,19 @@ class Preemption:
         own = (group,) if self.groups is not None and len(self.groups) > 1 else ()
         return {**request.keys, "extra_keys": (*request.keys["extra_keys"], *own)}
 
-    def _victims(self, active: list[Request]) -> Iterator[tuple[Request, int]]:
-        """The requests to preempt, and how many blocks each gives at most: preempted ones, then active ones, the
-        greatest rank first, the least never; tenants are left what is reserved for them, unless nothing else is left.
-        """
-        everyone = list(self.tenants.requests())
-        parked = [request for request in everyone if request.state == "preempted" and request.kv is not None]
+    def _victims(self, active: list[Request]) -> list[Request]:
+        """The requests to preempt: preempted ones, then active ones, the greatest rank first, the least never."""
+        parked = [request for request in self.tenants.requests() if request.state == "preempted"]
         parked.sort(key=lambda request: request.rank, reverse=True)
         running = sorted(active, key=lambda request: request.rank, reverse=True)[:-1]
-        spared = []
-        for request in parked + running:
-            if request.kv is None:
-                continue
-            held, above = self.held(request), self.tenants.above(request.tenant, self.cache)
-            if above is None or above >= held:
-                yield request, held
-                continue
-            if above > 0 and self.partial:
-                yield request, above
-            spared.append(request)
-        for request in spared:
-            if request.kv is not None:
-                yield request, self.held(request)
+        return [request for request in parked + running if request.kv is not None]
 
     def _give_way(self, request: Request, blocks: int) -> None:
         """Take its last blocks, or all. It waits then."""
         held = self.held(request)
         given = min(blocks, held) if self.partial else held
         keep = (held - given) * self.block_size
-        free = self.available({})
+        free = self.available()
         self.publish(request, request.fed, self.time)
         if keep:
             request.kv.truncate(keep)
@@ -223,23 +194,6 @@ class Preemption:
         raise NotImplementedError
 
     time = 0.0  # of the step
-
-    def _evict(self, missing: int, needs: Counter[Any]) -> int:
-        if self.cache is None:
-            return 0
-        self._reserve()
-        evicted = int(self.cache.evict(missing))
-        for tenant, needed in needs.items():
-            if tenant in self.tenants.groups and evicted < missing:
-                evicted += int(self.cache.evict(min(needed, missing - evicted), group=self.tenants.groups[tenant]))
-        return evicted
-
-    def _reserve(self) -> None:
-        """The cache keeps what is reserved for the tenants, less what they hold outside of it."""
-        if self.cache is not None:
-            for tenant, group in self.tenants.groups.items():
-                outside = self.tenants.outside(tenant, self.cache)
-                self.cache.reservations.set(group, max(0, self.tenants.reserved[tenant] - outside))
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int) -> None:
         self.records.append((self.now, action, seq_id, blocks, self.wanted, free))

@@ -16,7 +16,6 @@ import numpy as np
 from pagepool.errors import InvalidBlock, PoolError
 from pagepool.reference.gittins import Gittins
 from pagepool.reference.policies import Arc, Lfu, Lru, Priority, S3Fifo
-from pagepool.reference.reservations import CacheReservations
 
 __all__ = ["POLICIES", "PrefixCache"]
 
@@ -66,7 +65,6 @@ class PrefixCache:
         self.block_size = block_size
         self.policy = policy
         self.evicted = self.cleared = self.forgotten = self.looked_up = self.hits = 0
-        self.reservations = CacheReservations(self)
         self._forget()
         allocator.add_owner(self)
 
@@ -112,7 +110,6 @@ class PrefixCache:
         priority: int = 0,
         ttl: float | None = None,
         now: float = 0.0,
-        group: int = 0,
         beside: bool = False,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them it has taken now."""
@@ -137,7 +134,7 @@ class PrefixCache:
         self._order.end = None if ttl is None else now + ttl
         for node, block in fresh:
             if node.block is None:
-                self._put(node, block, group)
+                self._put(node, block)
             else:
                 self._replace(node, block)
         self._order.priority, self._order.end = 0, None
@@ -167,26 +164,20 @@ class PrefixCache:
         self.hits += leading
         return leading
 
-    def evict(self, n: int, *, group: int = 0) -> int:
-        """Gives up to n blocks that nobody else holds back to the allocator; returns how many. Not those that others
-        than `group` have reserved; those of its own go last."""
+    def evict(self, n: int) -> int:
+        """Gives up to n blocks that nobody else holds back to the allocator; returns how many."""
         if operator.index(n) < 0:
             raise ValueError(f"cannot evict {n} blocks")
         done = 0
         while done < n:
-            node: Any = self._victim(group)
+            node: Any = self._victim()
             if node is None:
                 break
-            self._relink(node)
             if self._in_use(node):
                 self._order.unlink(node)
                 self._held[node] = None
-            elif self.reservations.protects(node, group):
-                self._order.unlink(node)
-                self.reservations.spare(node)
             else:
                 block, node.block = node.block, None
-                self.reservations.remove(block)
                 del self._cached[block]
                 self._order.evicted(node)
                 self.allocator.free(block)
@@ -200,7 +191,6 @@ class PrefixCache:
         for block in found:
             node = self._cached.pop(block)
             self._relink(node)
-            self.reservations.remove(block)
             node.block = None
             self._order.evicted(node)
             self.allocator.free(block)
@@ -242,10 +232,6 @@ class PrefixCache:
         """How many of these blocks are cached."""
         return sum(block in self._cached for block in blocks)
 
-    def count_outside(self, states: Iterable[Any]) -> int:
-        """How many different blocks these sequences hold that are not cached."""
-        return len({block for state in states for block in state.blocks} - set(self._cached))
-
     def stats(self) -> dict[str, Any]:
         """What it holds and has done, as a dict."""
         return {
@@ -265,15 +251,13 @@ class PrefixCache:
             if node.block != block or self.allocator.ref_count(block) < 1:
                 raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
         linked = [node for nodes in self._order.linked() for node in nodes if node.block is not None]
-        aside = [*self._held, *self.reservations.aside()]
-        if sorted(map(id, [*linked, *aside])) != sorted(map(id, self._cached.values())):
+        if sorted(map(id, [*linked, *self._held])) != sorted(map(id, self._cached.values())):
             raise PoolError(f"{len(linked)} nodes are in the policy, {len(self._held)} held, not {self.num_cached}")
 
     def _forget(self) -> None:
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._cached: dict[int, Node] = {}
         self._held: dict[Node, None] = {}  # in use when their turn came, the longest first
-        self.reservations.clear()
         self._order = POLICIES[self.policy](self.allocator.max_capacity)
 
     def _root(self, cache_salt: Any, extra_keys: Iterable[Any]) -> Node:
@@ -285,14 +269,13 @@ class PrefixCache:
 
     def _relink(self, node: Node) -> None:
         """Back to the policy, if it is beside its lists."""
-        if self.reservations.take_back(node) or node in self._held:
-            self._held.pop(node, None)
+        if node in self._held:
+            del self._held[node]
             self._order.link(node)
 
-    def _put(self, node: Node, block: int, group: int = 0) -> None:
+    def _put(self, node: Node, block: int) -> None:
         node.block = block
         self._cached[block] = node
-        self.reservations.add(block, group)
         self._order.insert(node)
 
     def _gives_way(self, node: Node, block: int, beside: bool) -> bool:
@@ -303,25 +286,20 @@ class PrefixCache:
         return bool(is_block and self.allocator.ref_count(block))
 
     def _replace(self, node: Any, block: int) -> None:
-        """The node has another block from now on; in its group and for the policy nothing has changed."""
+        """The node has another block from now on; for the policy nothing has changed."""
         del self._cached[node.block]
         self._cached[block] = node
-        self.reservations.replace(node.block, block)
         self.allocator.free(node.block)
         node.block = block
         self.cleared += 1
 
-    def _victim(self, group: int) -> Any:
-        """Who goes next, in use or not."""
-        node = self.reservations.surplus()
+    def _victim(self) -> Any:
+        """The next one to go, in use or not."""
+        self._return_held(2)
+        node = self._order.victim()
         if node is None:
-            self._return_held(2)
+            self._return_held(len(self._held))
             node = self._order.victim()
-            if node is None:
-                self._return_held(len(self._held))
-                node = self._order.victim()
-            if node is None:
-                node = self.reservations.last_resort(group)
         return node
 
     def _return_held(self, most: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["WINDOW", "Batch", "Request", "blocks_of", "pick", "rank"]
+__all__ = ["WINDOW", "Batch", "Request", "pick", "rank"]
 
 WINDOW = {"lpm": 32}  # how many of each tenant's requests a policy looks at, if not one
 
@@ -22,7 +22,7 @@ class Request:
     priority: int = 0
     tenant: Any = None
     keys: dict[str, Any] = field(default_factory=dict)  # of the prefix cache: salt and extra keys
-    cache_value: dict[str, Any] = field(default_factory=dict)  # priority, ttl and group of its blocks there
+    cache_value: dict[str, Any] = field(default_factory=dict)  # priority and ttl of its blocks there
     arrived: int = 0
     output_tokens: list[int] = field(default_factory=list)
     state: str = "waiting"
@@ -129,12 +129,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.requests)
-
-
-def blocks_of(kv: Any) -> list[int]:
-    """The blocks of a sequence, in all groups."""
-    found: list[int] = kv.blocks if hasattr(kv, "blocks") else [block for table in kv.kv for block in table.blocks]
-    return found
 
 
 def rank(policy: str, request: Request) -> tuple[int, int, int]:

@@ -215,11 +215,7 @@ class Scheduler(Admission):
         request.stop_token_ids, request.request_id = tuple(stop_token_ids), request_id
         check_token(min(request.prompt_tokens))
         request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
-        request.cache_value = {
-            "priority": cache_priority,
-            "ttl": cache_ttl,
-            "group": self.tenants.groups.get(tenant, 0),
-        }
+        request.cache_value = {"priority": cache_priority, "ttl": cache_ttl}
         request.rank = rank(self.config.policy, request)
         self.next_id += 1
         return request

@@ -1,4 +1,4 @@
-"""What tenants were served, how many blocks they may use, and how many are reserved for them, in plain Python."""
+"""What tenants were served, and how many blocks they may use, in plain Python."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pagepool.config import SchedulerConfig, Tenant
-from pagepool.reference.request import Batch, Request, blocks_of
+from pagepool.reference.request import Batch, Request
 
 __all__ = ["Tenants"]
 
 
 class Tenants:
-    """Counters of tokens, quotas and reservations; `requests` gives all requests that have not ended."""
+    """Counters of tokens, and quotas; `requests` gives all requests that have not ended."""
 
     def __init__(
         self, config: SchedulerConfig, blocks_for: Callable[[int], int], requests: Callable[[], Iterable[Request]]
@@ -23,8 +23,6 @@ class Tenants:
         self.requests = requests
         self._counters: dict[Any, float] = {}
         self._idle_at = 0.0
-        self.reserved = {tenant: limit.min_blocks for tenant, limit in config.tenants.items() if limit.min_blocks}
-        self.groups = {tenant: number for number, tenant in enumerate(self.reserved, 1)}
 
     def limit(self, tenant: Any) -> Tenant:
         """What the config says of a tenant."""
@@ -60,18 +58,3 @@ class Tenants:
         quota = self.limit(tenant).max_blocks
         counted = [other for other in self.requests() if other.tenant == tenant and other.counted]
         return quota is None or sum(self._blocks_for(other.max_tokens) for other in counted) + needed <= quota
-
-    def outside(self, tenant: Any, cache: Any) -> int:
-        """Blocks of its sequences that are not in the prefix cache."""
-        held = [other.kv for other in self.requests() if other.tenant == tenant and other.kv is not None]
-        if cache is None:
-            return len({block for kv in held for block in blocks_of(kv)})
-        tables = [table for kv in held for table in (kv.kv if hasattr(kv, "kv") else [kv])]
-        return int(cache.count_outside(tables))
-
-    def above(self, tenant: Any, cache: Any) -> int | None:
-        """By how many blocks it is above its reservation; None without one."""
-        if tenant not in self.reserved:
-            return None
-        cached = 0 if cache is None else cache.reservations.cached(self.groups[tenant])
-        return int(cached) + self.outside(tenant, cache) - self.reserved[tenant]

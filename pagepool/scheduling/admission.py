@@ -11,7 +11,7 @@ from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.preemption import Preemption
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence
-from pagepool.scheduling.tenants import Reservations, Tenants
+from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Admission"]
@@ -48,7 +48,6 @@ class Admission:
     blocks: BlockManager
     prefix: PrefixAdapter
     tenants: Tenants
-    reservations: Reservations
     preemption: Preemption
     refusal: Refusal | None = None  # of the last try, unless it was admitted
 
@@ -96,7 +95,6 @@ class Admission:
         """`seq` is active from now on."""
         self.tenants.start(seq)
         self.waiting.change(seq.tenant)  # requests that had room in its quota may have none now
-        self.reservations.enter(seq)
         self.active.add(seq)
 
     def refuses_forks(self, seq: Sequence, n: int) -> str | None:
@@ -152,8 +150,7 @@ class Admission:
             # Enough for its first chunk when nothing else runs: a request as large as the pool must start.
             end = seq.fed + min(seq.total_tokens - seq.fed, config.max_prefill_tokens, config.max_batch_tokens)
             wanted = blocks.blocks_for(end) - held
-            enough = blocks.available({seq.tenant: wanted}) >= wanted
-            return enough or self.preemption.make_room_for(seq, wanted, now)
+            return blocks.available() >= wanted or self.preemption.make_room_for(seq, wanted, now)
         if config.admission == "whole" and active.reserved + blocks.blocks_for(seq.max_tokens) > blocks.capacity:
             return False
         # All of its prompt, beside what prompts already admitted have yet to take: asking for the first chunk alone
@@ -161,6 +158,4 @@ class Admission:
         wanted = blocks.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
             wanted += SPARE_BLOCKS * len(active)
-        return blocks.available({seq.tenant: wanted}) - active.promised - wanted >= int(
-            blocks.capacity * config.watermark
-        )
+        return blocks.available() - active.promised - wanted >= int(blocks.capacity * config.watermark)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ class BlockManager:
 
     `num_tokens` is the sum of `kv.len` over all sequences that have a state; `evicted` counts the cached blocks that
     were evicted for `append`. Blocks that only the prefix cache holds count as free: they are evicted when they are
-    needed, but for those that `reservations` keep for other tenants. `block_refs` has, for each group, the references
+    needed. `block_refs` has, for each group, the references
     that are taken and given back within a call. Without an allocator everything fits, and without one and `memory`
     sequences have no states.
 
@@ -34,8 +33,7 @@ class BlockManager:
     blocks than its tokens and those of one step, which is what it is counted with.
     """
 
-    cache: Any = None  # a `PrefixAdapter`, if there is one
-    reservations: Any = None  # the `Reservations` of the tenants, set by the scheduler
+    cache: Any = None  # the prefix cache, if there is one
 
     def __init__(self, allocator: Any, block_size: int, memory: HybridMemory | None = None) -> None:
         self.allocator = allocator
@@ -97,42 +95,25 @@ class BlockManager:
 
     def held(self, seq: Sequence) -> int:
         """Blocks that `seq` gives when it gives all."""
-        return self.blocks_for(seq.fed) if self.memory is None else len(self.blocks_of(seq.kv))
+        return self.blocks_for(seq.fed) if self.memory is None else sum(len(table.blocks) for table in seq.kv.kv)
 
     def table(self, seq: Sequence, group: int) -> tuple[Any, int]:
         """The block table of a group, and the first of its blocks that a window has not left."""
         state = seq.kv if self.memory is None else seq.kv.kv[group]
         return state.block_table, state.first_block
 
-    def blocks_of(self, state: Any) -> list[int]:
-        """The blocks of a state, in all groups."""
-        if self.memory is None:
-            found: list[int] = state.blocks
-            return found
-        return [block for table in state.kv for block in table.blocks]
-
-    def room(self) -> int:
+    def available(self) -> int:
         """Blocks that nobody uses: free ones, those that the pool may still grow by, and evictable ones."""
         if self.allocator is None:
             return 0
         available: int = self.allocator.available
         return available if self.cache is None else available + self.cache.evictable
 
-    def available(self, needs: Mapping[Any, int] | None = None) -> int:
-        """Those of them that can be taken by tenants that need `needs[tenant]` blocks."""
-        protected: int = self.reservations.protected(needs or {})
-        return self.room() - protected
-
-    def needs(self, sequences: Iterable[Sequence], counts: Iterable[int]) -> Counter[Any]:
-        """The new blocks that `append` would take for each tenant, without copies of shared ones."""
-        found: Counter[Any] = Counter()
-        for seq, count in zip(sequences, counts, strict=True) if self.allocator is not None else ():
-            length = seq.kv.len
-            if self.memory is None:
-                found[seq.tenant] += self.blocks_for(length + count) - self.blocks_for(length)
-            else:
-                found[seq.tenant] += self.memory.new_blocks(seq.kv, count)
-        return found
+    def needed(self, state: Any, count: int) -> int:
+        """The new blocks that `append` would take for `count` tokens of a state, without copies of shared ones."""
+        if self.memory is not None:
+            return self.memory.new_blocks(state, count)
+        return self.blocks_for(state.len + count) - self.blocks_for(state.len)
 
     def open(self, seq: Sequence) -> None:
         """Give `seq` a state, empty and for at most its `max_tokens`."""
@@ -158,8 +139,8 @@ class BlockManager:
         if fork.kv.len > seq.fed:  # slots of drafts
             self.truncate(fork, seq.fed)
 
-    def append(self, sequences: list[Sequence], states: list[Any], counts: list[int]) -> bool:
-        """Append `counts[i]` tokens to `states[i]`, the state of `sequences[i]`; cached blocks are evicted for it.
+    def append(self, states: list[Any], counts: list[int]) -> bool:
+        """Append `counts[i]` tokens to `states[i]`; cached blocks are evicted for it.
 
         All of them, or none and False when the pool is out.
         """
@@ -170,10 +151,9 @@ class BlockManager:
                 if self.memory is not None:
                     for state in states:  # what windows have left and the cache has, too, can be evicted then
                         state.trim()
-                needs = self.needs(sequences, counts)
-                # At least one: copies of shared blocks are not in `needs`.
-                missing = max(1, sum(needs.values()) - self.allocator.available)
-                evicted = self.reservations.evict(missing, needs)
+                needed = sum(map(self.needed, states, counts))
+                # At least one: copies of shared blocks are not in `needed`.
+                evicted = 0 if self.cache is None else self.cache.evict(max(1, needed - self.allocator.available))
                 self.evicted += evicted
                 if not evicted:
                     return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_rank
-from pagepool.scheduling.tenants import Reservations
 from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Preemption", "PreemptionLog", "PreemptionRecord"]
@@ -65,9 +63,9 @@ class PreemptionLog:
 @dataclass(eq=False)
 class Preemption:
     """Frees blocks in this order: cached blocks that nobody uses; the remaining blocks of preempted sequences; then
-    those of active sequences, the greatest rank first. What is reserved for a tenant stays with it. A sequence gives
-    its last blocks, no more than are needed ("partial", or always with a prefix cache), or all of them. The active
-    sequence with the least rank is never preempted. With the pool to itself it always finds room, since no request
+    those of active sequences, the greatest rank first. A sequence gives its last blocks, no more than are needed
+    ("partial", or always with a prefix cache), or all of them. The active sequence with the least rank is never
+    preempted. With the pool to itself it always finds room, since no request
     larger than the pool is accepted, so every call of the scheduler makes progress.
 
     Invariant: for a preempted sequence `fed == kv.len`, 0 without a state.
@@ -78,7 +76,6 @@ class Preemption:
     active: ActiveSequences
     blocks: BlockManager
     prefix: PrefixAdapter
-    reservations: Reservations
     log: PreemptionLog
 
     def __post_init__(self) -> None:
@@ -93,7 +90,7 @@ class Preemption:
     def take(self, batch: ScheduledBatch, now: int) -> bool:
         """Take the blocks of `batch`, cached prefixes evicted as needed; False when the pool is out."""
         sequences, blocks = batch._sequences, self.blocks
-        taken = blocks.append(sequences, batch.states, batch._grow)
+        taken = blocks.append(batch.states, batch._grow)
         if blocks.evicted != self._evicted:
             grown = batch._grow if taken else [0] * len(sequences)
             self._now, self._wanted = (
@@ -109,52 +106,32 @@ class Preemption:
 
     def make_room(self, batch: ScheduledBatch, now: int) -> bool:
         """Preempt until `batch` without the preempted sequences would fit. False when none is left to preempt."""
-        pairs = zip(batch._sequences, batch._grow, strict=True)
-        needs = {seq.id: self.blocks.needs([seq], [count]).total() for seq, count in pairs}
-        by_tenant = self.blocks.needs(batch._sequences, batch._grow)
-        self._now, self._wanted, gave = now, by_tenant.total(), False
-        for seq, most in self._victims():
-            need = needs.pop(seq.id, 0)
-            self._wanted -= need
-            by_tenant[seq.tenant] -= need
-            missing = self._wanted - self.blocks.available(by_tenant)
+        needs = dict(zip(batch.seq_ids, map(self.blocks.needed, batch.states, batch._grow), strict=True))
+        self._now, self._wanted, gave = now, sum(needs.values()), False
+        for seq in self._victims():
+            self._wanted -= needs.pop(seq.id, 0)
+            missing = self._wanted - self.blocks.available()
             if gave and missing <= 0:
                 break
-            self._preempt(seq, min(max(missing, 1), most))
+            self._preempt(seq, max(missing, 1))
             gave = True
         return gave
 
     def make_room_for(self, seq: Sequence, wanted: int, now: int) -> bool:
         """While nothing runs, take blocks of preempted sequences other than `seq` until `wanted` are available."""
         self._now, self._wanted = now, wanted
-        needs = {seq.tenant: wanted}
-        for other, most in self._victims():
-            missing = wanted - self.blocks.available(needs)
+        for other in self._victims():
+            missing = wanted - self.blocks.available()
             if missing <= 0:
                 break
             if other is not seq:
-                self._preempt(other, min(missing, most))
-        return self.blocks.available(needs) >= wanted
+                self._preempt(other, missing)
+        return self.blocks.available() >= wanted
 
-    def _victims(self) -> Iterator[tuple[Sequence, int]]:
-        """The sequences to take blocks from, in order, and the most blocks of each. Preempted ones come first, since
-        they do not run. What is reserved for a tenant is taken only when nothing else is left, which happens when
-        blocks that others hold make the pool smaller than the reservations."""
+    def _victims(self) -> list[Sequence]:
+        """The sequences to take blocks from, in order: preempted ones come first, since they do not run."""
         parked = sorted(self.waiting.preempted.values(), key=by_rank, reverse=True)
-        spared = []
-        for seq in [*parked, *self.active.by_rank()[:-1]]:
-            if seq.kv is None:
-                continue
-            held, above = self.blocks.held(seq), self.reservations.above(seq.tenant)
-            if above is None or above >= held:
-                yield seq, held
-                continue
-            if above > 0 and self._partial:
-                yield seq, above
-            spared.append(seq)
-        for seq in spared:
-            if seq.kv is not None:
-                yield seq, self.blocks.held(seq)
+        return [seq for seq in [*parked, *self.active.by_rank()[:-1]] if seq.kv is not None]
 
     def _preempt(self, seq: Sequence, blocks: int) -> None:
         """Take `blocks` blocks, or all, from the end of `seq`; an active sequence waits then."""

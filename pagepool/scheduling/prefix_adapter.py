@@ -64,13 +64,7 @@ class PrefixAdapter:
         for size in [blocks.block_size] if blocks.memory is None else blocks.memory.sizes:
             if cache.block_size != size:
                 raise ValueError(f"the prefix cache has blocks of {cache.block_size} tokens, the pool {size}")
-        blocks.cache = self
-
-    @property
-    def evictable(self) -> int:
-        """Blocks that only the cache holds."""
-        count: int = self.cache.evictable
-        return count
+        blocks.cache = cache
 
     @property
     def inserted(self) -> int:
@@ -78,13 +72,12 @@ class PrefixAdapter:
         count: int = 0 if self.cache is None else self.cache.inserted
         return count
 
-    def read(self, seq: Sequence, group: int) -> None:
-        """Note the prompt of a new request as the cache reads it, and its `group` there.
+    def read(self, seq: Sequence) -> None:
+        """Note the prompt of a new request as the cache reads it.
 
         Raises TypeError or ValueError for tokens, keys, a priority and a ttl that the cache does not take.
         """
         seq._key = root_key(seq.cache_salt, seq.extra_keys)
-        seq._group = group
         if self.cache is not None:
             seq._row = token_row(np.array(seq.prompt_tokens))
             self._cache_blocks(seq, 0, seq._row[:0], (), 0)
@@ -279,7 +272,6 @@ class PrefixAdapter:
             priority=seq.cache_priority,
             ttl=seq.cache_ttl,
             now=self._now,
-            group=seq._group,
         )
         return count
 

@@ -87,9 +87,8 @@ class Sequence:
     # The most outputs that it may get; what counts as its prompt since it was admitted, recomputed outputs too.
     _max_output: int = field(init=False)
     _prefill_end: int = field(init=False)
-    # Whether its tenant's quota counts it, the tenant's number in the prefix cache.
+    # Whether its tenant's quota counts it.
     _counted: bool = field(default=False, init=False)
-    _group: int = field(default=0, init=False)
     # For the prefix cache (see prefix_adapter.py): the key of its salt and extra keys, its first `_row_end` tokens as
     # an array, how many of its leading blocks came from or were offered to the cache, whether the cache took them all,
     # and how many blocks the cache had been told to forget when it began.
@@ -180,7 +179,7 @@ class Sequence:
         fork = dataclasses.replace(self, id=seq_id)
         fork.state, fork.fed, fork.num_cached = self.state, self.fed, self.fed
         fork.output_tokens = self.output_tokens.copy()
-        fork._prefill_end, fork._key, fork._group = self._prefill_end, self._key, self._group
+        fork._prefill_end, fork._key = self._prefill_end, self._key
         if self._row is not None:
             fork._row = self._row[: self._row_end].copy()  # each writes its outputs into its own
         fork._row_end, fork._published = self._row_end, self._published

@@ -21,7 +21,7 @@ from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.preemption import Preemption, PreemptionLog
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_id
-from pagepool.scheduling.tenants import Reservations, Tenants
+from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.validate import (
     check_drafts,
     check_hybrid,
@@ -118,8 +118,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
         self._active = ActiveSequences(config, self._blocks.blocks_for)
         self._tenants = Tenants(config, self._blocks)
-        self._reservations = Reservations(config.tenants, self._blocks, self._prefix)
-        self._connect(self._waiting, self._active, self._tenants, self._reservations)
+        self._connect(self._waiting, self._active, self._tenants)
 
     def add_request(
         self,
@@ -150,9 +149,9 @@ class Scheduler:
                        "priority"; the ttl counts from the step that stored a block, in the unit of `schedule(now)`
 
         Raises ValueError when the prompt is empty or longer than `max_tokens`, when its tokens can never fit into the
-        pool, the tenant's quota or what is not reserved for other tenants, and for a token below 0 or a cache_priority
-        or cache_ttl that the cache does not take; TypeError for a token that is no integer and for a request without a
-        limit. Then nothing has changed. A request that may get no output is finished at once.
+        pool or the tenant's quota, and for a token below 0 or a cache_priority or cache_ttl that the cache does not
+        take; TypeError for a token that is no integer and for a request without a limit. Then nothing has changed. A
+        request that may get no output is finished at once.
 
         >>> scheduler = Scheduler()
         >>> scheduler.add_request([11, 12], max_new_tokens=8, stop_token_ids=[2], request_id="chat-7")
@@ -564,20 +563,15 @@ class Scheduler:
             seq.state = FINISHED
             self._finished[seq.id] = seq
             self._tenants.leave(seq)
-            self._reservations.leave(seq)
             self._waiting.change(seq.tenant)  # requests that its part of the quota kept waiting may start
 
     def _read_request(self, *arguments: Any, **names: Any) -> Sequence:
         """The sequence of a request, checked and without an id. Changes nothing."""
         seq = read_request(*arguments, **names)
-        refusal = (
-            self._blocks.refusal(seq.max_tokens)
-            or self._tenants.refusal(seq.tenant, seq.max_tokens)
-            or self._reservations.refusal(seq.tenant, seq.max_tokens)
-        )
+        refusal = self._blocks.refusal(seq.max_tokens) or self._tenants.refusal(seq.tenant, seq.max_tokens)
         if refusal is not None:
             raise ValueError(refusal)
-        self._prefix.read(seq, self._reservations.group(seq.tenant))
+        self._prefix.read(seq)
         return seq
 
     def _accept(self, seq: Sequence) -> None:
@@ -666,33 +660,25 @@ class Scheduler:
             seq.state = DECODING if seq.fed >= seq._prefill_end else PREFILLING
             seq._awaits = None
 
-    def _rebuilt(self, alive: list[Sequence]) -> tuple[WaitingQueue, ActiveSequences, Tenants, Reservations]:
+    def _rebuilt(self, alive: list[Sequence]) -> tuple[WaitingQueue, ActiveSequences, Tenants]:
         """New structures, built from `alive`: all sequences that wait or are active."""
         waiting = WaitingQueue(self._policy, self.config.max_wait_steps)
         active = ActiveSequences(self.config, self._blocks.blocks_for)
         tenants = Tenants(self.config, self._blocks)
-        reservations = Reservations(self.config.tenants, self._blocks, self._prefix)
         active.fill([seq for seq in alive if seq._is_active], self._active)
         tenants.fill(alive)
         for seq in alive:
-            if seq.state is not WAITING:
-                reservations.enter(seq)
             if not seq._is_active:
                 waiting.push(seq)
-        return waiting, active, tenants, reservations
+        return waiting, active, tenants
 
-    def _connect(
-        self, waiting: WaitingQueue, active: ActiveSequences, tenants: Tenants, reservations: Reservations
-    ) -> None:
+    def _connect(self, waiting: WaitingQueue, active: ActiveSequences, tenants: Tenants) -> None:
         """Use these structures from now on, in everything that holds a reference to the old ones too."""
         tenants.inherit(self._tenants)
-        self._waiting, self._active, self._tenants, self._reservations = waiting, active, tenants, reservations
+        self._waiting, self._active, self._tenants = waiting, active, tenants
         blocks, prefix = self._blocks, self._prefix
-        blocks.reservations = reservations
-        self._preemption = Preemption(self.config, waiting, active, blocks, prefix, reservations, self._log)
-        self._admission = Admission(
-            self.config, waiting, active, blocks, prefix, tenants, reservations, self._preemption
-        )
+        self._preemption = Preemption(self.config, waiting, active, blocks, prefix, self._log)
+        self._admission = Admission(self.config, waiting, active, blocks, prefix, tenants, self._preemption)
 
     def _slots(self) -> dict[int, int]:
         """How many slots for drafts each sequence of the batch that is out has beyond what it was fed."""
@@ -711,8 +697,8 @@ class Scheduler:
             if broken is not None:
                 return f"sequence {seq.id}, {seq.state.value}: {broken}"
         found = {**self._waiting.summary(), **self._active.summary(), **self._tenants.summary()}
-        waiting, active, tenants, _ = self._rebuilt(alive)
+        waiting, active, tenants = self._rebuilt(alive)
         for name, expected in {**waiting.summary(), **active.summary(), **tenants.summary()}.items():
             if found[name] != expected:
                 return f"the {name} are {expected}, not {found[name]}"
-        return blocks.audit([seq.kv for seq in alive if seq.kv is not None]) or self._reservations.audit(alive)
+        return blocks.audit([seq.kv for seq in alive if seq.kv is not None])

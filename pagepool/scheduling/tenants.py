@@ -1,25 +1,22 @@
-"""Tenants: what each was served, how many blocks it may use, and how many are reserved for it."""
+"""Tenants: what each was served, and how many blocks it may use."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from pagepool.config import SchedulerConfig, Tenant
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
-from pagepool.scheduling.prefix_adapter import PrefixAdapter, check_has
-from pagepool.scheduling.request import SeqState, Sequence
+from pagepool.scheduling.request import Sequence
 
-__all__ = ["Reservations", "Tenants"]
+__all__ = ["Tenants"]
 
 # What a token costs a tenant: one that is read, one that is generated.
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 ANYONE = Tenant()
 SPARE = 1024  # counters of absent tenants that are left before a sweep
-MOST_TENANTS = 254  # groups of a prefix cache, beside that of all others
 
 
 class Tenants:
@@ -129,114 +126,3 @@ class Tenants:
         self._served = {
             tenant: served for tenant, served in self._served.items() if tenant in self._live or served > least
         }
-
-
-class Reservations:
-    """The blocks that are reserved for tenants: `Tenant.min_blocks`. For each tenant t that has some:
-
-        holding(t) = cached(t) + outside(t)
-        cached(t)  = blocks that a request of t gave to the prefix cache, in use or not
-        outside(t) = blocks of t's sequences, active or preempted, that are not in the cache, each once
-
-    No block of t's is evicted, and none of its sequences is preempted, for others while holding(t) is no more than its
-    reservation. That can be promised since the reservations together fit into the pool, and no request is accepted that
-    needs more than those of the others leave. Only a sequence that is in part above the reservation and cannot give a
-    part goes below.
-    """
-
-    def __init__(self, tenants: Mapping[Any, Tenant], blocks: BlockManager, prefix: PrefixAdapter) -> None:
-        self._blocks = blocks
-        self._prefix = prefix
-        self._reserved = {tenant: limit.min_blocks for tenant, limit in tenants.items() if limit.min_blocks}
-        if blocks.allocator is None:
-            self._reserved = {}
-        self._total = sum(self._reserved.values())
-        if self._total > blocks.capacity:
-            raise ValueError(f"{self._total} blocks are reserved for tenants, the pool has {blocks.capacity}")
-        if len(self._reserved) > MOST_TENANTS:
-            raise ValueError(f"{len(self._reserved)} tenants have reservations, at most {MOST_TENANTS} can")
-        self._groups = {tenant: number for number, tenant in enumerate(self._reserved, 1)}
-        self._sequences: dict[Any, dict[int, Sequence]] = {tenant: {} for tenant in self._reserved}
-        if self._reserved and prefix.cache is not None:
-            check_has(prefix.cache, ("reservations", "count_outside"))
-
-    def group(self, tenant: Any) -> int:
-        """The number of a tenant in the prefix cache; 0 for those without a reservation."""
-        return self._groups.get(tenant, 0)
-
-    def refusal(self, tenant: Any, max_tokens: int) -> str | None:
-        """Why a request of `max_tokens` could wait for ever for blocks that are reserved for others, or None."""
-        left = self._blocks.capacity - self._total + self._reserved.get(tenant, 0)
-        needed = self._blocks.blocks_for(max_tokens)
-        if not self._reserved or needed <= left:
-            return None
-        return f"{max_tokens} tokens need {needed} blocks, what is reserved for other tenants leaves {left}"
-
-    def enter(self, seq: Sequence) -> None:
-        """`seq` may have blocks from now on."""
-        if seq.tenant in self._sequences:
-            self._sequences[seq.tenant][seq.id] = seq
-
-    def leave(self, seq: Sequence) -> None:
-        """`seq` has ended."""
-        if seq.tenant in self._sequences:
-            self._sequences[seq.tenant].pop(seq.id, None)
-
-    def above(self, tenant: Any) -> int | None:
-        """By how many blocks a tenant is above its reservation, or, as a negative number, below; None without one."""
-        reserved = self._reserved.get(tenant)
-        if reserved is None:
-            return None
-        return self._cached(tenant) + self._outside(tenant) - reserved
-
-    def protected(self, needs: Mapping[Any, int]) -> int:
-        """Evictable blocks that are not for a step which needs `needs[tenant]` blocks for each tenant."""
-        if not self._reserved or self._prefix.cache is None:
-            return 0
-        self._reserve()
-        protected = self._prefix.cache.reservations.protected
-        return sum(max(0, protected(group) - needs.get(tenant, 0)) for tenant, group in self._groups.items())
-
-    def evict(self, missing: int, needs: Mapping[Any, int]) -> int:
-        """Evict up to `missing` blocks for such a step: first what is reserved for nobody, then each tenant's own."""
-        cache = self._prefix.cache
-        if cache is None:
-            return 0
-        self._reserve()
-        evicted: int = cache.evict(missing)
-        for tenant, needed in needs.items():
-            if tenant in self._groups and evicted < missing:
-                evicted += cache.evict(min(needed, missing - evicted), group=self._groups[tenant])
-        return evicted
-
-    def audit(self, alive: list[Sequence]) -> str | None:
-        """The first equation that does not hold, block by block, or None."""
-        cache = self._prefix.cache
-        for tenant, reserved in self._reserved.items():
-            own = {seq.id: seq for seq in alive if seq.tenant == tenant and seq.state is not SeqState.WAITING}
-            if self._sequences[tenant] != own:
-                return f"{len(own)} sequences of tenant {tenant!r} may have blocks, not {len(self._sequences[tenant])}"
-            states = [seq.kv for seq in own.values() if seq.kv is not None]
-            blocks = {block for state in states for block in self._blocks.blocks_of(state)}
-            holding = self._cached(tenant) + sum(cache is None or not cache.holds(block) for block in blocks)
-            if self.above(tenant) != holding - reserved:
-                return (
-                    f"tenant {tenant!r} has {holding} blocks, {self.above(tenant)} above its {reserved} reserved ones"
-                )
-        return None
-
-    def _reserve(self) -> None:
-        """The cache keeps what is reserved, less what is outside of it."""
-        for tenant, group in self._groups.items():
-            self._prefix.cache.reservations.set(group, max(0, self._reserved[tenant] - self._outside(tenant)))
-
-    def _cached(self, tenant: Any) -> int:
-        return 0 if self._prefix.cache is None else int(self._prefix.cache.reservations.cached(self._groups[tenant]))
-
-    def _outside(self, tenant: Any) -> int:
-        states = [seq.kv for seq in self._sequences[tenant].values() if seq.kv is not None]
-        if self._prefix.cache is None:
-            return len({block for state in states for block in self._blocks.blocks_of(state)})  # forks share some
-        if self._blocks.memory is not None:
-            states = [table for state in states for table in state.kv]
-        return int(self._prefix.cache.count_outside(states))

@@ -3,7 +3,7 @@
 import pytest
 from refusals import refuses
 
-from pagepool import BlockAllocator, InvalidBlock, PagedSeqState, PrefixCache
+from pagepool import BlockAllocator, InvalidBlock, PrefixCache
 from pagepool.prefix.events import check_snapshot
 
 HUGE = 10**30
@@ -17,13 +17,11 @@ class World:
         self.cache = PrefixCache(self.allocator, 4, max_events=8)
         self.blocks = self.allocator.allocate_n(3).tolist()
         self.cache.cache_blocks(range(8), self.blocks)
-        self.cache.reservations.set(1, 2)
-        self.other = PagedSeqState(BlockAllocator(1), 4)
 
     def picture(self):
         self.cache.check()
         counts = [self.allocator.ref_count(block) for block in range(8)]
-        return self.cache.stats(), counts, self.cache.reservations.get(1), self.cache.snapshot()
+        return self.cache.stats(), counts, self.cache.snapshot()
 
 
 NEW = range(50, 54)
@@ -45,22 +43,13 @@ NEW = range(50, 54)
         (lambda w: w.cache.cache_blocks(range(8), w.blocks, start=3), ValueError, ("start", 0, 2, 3)),
         (lambda w: w.cache.cache_blocks(range(8), w.blocks, start=HUGE), ValueError, ("start", 0, 2, HUGE)),
         (lambda w: w.cache.cache_blocks(range(8), w.blocks, start="1"), TypeError, ("start", "str", "1")),
-        (lambda w: w.cache.cache_blocks(NEW, [2], group=255), ValueError, (0, 254, 255)),
-        (lambda w: w.cache.cache_blocks(NEW, [2], group=None), TypeError, ("None",)),
         (lambda w: w.cache.cache_blocks(NEW, [2], priority=3), ValueError, ("policy", "priority", 0, 3)),
         (lambda w: w.cache.evict(-1), ValueError, (-1,)),
         (lambda w: w.cache.evict(1.0), TypeError, ("n", "float", "1.0")),
-        (lambda w: w.cache.evict(1, group=HUGE), ValueError, (0, 254, HUGE)),
         (lambda w: w.cache.expire("x"), TypeError, ("now", "str", "x")),
         (lambda w: w.cache.expire(float("nan")), ValueError, ("now", "nan")),
         (lambda w: w.cache.discard(["0"]), TypeError, ("str",)),
         (lambda w: w.cache.holds(2**31), InvalidBlock, ("block", 2147483648, 32, 2147483647)),
-        (lambda w: w.cache.count_outside([5]), TypeError, ("PagedSeqState", "int")),
-        (lambda w: w.cache.count_outside([w.other]), ValueError, ("allocators",)),
-        (lambda w: w.cache.reservations.set(255, 1), ValueError, (0, 254, 255)),
-        (lambda w: w.cache.reservations.set(1, -1), ValueError, (0, -1)),
-        (lambda w: w.cache.reservations.set(1, 1.5), TypeError, ("blocks", "float", "1.5")),
-        (lambda w: w.cache.reservations.get("x"), TypeError, ("str", "x")),
         (lambda w: check_snapshot([]), TypeError, ("snapshot", "PrefixSnapshot", "list")),
     ],
 )

@@ -19,7 +19,7 @@ BLOCKS, BLOCK = 256, 16
 COST = CostModel()
 # The eviction policy of the prefix cache, if there is one, the actions, and who the tenants are. With the policy
 # "priority" requests say what their blocks are worth for a while.
-TENANTS = {0: Tenant(min_blocks=64), 1: Tenant(min_blocks=40, max_blocks=180), 2: Tenant(max_blocks=160, weight=2.0)}
+TENANTS = {1: Tenant(max_blocks=180), 2: Tenant(max_blocks=160, weight=2.0)}
 MODES = {
     "recompute": (None, (), {}),
     "partial": (None, ("partial",), {}),

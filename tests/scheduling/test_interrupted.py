@@ -29,7 +29,7 @@ from pagepool import (
 OURS = str(Path(pagepool.scheduling.__file__).parent)
 BLOCK = 4
 ACTIVE = (SeqState.PREFILLING, SeqState.DECODING)
-TENANTS = {"a": Tenant(min_blocks=3, max_blocks=14), "b": Tenant(max_blocks=12, weight=2.0)}
+TENANTS = {"a": Tenant(max_blocks=14), "b": Tenant(max_blocks=12, weight=2.0)}
 
 
 class Interrupted(BaseException):

@@ -1,4 +1,4 @@
-"""Policies: who goes next, quotas, reservations, the bound on waiting, whole-request admission."""
+"""Policies: who goes next, quotas, the bound on waiting, whole-request admission."""
 
 from math import ceil
 

@@ -125,7 +125,7 @@ def test_a_config_names_what_is_wrong():
         (lambda: SchedulerConfig(watermark="1"), TypeError, "watermark must be a number, not str: '1'"),
         (lambda: SchedulerConfig(watermark=float("nan")), ValueError, "watermark must be a number, not nan"),
         (lambda: Tenant(weight=None), TypeError, "weight must be a number, not None"),
-        (lambda: Tenant(min_blocks="2"), TypeError, "min_blocks must be an integer, not str: '2'"),
+        (lambda: Tenant(max_blocks="2"), TypeError, "max_blocks must be an integer, not str: '2'"),
         (lambda: KvLayout(1, 1, 8, block_size=2000), ValueError, "block_size must be from 1 to 1024, not 2000"),
     ):
         with pytest.raises(error, match=words):
