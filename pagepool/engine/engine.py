@@ -239,6 +239,7 @@ class Engine:
         try:
             rows = iter(np.asarray(self.runner.run(batch)))
         except Exception as error:
+            self.scheduler.give_up(batch)
             for seq_id in batch.seq_ids:
                 self._fail(seq_id, error)
             return

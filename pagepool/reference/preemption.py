@@ -183,11 +183,24 @@ class Preemption:
             request.kv = None
         request.fed, request.published = keep, self.blocks_for(keep)
         if request.state != "preempted":
-            request.state = "preempted"
-            request.num_preemptions += 1
-            self.num_preemptions += 1
-            self.gone(request)
+            self._park(request)
         self._record("partial" if keep else "recompute", request.id, given, free)
+
+    def restart(self, request: Request, now: int) -> None:
+        """It has a recurrent state, and its step was given up: it gives all blocks and waits."""
+        self.now, self.wanted = now, 0
+        held, free = self.held(request), self.available()
+        request.kv.close()
+        request.kv, request.fed, request.published = None, 0, 0
+        self._park(request)
+        self._record("recompute", request.id, held, free)
+
+    def _park(self, request: Request) -> None:
+        """An active one waits."""
+        request.state = "preempted"
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.gone(request)
 
     def gone(self, request: Request) -> None:
         """An active one is preempted or ends: it leaves the ring."""

@@ -90,8 +90,7 @@ class Batch:
     grow: list[int] = field(default_factory=list)
     known: list[int] = field(default_factory=list)  # how many tokens each had
     num_decodes: int = 0
-    committed: bool = False
-    forked: dict[int, int] = field(default_factory=dict)  # by id: how many of these tokens a fork has begun with
+    forked: list[tuple[Request, int]] = field(default_factory=list)  # with how many of these tokens each has begun
 
     def add(self, request: Request, fed: int, grow: int, drafts: int, wants: bool) -> None:
         """A row: `fed` tokens, and by how many its state grows, slots for `drafts` in it."""

@@ -53,6 +53,7 @@ class Scheduler(Admission):
             self.groups, self.states, self.checkpoints, self.partial = groups, states, checkpoints, False
         self.finished: list[Request] = []
         self.outstanding: Batch | None = None
+        self.has_committed = False
         self.next_id = 1
         self.inbox: list[Request | int] = []
         self.prefill_next = True
@@ -99,7 +100,7 @@ class Scheduler(Admission):
             self.ring.append(fork)
             self.admitted.append(fork)
             if self.outstanding is not None:
-                self.outstanding.forked[fork.id] = unsure
+                self.outstanding.forked.append((fork, unsure))
             forks.append(fork.id)
         return forks
 
@@ -142,7 +143,9 @@ class Scheduler(Admission):
         return bool(self.requests() or self.inbox)
 
     def schedule(self, now: float | None = None) -> Batch:
-        """The next step."""
+        """The next step; RuntimeError while one is outstanding that is to be committed."""
+        if self.outstanding is not None and (self.cache is not None or self.has_committed):
+            raise RuntimeError(f"a batch of {len(self.outstanding)} sequences is outstanding")
         for item in self.inbox:
             if isinstance(item, Request):
                 self._accept(item)
@@ -165,6 +168,9 @@ class Scheduler(Admission):
 
     def commit(self, batch: Batch, tokens: Iterable[Any]) -> None:
         """The results of a step: a token, None, or the list of accepted drafts and one more, for each row."""
+        if batch.is_empty:
+            return
+        self._check_outstanding(batch)
         got = []
         rows = [list(result) if hasattr(result, "__len__") else [result] for result in tokens]
         for token in [token for row in rows for token in row]:
@@ -181,12 +187,34 @@ class Scheduler(Admission):
                 stops = [place for place, token in enumerate(row) if token in request.stop_token_ids]
                 row = row[: stops[0] + 1] if stops else row
                 request.output_tokens += row
-                if batch is self.outstanding:
-                    request.fed += len(row) - 1
+                request.fed += len(row) - 1
                 got.append(request)
-        if batch is self.outstanding:
-            self._close(batch)
+        self.has_committed = True
+        self._close(batch)
         self._finish([request for request in got if request.has_ended])
+
+    def give_up(self, batch: Batch) -> None:
+        """Take back a step that has failed: its tokens are fed again."""
+        if batch.is_empty:
+            return
+        self._check_outstanding(batch)
+        self.outstanding = None
+        if self.config.policy == "fair":
+            self.tenants.charge(batch, -1)
+        rows = zip(batch.requests, batch.grow, batch.lookahead, strict=True)
+        for request, count in [*((request, grow - drafts) for request, grow, drafts in rows), *batch.forked]:
+            if request.state == "finished":
+                continue
+            request.fed -= count
+            request.state = "prefilling" if request.fed < request.prefill_end else "decoding"
+            if self.states is not None:
+                self.restart(request, self.num_steps)
+            else:
+                self._cut(request)
+
+    def _check_outstanding(self, batch: Batch) -> None:
+        if batch is not self.outstanding:
+            raise ValueError(f"the batch of {len(batch)} sequences is not outstanding")
 
     def requests(self) -> list[Request]:
         """Those that have not ended."""
@@ -291,9 +319,10 @@ class Scheduler(Admission):
         """How many of its tokens are in the batch that is out, and may not have been stored yet."""
         if self.outstanding is None:
             return 0
-        rows = zip(self.outstanding.requests, self.outstanding.tokens, strict=True)
-        found = sum(len(tokens) for other, tokens in rows if other is request)
-        return found + self.outstanding.forked.get(request.id, 0)
+        out = self.outstanding
+        rows = zip(out.requests, out.grow, out.lookahead, strict=True)
+        found = [*((other, grow - drafts) for other, grow, drafts in rows), *out.forked]
+        return sum(count for other, count in found if other is request)
 
     def _plan(self) -> Batch:
         """Pick sequences, share out the tokens, take the blocks; what is preempted is left out of the next try."""

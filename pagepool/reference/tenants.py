@@ -44,10 +44,11 @@ class Tenants:
         if all(other.tenant != request.tenant for other in self.requests()):
             self._idle_at = self._counters[request.tenant]
 
-    def charge(self, batch: Batch) -> None:
-        """Count the tokens of a step."""
+    def charge(self, batch: Batch, sign: int = 1) -> None:
+        """Count the tokens of a step, or with -1 take them back."""
         for request, tokens, is_prefill in zip(batch.requests, batch.tokens, batch.is_prefill, strict=True):
-            self._counters[request.tenant] += (1 if is_prefill else 2) * len(tokens) / self.limit(request.tenant).weight
+            weight = sign * (1 if is_prefill else 2) / self.limit(request.tenant).weight
+            self._counters[request.tenant] += weight * len(tokens)
 
     def may_start(self, request: Request) -> bool:
         """Whether the quota has room; one that was preempted has its part still."""

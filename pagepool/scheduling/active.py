@@ -38,6 +38,7 @@ class ActiveSequences:
         self._taken: list[Sequence] | None = None  # those that a step by turns has taken out of the ring
         self._prefill_next = True
         self._decodes: Decodes | None = None  # those in the ring, until one joins or leaves
+        self._prefills_before: list[int] = []  # the ids of the prefills before the last step that fed some
         self.ring: deque[Sequence] = deque()
         self.prefills: dict[int, Sequence] = {}
         self.num_gone = 0
@@ -119,6 +120,7 @@ class ActiveSequences:
         blocks_for, first = self._blocks_for, batch.num_decodes
         if first == len(batch._sequences):
             return
+        self._prefills_before = list(self.prefills)
         for seq, before in zip(batch._sequences[first:], batch._fed_before[first:], strict=True):
             self.unread -= seq.fed - before
             self.promised -= blocks_for(seq.fed) - blocks_for(before)
@@ -126,6 +128,24 @@ class ActiveSequences:
                 seq.state = DECODING
                 del self.prefills[seq.id]
                 self._decodes = None
+
+    def take_back(self, fed_before: list[tuple[Sequence, int]]) -> None:
+        """Undo `feed` for sequences that had been fed so many tokens before. Those that have still to read their prompt
+        are prefills again, in the order of admission."""
+        again: dict[int, Sequence] = {}
+        for seq, fed in fed_before:
+            if seq.state is PREFILLING:
+                self._owe(seq, -1)
+            seq.fed = fed
+            if fed < seq._prefill_end:
+                seq.state = PREFILLING
+                self._owe(seq, 1)
+                again[seq.id] = seq
+        if again:
+            places = {seq_id: place for place, seq_id in enumerate(self._prefills_before)}
+            prefills = {**self.prefills, **again}.items()
+            self.prefills = dict(sorted(prefills, key=lambda item: places.get(item[0], len(places))))
+            self._decodes = None
 
     def summary(self) -> dict[str, Any]:
         """What `Scheduler.check` compares with a ring made anew from the sequences."""

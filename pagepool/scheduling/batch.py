@@ -26,7 +26,7 @@ class ScheduledBatch:
                  tokens. `BlockTables.fill` takes the tables of group i as `[state.kv[i] for state in batch.states]`
     num_decodes  the number of decodes, which come first
 
-    The states belong to the sequences. They are valid until the next `schedule()`, which may preempt, and until their
+    The states belong to the sequences. They are valid until the batch is committed or given up, and until their
     sequence finishes.
     """
 
@@ -37,7 +37,6 @@ class ScheduledBatch:
         "_forks",
         "_grow",
         "_may_stop",
-        "_origin",
         "_outputs",
         "_sequences",
         "_served_before",
@@ -88,9 +87,8 @@ class ScheduledBatch:
         self._fed_before = [seq.fed for seq in sequences]
         self._served_before: dict[Any, float] = {}  # the counters of the tenants that it is charged to
         self._committed = False
-        self._forks: dict[int, int] = {}  # by id: how many of these tokens a fork has begun with
+        self._forks: list[tuple[Sequence, int]] = []  # each with how many of these tokens it has begun with
         self._may_stop = may_stop
-        self._origin: object = None  # the `_origin` of the scheduler that handed it out
 
     @classmethod
     def empty(cls) -> ScheduledBatch:
@@ -102,15 +100,19 @@ class ScheduledBatch:
         """True when there is nothing to run."""
         return not self.seq_ids
 
-    def tokens_of(self, seq: Sequence) -> int:
-        """Returns how many tokens `seq` feeds in this step, or fed when it was forked since."""
-        if seq.id in self.seq_ids:
-            return len(self.tokens[self.seq_ids.index(seq.id)])
-        return self._forks.get(seq.id, 0)
+    def fed_of(self, seq: Sequence) -> int:
+        """Returns how many tokens of `seq` are fed in this step, or of the sequence that it was forked from since."""
+        rows = zip(self._sequences, self._fed, strict=True)
+        return next((fed for other, fed in [*rows, *self._forks] if other is seq), 0)
+
+    def fed_before(self) -> list[tuple[Sequence, int]]:
+        """Returns each sequence, and each fork made since, with the tokens that it had been fed before this step."""
+        rows = zip(self._sequences, self._fed_before, strict=True)
+        return [*rows, *((fork, fork.fed - fed) for fork, fed in self._forks)]
 
     def add_fork(self, seq: Sequence, fork: Sequence) -> None:
         """`fork` has begun with what `seq` feeds in this step."""
-        self._forks[fork.id] = self.tokens_of(seq)
+        self._forks.append((fork, self.fed_of(seq)))
 
     def __len__(self) -> int:
         return len(self.seq_ids)

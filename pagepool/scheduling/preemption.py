@@ -128,6 +128,16 @@ class Preemption:
                 self._preempt(other, missing)
         return self.blocks.available() >= wanted
 
+    def restart(self, seq: Sequence, now: int) -> None:
+        """Preempt `seq`, whose recurrent state may have passed over tokens that it will be fed again."""
+        self._now, self._wanted = now, 0
+        held, free = self.blocks.held(seq), self.blocks.available()
+        self.active.remove(seq)
+        self.blocks.close([seq])
+        seq.fed = seq._published = 0
+        self._park(seq)
+        self._record("recompute", seq.id, held, free, "its step was given up, and with it its recurrent state")
+
     def _victims(self) -> list[Sequence]:
         """The sequences to take blocks from, in order: preempted ones come first, since they do not run."""
         parked = sorted(self.waiting.preempted.values(), key=by_rank, reverse=True)
@@ -151,15 +161,19 @@ class Preemption:
         seq.fed = keep
         seq._published = self.blocks.blocks_for(keep)
         if was_active:
-            seq.state = SeqState.PREEMPTED
-            seq.num_preemptions += 1
-            self.log.num_preemptions += 1
-            self.waiting.push(seq)
+            self._park(seq)
         if not self._partial:
             reason = "the config has no partial preemption"
         else:
             reason = "its last blocks are enough" if keep else "all of its blocks are needed"
         self._record("partial" if keep else "recompute", seq.id, given, free, reason)
+
+    def _park(self, seq: Sequence) -> None:
+        """`seq`, which was active, waits."""
+        seq.state = SeqState.PREEMPTED
+        seq.num_preemptions += 1
+        self.log.num_preemptions += 1
+        self.waiting.push(seq)
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
         self.log.add(PreemptionRecord(self._now, action, seq_id, blocks, self._wanted, free, reason))

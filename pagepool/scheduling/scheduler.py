@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
-from pagepool._arguments import integer, wrong
+from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError, refuse_copy
 from pagepool.memory.hybrid import KvGroup
@@ -25,9 +25,11 @@ from pagepool.scheduling.tenants import Tenants
 from pagepool.scheduling.validate import (
     check_drafts,
     check_hybrid,
+    check_outstanding,
     check_results,
     check_token,
     check_width,
+    read_batch,
     read_request,
     read_results,
     read_time,
@@ -57,11 +59,13 @@ class Scheduler:
                   Their `align` is a multiple of the block size
 
     Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
-    `commit(batch, tokens)` hands back the new tokens (or `append_token` and `finish_sequence` do, one by one). Blocks
-    are freed when a sequence finishes, is removed or is preempted. When the pool runs out, unused cached blocks are
-    evicted first; then sequences are preempted, the one that comes last in the policy's order first: it gives its last
-    blocks back, or all, waits at the front and is recomputed later. The first in that order is never preempted, so
-    every request ends. `preemptions` is the log.
+    `commit(batch, tokens)` hands back the new tokens, or `give_up(batch)` the batch itself, if the model has failed.
+    `schedule` refuses to go on before. Only without a prefix cache, and before the first `commit`, it takes the last
+    batch as run: `append_token` and `finish_sequence` are enough then. Blocks are freed when a sequence finishes, is
+    removed or is preempted. When the pool runs out, unused cached blocks are evicted first; then sequences are
+    preempted, the one that comes last in the policy's order first: it gives its last blocks back, or all, waits at the
+    front and is recomputed later. The first in that order is never preempted, so every request ends. `preemptions` is
+    the log.
 
     `submit` and `cancel` may be called by any thread at any time. Of the other calls that change a scheduler one is
     made at a time: a second one meanwhile, by another thread, a finalizer or a signal handler, raises RuntimeError and
@@ -109,12 +113,12 @@ class Scheduler:
         self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs, checkpoints)
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
-        self._origin = object()  # what its batches have in common
         self._inbox = Inbox()
         self._last_time = float("-inf")  # of `schedule(now)`
         self._sequences: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}
-        self._outstanding: ScheduledBatch | None = None  # the last batch, until it is committed
+        self._outstanding: ScheduledBatch | None = None  # the last batch, until it is committed or given up
+        self._has_committed = False
         self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
         self._active = ActiveSequences(config, self._blocks.blocks_for)
         self._tenants = Tenants(config, self._blocks)
@@ -316,35 +320,39 @@ class Scheduler:
              if that is later. Only `cache_ttl` uses it; the scheduler reads no clock
 
         Takes in what was submitted and cancelled, admits waiting sequences, picks by turns, shares out the tokens, and
-        preempts when the pool is out of blocks. Assumes that the previous batch was run, committed or not. The new one
-        is empty when there is no work, or when blocks that others hold (forks, another scheduler on the same pool)
-        leave no room for even one sequence; then `has_work` stays True, and the caller frees blocks or waits. Raises
-        TypeError for a `now` that is no number, ValueError for inf and for a time before the last; then nothing has
-        changed.
+        preempts when the pool is out of blocks. The batch is empty when there is no work, or when blocks that others
+        hold (forks, another scheduler on the same pool) leave no room for even one sequence; then `has_work` stays
+        True, and the caller frees blocks or waits.
+
+        Raises RuntimeError while a batch is `outstanding`, if the scheduler has a prefix cache or a batch was committed
+        before; TypeError for a `now` that is no number, ValueError for inf and for a time before the last. Then nothing
+        has changed. Without a cache, and before the first `commit`, an outstanding batch counts as run.
         """
         with self._guard:
             self._guard.is_checking = True
             step = self.num_steps + 1
             now = max(step, self._last_time) if now is None else read_time(now, self._last_time)
+            out = self._outstanding
+            if out is not None and (self._has_committed or self._prefix.cache is not None):
+                raise RuntimeError(f"a batch of {len(out)} sequences is outstanding: commit it or give it up first")
             self._guard.is_checking = False
             self._take_in()
             self.num_steps, self._last_time = step, now
-            if self._outstanding is not None:
-                self._close(self._outstanding)
+            if out is not None:
+                self._close(out)
             self._prefix.set_time(now)
             self._admission.admit(step)
             active = self._active
             while len(active):
                 batch = build_batch(*active.pick(), self.config, self._blocks.feeds_again, self._blocks.step)
                 self._guard.undo = partial(self._undo_step, batch)
-                batch._origin = self._origin
                 taken = self._preemption.take(batch, step)
                 active.put_back(taken)
                 if taken:
                     active.feed(batch)
                     if self.config.policy == "fair":
                         self._tenants.charge(batch)
-                    self._outstanding = batch
+                    self._outstanding = None if batch.is_empty else batch
                     return batch
                 self._guard.undo = None
                 if not self._preemption.make_room(batch, step):
@@ -357,25 +365,24 @@ class Scheduler:
         An entry that is None or negative adds nothing, nor does the entry of a prompt chunk that is not the last
         (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
         drafts that were accepted, then one token more; the slots of the other drafts are taken back, and what follows
-        a stop token is dropped. Sequences that reach their limit or a stop token finish. Raises ValueError when the
-        lengths differ, the batch was committed before or is of another scheduler, drafts were accepted for a sequence
+        a stop token is dropped. Sequences that reach their limit or a stop token finish. With a prefix cache the blocks
+        that the step has filled are published now. An empty batch may be committed any number of times.
+
+        Raises ValueError when the lengths differ, the batch is not `outstanding`, drafts were accepted for a sequence
         that has got tokens since `schedule`, or a token has more than the 32 bits that a prefix cache holds, TypeError
         when an entry is not an integer; then nothing has changed.
         """
-        if not isinstance(batch, ScheduledBatch):
-            raise wrong("batch", "a ScheduledBatch", batch)
+        sequences = read_batch(batch)._sequences
         results = read_results(tokens, self.config.lookahead > 0)
-        sequences = batch._sequences
         if len(results) != len(sequences):
             raise ValueError(f"got {len(results)} tokens for a batch of {len(sequences)} sequences")
         check_results(batch, results, for_cache=self._prefix.cache is not None)
         drafts = self.config.lookahead > 0
         with self._guard:
             self._guard.is_checking = True
-            if batch._committed:
-                raise ValueError("the batch was committed before")
-            if batch._origin is not self._origin and sequences:
-                raise ValueError("the batch is of another scheduler")
+            if batch.is_empty:
+                return
+            check_outstanding(batch, self._outstanding)
             if drafts:
                 check_drafts(batch, results)
             self._guard.is_checking = False
@@ -390,20 +397,55 @@ class Scheduler:
                 if drafts and type(result) is list:
                     result = up_to_stop(result, seq.stop_token_ids)
                     output += result
-                    if batch is self._outstanding:
-                        seq.fed += len(result) - 1  # the drafts are in the slots that they had
+                    seq.fed += len(result) - 1  # the drafts are in the slots that they had
                 elif result >= 0:
                     output.append(result)
                 else:
                     continue
                 if len(output) >= seq._max_output or (may_stop and output[-1] in seq.stop_token_ids):
                     ended.append(seq)
-            batch._committed = True
+            batch._committed = self._has_committed = True
             self._guard.undo = None
-            if batch is self._outstanding:
-                self._close(batch)
+            self._close(batch)
             if ended:
                 self._finish(ended)
+
+    def give_up(self, batch: ScheduledBatch) -> None:
+        """Take back `batch`, whose step has failed: its tokens are fed again, in a later step.
+
+        Nothing of the step is published. Its sequences stay active, and forks that were made since `schedule` go back
+        as far as theirs; tokens that they got by `append_token` stay. A recurrent state may have passed over some of
+        the tokens: a sequence that has one is preempted, and goes on from a state that was kept, or from its first
+        token. Sequences that have finished since stay finished. A batch of an empty step may be given up, too.
+
+        Raises ValueError when the batch is not `outstanding`, TypeError for what is no batch; then nothing has changed.
+
+        >>> scheduler = Scheduler()
+        >>> seq_id = scheduler.add_request([11, 12], max_new_tokens=1)
+        >>> batch = scheduler.schedule()
+        >>> scheduler.give_up(batch)
+        >>> scheduler.schedule().tokens
+        [[11, 12]]
+        """
+        read_batch(batch)
+        with self._guard:
+            self._guard.is_checking = True
+            if batch.is_empty:
+                return
+            check_outstanding(batch, self._outstanding)
+            self._guard.is_checking = False
+            self._outstanding = None
+            if self.config.policy == "fair":
+                self._tenants.charge(batch, -1)
+                for seq in batch._sequences:
+                    self._waiting.change(seq.tenant)  # its counter has fallen
+            before = [(seq, fed) for seq, fed in batch.fed_before() if seq.state is not FINISHED]
+            self._active.take_back(before)
+            for seq, fed in before:
+                if self._blocks.free_slots is not None:
+                    self._preemption.restart(seq, self.num_steps)
+                elif seq.kv is not None:
+                    self._blocks.truncate(seq, fed)
 
     def get_sequence(self, seq_id: int) -> Sequence | None:
         """The sequence with this id, or None when it is unknown, drained or removed."""
@@ -411,10 +453,10 @@ class Scheduler:
 
     @property
     def outstanding(self) -> ScheduledBatch | None:
-        """The batch that `schedule` handed out and `commit` has not taken yet, or None.
+        """The batch that `schedule` handed out and neither `commit` nor `give_up` has taken yet, or None.
 
         A caller that was interrupted may run it again: that stores the same keys and values. A recurrent state that has
-        passed over its tokens must not do so twice.
+        passed over its tokens must not do so twice: `give_up` the batch.
         """
         return None if self._outstanding is None or self._outstanding._committed else self._outstanding
 
@@ -492,19 +534,6 @@ class Scheduler:
     def recover(self) -> None:
         """Rebuild all structures from the sequences, after an exception has cut a call short.
 
-        What is left of that call:
-
-        schedule         nothing: its blocks are given back, and its tokens will be fed again. Sequences that it
-                         admitted or preempted stay so
-        commit           nothing while the batch is `outstanding`: call it again. Otherwise everything: each result was
-                         taken, and sequences at their limit have finished
-        append_token     nothing or everything: `output_tokens` says which
-        finish_sequence  nothing or everything: `stopped` says which
-        remove_sequence  as `finish_sequence`, but the sequence may still be known, finished
-        add_request, drain_finished  nothing
-        fork             nothing
-        submit, cancel   nothing or everything; they need no `recover`
-
         An active sequence that has lost blocks becomes a preempted one. If `recover` is cut short itself, call it
         again; it changes nothing when all is well. Raises RuntimeError while another thread is inside a call. Do not
         call it within another call, from a finalizer or a signal handler.
@@ -550,7 +579,7 @@ class Scheduler:
         for seq in sequences:
             if seq.kv is not None:
                 # What is in a batch that is out may not have been stored yet.
-                unsure = self._outstanding.tokens_of(seq) if self._outstanding else 0
+                unsure = self._outstanding.fed_of(seq) if self._outstanding else 0
                 self._prefix.publish(seq, seq.fed - unsure)
                 if not unsure:
                     self._prefix.keep_state(seq, "end")

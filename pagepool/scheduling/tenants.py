@@ -101,12 +101,14 @@ class Tenants:
         """The counter of a tenant."""
         return self._served.get(tenant, 0.0)
 
-    def charge(self, batch: ScheduledBatch) -> None:
-        """Count the tokens of a step; the batch notes the counters before, for a step that is taken back."""
+    def charge(self, batch: ScheduledBatch, sign: int = 1) -> None:
+        """Count the tokens of a step, or with -1 take them back; the batch notes the counters before."""
         after: dict[Any, float] = {}
         for row, seq in enumerate(batch._sequences):
             tenant = seq.tenant
-            weight = OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT
+            if tenant not in self._served:
+                continue  # it has gone since, and was forgotten
+            weight = sign * (OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT)
             before = after[tenant] if tenant in after else self._served[tenant]
             after[tenant] = before + weight * len(batch.tokens[row]) / self._limits.get(tenant, ANYONE).weight
         batch._served_before = {tenant: self._served[tenant] for tenant in after}

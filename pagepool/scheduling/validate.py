@@ -15,9 +15,11 @@ from pagepool.scheduling.request import SeqState, Sequence
 __all__ = [
     "check_drafts",
     "check_hybrid",
+    "check_outstanding",
     "check_results",
     "check_token",
     "check_width",
+    "read_batch",
     "read_request",
     "read_results",
     "read_time",
@@ -119,6 +121,22 @@ def read_token(token: Any) -> int:
         return operator.index(token)
     except TypeError:
         raise TypeError(f"a token must be an integer, not {type(token).__name__}") from None
+
+
+def read_batch(batch: Any) -> ScheduledBatch:
+    """A batch. Raises TypeError for anything else."""
+    if not isinstance(batch, ScheduledBatch):
+        raise wrong("batch", "a ScheduledBatch", batch)
+    return batch
+
+
+def check_outstanding(batch: ScheduledBatch, outstanding: ScheduledBatch | None) -> None:
+    """Raises ValueError for a batch that is not the outstanding one."""
+    if batch is not outstanding:
+        raise ValueError(
+            f"batch, of {len(batch)} sequences, is not outstanding: it was committed or given up before, "
+            "or it is of another scheduler"
+        )
 
 
 def read_results(tokens: Iterable[Any], lookahead: bool) -> list[Any]:

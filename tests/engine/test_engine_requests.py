@@ -149,6 +149,16 @@ def test_a_failure_of_the_model_ends_the_requests_of_that_step_and_no_other():
         engine.check()
 
 
+def test_a_step_that_failed_leaves_nothing_in_the_prefix_cache():
+    prompt = [*range(1, 41)]
+    wanted, failures = alone(prompt, 5), [OSError("a device hiccup")]
+    with new_engine(FakeRunner(fails=lambda batch: failures.pop() if failures else None)) as engine:
+        assert engine.submit(prompt, max_new_tokens=5).result(SECONDS).finish_reason == "error"
+        assert engine.submit(prompt, max_new_tokens=5).result(SECONDS).token_ids == wanted
+        assert engine.stats()["cached_tokens"] == 0
+        engine.check()
+
+
 def test_logits_that_are_no_numbers_end_only_the_request_whose_they_are():
     def next_token(tokens):
         logits = random_logits(tokens)

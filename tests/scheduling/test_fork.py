@@ -49,7 +49,7 @@ def test_a_fork_takes_the_quota_that_a_waiting_request_had_room_in():
     assert scheduler.get_sequence(waits).state is SeqState.WAITING  # 2 blocks are wanted, 1 is free
     scheduler.fork(first)
     scheduler.finish_sequence(other)
-    scheduler.schedule()
+    step(scheduler, -1)
     assert scheduler.get_sequence(waits).state is SeqState.WAITING
     scheduler.finish_sequence(first)
     scheduler.schedule()

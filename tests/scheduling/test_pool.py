@@ -140,6 +140,7 @@ def test_the_newest_of_the_lowest_priority_gives_way_and_is_recomputed():
     scheduler.add_request([9], 4, priority=1)
     scheduler.finish_sequence(1)
     scheduler.finish_sequence(2)
+    scheduler.commit(batch, [70, 71])  # what has ended takes no token
     batch = scheduler.schedule()
     # In front of the newcomer, with prompt and outputs as one prompt.
     assert batch.seq_ids == [3, 4] and batch.is_prefill == [True, True]
@@ -255,6 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator(blocks)
         self.scheduler = Scheduler(self.config, self.allocator)
         self.batch = None
+        self.has_committed = False
         self.outside = []  # states that others hold in the pool
         self.ids = []
 
@@ -272,6 +274,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.scheduler._sequences.values()
         before = {seq.id: seq.fed for seq in known if seq.kv is not None}
         free = self.allocator.free_count
+        if self.has_committed and self.batch:
+            with pytest.raises(RuntimeError, match=f"a batch of {len(self.batch)} sequences is outstanding"):
+                self.scheduler.schedule()
+            self.scheduler.give_up(self.batch)
+            before = {}
         batch = self.batch = self.scheduler.schedule()
         assert len(batch) <= self.config.max_batch_sequences
         assert batch.total_tokens == sum(batch.num_tokens) <= self.config.max_batch_tokens
@@ -294,6 +301,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         plain = data.draw(st.booleans())
         token = st.integers(0, 99) if plain else st.one_of(st.none(), st.just(-1), st.integers(0, 99))
         self.scheduler.commit(self.batch, data.draw(st.lists(token, min_size=size, max_size=size)))
+        self.has_committed |= size > 0
+        self.batch = None
+
+    @precondition(lambda self: self.batch is not None)
+    @rule()
+    def give_up(self):
+        self.scheduler.give_up(self.batch)
         self.batch = None
 
     @rule(steps=st.integers(1, 6))
@@ -301,6 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.schedule()
             self.scheduler.commit(self.batch, [3] * len(self.batch))
+            self.has_committed |= len(self.batch) > 0
             self.batch = None
 
     @precondition(lambda self: self.ids)
@@ -365,6 +380,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for state in self.outside:
             state.release()
+        if self.batch is not None:
+            self.scheduler.give_up(self.batch)
         run_to_end(self.scheduler)
         self.allocator.check()
         assert self.allocator.in_use == 0

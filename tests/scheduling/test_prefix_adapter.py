@@ -110,7 +110,8 @@ def test_every_full_block_that_was_committed_is_cached_at_once(data, places, loo
             for seq_id, wants in zip(batch.seq_ids, batch.wants_token, strict=True):
                 if wants:
                     scheduler.append_token(seq_id, 7)
-            continue  # the next step says that this one was run
+            scheduler.commit(batch, [None] * len(batch))
+            continue
         if way == "abort" and not batch.is_empty:
             scheduler.remove_sequence(data.draw(st.sampled_from(batch.seq_ids)))
         scheduler.commit(
@@ -370,12 +371,11 @@ def test_what_does_not_fit_leaves_the_line_and_the_cache_as_they_were():
     run_to_end(scheduler)
     held = scheduler._blocks.allocator.allocate_n(4)
     scheduler.add_request(range(50, 58), 30)
-    scheduler.schedule()
-    scheduler.schedule()  # the step before counts as run: its blocks are kept
+    scheduler.commit(scheduler.schedule(), [None])
     scheduler.add_request(range(16), 30)
     before = cache.stats()
     for _ in range(3):
-        scheduler.schedule()
+        scheduler.commit(scheduler.schedule(), [None])
     waiting = scheduler.get_sequence(3)
     assert waiting.kv is None and waiting.fed == 0 and scheduler.waiting_count == 1
     assert cache.stats()["cached"] == before["cached"]

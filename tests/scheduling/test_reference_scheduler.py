@@ -108,12 +108,14 @@ def run(
     stop_token_ids=(),
     inbox=False,
     forks=0.0,
+    fails=0.0,
     memory=None,
     **fixed,
 ):
     """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
     forget a block, or all, in use or not; `others`: how often somebody else caches a prompt; `inbox`: requests are
     submitted and cancelled; `forks`: how often one that decodes is forked, before its step is committed or after;
+    `fails`: how often a step is given up, perhaps after some of its sequences got a token or were stopped;
     `memory`: windows and slots of hybrid sequences."""
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
@@ -153,7 +155,9 @@ def run(
         for when in range(2):
             if forks and number < steps and forgets.random() < forks:
                 fork(forgets, worlds)
-            if not when:
+            if not when and fails and number < steps and forgets.random() < fails:
+                fail(forgets, worlds, batches)
+            elif not when:
                 report(rng, worlds, batches)
         for seq_id in list(ours.scheduler._sequences):
             assert ours.standing(seq_id) == theirs.standing(seq_id), f"step {number} of seed {seed}"
@@ -224,7 +228,7 @@ def add(rng, worlds, cache_policy, tenants=(0, 1, None), stop_token_ids=(), inbo
 def report(rng, worlds, batches):
     """What the step came to: the same for both; rows may stand in another order."""
     way = rng.choice(["commit", "commit", "commit", "commit", "some", "append"])
-    results = {}
+    results, must_commit = {}, worlds[0].cache is not None or worlds[0].scheduler._has_committed
     for seq_id, wants, slots in zip(batches[0].seq_ids, batches[0].wants_token, batches[0].lookahead, strict=True):
         token = rng.randrange(3)
         drafts = [rng.randrange(3) for _ in range(rng.randint(0, slots))]
@@ -235,8 +239,26 @@ def report(rng, worlds, batches):
         if way == "append":
             for seq_id in sorted(seq for seq, wants in zip(batch.seq_ids, batch.wants_token, strict=True) if wants):
                 world.scheduler.append_token(seq_id, 1)
+            if must_commit:
+                world.scheduler.commit(batch, [None] * len(batch))
         else:
             world.scheduler.commit(batch, [results[seq_id] for seq_id in batch.seq_ids])
+
+
+def fail(rng, worlds, batches):
+    ways = [(seq_id, rng.choice(["append_token", "finish_sequence", "", ""])) for seq_id in sorted(batches[0].seq_ids)]
+    for world, batch in zip(worlds, batches, strict=True):
+        if not batch.is_empty and (world.cache is not None or worlds[0].scheduler._has_committed):
+            with pytest.raises(RuntimeError, match=f"{len(batch)} sequences"):
+                world.scheduler.schedule()
+        for seq_id, way in ways:
+            if way:
+                getattr(world.scheduler, way)(seq_id, *[1][: way == "append_token"])
+        world.scheduler.give_up(batch)
+        if not batch.is_empty:
+            with pytest.raises(ValueError, match=f"{len(batch)} sequences"):
+                world.scheduler.commit(batch, [1] * len(batch))
+    worlds[0].scheduler.check()
 
 
 @settings(max_examples=80, deadline=None)
@@ -268,6 +290,16 @@ def test_the_same_plan_with_requests_that_are_submitted_and_cancelled(seed):
 def test_the_same_plan_with_forks(seed):
     run(seed, forks=0.1)
     run(seed, forks=0.1, forget=0.05, max_sequences=20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([None, [None], [0], [None, 8]]))
+def test_the_same_plan_when_steps_are_given_up(seed, windows):
+    memory = windows and {"windows": windows}
+    run(seed, fails=0.2, forks=0.1, memory=memory)
+    run(seed, fails=0.5, forks=0.1, memory=memory, policy="fair", max_sequences=20)
+    run(seed, fails=0.2, forks=0.1, memory={"windows": windows or [3], "slots": 5}, lookahead=0)
+    run(seed, fails=0.2, forks=0.1, memory={"windows": [None], "slots": 5, "kept": 5}, lookahead=0, inbox=True)
 
 
 @settings(max_examples=40, deadline=None)
