@@ -20,7 +20,6 @@ from pagepool import (
 from pagepool.cli.replay import bundled_trace
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
-from pagepool.reference.request import blocks_of
 from pagepool.replay.ptrace import read_trace
 from pagepool.scheduling.policies import POLICIES
 
@@ -198,7 +197,9 @@ def make_forget(rng, worlds):
         if everything:
             world.cache.reset_prefix_cache()
         elif seq_id:
-            world.cache.discard(blocks_of(world.scheduler.get_sequence(seq_id).kv)[place : place + 2])
+            kv = world.scheduler.get_sequence(seq_id).kv
+            blocks = [block for table in getattr(kv, "kv", [kv]) for block in table.blocks]
+            world.cache.discard(blocks[place : place + 2])
 
 
 def cache_elsewhere(world, prompt):
