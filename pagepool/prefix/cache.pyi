@@ -22,7 +22,6 @@ class PrefixCache:
         policy: str = "gittins",
         *,
         max_events: SupportsIndex = 0,
-        hash_bits: int = 64,
     ) -> PrefixCache: ...
     def match_prefix(
         self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()

@@ -39,7 +39,6 @@ cdef class PrefixCache:
     policy      which block is evicted first: "gittins", "lru" or "priority", as given to
                 `cache_blocks`
     max_events  how many events wait at most to be drained (see `drain_events`); 0: none are noted
-    hash_bits   bits of the block hashes that count; fewer than 64 only to force collisions in tests
 
     Finds a block behind the one before it, and only when every token, from the first of the prompt on, and the salt and
     the keys are equal. Blocks leave through `evict` (and `touch`, which evicts), `discard` and `reset_prefix_cache`, or
@@ -68,8 +67,7 @@ cdef class PrefixCache:
     kind = "cache"
 
     def __cinit__(
-        self, BlockAllocator allocator not None, block_size=None, str policy="gittins", *, max_events=0,
-        int hash_bits=64
+        self, BlockAllocator allocator not None, block_size=None, str policy="gittins", *, max_events=0
     ):
         cdef int32_t size = allocator.read_block_size(block_size)
         if policy not in POLICIES:
@@ -77,7 +75,7 @@ cdef class PrefixCache:
         self.allocator = allocator
         self.policy = policy
         self.block_size = size
-        self.cached = CachedBlocks(allocator, size, policy, hash_bits)
+        self.cached = CachedBlocks(allocator, size, policy)
         events = integer("max_events", max_events, 0)
         if events:
             self.cached.log = EventLog(self.cached.tree, events)

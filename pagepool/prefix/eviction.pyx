@@ -45,11 +45,11 @@ cdef enum:
 cdef class CachedBlocks:
     """The blocks that a prefix cache holds a reference to. Internal: `PrefixCache` finds prompts and keeps blocks."""
 
-    def __cinit__(self, BlockAllocator allocator not None, int32_t block_size, str policy not None, int hash_bits):
+    def __cinit__(self, BlockAllocator allocator not None, int32_t block_size, str policy not None):
         list_clear(&self.in_use)
         self.allocator = allocator
         self.refs = CachedRefs(allocator)
-        self.tree = NodeTable(block_size, hash_bits)
+        self.tree = NodeTable(block_size)
         self.policy = POLICIES[policy](self.tree, allocator.max_capacity)
         self.node_memory = PageBuffer(allocator.max_capacity, "i")
         self.node_of = <int32_t *>self.node_memory.base

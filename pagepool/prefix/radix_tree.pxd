@@ -122,7 +122,6 @@ cdef class NodeTable:
     cdef int32_t num_alive
     cdef int32_t num_hashed  # those in buckets
     cdef int32_t unused  # the first node of the first span of unused nodes, or -1
-    cdef uint64_t hash_mask
     cdef uint64_t seed  # of hashes
     cdef long long collisions
     cdef dict roots

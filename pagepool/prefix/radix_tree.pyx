@@ -27,16 +27,10 @@ cdef extern from "block_hash.h" nogil:
 
 @cython.final
 cdef class NodeTable:
-    """The prefixes that a cache knows, as a tree. Internal: the cache and its policy share it.
+    """The prefixes that a cache knows, as a tree. Internal: the cache and its policy share it."""
 
-    `hash_bits` below 64 keeps only so many bits of each hash, so that tests can force collisions.
-    """
-
-    def __cinit__(self, int32_t block_size, int hash_bits=64):
-        if not 0 <= hash_bits <= 64:
-            raise ValueError(f"hash_bits must be from 0 to 64, not {hash_bits}")
+    def __cinit__(self, int32_t block_size):
         self.block_size = block_size
-        self.hash_mask = <uint64_t>-1 if hash_bits == 64 else (<uint64_t>1 << hash_bits) - 1
         self.seed = int.from_bytes(os.urandom(8), "little")
         self.roots = {}
         self.unused = -1
@@ -121,7 +115,7 @@ cdef class NodeTable:
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil:
         """Which prefix a parent stands for is exact while it is alive: its number is all of the hash that comes before
         the tokens."""
-        return pp_hash_block(pp_hash_fold(self.seed, <uint64_t>parent + ODD), tokens, self.block_size) & self.hash_mask
+        return pp_hash_block(pp_hash_fold(self.seed, <uint64_t>parent + ODD), tokens, self.block_size)
 
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil:
         """The last child first: a walk along a path that was walked before hashes nothing."""

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from itertools import takewhile
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -63,7 +64,8 @@ def state_of(cache):
 @pytest.mark.parametrize("policy", ["lru", "gittins", "priority"])
 def test_events_replayed_give_the_same_state(policy):
     random = np.random.default_rng(1)
-    cache = PrefixCache(BlockAllocator(30), 2, policy, max_events=10_000, hash_bits=3)
+    with patch("os.urandom", bytes):  # a seed of 0: the same tokens have one hash behind all prefixes
+        cache = PrefixCache(BlockAllocator(30), 2, policy, max_events=10_000)
     known, sequence = {}, 0
     for _ in range(60):
         traffic(cache, random, 10)

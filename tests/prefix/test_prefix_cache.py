@@ -1,6 +1,8 @@
 """What the prefix cache promises, one promise a test."""
 
 import gc
+import os
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -50,34 +52,67 @@ def test_the_same_tokens_behind_other_tokens_are_another_block(cache):
     assert cache.match_prefix([5, 5, 5, 5]).size == 0
 
 
-@pytest.mark.parametrize("hash_bits", [0, 1, 3])
-def test_equal_hashes_are_told_apart_by_tokens(hash_bits):
-    cache = PrefixCache(BlockAllocator(64), block_size=2, hash_bits=hash_bits)
-    held = [serve(cache, [a, b, a, b]) for a in range(5) for b in range(5)]
+def fold(a, b):
+    product = a * b
+    return (product ^ product >> 64) & 2**64 - 1
+
+
+def colliding_cache():
+    """A cache, and blocks of 8 tokens that have the same hash behind the first root: the seed of hashes is known.
+
+    The first two tokens make the first factor of a product 0, so the next two change no bit of the hash.
+    """
+    seed, factor = 0, 2**63
+    while factor & 0x8000000080000000:  # both tokens must be below 2**31
+        seed += 1
+        factor = fold(seed, 0x9E3779B97F4A7C15) ^ 0x9E3779B97F4A7C15
+    with patch("os.urandom", lambda n: seed.to_bytes(n, "little")):
+        cache = PrefixCache(BlockAllocator(64), 8, "lru")
+    head = [factor & 0xFFFFFFFF, factor >> 32]
+    return cache, [[*head, a, b, 0, 0, 0, 0] for a in range(5) for b in range(5)]
+
+
+def test_equal_hashes_are_told_apart_by_tokens():
+    cache, rows = colliding_cache()
+    held = [serve(cache, row) for row in rows[1:]]
+    before = cache.stats()["collisions"]
+    for row, blocks in zip(rows[1:], held, strict=True):
+        assert cache.match_prefix([*row, 9, 9]).tolist() == blocks
+    assert cache.match_prefix(rows[0]).size == 0
+    assert cache.stats()["collisions"] >= before + 24  # the last look-up met each of them
+    cache.check()
+
+
+def test_equal_hashes_are_told_apart_by_the_prefix_before():
+    with patch("os.urandom", bytes):  # a seed of 0: the same tokens have one hash behind all prefixes
+        cache = PrefixCache(BlockAllocator(64), block_size=2)
+    held = [serve(cache, [a, a, b, b]) for a in range(5) for b in range(5)]
     for number, blocks in enumerate(held):
         a, b = divmod(number, 5)
-        assert cache.match_prefix([a, b, a, b, 9, 9]).tolist() == blocks
-    assert cache.match_prefix([5, 5]).size == 0
+        assert cache.match_prefix([a, a, b, b, 9, 9]).tolist() == blocks
+    assert cache.match_prefix([5, 5]).size == 0 and cache.match_prefix([0, 0, 5, 5]).size == 1
     assert cache.stats()["collisions"] > 0
     cache.check()
 
 
 def test_a_block_without_siblings_needs_no_hash():
     """With all hashes equal, only those that have siblings, or had some, are looked at in vain."""
-    cache = PrefixCache(BlockAllocator(64), 1, "lru", hash_bits=0)
-    path = serve(cache, range(30))
-    assert cache.match_prefix(range(30)).tolist() == path
-    assert cache.match_prefix([0, 1, 99]).tolist() == path[:2] and cache.stats()["collisions"] == 0
-    for token in (50, 51, 52):
-        serve(cache, [0, 1, token])
+    cache, rows = colliding_cache()
+    first, *others, unknown = rows[:5]
+    path = serve(cache, [*first, *range(100, 340)])
+    assert cache.match_prefix([*first, *range(100, 340)]).tolist() == path and len(path) == 31
+    assert cache.match_prefix(unknown).size == 0 and cache.stats()["collisions"] == 0
+    for row in others:
+        serve(cache, row)
         cache.check()
-    assert cache.match_prefix([0, 1, 51]).size == 3 and cache.stats()["collisions"] > 0
+    assert cache.match_prefix(unknown).size == 0 and cache.stats()["collisions"] > 0
+    assert cache.match_prefix(others[1]).size == 1
     cache.allocator.free(path)
-    for blocks in (path[2:], cache.match_prefix([0, 1, 50])[2:], cache.match_prefix([0, 1, 52])[2:]):
+    for blocks in (path, cache.match_prefix(others[0]), cache.match_prefix(others[2])):
         cache.discard(blocks)
         cache.check()
-    assert cache.match_prefix([0, 1, 51]).size == 3 and cache.match_prefix([0, 1, 2]).size == 2
-    assert cache.stats()["nodes"] == 1 + 3
+    assert cache.match_prefix(others[1]).size == 1 and cache.match_prefix(first).size == 0
+    assert cache.stats()["nodes"] == 1 + 1
 
 
 CONTEXTS = [
@@ -99,9 +134,10 @@ CONTEXTS = [
 ]
 
 
-@pytest.mark.parametrize("hash_bits", [0, 64])
-def test_salts_and_extra_keys_never_share(hash_bits):
-    cache = PrefixCache(BlockAllocator(32), block_size=4, hash_bits=hash_bits)
+@pytest.mark.parametrize("urandom", [bytes, os.urandom], ids=["collisions", "seed"])
+def test_salts_and_extra_keys_never_share(urandom):
+    with patch("os.urandom", urandom):
+        cache = PrefixCache(BlockAllocator(32), block_size=4)
     blocks = []
     for context in CONTEXTS:
         assert cache.match_prefix([1, 2, 3, 4], **context).size == 0
