@@ -16,7 +16,6 @@ USES_OF_SEQUENCE = (
     lambda state: state.adopt([], 0),
     lambda state: state.fork(),
     lambda state: state.release(),
-    lambda state: state.begin(),
     lambda state: state.handle(),
 )
 USES_OF_HYBRID = (
@@ -27,7 +26,6 @@ USES_OF_HYBRID = (
     lambda hybrid: hybrid.checkpoint(),
     lambda hybrid: hybrid.rollback(0),
     lambda hybrid: hybrid.truncate(0),
-    lambda hybrid: hybrid.begin(),
     lambda hybrid: hybrid.kv[0].append(1),
 )
 USES_OF_STATE = (
@@ -37,7 +35,6 @@ USES_OF_STATE = (
     lambda handle: handle.copy_from(handle),
     lambda handle: handle.reset(),
     lambda handle: handle.release(),
-    lambda handle: handle.begin(),
 )
 
 

@@ -67,7 +67,6 @@ class Memory(RuleBasedStateMachine):
             tables = api.BlockTables(MAX_SEQS, num_blocks)
             self.sides.append(SimpleNamespace(api=api, allocator=allocator, pools=pools, tables=tables, states=[]))
         self.stamps = []  # per sequence, of each of its tokens
-        self.saved = []  # per sequence, its stamps when each of its open transactions began
         self.held = []  # blocks held by nobody's table: raw allocations and extra references
         self.next_stamp = 0
         for _ in range(3):
@@ -118,7 +117,6 @@ class Memory(RuleBasedStateMachine):
             limit = None if maximum is None else min(maximum, self.num_blocks)
             side.states.append(side.api.PagedSeqState(side.allocator, self.block_size, limit))
         self.stamps.append([])
-        self.saved.append([])
         self.grow(len(self.stamps) - 1, self.tokens(data))
 
     @precondition(lambda self: self.stamps and len(self.stamps) < MAX_SEQS)
@@ -139,7 +137,6 @@ class Memory(RuleBasedStateMachine):
         for side in self.sides:
             side.states.append(side.api.PagedSeqState(side.allocator, self.block_size))
         self.stamps.append([])
-        self.saved.append([])
         held = -(-tokens // self.block_size)
         wanted = tokens + self.block_size if mistake == 0 else tokens
         adopted = self.both(lambda side: side.states[-1].adopt(side.states[index].blocks[:held], wanted) or True)
@@ -180,7 +177,6 @@ class Memory(RuleBasedStateMachine):
         for side in self.sides:
             side.states.append(side.states[index].fork())
         self.stamps.append(list(self.stamps[index]))
-        self.saved.append([])
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
@@ -208,38 +204,15 @@ class Memory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
-    def begin(self, data):
-        index = self.some(data)
-        if len(self.saved[index]) < 3:
-            self.both(lambda side: side.states[index].begin())
-            self.saved[index].append((list(self.stamps[index]), self.sides[0].states[index].blocks))
-
-    @precondition(lambda self: any(self.saved))
-    @rule(data=st.data(), commit=st.booleans())
-    def end(self, data, commit):
-        """An aborted sequence has the blocks and, as the other invariants see, the bytes that it had."""
-        index = data.draw(st.sampled_from([i for i, saved in enumerate(self.saved) if saved]), label="sequence")
-        stamps, blocks = self.saved[index].pop()
-        if commit:
-            self.both(lambda side: side.states[index].commit())
-        else:
-            self.both(lambda side: side.states[index].abort())
-            self.stamps[index] = stamps
-            assert self.sides[0].states[index].blocks == blocks
-
-    @precondition(lambda self: self.stamps)
-    @rule(data=st.data())
     def handles(self, data):
-        """A handle goes stale when its sequence is released, and not when a transaction takes that back."""
+        """A handle goes stale when its sequence is released."""
         index = self.some(data)
         for side in self.sides:
             state, handle = side.states[index], side.states[index].handle()
-            state.begin()
+            assert handle.state is state
             state.release()
-            late = state.handle()
-            assert handle.is_stale and not late.is_stale
-            state.abort()
-            assert handle.state is state and late.is_stale
+            assert handle.is_stale and not state.handle().is_stale
+        self.stamps[index].clear()
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
@@ -248,7 +221,7 @@ class Memory(RuleBasedStateMachine):
         index = self.some(data)
         for side in self.sides:
             del side.states[index]
-        del self.stamps[index], self.saved[index]
+        del self.stamps[index]
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
@@ -337,9 +310,7 @@ class Memory(RuleBasedStateMachine):
 
     def teardown(self):
         for side in getattr(self, "sides", ()):
-            for state, saved in zip(side.states, self.saved, strict=True):
-                for _ in saved:
-                    state.commit()
+            for state in side.states:
                 state.close()
             side.allocator.free(self.held)
             side.allocator.check()

@@ -281,21 +281,6 @@ cdef int take_room(IdArray *array, Py_ssize_t count) except -1:
     return 0
 
 
-cdef void copy_ids(const int32_t *ids, Py_ssize_t count, IdArray *array) noexcept:
-    """A copy, as another thread may write to the array: NumPy does so without the GIL.
-
-    Without memory the ids are read where they are: what ends a transaction has them to itself and must not fail.
-    """
-    array.count = count
-    array.ids = array.room
-    if count > ROOM:
-        array.ids = array.heap = <int32_t *>PyMem_Malloc(<size_t>count * sizeof(int32_t))
-    if array.ids == NULL:
-        array.ids = <int32_t *>ids
-    else:
-        memcpy(array.ids, ids, <size_t>count * sizeof(int32_t))
-
-
 cdef bint has_format(const char *format, const char *codes) noexcept:
     """Whether a buffer's format is one of these codes in this machine's byte order."""
     if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
@@ -322,7 +307,8 @@ cdef int read_buffer(object blocks, IdArray *array) except -1:
     if (<size_t>view.buf | <size_t>view.strides[0]) % <size_t>view.itemsize:
         return 0
     if view.itemsize == 4 and view.strides[0] == 4:
-        copy_ids(<const int32_t *>view.buf, view.shape[0], array)
+        take_room(array, view.shape[0])  # a copy: NumPy may write to the array without the GIL
+        memcpy(array.ids, view.buf, <size_t>array.count * sizeof(int32_t))
         return 1
     take_room(array, view.shape[0])
     cell = <const char *>view.buf

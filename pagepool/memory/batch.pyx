@@ -4,10 +4,10 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_OK, PP_OVER_MAXIMUM, pp_status
+from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, PP_OVER_MAXIMUM, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.arrays cimport HAS_GIL, read_count, read_counts
-from pagepool.memory.block_table cimport PagedSeqState, snapshot_needs, snapshot_take_over
+from pagepool.memory.block_table cimport PagedSeqState
 from pagepool.memory.page_buffer cimport PageBuffer
 
 from collections import Counter
@@ -17,7 +17,7 @@ import numpy as np
 from pagepool.errors import InvalidBlock
 from pagepool.memory.explain import closed, exhausted
 
-__all__ = ["append_batch", "group_append", "release_batch"]
+__all__ = ["append_batch", "group_append", "group_close", "group_truncate", "release_batch", "require_truncate"]
 
 cdef object empty = np.empty
 cdef object INT64 = np.dtype(np.int64)
@@ -59,10 +59,7 @@ cdef int32_t *room_for(int64_t count) except NULL:
 
 
 cdef int64_t last_to_share(list states) except -1:
-    """How many shared blocks need no copy: the states before have un-shared them when their turn comes.
-
-    What a state un-shares that an open transaction needs stays shared: with that.
-    """
+    """How many shared blocks need no copy: the states before have un-shared them when their turn comes."""
     cdef PagedSeqState state
     cdef int64_t i, end, kept = 0
     cdef int32_t block, count
@@ -75,7 +72,7 @@ cdef int64_t last_to_share(list states) except -1:
                 count = state.allocator.c_ref_count(block)
                 if count > 1 and count - dropped[block] <= 1:
                     kept += 1
-                elif state.snapshot == NULL or not snapshot_needs(state.snapshot, <int32_t>i, block):
+                else:
                     dropped[block] += 1
     return kept
 
@@ -166,31 +163,24 @@ def release_batch(list states not None, bint close=False):
         state = <PagedSeqState>states[i]
         if state.is_closed:
             raise closed(f"sequence {i}", state.label)
-        if state.snapshot == NULL:
-            total += state.num_blocks - state.first_block
-        elif not state.c_holds_all():
-            raise InvalidBlock(f"one of the {state.num_blocks} blocks of sequence {i} was freed by someone else")
+        total += state.num_blocks - state.first_block
     blocks = room_for(total)
     total = 0
     for i in range(n):
         state = <PagedSeqState>states[i]
-        if state.snapshot == NULL:
-            held = state.num_blocks - state.first_block
-            memcpy(blocks + total, state.c_blocks + state.first_block, <size_t>held * sizeof(int32_t))
-            total += held
+        held = state.num_blocks - state.first_block
+        memcpy(blocks + total, state.c_blocks + state.first_block, <size_t>held * sizeof(int32_t))
+        total += held
     status = allocator.c_free_n(blocks, total)
     free(blocks)
     if status != PP_OK:
         raise InvalidBlock(f"one of the {total} blocks of {n} sequences was freed by someone else")
     for i in range(n):
         state = <PagedSeqState>states[i]
-        if state.snapshot == NULL:
-            state.c_forget(0)
-            state.length = 0
-        if close:
-            state.c_close()
-        else:
-            state.c_release()
+        state.c_forget(0)
+        state.length = 0
+        state.generation += 1
+        state.is_closed = close
 
 
 cdef int32_t first_needed(PagedSeqState state, int64_t position) noexcept:
@@ -201,9 +191,7 @@ cdef int32_t first_needed(PagedSeqState state, int64_t position) noexcept:
 cdef bint can_move(PagedSeqState state, int32_t place) noexcept:
     """Whether a block that the window has left is not shared, so that it may hold new tokens at once."""
     cdef int32_t block = state.c_blocks[place]
-    return not state.allocator.c_is_shared(block) and (
-        state.snapshot == NULL or not snapshot_needs(state.snapshot, place, block)
-    )
+    return not state.allocator.c_is_shared(block)
 
 
 cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, int64_t count) noexcept:
@@ -217,7 +205,7 @@ cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, i
         block = state.c_blocks[i]
         if met < count and moved[met] == block:
             met += 1
-        elif state.snapshot == NULL or not snapshot_take_over(state.snapshot, i, block):
+        else:
             state.allocator.c_free(block)
         state.c_blocks[i] = -1
     state.first_block = first
@@ -310,3 +298,39 @@ cdef int give_back(list plans, Py_ssize_t count) except -1:
             total -= 1
             allocator.c_free((<int32_t *>blocks.base)[total])
     return 0
+
+
+cpdef int require_truncate(list states, int64_t length) except -1:
+    """Raises what `group_truncate` would raise; changes nothing."""
+    cdef PagedSeqState state
+    cdef pp_status status
+    cdef Py_ssize_t i
+    for i in range(len(states)):
+        state = <PagedSeqState?>states[i]
+        status = state.c_may_truncate(length)
+        if status != PP_OK:
+            raise state.failed(status, length, 0)
+    return 0
+
+
+def group_truncate(list states not None, int64_t length):
+    """Keeps the first `length` tokens of every state, or changes none of them.
+
+    The states are distinct and may have several allocators. Raises as `PagedSeqState.truncate`. Needs no memory.
+    """
+    cdef Py_ssize_t i
+    require_truncate(states, length)
+    for i in range(len(states)):
+        (<PagedSeqState>states[i]).c_truncate(length)
+
+
+def group_close(list states not None):
+    """Closes every state, or changes none of them. Raises as `PagedSeqState.close`. Needs no memory."""
+    cdef PagedSeqState state
+    cdef Py_ssize_t i
+    for i in range(len(states)):
+        state = <PagedSeqState?>states[i]
+        if not state.is_closed and state.c_may_truncate(0) != PP_OK:
+            raise state.failed(PP_INVALID_BLOCK, 0, 0)
+    for i in range(len(states)):
+        (<PagedSeqState>states[i]).c_close()

@@ -1,4 +1,4 @@
-"""References to blocks that no sequence has: those of a call or a transaction, and those of a prefix cache."""
+"""References to blocks that no sequence has: those of a call, and those of a prefix cache."""
 
 cimport cython
 from cpython.long cimport PyLong_CheckExact
@@ -29,7 +29,7 @@ __all__ = ["BlockRefs", "PrefixMatch", "block_refs"]
 @cython.no_gc
 @cython.auto_pickle(False)
 cdef class BlockRefs:
-    """One reference to each of some blocks, taken at once and given back at once. Internal: see `Transaction`.
+    """One reference to each of some blocks, taken at once and given back at once. Internal.
 
     Each call that takes references takes and notes them in one: no exception, and no signal either, comes between. An
     object that goes gives nothing back.
@@ -106,7 +106,7 @@ cdef class BlockRefs:
         """
         cdef Py_ssize_t count = self.count
         if count and self.allocator.c_free_n(self.ids, count) != PP_OK:
-            raise InvalidBlock(f"one of the {count} blocks of a transaction was freed by someone else")
+            raise InvalidBlock(f"one of the {count} blocks that are held was freed by someone else")
         self.count = 0
 
 

@@ -30,97 +30,6 @@ cdef int64_t MAX_TOKENS = <int64_t>1 << 60  # keeps sums of lengths within 64 bi
 cdef int64_t INVALID = -1, OVER_MAXIMUM = -2
 
 
-cdef TableSnapshot *snapshot_new(
-    const int32_t *table, int32_t first, int32_t end, int64_t length, int64_t generation, TableSnapshot *outer
-) noexcept nogil:
-    cdef size_t count = <size_t>(end - first)
-    cdef TableSnapshot *self = <TableSnapshot *>malloc(sizeof(TableSnapshot) + count * (sizeof(int32_t) + 1))
-    if self != NULL:
-        self.outer = outer
-        self.length = length
-        self.generation = generation
-        self.first = first
-        self.end = end
-        self.blocks = <int32_t *>(self + 1)
-        self.owned = <unsigned char *>(self.blocks + count)
-        memcpy(self.blocks, table + first, count * sizeof(int32_t))
-        memset(self.owned, 0, count)
-    return self
-
-
-cdef bint snapshot_needs(const TableSnapshot *self, int32_t place, int32_t block) noexcept nogil:
-    cdef int32_t i = place - self.first
-    return self.first <= place < self.end and self.blocks[i] == block and not self.owned[i]
-
-
-cdef bint snapshot_take_over(TableSnapshot *self, int32_t place, int32_t block) noexcept nogil:
-    if not snapshot_needs(self, place, block):
-        return False
-    self.owned[place - self.first] = 1
-    return True
-
-
-cdef pp_status snapshot_give_back(
-    TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t begin, int32_t end
-) noexcept nogil:
-    """Checks all counts before any changes: one of the blocks may have been freed by someone else."""
-    cdef int32_t i
-    for i in range(begin, end):
-        if allocator.c_ref_count(table[i]) < 1:
-            return PP_INVALID_BLOCK
-    for i in range(begin, end):
-        if not snapshot_take_over(self, i, table[i]):
-            allocator.c_free(table[i])
-    return PP_OK
-
-
-cdef void snapshot_commit(
-    TableSnapshot *self, BlockAllocator allocator, const int32_t *table, int32_t end, int64_t length
-) noexcept nogil:
-    """Passes the references that the outer snapshot also needs on to it, and drops all others.
-
-    The table may still have a block that this snapshot owns: c_truncate took a second reference, because it cut within
-    the block's tokens. The outer snapshot needs that reference only when the cut is within its own tokens.
-    """
-    cdef TableSnapshot *outer = self.outer
-    cdef int32_t i, place
-    cdef bint whole
-    for i in range(self.end - self.first):
-        if self.owned[i]:
-            place = self.first + i
-            # The table still has the block, and all of the outer snapshot's tokens in it.
-            whole = outer != NULL and length >= outer.length and place < end and table[place] == self.blocks[i]
-            if outer == NULL or whole or not snapshot_take_over(outer, place, self.blocks[i]):
-                allocator.c_free(self.blocks[i])
-    free(self)
-
-
-cdef void snapshot_abort(
-    TableSnapshot *self, BlockAllocator allocator, int32_t *table, int32_t first, int32_t end
-) noexcept nogil:
-    """Frees blocks from the last to the first, so that the allocator hands them out again in the same order."""
-    cdef int32_t i
-    for i in range(end - 1, first - 1, -1):
-        if not snapshot_needs(self, i, table[i]):
-            allocator.c_free(table[i])
-    memset(table, 0, <size_t>end * sizeof(int32_t))
-    for i in range(self.first):
-        table[i] = -1
-    memcpy(table + self.first, self.blocks, <size_t>(self.end - self.first) * sizeof(int32_t))
-    free(self)
-
-
-cdef list snapshot_references(const TableSnapshot *self):
-    cdef list found = []
-    cdef int32_t i
-    while self != NULL:
-        for i in range(self.end - self.first):
-            if self.owned[i]:
-                found.append(self.blocks[i])
-        self = self.outer
-    return found
-
-
 @cython.auto_pickle(False)
 @cython.final
 @cython.no_gc
@@ -165,8 +74,6 @@ cdef class PagedSeqState:
     def __del__(self):  # not __dealloc__, during which weak references still return the object that is being freed
         if self.link.next != NULL:
             self.allocator.c_delist(&self.link)
-        while self.snapshot != NULL:
-            self.c_commit()
         if self.num_blocks and self.c_release() != PP_OK:
             raise InvalidBlock(f"one of the {self.num_blocks} blocks of a dropped sequence was freed by someone else")
 
@@ -244,8 +151,7 @@ cdef class PagedSeqState:
                     self.allocator.c_copy_page(taken[used], old)
                 self.c_blocks[i] = taken[used]
                 used += 1
-                if self.snapshot == NULL or not snapshot_take_over(self.snapshot, <int32_t>i, old):
-                    self.allocator.c_free(old)
+                self.allocator.c_free(old)
         while self.num_blocks < needed:
             self.c_blocks[self.num_blocks] = taken[used]
             self.num_blocks += 1
@@ -263,44 +169,34 @@ cdef class PagedSeqState:
                 offset = 0
                 block += 1
 
-    cdef bint c_holds_all(self) noexcept nogil:
-        cdef int32_t i
-        for i in range(self.first_block, self.num_blocks):
-            if self.allocator.c_ref_count(self.c_blocks[i]) < 1:
-                return False
-        return True
+    cdef bint c_can_keep(self, int64_t new_len) noexcept nogil:
+        if self.is_closed or not 0 <= new_len <= self.length:
+            return False
+        return new_len == 0 or new_len >= <int64_t>self.first_block * self.block_size
 
-    cdef pp_status c_give_back(self, int32_t begin, int32_t end) noexcept nogil:
-        if self.snapshot == NULL:
-            return self.allocator.c_free_n(self.c_blocks + begin, end - begin)
-        return snapshot_give_back(self.snapshot, self.allocator, self.c_blocks, begin, end)
+    cdef pp_status c_may_truncate(self, int64_t new_len) noexcept nogil:
+        cdef int32_t i
+        if not self.c_can_keep(new_len):
+            return PP_INVALID_ARGUMENT
+        for i in range(max(self.c_needed(new_len), self.first_block), self.num_blocks):
+            if self.allocator.c_ref_count(self.c_blocks[i]) < 1:
+                return PP_INVALID_BLOCK
+        return PP_OK
+
+    cdef int32_t c_needed(self, int64_t length) noexcept nogil:
+        return <int32_t>((length + self.block_size - 1) // self.block_size)
 
     cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil:
-        """When a transaction needs the last block and the cut is within the block's tokens, takes a second reference
-        for the transaction, so that the next append copies the page instead of overwriting it."""
         cdef pp_status status
-        cdef int32_t keep, last
-        cdef bint cut = False
-        if not 0 <= new_len <= self.length or self.is_closed:
+        cdef int32_t keep, first
+        if not self.c_can_keep(new_len):
             return PP_INVALID_ARGUMENT
-        if new_len < <int64_t>self.first_block * self.block_size and new_len:
-            return PP_INVALID_ARGUMENT
-        keep = <int32_t>((new_len + self.block_size - 1) // self.block_size)
-        if self.snapshot != NULL and new_len < self.snapshot.length and new_len % self.block_size:
-            last = self.c_blocks[keep - 1]
-            cut = snapshot_needs(self.snapshot, keep - 1, last)
-            if cut:
-                status = self.allocator.c_share_n(&last, 1)
-                if status != PP_OK:
-                    return status
-        status = self.c_give_back(max(keep, self.first_block), self.num_blocks)
+        keep = self.c_needed(new_len)
+        first = max(keep, self.first_block)
+        status = self.allocator.c_free_n(self.c_blocks + first, self.num_blocks - first)
         if status == PP_OK:
-            if cut:
-                snapshot_take_over(self.snapshot, keep - 1, last)
             self.c_forget(keep)
             self.length = new_len
-        elif cut:
-            self.allocator.c_free(last)
         return status
 
     cdef pp_status c_drop_before(self, int64_t position) noexcept nogil:
@@ -310,7 +206,7 @@ cdef class PagedSeqState:
             return PP_INVALID_ARGUMENT
         first = <int32_t>(min(position, self.length) // self.block_size)
         if first > self.first_block:
-            status = self.c_give_back(self.first_block, first)
+            status = self.allocator.c_free_n(self.c_blocks + self.first_block, first - self.first_block)
             if status == PP_OK:
                 for i in range(self.first_block, first):
                     self.c_blocks[i] = -1
@@ -320,8 +216,7 @@ cdef class PagedSeqState:
     cdef pp_status c_release(self) noexcept nogil:
         cdef pp_status status = self.c_truncate(0)
         if status == PP_OK:
-            self.generations += 1
-            self.generation = self.generations
+            self.generation += 1
         return status
 
     cdef pp_status c_close(self) noexcept nogil:
@@ -352,40 +247,6 @@ cdef class PagedSeqState:
         self.num_blocks = keep
         self.first_block = min(self.first_block, keep)
 
-    cdef pp_status c_begin(self) noexcept nogil:
-        cdef TableSnapshot *snapshot
-        if self.is_closed:
-            return PP_INVALID_ARGUMENT
-        snapshot = snapshot_new(
-            self.c_blocks, self.first_block, self.num_blocks, self.length, self.generation, self.snapshot
-        )
-        if snapshot == NULL:
-            return PP_NO_MEMORY
-        self.snapshot = snapshot
-        return PP_OK
-
-    cdef pp_status c_commit(self) noexcept nogil:
-        cdef TableSnapshot *snapshot = self.snapshot
-        if snapshot == NULL:
-            return PP_INVALID_ARGUMENT
-        self.snapshot = snapshot.outer
-        snapshot_commit(snapshot, self.allocator, self.c_blocks, self.num_blocks, self.length)
-        return PP_OK
-
-    cdef pp_status c_abort(self) noexcept nogil:
-        cdef TableSnapshot *snapshot = self.snapshot
-        cdef int32_t first = self.first_block, end = self.num_blocks
-        if snapshot == NULL:
-            return PP_INVALID_ARGUMENT
-        self.snapshot = snapshot.outer
-        self.first_block = snapshot.first
-        self.num_blocks = snapshot.end
-        self.length = snapshot.length
-        self.generation = snapshot.generation
-        self.is_closed = False
-        snapshot_abort(snapshot, self.allocator, self.c_blocks, first, end)
-        return PP_OK
-
     def __reduce__(self):
         refuse_copy(self)
 
@@ -396,16 +257,6 @@ cdef class PagedSeqState:
             return f"<{name}: closed>"
         held = self.num_blocks - self.first_block
         return f"<{name}: {self.length} tokens, {held} blocks of {self.block_size}>"
-
-    @property
-    def open_transactions(self):
-        """The number of open transactions."""
-        cdef const TableSnapshot *snapshot = self.snapshot
-        cdef int count = 0
-        while snapshot != NULL:
-            count += 1
-            snapshot = snapshot.outer
-        return count
 
     @property
     def label(self):
@@ -428,9 +279,9 @@ cdef class PagedSeqState:
             self._label = value
 
     def references(self):
-        """The ids of its blocks, one entry for each reference: those that an open transaction needs still, too."""
+        """The ids of its blocks, one entry for each reference."""
         cdef int32_t first = self.first_block, end = self.num_blocks  # read once: the allocator asks on any thread
-        return list_ids(self.c_blocks + first, end - first) + snapshot_references(self.snapshot)
+        return list_ids(self.c_blocks + first, end - first)
 
     def ensure_capacity(self, target_len):
         """Reserves blocks for `target_len` tokens in all; `len` does not change.
@@ -604,37 +455,6 @@ cdef class PagedSeqState:
         cdef pp_status status = PP_OK if self.is_closed else self.c_close()
         if status != PP_OK:
             raise self.failed(status, 0, 0)
-
-    def begin(self):
-        """Begins a transaction: until its `commit` or `abort`, nothing that `abort` needs is freed or overwritten.
-
-        Every change of the state until then belongs to it. It costs a copy of the ids; `commit` frees the blocks that
-        left the table. Transactions nest, and the inner one ends first. `Transaction` spans several objects. Raises
-        `MemoryError`; then nothing has changed.
-
-        >>> from pagepool import BlockAllocator
-        >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
-        >>> slots = state.append(5)
-        >>> state.begin()
-        >>> state.truncate(2)
-        >>> slots = state.append(9)
-        >>> state.abort()
-        >>> state.blocks, state.len, state.allocator.in_use
-        ([0, 1], 5, 2)
-        """
-        cdef pp_status status = self.c_begin()
-        if status != PP_OK:
-            raise self.failed(status, 0, self.num_blocks)
-
-    def commit(self):
-        """Ends the innermost transaction and keeps its changes. Fails only with `ValueError`, when none is open."""
-        if self.c_commit() != PP_OK:
-            raise ValueError("the sequence is in no transaction")
-
-    def abort(self):
-        """Ends the innermost transaction and undoes its changes. Fails only with `ValueError`, when none is open."""
-        if self.c_abort() != PP_OK:
-            raise ValueError("the sequence is in no transaction")
 
     def handle(self):
         """A `SequenceHandle` to the state, which goes stale when the state is released.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -12,10 +12,9 @@ from pagepool._arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError, StaleHandle, refuse_copy
 from pagepool.memory.allocator import BlockAllocator
-from pagepool.memory.batch import group_append
+from pagepool.memory.batch import group_append, group_close, group_truncate, require_truncate
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.explain import closed
-from pagepool.memory.journal import Participation, run_all
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state import StateHandle
 
@@ -65,101 +64,18 @@ class KvGroup:
 class Checkpoint:
     """A place that a `HybridSequence` can be rolled back to: its `position`, and a copy of its recurrent state."""
 
-    __slots__ = ("_lists", "_state", "position")
+    __slots__ = ("_state", "position")
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, state: StateHandle | None) -> None:
         self.position = position
-        self._state: StateHandle | None = None
-        self._lists = 0  # how many `Checkpoints` have it; the slot of its state goes back with the last of them
+        self._state = state
 
     def __repr__(self) -> str:
         return f"Checkpoint(position={self.position})"
 
-    def _leave(self) -> None:
-        self._lists -= 1
-        if not self._lists and self._state is not None:
+    def _close(self) -> None:
+        if self._state is not None:
             self._state.close()
-
-
-class Checkpoints:
-    """Those of a sequence, or those that an abort of a transaction would bring back: `drop` lets them go.
-
-    All that `drop` needs is made before, since it must not fail.
-    """
-
-    __slots__ = ("_leave", "items")
-
-    def __init__(self, items: tuple[Checkpoint, ...] = ()) -> None:
-        self.items = items
-        self._leave: list[Callable[[], object]] = [known._leave for known in items]
-        for known in items:
-            known._lists += 1
-
-    def drop(self) -> None:
-        """They are no longer needed here."""
-        run_all(self._leave)
-
-
-NO_CHECKPOINTS = Checkpoints()
-
-
-class Parts:
-    """The tables and the recurrent state of a sequence, moved together. What ends a transaction is made before."""
-
-    __slots__ = ("_aborts", "_closes", "_commits", "all", "kv", "state")
-
-    def __init__(self, kv: list[PagedSeqState], state: StateHandle | None) -> None:
-        self.kv = kv
-        self.state = state
-        self.all: list[Any] = kv + ([] if state is None else [state])
-        self._commits: list[Callable[[], object]] = [part.commit for part in self.all]
-        self._aborts: list[Callable[[], object]] = [part.abort for part in self.all]
-        self._closes: list[Callable[[], object]] = [table.close for table in kv]
-
-    def begin(self) -> None:
-        """Begins a transaction on every part; when one raises, on none."""
-        begun = [Participation(part) for part in self.all]
-        undo: list[Callable[[], object]] = [*begun]
-        try:
-            for part in begun:
-                part.begin()
-        except BaseException:
-            run_all(undo)
-            raise
-
-    def commit(self) -> None:
-        """Ends it; what was done stays."""
-        run_all(self._commits)
-
-    def abort(self) -> None:
-        """Ends it; everything is as it was."""
-        run_all(self._aborts)
-
-    def close(self) -> None:
-        """Gives the blocks back."""
-        run_all(self._closes)
-
-    def __enter__(self) -> None:
-        """What is done to the parts within stays, unless it raises."""
-        self.begin()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
-
-
-class Saved:
-    """What a transaction must keep of a sequence so that it can be put back; `outer` is that of the one around it."""
-
-    __slots__ = ("checkpoints", "closed", "len", "outer")
-
-    def __init__(self, length: int, closed: bool, checkpoints: Checkpoints, outer: Saved | None) -> None:
-        self.len = length
-        self.closed = closed
-        self.checkpoints = Checkpoints(checkpoints.items)
-        self.outer = outer
 
 
 class HybridSequence:
@@ -173,8 +89,8 @@ class HybridSequence:
 
     `kv[i]` is the `PagedSeqState` of group i, `state` a `StateHandle` or None. The engine writes keys, values and
     states through them, and moves the sequence with the methods here. `append` gives back the blocks that a window has
-    left, unless a checkpoint needs them. The sequence can take part in a `Transaction`. One thread at a time may use
-    it. Raises `PoolExhausted` when no slot is free for the state, `ValueError` for wrong arguments.
+    left, unless a checkpoint needs them. One thread at a time may use it. Raises `PoolExhausted` when no slot is free
+    for the state, `ValueError` for wrong arguments.
 
     >>> from pagepool import BlockAllocator, KvGroup, StateLayout
     >>> states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
@@ -188,6 +104,7 @@ class HybridSequence:
     (10, [0.0, 0.0], [10, 10])
     """
 
+    _closed = True  # until it is made
     __reduce__ = refuse_copy
 
     def __init__(
@@ -199,9 +116,7 @@ class HybridSequence:
         keep: SupportsIndex = 0,
     ) -> None:
         self._len = 0
-        self._closed = False
-        self._checkpoints = NO_CHECKPOINTS  # positions rise
-        self._saved: Saved | None = None  # of the innermost open transaction
+        self._checkpoints: list[Checkpoint] = []  # positions rise
         self.keep = integer("keep", keep, 0)
         self.groups = groups_of(groups)
         if states is not None and not isinstance(states, SsmStatePool | StateHandle):
@@ -217,18 +132,7 @@ class HybridSequence:
             self.state = states
         elif states is not None:
             self.state = states.acquire(label if isinstance(label, int) and label else 1)
-        try:
-            self._parts = Parts(self.kv, self.state)
-        except BaseException:
-            self._close_parts(states)
-            raise
-
-    def _close_parts(self, given: object = None) -> None:
-        """Of one that cannot be made. A handle that was given stays the caller's."""
-        if self.state is not None and self.state is not given:
-            self.state.close()
-        for table in self.kv:
-            table.close()
+        self._closed = False
 
     @property
     def len(self) -> int:
@@ -243,7 +147,7 @@ class HybridSequence:
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The checkpoints that it can be rolled back to, the oldest first."""
-        return self._checkpoints.items
+        return tuple(self._checkpoints)
 
     def append(self, n: SupportsIndex = 1) -> list[NDArray[np.int64]]:
         """Makes room for n more tokens in every group; returns their slots, one int64 array (n,) for each group.
@@ -278,9 +182,14 @@ class HybridSequence:
             raise ValueError(
                 f"cannot adopt {len(rows)} rows of blocks: there are {len(self.kv)} groups, with {self._len} tokens"
             )
-        with Parts(self.kv, None):
+        adopted = 0
+        try:
             for state, row in zip(self.kv, rows, strict=True):
                 state.adopt(row, length)
+                adopted += 1
+        except BaseException:
+            group_truncate(self.kv[:adopted], 0)
+            raise
         self._len = length
 
     def trim(self) -> None:
@@ -302,9 +211,8 @@ class HybridSequence:
             for state in self.kv:
                 child.kv.append(state.fork())
                 child.kv[-1].label = child.label
-            child._parts = Parts(child.kv, child.state)
         except BaseException:
-            child._close_parts()
+            child.release()
             raise
         child._len = self._len
         return child
@@ -317,29 +225,23 @@ class HybridSequence:
         """
         self._use()
         known = self._checkpoints
-        if known.items and known.items[-1].position == self._len:
-            return known.items[-1]
-        found = Checkpoint(self._len)
-        kept = Checkpoints((*known.items, found))
-        try:
-            if self.state is not None:
-                found._state = self.state.fork()
-        except BaseException:
-            kept.drop()
-            raise
-        self._checkpoints = kept
-        known.drop()
-        return found
+        if not known or known[-1].position < self._len:
+            found = Checkpoint(self._len, None)
+            known.append(found)
+            try:
+                found._state = None if self.state is None else self.state.fork()
+            except BaseException:
+                known.pop()
+                raise
+        return known[-1]
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """Drops a checkpoint and frees its slot. Raises `StaleHandle` for one that is not of this sequence."""
         self._use()
         if not isinstance(checkpoint, Checkpoint):
             raise wrong("checkpoint", "a Checkpoint", checkpoint)
-        known = self._checkpoints
-        find(known.items, checkpoint)
-        self._checkpoints = Checkpoints(tuple(other for other in known.items if other is not checkpoint))
-        known.drop()
+        self._checkpoints.remove(find(self._checkpoints, checkpoint))
+        checkpoint._close()
 
     def rollback(self, to: SupportsIndex | Checkpoint) -> int:
         """Goes back to a `Checkpoint`, or by n tokens; returns the new length.
@@ -351,7 +253,7 @@ class HybridSequence:
         """
         self._use()
         if isinstance(to, Checkpoint):
-            return self._return_to(find(self._checkpoints.items, to).position)
+            return self._return_to(find(self._checkpoints, to).position)
         number = integer("to, unless it is a Checkpoint,", to)
         if not 0 <= number <= self._len:
             raise ValueError(f"cannot roll back {number} of {self._len} tokens")
@@ -377,72 +279,36 @@ class HybridSequence:
         """
         self._use()
         length = integer("len", len, 0, self._len)
-        known = self._checkpoints.items
+        known = self._checkpoints
         if known and known[-1].position > length:
             raise ValueError(f"cannot retract to {length} tokens: a checkpoint is at {known[-1].position}")
         require_tokens(length, self.groups, self.kv)
-        with Parts(self.kv, None):
-            for table in self.kv:
-                table.truncate(length)
+        group_truncate(self.kv, length)
         self._len = length
 
     def release(self) -> None:
-        """Gives everything back for good: other calls then raise `StaleHandle`, a second `release` does nothing."""
+        """Gives everything back for good: other calls then raise `StaleHandle`, a second `release` does nothing.
+
+        Raises `InvalidBlock` when a block was freed by someone else; then nothing has changed. Needs no memory.
+        """
         if self._closed:
             return
-        known = self._checkpoints
-        self._parts.close()
-        self._closed, self._checkpoints = True, NO_CHECKPOINTS
-        known.drop()
-        if self.state is not None and self._saved is None:
+        group_close(self.kv)
+        close_from(0, self._checkpoints)
+        if self.state is not None:
             self.state.close()
+        self._checkpoints.clear()
+        self._closed = True
 
     close = release
 
-    @property
-    def open_transactions(self) -> int:
-        """The number of open transactions."""
-        count, saved = 0, self._saved
-        while saved is not None:
-            count, saved = count + 1, saved.outer
-        return count
-
-    def begin(self) -> None:
-        """Begins a transaction on all parts. Raises `PoolExhausted`, `MemoryError`; then nothing has changed."""
-        self._use()
-        saved = Saved(self._len, self._closed, self._checkpoints, self._saved)
-        try:
-            self._parts.begin()
-        except BaseException:
-            saved.checkpoints.drop()
-            raise
-        self._saved = saved
-
-    def commit(self) -> None:
-        """Ends the innermost transaction; what was done stays. `ValueError` when none is open."""
-        saved = self._last_saved()
-        self._parts.commit()
-        saved.checkpoints.drop()
-        if self._closed and self._saved is None and self.state is not None:
-            self.state.close()
-
-    def abort(self) -> None:
-        """Ends the innermost transaction; everything is as it was. `ValueError` when none is open."""
-        saved = self._last_saved()
-        made, self._checkpoints = self._checkpoints, saved.checkpoints
-        self._len, self._closed = saved.len, saved.closed
-        try:
-            self._parts.abort()
-        finally:
-            made.drop()
-
     def check(self) -> None:
         """Audits the parts against each other. Raises `PoolError` that names a broken equation."""
-        audit(self._len, self.groups, self.kv, [known.position for known in self._checkpoints.items])
+        audit(self._len, self.groups, self.kv, [known.position for known in self._checkpoints])
 
     def stats(self) -> dict[str, int]:
         """Returns a dict: blocks of all groups, slots of states, checkpoints."""
-        checkpoints = self._checkpoints.items
+        checkpoints = self._checkpoints
         return {
             "len": self._len,
             "blocks": sum(len(state.blocks) for state in self.kv),
@@ -454,36 +320,31 @@ class HybridSequence:
     def _starts(self) -> list[int]:
         """The first token that each group must keep."""
         anchor = self._len - self.keep
-        if self._checkpoints.items:
-            anchor = min(anchor, self._checkpoints.items[0].position)
+        if self._checkpoints:
+            anchor = min(anchor, self._checkpoints[0].position)
         return [0 if group.window is None else max(0, anchor - group.window) for group in self.groups]
 
     def _known_at(self, length: int) -> int:
         """The greatest length up to `length` at which the recurrent state is known."""
-        return length if self.state is None or length == self._len else newest(self._checkpoints.items, length)
+        return length if self.state is None or length == self._len else newest(self._checkpoints, length)
 
     def _return_to(self, length: int) -> int:
         if length == self._len:
             return length
         require_tokens(length, self.groups, self.kv)
+        require_truncate(self.kv, length)
         known = self._checkpoints
-        kept = Checkpoints(tuple(one for one in known.items if one.position <= length))
-        try:
-            with Parts(self.kv, None):
-                for table in self.kv:
-                    table.truncate(length)
-                if self.state is not None:
-                    self._restore(self.state, length)
-        except BaseException:
-            kept.drop()
-            raise
+        kept = [one for one in known if one.position <= length]
+        if self.state is not None:
+            self._restore(self.state, length)
+        group_truncate(self.kv, length)
         self._len, self._checkpoints = length, kept
-        known.drop()
+        close_from(len(kept), known)
         return length
 
     def _restore(self, state: StateHandle, length: int) -> None:
         """The state as it was after `length` tokens, 0 or those of a checkpoint."""
-        for known in self._checkpoints.items:
+        for known in self._checkpoints:
             if known.position == length and known._state is not None:
                 state.copy_from(known._state)
                 return
@@ -493,18 +354,8 @@ class HybridSequence:
         if self._closed:
             raise closed("the sequence", self.label)
 
-    def _last_saved(self) -> Saved:
-        saved = self._saved
-        if saved is None:
-            raise ValueError("the sequence is in no transaction")
-        self._saved = saved.outer
-        return saved
-
     def __del__(self) -> None:
-        if hasattr(self, "_parts"):  # the last thing that it is given
-            while self._saved is not None:
-                self.commit()
-            self.release()
+        self.release()
 
 
 def groups_of(groups: Iterable[KvGroup]) -> tuple[KvGroup, ...]:
@@ -518,7 +369,14 @@ def groups_of(groups: Iterable[KvGroup]) -> tuple[KvGroup, ...]:
     return found
 
 
-def find(checkpoints: tuple[Checkpoint, ...], wanted: Checkpoint) -> Checkpoint:
+def close_from(place: int, checkpoints: list[Checkpoint]) -> None:
+    """Frees the slots of the checkpoints from a place on. Needs no memory, and so no iterator."""
+    while place < len(checkpoints):
+        checkpoints[place]._close()
+        place += 1
+
+
+def find(checkpoints: list[Checkpoint], wanted: Checkpoint) -> Checkpoint:
     """`wanted`, which must be one of them: `StaleHandle` when it was given up or is another sequence's."""
     for known in checkpoints:
         if known is wanted:
@@ -526,7 +384,7 @@ def find(checkpoints: tuple[Checkpoint, ...], wanted: Checkpoint) -> Checkpoint:
     raise StaleHandle(f"the checkpoint at {wanted.position} is none of the {len(checkpoints)} of this sequence")
 
 
-def newest(checkpoints: tuple[Checkpoint, ...], length: int) -> int:
+def newest(checkpoints: list[Checkpoint], length: int) -> int:
     """The position of the newest at or before `length`, 0 for 0: at the beginning a state is zeros.
 
     Raises `ValueError`, with both numbers, when the oldest comes later.

@@ -150,8 +150,6 @@ class SequenceSlot:
 class StateHandle:
     """Slot `index` of a pool until it is released; whoever uses the handle later gets `StaleHandle`.
 
-    It takes part in transactions: `begin` keeps a copy of the state in a free slot of the pool, `abort` puts it back.
-
     >>> from pagepool import AttentionSequenceState, SsmStatePool
     >>> pool = SsmStatePool(1, lambda i: AttentionSequenceState(8))
     >>> handle = pool.handle(pool.alloc(request_id=7))
@@ -163,7 +161,7 @@ class StateHandle:
     pagepool.errors.StaleHandle: the handle to slot 0 is of generation 0, the slot is in generation 1
     """
 
-    __slots__ = ("_saved", "generation", "index", "pool")
+    __slots__ = ("generation", "index", "pool")
 
     __reduce__ = refuse_copy
 
@@ -171,21 +169,11 @@ class StateHandle:
         self.pool = pool
         self.index = integer("index", index)
         self.generation: int = pool.generation(index)
-        # A copy in a slot of its own for the innermost open transaction; the `_saved` of that is for the one around it.
-        self._saved: StateHandle | None = None
 
     @property
     def is_stale(self) -> bool:
         """Whether the slot was released since."""
         return not self.pool.is_generation(self.index, self.generation)
-
-    @property
-    def open_transactions(self) -> int:
-        """The number of open transactions."""
-        count, saved = 0, self._saved
-        while saved is not None:
-            count, saved = count + 1, saved._saved
-        return count
 
     @property
     def slot(self) -> SequenceSlot:
@@ -241,34 +229,6 @@ class StateHandle:
         """Gives the slot back. A second call does nothing."""
         if not self.is_stale:
             self.release()
-
-    def begin(self) -> None:
-        """Begins a transaction. Raises `PoolExhausted` when no slot is free for the copy; then nothing has changed."""
-        copy = self.fork()
-        copy._saved, self._saved = self._saved, copy
-
-    def commit(self) -> None:
-        """Ends the innermost transaction; what was done stays. `ValueError` when none is open."""
-        self._last_saved().release()
-
-    def abort(self) -> None:
-        """Ends the innermost transaction; the state is what it was. `ValueError` when none is open.
-
-        A slot that was released meanwhile stays released: it may be another's.
-        """
-        saved = self._last_saved()
-        try:
-            if not self.is_stale:
-                self.copy_from(saved)
-        finally:
-            saved.release()
-
-    def _last_saved(self) -> StateHandle:
-        saved = self._saved
-        if saved is None:
-            raise ValueError(f"slot {self.index} is in no transaction")
-        self._saved = saved._saved
-        return saved
 
     def _use(self) -> None:
         if self.is_stale:

@@ -122,7 +122,7 @@ class BlockAllocator:
         return np.array([self._take() for _ in range(n)], dtype=np.int32)
 
     def block_refs(self) -> BlockRefs:
-        """A new `BlockRefs`, by which a transaction takes references."""
+        """A new `BlockRefs`, by which a scheduler takes references."""
         return BlockRefs(self)
 
     def free(self, blocks: int | Iterable[int]) -> None:
@@ -219,7 +219,7 @@ class BlockAllocator:
 
 
 class BlockRefs:
-    """References to blocks of one allocator, taken at once and given back at once: what a `Transaction` holds.
+    """References to blocks of one allocator, taken at once and given back at once.
 
     references held == one to each block        blocks are given back in the opposite order
 

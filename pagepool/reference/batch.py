@@ -29,7 +29,7 @@ def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None
         for place in state._shared(count):
             key = (state.allocator, state._blocks[place])
             if state.allocator.ref_count(key[1]) - dropped[key] > 1:
-                dropped[key] += not (state._saved and state._saved[-1].needs(place, key[1]))
+                dropped[key] += 1
                 wanted[state.allocator] += 1
     for allocator, blocks in wanted.items():
         allocator.demand(blocks)

@@ -18,7 +18,7 @@ import numpy as np
 
 from pagepool.errors import StaleHandle
 from pagepool.reference.allocator import BlockAllocator, count_of
-from pagepool.reference.snapshot import SequenceHandle, TableSnapshot
+from pagepool.reference.snapshot import SequenceHandle
 
 __all__ = ["BlockTables", "PagedSeqState"]
 
@@ -53,17 +53,14 @@ class PagedSeqState:
         self.max_blocks_per_seq = count_of("max_blocks_per_seq", limit)
         self.len = 0
         self.first_block = 0
-        self.generation = self._generations = 0
+        self.generation = 0
         self.closed = False
         self._blocks: list[int] = []  # of every place, -1 before first_block
-        self._saved: list[TableSnapshot] = []  # of the open transactions, the innermost last
         self._table = np.zeros(self.max_blocks_per_seq, dtype=np.int32)
         allocator.add_owner(self)
 
     def __del__(self) -> None:
         if hasattr(self, "_table"):  # nearly the last thing that __init__ makes
-            while self._saved:
-                self.commit()
             if not self.closed:
                 self.release()
 
@@ -73,8 +70,8 @@ class PagedSeqState:
         return self._blocks[self.first_block :]
 
     def references(self) -> list[int]:
-        """The ids that it has references to, in its table and for its transactions."""
-        return self.blocks + [saved.blocks[place] for saved in self._saved for place in saved.owned]
+        """The ids that it has references to."""
+        return self.blocks
 
     @property
     def block_table(self) -> memoryview:
@@ -113,7 +110,7 @@ class PagedSeqState:
             if index * self.block_size < self.len:
                 self.allocator.copy_page(new, old)
             self._blocks[index] = self._table[index] = new
-            self._drop(index, old)
+            self.allocator.free(old)
         self._extend(self._missing(self.len + n), taken)
         self.len += n
 
@@ -137,7 +134,7 @@ class PagedSeqState:
         self._use()
         first = min(count_of("position", position), self.len) // self.block_size
         for place in range(self.first_block, first):
-            self._drop(place, self._blocks[place])
+            self.allocator.free(self._blocks[place])
             self._blocks[place] = self._table[place] = -1
         self.first_block = max(self.first_block, first)
 
@@ -175,8 +172,7 @@ class PagedSeqState:
         """Gives all blocks back; `len` becomes 0 and the sequence can be used again, under a new generation."""
         self._use()
         self._keep(0)
-        self._generations += 1
-        self.generation = self._generations
+        self.generation += 1
 
     def close(self) -> None:
         """Releases it for good: later uses raise `StaleHandle`."""
@@ -189,41 +185,6 @@ class PagedSeqState:
         self._use()
         return SequenceHandle(self)
 
-    def begin(self) -> None:
-        """Begins a transaction: until it ends, what `abort` needs is neither freed nor written."""
-        self._use()
-        self._saved.append(TableSnapshot(self))
-
-    @property
-    def open_transactions(self) -> int:
-        """The number of open transactions."""
-        return len(self._saved)
-
-    def commit(self) -> None:
-        """Ends the innermost transaction; what left the table is freed, unless the one around it needs it.
-
-        That needs no share in a block that is in the table still, if it was cut behind the tokens to be kept.
-        """
-        saved = self._saved.pop()
-        outer = self._saved[-1] if self._saved else None
-        for place in sorted(saved.owned):
-            block = saved.blocks[place]
-            uncut = outer is not None and self.len >= outer.len and self._blocks[place : place + 1] == [block]
-            if outer is None or uncut or not outer.takes(place, block):
-                self.allocator.free(block)
-
-    def abort(self) -> None:
-        """Ends the innermost transaction; everything is as it was when it began."""
-        saved = self._saved.pop()
-        for place in reversed(range(self.first_block, len(self._blocks))):
-            if not saved.needs(place, self._blocks[place]):
-                self.allocator.free(self._blocks[place])
-        self.closed = False
-        self.len, self.first_block, self.generation = saved.len, saved.first_block, saved.generation
-        self._blocks = saved.blocks
-        self._table[:] = 0
-        self._table[: len(self._blocks)] = self._blocks
-
     def slot(self, token: int) -> int:
         """The slot of a token."""
         return self._blocks[token // self.block_size] * self.block_size + token % self.block_size
@@ -234,19 +195,9 @@ class PagedSeqState:
                 "the sequence was closed" if self.label is None else f"the sequence {self.label!r} was closed"
             )
 
-    def _drop(self, place: int, block: int) -> None:
-        """Drops the table's reference to a block: to the allocator, or to the transaction that may need it again."""
-        if not (self._saved and self._saved[-1].takes(place, block)):
-            self.allocator.free(block)
-
     def _keep(self, tokens: int) -> None:
         kept = self._needed(tokens)
-        if tokens % self.block_size and self._saved and tokens < self._saved[-1].len:
-            # The tokens behind the cut will be overwritten: the transaction shares the block, so that it is copied.
-            if self._saved[-1].takes(kept - 1, self._blocks[kept - 1]):
-                self.allocator.share(self._blocks[kept - 1])
-        for place in range(max(kept, self.first_block), len(self._blocks)):
-            self._drop(place, self._blocks[place])
+        self.allocator.free(self._blocks[max(kept, self.first_block) :])
         self._table[kept : len(self._blocks)] = 0
         del self._blocks[kept:]
         self.first_block = min(self.first_block, kept)

@@ -54,12 +54,6 @@ class HybridSequence:
         self.len = 0
         self.closed = False
         self.checkpoints: list[Checkpoint] = []
-        self._saved: list[tuple[int, bool, list[Checkpoint]]] = []
-
-    @property
-    def open_transactions(self) -> int:
-        """The number of open transactions."""
-        return len(self._saved)
 
     def append(self, n: int = 1) -> list[np.ndarray]:
         """Gives back what the windows have left, then adds n tokens; the slots in every group.
@@ -77,7 +71,8 @@ class HybridSequence:
                 for state, new in zip(self.kv, missing, strict=True)
                 if state.allocator is allocator
             )
-            own = [state._blocks[place] for state, place in self._left(allocator) if self._alone(state, place)][:wanted]
+            left = [state._blocks[place] for state, place in self._left(allocator)]
+            own = [block for block in left if allocator.ref_count(block) == 1][:wanted]
             allocator.demand(wanted - len(own))
             plans.append((allocator, own, wanted - len(own)))
         for allocator, own, new in plans:
@@ -87,7 +82,7 @@ class HybridSequence:
                 if state._blocks[place] in moving:
                     moving.remove(state._blocks[place])
                 else:
-                    state._drop(place, state._blocks[place])
+                    state.allocator.free(state._blocks[place])
                 state._blocks[place] = state._table[place] = -1
                 state.first_block = place + 1
             for state in self.kv:
@@ -169,34 +164,10 @@ class HybridSequence:
             for state in self.kv:
                 state.close()
             self.closed = True
-            self._end()
+            if self.state is not None:
+                self.state.close()
 
     close = release
-
-    def begin(self) -> None:
-        """Begins a transaction on every part, or on none."""
-        self._use()
-        if self.state is not None:
-            self.state.begin()
-        for state in self.kv:
-            state.begin()
-        self._saved.append((self.len, self.closed, list(self.checkpoints)))
-
-    def commit(self) -> None:
-        """Ends the innermost transaction; what was done stays."""
-        *_, before = self._saved.pop()
-        for part in self._parts():
-            part.commit()
-        self._give_back(before)
-        self._end()
-
-    def abort(self) -> None:
-        """Ends the innermost transaction; everything is as it was."""
-        self.len, self.closed, before = self._saved.pop()
-        for part in self._parts():
-            part.abort()
-        made, self.checkpoints = self.checkpoints, before
-        self._give_back(made)
 
     def check(self) -> None:
         """Raises `PoolError` when a table has not the tokens that it must have."""
@@ -205,9 +176,6 @@ class HybridSequence:
             start = max(0, anchor - (group.window or 0))
             if state.len != self.len or state.first_block * state.block_size > start:
                 raise PoolError(f"a table has {state.len} tokens from block {state.first_block} on, not {self.len}")
-
-    def _parts(self) -> list[Any]:
-        return [*self.kv, *([] if self.state is None else [self.state])]
 
     def _starts(self) -> list[int]:
         """The first token that each group needs."""
@@ -220,11 +188,6 @@ class HybridSequence:
             if state.allocator is allocator:
                 for place in range(state.first_block, start // state.block_size):
                     yield state, place
-
-    def _alone(self, state: PagedSeqState, place: int) -> bool:
-        """Whether nobody else needs the block at a place, an abort included."""
-        block = state._blocks[place]
-        return state.allocator.ref_count(block) == 1 and not (state._saved and state._saved[-1].needs(place, block))
 
     def _state_at(self, length: int) -> int:
         """The last length up to this one after which the state is known."""
@@ -256,19 +219,10 @@ class HybridSequence:
         return checkpoint
 
     def _keep_checkpoints(self, kept: list[Checkpoint]) -> None:
-        gone, self.checkpoints = self.checkpoints, kept
-        self._give_back(gone)
-
-    def _give_back(self, checkpoints: list[Checkpoint]) -> None:
-        """The slots of those that neither the sequence has nor an abort needs."""
-        needed = {id(known) for known in chain(self.checkpoints, *[before for *_, before in self._saved])}
-        for known in checkpoints:
-            if id(known) not in needed and known.state is not None:
+        for known in self.checkpoints:
+            if known not in kept and known.state is not None:
                 known.state.close()
-
-    def _end(self) -> None:
-        if self.closed and not self._saved and self.state is not None:
-            self.state.close()
+        self.checkpoints = kept
 
     def _use(self) -> None:
         if self.closed:

@@ -117,7 +117,6 @@ OPERATIONS = {
     "fork": lambda world: world.parent.fork(),
     "adopt": lambda world: PagedSeqState(world.allocator, 4).adopt(world.many, 400),
     "append to groups": lambda world: group_append(world.states, 300, [4, 0]),
-    "begin a transaction": lambda world: world.parent.begin(),
     "owners": lambda world: world.allocator.owners(),
     "truncate": lambda world: world.parent.truncate(2),
     "append_batch": lambda world: append_batch(world.states, [2, 700]),

@@ -221,15 +221,17 @@ def test_all_parts_or_none_when_a_slot_or_a_block_is_missing():
     written = engine.start(range(9))
     written.sequence.checkpoint()
     in_use = engine.allocators[0].in_use
-    for refused in (written.sequence.fork, written.sequence.begin, lambda: engine.start()):
+    for refused in (written.sequence.fork, lambda: engine.start()):
         with refuses(PoolExhausted, 1, 0, 2):
             refused()
-    assert engine.allocators[0].in_use == in_use and all(kv.open_transactions == 0 for kv in written.sequence.kv)
-    written.feed([9])
+    assert engine.allocators[0].in_use == in_use
+    written.feed([9, 10, 11, 12])
     engine.allocators[0].free(written.sequence.kv[1].blocks[-1])
-    with pytest.raises(InvalidBlock, match="freed by someone else"):
-        written.sequence.rollback(written.sequence.checkpoints[0])
-    assert [kv.len for kv in written.sequence.kv] == [10, 10, 10]
+    for refused in (lambda: written.sequence.rollback(written.sequence.checkpoints[0]), written.sequence.release):
+        with pytest.raises(InvalidBlock, match="freed by someone else"):
+            refused()
+    assert [kv.len for kv in written.sequence.kv] == [13, 13, 13]
+    assert written.sequence.state.view(0, "h").tolist() == state_after(range(13)) and engine.states.used_count == 2
     engine.allocators[0].allocate()
     written.sequence.release()
     assert engine.idle()
@@ -247,7 +249,6 @@ def test_one_that_goes_leaves_nothing():
     engine = Engine()
     written = engine.start(range(9))
     written.sequence.checkpoint()
-    written.sequence.begin()
     written.feed([1, 2, 3])
     del written
     assert engine.idle()

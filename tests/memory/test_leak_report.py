@@ -127,7 +127,6 @@ cache.cache_blocks(range(9), state.blocks)
 states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
 hybrid = HybridSequence([KvGroup(pool.allocator, 4)], states, label=7)
 hybrid.append(5)
-hybrid.begin()
 """
 
 
@@ -149,8 +148,8 @@ def test_an_interpreter_that_ends_with_everything_open_says_nothing():
 
 def test_where_a_holder_was_made_is_said_when_asked_for(tmp_path):
     script = tmp_path / "engine.py"
-    script.write_text(PROGRAM + "hybrid.commit()\nhybrid.close()\npool.close()\n")
+    script.write_text(PROGRAM + "hybrid.close()\npool.close()\n")
     program = f"import runpy; runpy.run_path({str(script)!r})"
     said = run(program, "-X", "tracemalloc=3", "-W", "always::ResourceWarning")
-    assert "engine.py:16: ResourceWarning: the pool is closed: sequence 'request 7' holds 3 blocks still" in said
+    assert "engine.py:14: ResourceWarning: the pool is closed: sequence 'request 7' holds 3 blocks still" in said
     assert 'engine.py", lineno 6' in said and "Object allocated at" in said

@@ -66,16 +66,6 @@ def test_check_finds_references_that_nobody_has_and_holders_without_any():
     assert first.len == 10
 
 
-def test_what_an_open_transaction_keeps_belongs_to_its_sequence():
-    allocator, _cache, first, _second = world()
-    first.begin()
-    first.release()
-    assert first.blocks == [] and next(owner[:2] for owner in allocator.owners(2)) == ("sequence", "request 1")
-    allocator.check(others=0)
-    first.abort()
-    allocator.check(others=0)
-
-
 def test_another_holder_is_audited_while_it_lives():
     class Engine:
         kind, label = "engine", "draft"

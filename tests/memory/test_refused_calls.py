@@ -193,7 +193,6 @@ class Hybrid:
         (lambda w: w.empty.adopt([[99]], 4), InvalidBlock, ("block", 99, 40)),
         (lambda w: [w.it.fork(), w.it.fork()], PoolExhausted, (1, 0, 2)),
         (lambda w: w.small.fork(1.5), TypeError, ("label", "int", "str", "None", "float", "1.5")),
-        (lambda w: w.it.commit(), ValueError, ("the sequence is in no transaction",)),
         (lambda w: w.closed.append(1), StaleHandle, ("a",)),
     ],
 )

@@ -25,18 +25,6 @@ def test_a_handle_is_stale_once_its_sequence_was_released():
         _ = again.state
 
 
-def test_generations_never_come_back():
-    state = PagedSeqState(BlockAllocator(8), 4)
-    before = state.handle()
-    state.begin()
-    state.release()
-    inside = state.handle()
-    state.abort()
-    assert before.state is state and inside.is_stale
-    state.release()
-    assert before.is_stale and inside.is_stale and not state.handle().is_stale
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -47,7 +35,6 @@ def test_generations_never_come_back():
         lambda state: state.fork(),
         lambda state: state.adopt([]),
         lambda state: state.release(),
-        lambda state: state.begin(),
         lambda state: state.handle(),
         lambda state: append_batch([state], [1]),
         lambda state: release_batch([state]),

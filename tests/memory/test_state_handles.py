@@ -1,4 +1,4 @@
-"""Slots of recurrent states by handle: stale ones, copies, and states that a transaction puts back."""
+"""Slots of recurrent states by handle: stale ones, and copies."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ from pagepool import (
     AttentionSequenceState,
     InvalidSlot,
     Mamba2SequenceState,
-    PoolExhausted,
     SsmStatePool,
     StaleHandle,
     StateLayout,
@@ -80,7 +79,6 @@ def test_python_states_copy_themselves_or_say_that_they_cannot():
         lambda handle: handle.view(0, "conv"),
         lambda handle: handle.fork(),
         lambda handle: handle.release(),
-        lambda handle: handle.begin(),
         lambda handle: handle.copy_from(handle),
     ],
 )
@@ -99,35 +97,6 @@ def test_a_handle_is_stale_when_its_slot_was_released_even_if_lent_again(use):
     assert states(pool, i)[1] == [5] * 5
     with pytest.raises(InvalidSlot, match="slot 1 is free"):
         pool.handle(1)
-
-
-def test_an_abort_puts_the_state_back_and_a_commit_does_not():
-    pool = SsmStatePool.from_layout(LAYOUT, 3)
-    handle = pool.handle(pool.alloc(7))
-    fill(pool, 0, 1)
-    handle.begin()
-    fill(pool, 0, 2)
-    handle.begin()
-    fill(pool, 0, 3)
-    handle.slot.step()
-    with pytest.raises(PoolExhausted, match="asked for 1 slot, 0 of 3 are free"):
-        handle.begin()
-    handle.abort()
-    assert states(pool, 0)[1] == [2] * 5 and handle.slot.position == 0
-    handle.begin()
-    fill(pool, 0, 4)
-    handle.commit()
-    assert states(pool, 0)[1] == [4] * 5 and pool.used_count == 2
-    handle.abort()
-    assert states(pool, 0)[1] == [1] * 5 and pool.used_count == 1
-    with pytest.raises(ValueError, match="slot 0 is in no transaction"):
-        handle.abort()
-    handle.begin()
-    pool.release(0)
-    taken = pool.alloc(9)
-    fill(pool, taken, 6)
-    handle.abort()  # the slot is another's by now
-    assert states(pool, taken)[1] == [6] * 5 and pool.used_count == 1
 
 
 def test_leaks_and_stats_name_what_is_in_use():
