@@ -29,7 +29,7 @@ import httpx
 from pagepool.cli.output import show
 from pagepool.cluster.ray import serve
 from pagepool.engine import Engine
-from pagepool.integrations.pretrained import load_pretrained
+from pagepool.integrations.transformers.pretrained import load_pretrained
 
 MODEL = Path(__file__).resolve().parent / "tiny_llama"
 PICTURE = Path(__file__).resolve().parents[1] / "build" / "cluster.svg"

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pagepool.engine import Engine
-from pagepool.integrations.pretrained import load_pretrained
+from pagepool.integrations.transformers.pretrained import load_pretrained
 
 TINY = Path(__file__).parent / "tiny_llama"
 SAMPLING = {

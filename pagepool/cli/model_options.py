@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagepool.cli.usage import UsageError, between, file_name, size_in_bytes
 from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
-from pagepool.integrations.pretrained import DTYPES, ModelError, load_pretrained
+from pagepool.integrations.transformers.pretrained import DTYPES, ModelError, load_pretrained
 
 if TYPE_CHECKING:
     from pagepool.engine import Engine

@@ -17,7 +17,7 @@ from pagepool.cluster.ray import serve
 from pagepool.cluster.worker import Worker
 from pagepool.engine import Engine
 from pagepool.engine.tokenizing import Detokenizer
-from pagepool.integrations.pretrained import ModelError
+from pagepool.integrations.transformers.pretrained import ModelError
 from pagepool.transfer import LocalTransfer
 
 SECONDS = 60

@@ -26,7 +26,7 @@ from ray import serve as ray_serve
 
 from pagepool.cluster.ray import serve
 from pagepool.engine import Engine
-from pagepool.integrations.pretrained import load_pretrained
+from pagepool.integrations.transformers.pretrained import load_pretrained
 
 PORT = 8701
 URL = f"http://127.0.0.1:{PORT}"

@@ -15,7 +15,7 @@ import pytest
 import pagepool
 from pagepool import cli
 from pagepool.cli import generate, model_options
-from pagepool.integrations.pretrained import ModelError, load_pretrained
+from pagepool.integrations.transformers.pretrained import ModelError, load_pretrained
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "bench" / "tiny_llama"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagepool._arguments import integer, wrong
-from pagepool.integrations.pretrained import DTYPES, ModelError
+from pagepool.integrations.transformers.pretrained import DTYPES, ModelError
 
 __all__ = ["serve"]
 

@@ -33,7 +33,7 @@ class WorkerReplica:
         from pagepool.cluster.worker import Worker
         from pagepool.engine import Engine
         from pagepool.engine.tokenizing import stop_token_ids_of
-        from pagepool.integrations.pretrained import load_pretrained
+        from pagepool.integrations.transformers.pretrained import load_pretrained
 
         if options["threads"] is not None:
             import_module("torch").set_num_threads(options["threads"])
