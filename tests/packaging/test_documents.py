@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pagepool
@@ -82,6 +83,33 @@ def test_python_and_cython_examples_print_what_the_text_says(path, tmp_path):
         wanted += f"{printed}end of example {number}\n"
     (tmp_path / "program.py").write_text("\n".join(program))
     assert run([sys.executable, "-W", "error", "program.py"], tmp_path) == wanted
+
+
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="docs/ is not beside these tests")
+def test_the_engine_of_the_first_guide_survives_cancelled_requests_and_a_model_that_fails():
+    examples = examples_of(ROOT / "docs/guide/getting-started.md", "python")
+    names = {}
+    exec("".join(source for _, source, _ in examples).partition("system_prompt =")[0], names)
+    scheduler, cache, run, forward = (names[name] for name in ("scheduler", "cache", "run", "forward"))
+    scheduler.cancel(scheduler.add_request([1, 2, 3], max_tokens=8))
+    assert run() == {1: []}
+    prompt = list(range(40))
+    seq_id = scheduler.add_request(prompt, max_tokens=44)
+    wanted = run()[seq_id]
+    cache.reset_prefix_cache()
+
+    def fails_once(tokens):
+        names["forward"] = forward
+        names["pool"].append(0, names["tables"].slot_mapping, *np.full((2, len(tokens), 2, 64), np.nan, np.float32))
+        raise OSError("a device hiccup")
+
+    names["forward"] = fails_once
+    failed, waiting = (scheduler.add_request(prompt, max_tokens=44) for _ in range(2))
+    assert run() == {waiting: wanted} and scheduler.get_sequence(failed) is None
+    scheduler.check()
+    cache.check()
+    names["pool"].allocator.check()
+    assert names["pool"].allocator.in_use == cache.num_cached == 2
 
 
 @with_examples("c")
