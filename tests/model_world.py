@@ -12,8 +12,8 @@ from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoi
 STATES = StateLayout(layers=[{"h": ((2,), "float32")}])
 SLOTS = 12
 KEYS = np.repeat(np.arange(2, dtype=np.float32), 8).reshape(-1, 1, 8)  # a token's key and value say which it is
-# Groups of layers, as allocator, whether its block size is the windows', and window: a model has some of them.
-GROUPS = ((0, False, None), (1, True, 3), (0, True, 5), (1, True, 0))
+# Groups of layers, as allocator and window: a model has some of them.
+GROUPS = ((0, None), (1, 3), (0, 5), (1, 0))
 MODELS = ((0,), (0, 1), (1,), (0, 2), (0, 1, 2), (3, 1))
 
 
@@ -47,8 +47,8 @@ class Core:
             cache, states = api.PrefixCache(allocators[0], self.block_size, policy), api.SsmStatePool
             states = states.from_layout(STATES, SLOTS)
             groups = [
-                KvGroup(allocators[place], self.window_size if small else self.block_size, window, 24)
-                for place, small, window in GROUPS
+                KvGroup(allocators[place], (self.block_size, self.window_size)[place], window, 24)
+                for place, window in GROUPS
             ]
             checkpoints = ReferenceCheckpoints if api is reference else StateCheckpoints
             self.sides.append(
@@ -64,8 +64,8 @@ class Core:
             )
         ours = self.sides[0]
         self.pages = self.pool(self.block_size, ours.allocators[0])
-        small = [self.pool(self.window_size, allocator) for allocator in ours.allocators]
-        self.pools = [small[place] if is_small else self.pages for place, is_small, _ in GROUPS]
+        small = self.pool(self.window_size, ours.allocators[1])
+        self.pools = [(self.pages, small)[place] for place, _ in GROUPS]
         self.sequences = []
         self.hybrids = []
         self.handles = []  # pairs

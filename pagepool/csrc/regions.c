@@ -3,10 +3,19 @@
 
 #include <stdlib.h>
 
+static int32_t block_size_of(const pp_regions *regions) {
+    int32_t size = 0;
+    for (int32_t i = 0; i < regions->count && !size; i++) size = regions->pools[i]->layout.block_size;
+    return size;
+}
+
 pp_status pp_regions_attach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool) {
     pp_status status = PP_OK;
     pp_write_begin(lock);
-    if (regions->count == regions->room) {
+    const int32_t size = block_size_of(regions);
+    if (size && pool->layout.block_size && pool->layout.block_size != size) {
+        status = PP_INVALID_ARGUMENT;
+    } else if (regions->count == regions->room) {
         int32_t room = regions->room ? regions->room * 2 : 4;
         const pp_kv_pool **pools = realloc(regions->pools, (size_t)room * sizeof *pools);
         if (pools) {
@@ -38,17 +47,9 @@ void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst
     pp_read_end(lock);
 }
 
-int32_t pp_regions_other_size(const pp_regions *regions, pp_lock *lock, int32_t block_size) {
-    int32_t other = 0;
+int32_t pp_regions_block_size(const pp_regions *regions, pp_lock *lock) {
     pp_read_begin(lock);
-    for (int32_t i = 0; i < regions->count; i++) {
-        const int32_t size = regions->pools[i]->layout.block_size;
-        if (size == block_size) {
-            other = 0;
-            break;
-        }
-        if (size) other = size;
-    }
+    const int32_t size = block_size_of(regions);
     pp_read_end(lock);
-    return other;
+    return size;
 }

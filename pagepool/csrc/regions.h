@@ -10,11 +10,12 @@
 #include "pagepool/lock.h"
 
 typedef struct pp_regions {
-    const pp_kv_pool **pools;
+    const pp_kv_pool **pools; /* all have the same layout.block_size, or 0: flat pools */
     int32_t count, room; /* count <= room */
 } pp_regions;
 
-/* Adds `pool`, which must stay where it is until it is detached.  PP_NO_MEMORY: nothing has changed. */
+/* Adds `pool`, which must stay where it is until it is detached.  PP_INVALID_ARGUMENT when an attached pool has another
+ * block size, PP_NO_MEMORY; then nothing has changed. */
 pp_status pp_regions_attach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool);
 
 /* Removes `pool`, if it is there, after the copies under way. */
@@ -24,8 +25,7 @@ void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *poo
  * both and not the lock. */
 void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src);
 
-/* 0 when blocks may have `block_size` tokens: an attached pool has such blocks, or none has blocks of tokens at all.
- * Else how many tokens those of one pool have. */
-int32_t pp_regions_other_size(const pp_regions *regions, pp_lock *lock, int32_t block_size);
+/* Tokens of a block in the attached pools; 0 without a pool that has a layout. */
+int32_t pp_regions_block_size(const pp_regions *regions, pp_lock *lock);
 
 #endif

@@ -221,7 +221,8 @@ cdef class BlockAllocator:
     cdef bint c_is_shared(self, int32_t block) noexcept nogil
     # Copies the page of src onto that of dst in every attached pool; the caller holds references to both.
     cdef void c_copy_page(self, int32_t dst, int32_t src) noexcept nogil
-    # `pool` stays where it is until it is detached. PP_NO_MEMORY, PP_INVALID_ARGUMENT: it has fewer pages than ids.
+    # `pool` must stay where it is until it is detached. PP_INVALID_ARGUMENT: it has fewer pages than ids, or another
+    # block size than an attached pool. PP_NO_MEMORY.
     cdef pp_status c_attach(self, const pp_kv_pool *pool) noexcept nogil
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil
     # Pools that are attached, for who holds the GIL.
@@ -237,7 +238,7 @@ cdef class BlockAllocator:
     cdef int32_t c_ids_used(self) noexcept nogil
     # 0 for a free block, -1 for an id out of range.
     cdef int32_t c_ref_count(self, int32_t block) noexcept nogil
-    # 0 when blocks may have so many tokens; else how many those of a pool have.
-    cdef int32_t c_other_block_size(self, int32_t block_size) noexcept nogil
+    # Tokens of a block in the attached pools; 0 without a pool that has a layout.
+    cdef int32_t c_block_size(self) noexcept nogil
     # The tokens of a block that a holder is to have: `block_size`, or if that is None those of a pool, else 16.
     cdef int32_t read_block_size(self, object block_size) except -1

@@ -46,7 +46,7 @@ cdef extern from "regions.h" nogil:
     pp_status pp_regions_attach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_detach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_copy_block(const pp_regions *regions, void *lock, int32_t dst, int32_t src)
-    int32_t pp_regions_other_size(const pp_regions *regions, void *lock, int32_t block_size)
+    int32_t pp_regions_block_size(const pp_regions *regions, void *lock)
 
 
 # Two arrays that both begin at a page have their n-th entries at the same place in it, and a load behind a store to the
@@ -333,19 +333,19 @@ cdef class BlockAllocator:
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil:
         pp_regions_detach(self.regions, &self.lock, pool)
 
-    cdef int32_t c_other_block_size(self, int32_t block_size) noexcept nogil:
-        return pp_regions_other_size(self.regions, &self.lock, block_size)
+    cdef int32_t c_block_size(self) noexcept nogil:
+        return pp_regions_block_size(self.regions, &self.lock)
 
     cdef int32_t c_num_pools(self) noexcept nogil:
         return (<pp_regions_complete *>self.regions).count
 
     cdef int32_t read_block_size(self, object block_size) except -1:
+        cdef int32_t pools = self.c_block_size()
         if block_size is None:
-            return self.c_other_block_size(DEFAULT_BLOCK_SIZE) or DEFAULT_BLOCK_SIZE
+            return pools or DEFAULT_BLOCK_SIZE
         size = integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
-        other = self.c_other_block_size(size)
-        if other:
-            raise ValueError(f"block_size must be {other}, that of the pool with these blocks, not {size}")
+        if pools and pools != size:
+            raise ValueError(f"block_size must be {pools}, that of the pool with these blocks, not {size}")
         return size
 
     def __reduce__(self):

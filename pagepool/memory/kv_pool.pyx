@@ -12,6 +12,7 @@ from pagepool.csrc cimport (
     PP_F32,
     PP_INT4,
     PP_INT8,
+    PP_INVALID_ARGUMENT,
     PP_INVALID_BLOCK,
     PP_INVALID_SLOT,
     PP_OK,
@@ -294,8 +295,21 @@ cdef class KvCachePool:
             raise ValueError(
                 f"the allocator has {allocator.max_capacity} blocks, the pool only {self.c_pool.num_blocks} pages"
             )
-        if allocator.c_attach(&self.c_pool) != PP_OK:
+        status = allocator.c_attach(&self.c_pool)
+        if status == PP_INVALID_ARGUMENT:
+            raise ValueError(
+                f"block_size must be {allocator.c_block_size()}, that of the allocator's other pools, "
+                f"not {self.c_pool.layout.block_size}"
+            )
+        if status != PP_OK:
             raise MemoryError("no memory to attach the pool to its allocator")
+        for holder in allocator.holders() if layout is not None else ():  # made before, when there was no pool to ask
+            if getattr(holder, "block_size", layout.block_size) != layout.block_size:
+                allocator.c_detach(&self.c_pool)
+                raise ValueError(
+                    f"block_size must be {holder.block_size}, that of a {holder.kind} of the allocator, "
+                    f"not {layout.block_size}"
+                )
         if self.allocator is not None:
             self.allocator.c_detach(&self.c_pool)
         self.allocator = allocator
@@ -314,8 +328,8 @@ cdef class KvCachePool:
                     copied. Needed for keys of int4, None for those that are not quantised
 
         A pool with quantised elements, or keys and values of different dtypes, shows its pages as bytes (uint8).
-        Raises `ValueError` when the allocator may have more blocks than the pool pages, or `max_blocks` is below
-        `num_blocks`.
+        Raises `ValueError` when the allocator may have more blocks than the pool pages, when a sequence, a prefix
+        cache or an open pool of the allocator has another block size, or `max_blocks` is below `num_blocks`.
 
         >>> from pagepool import KvLayout
         >>> pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)

@@ -65,13 +65,13 @@ class BlockAllocator:
 
     def read_block_size(self, block_size: int | None) -> int:
         """The tokens of a block that a holder is to have: those of an attached pool, where there is one."""
-        sizes = [pool.layout.block_size for pool in self.attached]
+        pools = max((int(pool.layout.block_size) for pool in self.attached), default=0)
         if block_size is None:
-            return 16 if 16 in sizes or not sizes else int(sizes[0])
+            return pools or 16
         if not count_of("block_size", block_size, 1024):
             raise ValueError("block_size must be from 1 to 1024, not 0")
-        if sizes and block_size not in sizes:
-            raise ValueError(f"block_size must be {sizes[0]}, that of the pool with these blocks, not {block_size}")
+        if pools and block_size != pools:
+            raise ValueError(f"block_size must be {pools}, that of the pool with these blocks, not {block_size}")
         return block_size
 
     @property

@@ -95,6 +95,10 @@ class KvCachePool:
         pool._init(layout.page_size, layout.dtype, allocator, layout, pages)
         if allocator.max_capacity > pages:
             raise ValueError(f"the allocator has {allocator.max_capacity} blocks, the pool has {pages} pages")
+        allocator.read_block_size(layout.block_size)
+        for owner in allocator._owners:  # made before, when there was no pool to ask
+            if owner.block_size != layout.block_size:
+                raise ValueError(f"block_size must be {owner.block_size}, not {layout.block_size}")
         allocator.attached.add(pool)
         return pool
 

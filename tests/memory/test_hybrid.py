@@ -68,7 +68,7 @@ class Engine:
     def __init__(self, blocks=24, slots=8, windows=(None, 5, 0), sizes=(4, 4, 2), shared=True, states=True):
         self.allocators = [BlockAllocator(blocks) for _ in range(len(windows))]
         if shared:
-            self.allocators = self.allocators[:1] * len(windows)
+            self.allocators, sizes = self.allocators[:1] * len(windows), sizes[:1] * len(windows)
         self.pools = []
         for allocator, size in zip(self.allocators, sizes, strict=True):
             layout = KvLayout(1, 1, 8, block_size=size, dtype="float32")
@@ -238,7 +238,7 @@ def test_all_parts_or_none_when_a_slot_or_a_block_is_missing():
 
 
 def test_parts_that_were_moved_one_by_one_are_found():
-    written = Engine(blocks=40).start(range(9))
+    written = Engine(blocks=40, shared=False).start(range(9))
     written.sequence.kv[1].append(1)
     with refuses(PoolError, 10, 9):
         written.sequence.check()

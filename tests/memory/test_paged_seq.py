@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from refusals import refuses
 
+import pagepool
 from pagepool import (
     BlockAllocator,
     HybridSequence,
@@ -18,6 +19,7 @@ from pagepool import (
     PrefixCache,
     Scheduler,
     SchedulerConfig,
+    reference,
 )
 from pagepool.memory.batch import append_batch
 
@@ -365,10 +367,30 @@ def test_a_sequence_has_blocks_of_as_many_tokens_as_the_pool_of_its_allocator():
             make(pool.allocator, 16)
     with refuses(ValueError, "block_size", 32, 16):
         Scheduler(SchedulerConfig(block_size=16), pool.allocator)
-    other = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=16), 4, pool.allocator)
-    assert [PagedSeqState(pool.allocator, size).block_size for size in (None, 16, 32)] == [16, 16, 32]
-    with refuses(ValueError, 8):
-        PagedSeqState(pool.allocator, 8)
-    del other
     pool.close()
     assert PagedSeqState(pool.allocator).block_size == PagedSeqState(KvCachePool(8, 2).allocator).block_size == 16
+
+
+@pytest.mark.parametrize("package", [pagepool, reference], ids=["compiled", "reference"])
+def test_an_allocator_has_one_block_size(package):
+    layouts = [KvLayout(1, 1, 8, block_size=size, dtype="float32") for size in (8, 16)]
+    allocator = package.BlockAllocator(4)
+    pool = package.KvCachePool.from_layout(layouts[0], 4, allocator)
+    with refuses(ValueError, "block_size", 8, 16):
+        package.KvCachePool.from_layout(layouts[1], 4, allocator)
+    second = package.KvCachePool.from_layout(layouts[0], 4, allocator)
+    del pool, second
+    third = package.KvCachePool.from_layout(layouts[1], 4, allocator)
+    state = package.PagedSeqState(allocator)
+    del third
+    with refuses(ValueError, "block_size", 16, 8):  # slots of the sequence would be in wrong blocks
+        package.KvCachePool.from_layout(layouts[0], 4, allocator)
+    assert state.block_size == 16
+
+
+def test_closed_and_flat_pools_have_no_block_size():
+    flat = KvCachePool(8, 4)
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=8), 4, flat.allocator)
+    assert PagedSeqState(flat.allocator).block_size == 8
+    pool.close()
+    KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=32), 4, flat.allocator)
