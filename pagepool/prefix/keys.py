@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pagepool._arguments import wrong
+
 __all__ = ["root_key", "root_name"]
 
 
 def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
     """Salt and keys as bytes that are equal only for equal ones: each with its type and its length before it.
 
-    Raises `TypeError` for a key that is no str, bytes, bool, int or None.
+    Raises `TypeError` for any other type than str, bytes, bool, int and None; also for integers and strings of NumPy,
+    since keys of different types are different keys.
 
     >>> root_key(None, ("ab", "c")) == root_key(None, ("a", "bc"))
     False
@@ -20,7 +23,7 @@ def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
     """
     if isinstance(extra_keys, (str, bytes)) or not isinstance(extra_keys, Iterable):
         raise TypeError(f"extra_keys must be a sequence of keys, not {type(extra_keys).__name__}")
-    return b"".join([_framed(cache_salt), *map(_framed, extra_keys)])
+    return b"".join([_framed("cache_salt", cache_salt), *[_framed("a key of extra_keys", key) for key in extra_keys]])
 
 
 def root_name(key: bytes) -> bytes:
@@ -34,7 +37,7 @@ def root_name(key: bytes) -> bytes:
     return blake2b(key, digest_size=16).digest()
 
 
-def _framed(key: Any) -> bytes:
+def _framed(name: str, key: Any) -> bytes:
     kind = type(key)
     if key is None:
         tag, text = b"n", b""
@@ -45,5 +48,5 @@ def _framed(key: Any) -> bytes:
     elif kind is bool or kind is int:
         tag, text = (b"t" if kind is bool else b"i"), b"%d" % key
     else:
-        raise TypeError(f"a salt or an extra key must be str, bytes, bool, int or None, not {kind.__name__}")
+        raise wrong(name, "str, bytes, bool, int or None", key)
     return tag + len(text).to_bytes(8, "little") + text

@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 
+from pagepool._arguments import wrong
 from pagepool.prefix.keys import root_name
 
 __all__ = ["NodeTable", "token_row"]
@@ -383,7 +384,8 @@ cdef class NodeTable:
 def token_row(tokens):
     """Token ids as a contiguous int32 array (n,), the one given where it is such.
 
-    Raises `TypeError` for what are no integers, `ValueError` for several dimensions or an id beyond 32 bits.
+    Raises `TypeError` for anything but a sequence of integers, `ValueError` for several dimensions or an id beyond 32
+    bits.
 
     >>> token_row([5, 7])
     array([5, 7], dtype=int32)
@@ -392,6 +394,8 @@ def token_row(tokens):
     if row is not None:
         return row
     row = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
+    if row.ndim == 0:  # text, an iterator, a set, a number
+        raise wrong("tokens", "a sequence of integers", tokens)
     if row.ndim != 1:
         raise ValueError(f"tokens must have 1 dimension, not {row.ndim}")
     if row.dtype == INT32:

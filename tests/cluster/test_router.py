@@ -412,7 +412,7 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
         ),
         (lambda r: r.restore("a", 1, [], load=0, room=0), TypeError, "snapshot must be a PrefixSnapshot, not list: []"),
         (lambda r: r.choose(["a"]), TypeError, "tokens must be integers, not <U1"),
-        (lambda r: r.choose([1], cache_salt=0.5), TypeError, "a salt or an extra key must be str, bytes, bool, int"),
+        (lambda r: r.choose([1], cache_salt=0.5), TypeError, "cache_salt must be str, bytes, bool, int"),
         (lambda r: r.report(None, 0), TypeError, "choice must be a Choice, not None"),
         (lambda r: r.report(Choice("a", 0), -1), ValueError, "found_tokens must be at least 0, not -1"),
     ],

@@ -298,6 +298,11 @@ def test_a_second_block_for_the_same_tokens_stays_with_its_sequence(cache):
         ([1] * 8, [0, -1], InvalidBlock, "block -1 is out of range"),
         ([1] * 8, [0, 0], InvalidBlock, "block 0, given at 1, is cached already"),
         ([1] * 8, [0, 1], InvalidBlock, "block 1, given at 1, is cached already, for other tokens"),
+        ("12345678", [0, 2], TypeError, "tokens .*str: '12345678'"),
+        (b"12345678", [0, 2], TypeError, "tokens .*bytes"),
+        (iter([1] * 8), [0, 2], TypeError, "tokens .*iterator"),
+        (set(range(8)), [0, 2], TypeError, "tokens .*set"),
+        (8, [0, 2], TypeError, "tokens .*int: 8"),
         ([1.5] * 8, [0, 2], TypeError, "tokens must be integers, not float64"),
         ([[1] * 8], [0, 2], ValueError, "tokens must have 1 dimension, not 2"),
         ([2**31] * 8, [0, 2], ValueError, "token 2147483648 has more than 32 bits"),
@@ -318,7 +323,12 @@ def test_a_refused_call_changes_nothing(cache, tokens, blocks, error, message):
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [({"cache_salt": 1.5}, "not float"), ({"extra_keys": "lora"}, "not str"), ({"extra_keys": ([],)}, "not list")],
+    [
+        ({"cache_salt": 1.5}, "cache_salt .*float: 1.5"),
+        ({"cache_salt": np.int64(1)}, "cache_salt .*int64"),
+        ({"extra_keys": "lora"}, "extra_keys .*str"),
+        ({"extra_keys": ([],)}, "extra_keys .*list"),
+    ],
 )
 def test_keys_of_other_types_are_refused(cache, names, message):
     for call in (cache.match_prefix, cache.touch, lambda tokens, **names: cache.cache_blocks(tokens, [0], **names)):
