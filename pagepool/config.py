@@ -23,10 +23,8 @@ GROUP = 16
 MAX_BLOCK_SIZE = 1024
 MAX_COUNT = 2**31 - 1
 CHOICES = {
-    "schedule": ("chunked", "prefill-first"),
     "policy": ("priority", "fcfs", "lpm", "fair"),
     "admission": ("prompt", "whole"),
-    "cache_outputs": ("full", "end"),
 }
 PREEMPTION_ACTIONS = ("partial",)
 MAX_HEAD_DIM = 1024
@@ -225,20 +223,14 @@ class SchedulerConfig:
     max_batch_tokens      the most tokens of one step, prefill and decode together
     max_batch_sequences   the most sequences of one step; each takes at least one of the step's tokens
     max_prefill_tokens    the most prompt tokens of one sequence in one step (its chunk)
-    max_prefill_backlog   no request is admitted while active prompts have this many tokens to read; None: no bound
     block_size            tokens per block, if the scheduler is not given a pool with a layout
     watermark             share of the blocks that stays free when a request is admitted while others run
-    schedule              "chunked": prefills and decodes share a step and take turns; "prefill-first": while an
-                          admitted prompt is unread, steps hold only prompts, whole ones while they fit, and decodes
-                          stand still
     policy                which request goes next: "priority" (lower number first, then first come), "fcfs" (first
                           come), "lpm" (longest cached prefix), "fair" (the tenant that was served the fewest tokens)
     max_wait_steps        a request that has waited this many steps is not overtaken by a later one, whatever the
                           policy, nor preempted for one, and waits for no blocks that another computes; None: no bound
     admission             "prompt": a request is admitted when its prompt fits; "whole": when all that it may ever need
                           fits beside what the others may need, so that nothing is preempted
-    cache_outputs         when others may find the blocks of generated tokens, with a prefix cache: "full": as soon as a
-                          block is full; "end": when the request has ended or is preempted. Prompts: always at once
     lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
     tenants               a `Tenant` for each tenant's name; a tenant without one has no bounds and weight 1
     preemption_actions    what a preempted sequence may do besides giving all its blocks to be recomputed. "partial":
@@ -252,14 +244,11 @@ class SchedulerConfig:
     max_batch_tokens: int = 512
     max_batch_sequences: int = 8
     max_prefill_tokens: int = 256
-    max_prefill_backlog: int | None = None
     block_size: int = 16
     watermark: float = 0.01
-    schedule: str = "chunked"
     policy: str = "priority"
     max_wait_steps: int | None = 10_000
     admission: str = "prompt"
-    cache_outputs: str = "full"
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
     preemption_actions: tuple[str, ...] = ()
@@ -268,9 +257,6 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
-        if self.max_prefill_backlog is not None:
-            backlog = integer("max_prefill_backlog", self.max_prefill_backlog, 1)
-            object.__setattr__(self, "max_prefill_backlog", backlog)
         object.__setattr__(self, "block_size", integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
         if not 0.0 <= real("watermark", self.watermark) < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")

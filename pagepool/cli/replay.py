@@ -156,7 +156,7 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
             about = ClusterOptions(options.workers, route, options.staleness or 0, link, options.seed)
             arrivals = Users(trace, options.users) if options.users else OpenLoop(trace)
             with _as_usage_errors(path):
-                config = _config(trace, options, blocks)
+                config = _config(options)
                 cluster = Cluster(trace, config, options.cost, arrivals, blocks, policy, about)
             cluster.run(show)
             clusters.append(cluster)
@@ -187,19 +187,14 @@ def _num_blocks(trace: Trace, options: argparse.Namespace) -> int:
     return max(DEFAULT_BLOCKS, needed) if options.blocks is None else int(options.blocks)
 
 
-def _config(trace: Trace, options: argparse.Namespace, blocks: int) -> SchedulerConfig:
-    """The scheduler's, over a pool of so many blocks."""
-    size = options.block_size or DEFAULT_BLOCK_SIZE
-    longest = min(trace.longest() + 1, blocks * size)
-    budget = options.budget if options.schedule == "chunked" else max(options.budget, longest)
+def _config(options: argparse.Namespace) -> SchedulerConfig:
+    """The scheduler's."""
     return SchedulerConfig(
         max_sequences=options.max_batch,
         max_batch_sequences=options.max_batch,
-        max_batch_tokens=budget,
-        max_prefill_tokens=budget,
-        max_prefill_backlog=budget,
-        block_size=size,
-        schedule=options.schedule,
+        max_batch_tokens=options.budget,
+        max_prefill_tokens=options.budget,
+        block_size=options.block_size or DEFAULT_BLOCK_SIZE,
         policy=options.order or "fcfs",
     )
 
@@ -214,7 +209,7 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
     if options.blocks is None and geometry is not None:
         blocks = min(blocks, ATTEND_BYTES // geometry.layout(size, options.dtype).block_bytes)
     longest = min(trace.longest() + 1, blocks * size)  # longer ones are refused
-    config = _config(trace, options, blocks)
+    config = _config(options)
     attention = None
     if geometry is None:
         allocator = memory.BlockAllocator(blocks)

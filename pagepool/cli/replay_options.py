@@ -117,13 +117,6 @@ def _add_pool(group: Any) -> None:
     add("--budget", type=between(1, MAX_BUDGET), default=512, metavar="N", help="tokens per step; default: 512")
     add("--max-batch", type=between(1, MAX_BATCH), default=256, metavar="N", help="running sequences; default: 256")
     add(
-        "--schedule",
-        choices=("chunked", "prefill-first"),
-        default="chunked",
-        help="chunked (default): chunks of prompts share steps with decodes; prefill-first: while a prompt waits, "
-        "steps hold whole prompts only, and the budget is raised to the longest of them",
-    )
-    add(
         "--cost",
         type=_cost,
         default=CostModel(),

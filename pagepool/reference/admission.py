@@ -41,14 +41,12 @@ class Admission(Preemption):
         self.num_gone += 1
 
     def _admit(self) -> None:
-        """Admit as many as places, backlog, quotas and blocks allow; no request overtakes the next one."""
+        """Admit as many as places, quotas and blocks allow; no request overtakes the next one."""
         config = self.config
         for known in self.waiting:
             if known.awaits is not None and (self._is_aged(known) or not self._is_coming(*known.awaits)):
                 known.awaits = None
         while self.waiting and len(self.ring) < config.max_sequences:
-            if config.max_prefill_backlog is not None and self._unread() >= config.max_prefill_backlog:
-                return
             request, is_aged = self._next()
             if request is None or (self.states is not None and not self.states.free_count):
                 return
@@ -214,9 +212,6 @@ class Admission(Preemption):
             wanted += SPARE_BLOCKS * len(self.ring)
         left = self.available() - self._promised() - wanted
         return left >= int(capacity * config.watermark)
-
-    def _unread(self) -> int:
-        return sum(request.prefill_end - request.fed for request in self._prefills())
 
     def _promised(self) -> int:
         return sum(self.blocks_for(r.prefill_end) - self.blocks_for(r.fed) for r in self._prefills())

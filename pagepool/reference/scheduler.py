@@ -267,15 +267,11 @@ class Scheduler(Admission):
     def _close(self, batch: Batch) -> None:
         """It was run: slots of drafts go back, and the blocks that it filled are published, in the order of ids."""
         self.outstanding = None
-        for row, request in sorted(enumerate(batch.requests), key=lambda pair: pair[1].id):
+        for request in sorted(batch.requests, key=lambda request: request.id):
             if request.kv is None:
                 continue
             self._cut(request)
-            if self.config.cache_outputs == "end":
-                if batch.is_prefill[row]:
-                    count = min(request.fed, len(request.prompt_tokens))
-                    self.publish(request, count, self.time)
-            elif request.fed // self.block_size > request.published and not request.has_ended:
+            if request.fed // self.block_size > request.published and not request.has_ended:
                 self.publish(request, request.fed, self.time)
         for request in sorted(batch.requests[batch.num_decodes :], key=lambda request: request.id):
             while request.stops and request.stops[0][0] <= request.fed:
@@ -346,8 +342,6 @@ class Scheduler(Admission):
     def _pick(self) -> tuple[list[Request], list[Request], list[Request] | None]:
         """Decodes and prefills of the step; and when not all have a place, those that go to the end of the ring."""
         prefills = self._prefills()
-        if self.config.schedule == "prefill-first" and prefills:
-            return [], prefills, None
         places = min(self.config.max_batch_sequences, self.config.max_batch_tokens)
         if len(self.ring) <= places:
             return [request for request in self.ring if request.state == "decoding"], prefills, None
@@ -368,10 +362,7 @@ class Scheduler(Admission):
         rows = decode_rows(decodes, self.config.lookahead)
         most = self.config.max_batch_tokens if self.groups is None else self.step
         unread = [(r.stops[0][0] if r.stops else r.prefill_end) - r.fed for r in prefills]
-        if prefills and self.config.schedule == "prefill-first":
-            counts = whole_prompts(unread, self.config)
-        else:
-            counts = share_tokens([min(new + drafts, most) for new, drafts in rows], unread, self.config)
+        counts = share_tokens([min(new + drafts, most) for new, drafts in rows], unread, self.config)
         batch = Batch(num_tokens=counts, num_decodes=len(decodes))
         for request, count, (new, drafts) in zip(decodes, counts, rows, strict=False):
             grow = min(count, new + drafts)
@@ -406,18 +397,4 @@ def share_tokens(decodes: list[int], prefills: list[int], config: SchedulerConfi
         extra = max(0, min(most - 1, left))
         counts.append(1 + extra)
         left -= extra
-    return counts
-
-
-def whole_prompts(prefills: list[int], config: SchedulerConfig) -> list[int]:
-    """Whole prompts, in order, while they fit; only the first may be cut."""
-    counts: list[int] = []
-    for unread in prefills[: config.max_batch_sequences]:
-        count = min(unread, config.max_prefill_tokens)
-        left = config.max_batch_tokens - sum(counts)
-        if count > left and counts:
-            break
-        counts.append(min(count, left))
-        if count > left:
-            break
     return counts

@@ -26,14 +26,13 @@ class ActiveSequences:
     The last of n is reached after at most ceil(2 n / P) <= 2 * ceil(n / P) steps.
 
     Invariants, between calls: the ring has every active sequence once, `prefills` those that are PREFILLING, by id, in
-    the order of admission; over the prefills, `unread` is the sum of the tokens that they have yet to read and
-    `promised` that of the blocks which these need; `reserved` is the sum, over all, of the blocks that they may ever
-    need; `num_gone` have left so far. A step costs O(places), a sequence that leaves O(active).
+    the order of admission. `promised` is the number of blocks that the prefills need for the tokens that they have yet
+    to read. `reserved` is the number of blocks that all active sequences may ever need. `num_gone` sequences have left
+    so far. A step costs O(places), a sequence that leaves O(active).
     """
 
     def __init__(self, config: SchedulerConfig, blocks_for: Callable[[int], int]) -> None:
         self._places = min(config.max_batch_sequences, config.max_batch_tokens)
-        self._prefill_first = config.schedule == "prefill-first"
         self._blocks_for = blocks_for
         self._taken: list[Sequence] | None = None  # those that a step by turns has taken out of the ring
         self._prefill_next = True
@@ -42,7 +41,6 @@ class ActiveSequences:
         self.ring: deque[Sequence] = deque()
         self.prefills: dict[int, Sequence] = {}
         self.num_gone = 0
-        self.unread = 0
         self.promised = 0
         self.reserved = 0
 
@@ -85,8 +83,6 @@ class ActiveSequences:
         """The decodes and the prefills of the next step. When not all have a place, those that have one are out of the
         ring until `put_back`."""
         ring, places, prefills = self.ring, self._places, list(self.prefills.values())
-        if self._prefill_first and prefills:
-            return Decodes([]), prefills
         if len(ring) <= places:
             if self._decodes is None:
                 self._decodes = Decodes([seq for seq in ring if seq.state is DECODING])
@@ -122,7 +118,6 @@ class ActiveSequences:
             return
         self._prefills_before = list(self.prefills)
         for seq, before in zip(batch._sequences[first:], batch._fed_before[first:], strict=True):
-            self.unread -= seq.fed - before
             self.promised -= blocks_for(seq.fed) - blocks_for(before)
             if seq.fed == seq._prefill_end:
                 seq.state = DECODING
@@ -153,12 +148,10 @@ class ActiveSequences:
             "active sequences": sorted(seq.id for seq in self.ring),
             "sequences taken for a step": self._taken,
             "prefills": sorted(self.prefills),
-            "unread tokens": self.unread,
             "promised blocks": self.promised,
             "reserved blocks": self.reserved,
         }
 
     def _owe(self, seq: Sequence, sign: int) -> None:
         """Add to the sums, or with -1 take from them, what a prefill has yet to read."""
-        self.unread += sign * (seq._prefill_end - seq.fed)
         self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq.fed))

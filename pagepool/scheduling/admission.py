@@ -1,4 +1,4 @@
-"""Which waiting requests become active: as many as the places, the backlog of prompts, quotas and blocks allow."""
+"""Which waiting requests become active: as many as the places, quotas and blocks allow."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ class Admission:
     def admit(self, now: int) -> None:
         """Admit until the next one has to wait."""
         config, active, waiting = self.config, self.active, self.waiting
-        backlog = config.max_prefill_backlog
         waiting.resume(now, self.prefix.will_publish)
-        while len(waiting) and len(active) < config.max_sequences and (backlog is None or active.unread < backlog):
+        while len(waiting) and len(active) < config.max_sequences:
             seq = waiting.peek(self, now, self.tenants.may_start)
             if seq is None:
                 return

@@ -9,7 +9,7 @@ from typing import Any
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.request import Sequence
 
-__all__ = ["Decodes", "ScheduledBatch", "build_batch", "share_tokens", "whole_prompts"]
+__all__ = ["Decodes", "ScheduledBatch", "build_batch", "share_tokens"]
 
 
 class ScheduledBatch:
@@ -153,11 +153,7 @@ def build_batch(
     if step:
         most = [min(count, step) for count in most]
     unread = [seq._next_end - seq.fed for seq in prefills]
-    if prefills and config.schedule == "prefill-first":
-        counts = whole_prompts(unread, config)
-        prefills = prefills[: len(counts)]
-    else:
-        counts = share_tokens(most, unread, config)
+    counts = share_tokens(most, unread, config)
     grow = fed = counts[:size]
     wants = [True] * size
     if grow != new:  # a decode without a new token, with drafts, or over the budget
@@ -206,27 +202,6 @@ def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfi
         extra = min(unread - 1, config.max_prefill_tokens - 1, left)
         counts.append(1 + extra)
         left -= extra
-    return counts
-
-
-def whole_prompts(prefills: Many[int], config: SchedulerConfig) -> list[int]:
-    """The tokens of the first of `prefills` for a step of prompts only; the answer may be shorter than `prefills`.
-
-    Prompts are taken whole, in order, while they fit. Only the first may be cut: when it alone is over the budget.
-
-    >>> whole_prompts([60, 30, 20], SchedulerConfig(max_batch_tokens=100, max_prefill_tokens=100))
-    [60, 30]
-    """
-    counts: list[int] = []
-    left = config.max_batch_tokens
-    for unread in prefills[: config.max_batch_sequences]:
-        chunk = min(unread, config.max_prefill_tokens)
-        if chunk > left:
-            if not counts:
-                counts.append(left)
-            break
-        counts.append(chunk)
-        left -= chunk
     return counts
 
 

@@ -35,21 +35,19 @@ NEEDED = (
 class PrefixAdapter:
     """What a scheduler does with a `PrefixCache` over its pool; with None nothing is found and nothing published.
 
-    A block is published when its last token is stored for certain: when the step that filled it is committed, or, if it
-    holds outputs and `outputs` is "end", when the sequence ends or is preempted. A block that a sequence holds is never
-    evicted. When the cache is told to forget blocks, what sequences have computed by then may follow from wrong ones:
-    they publish nothing more until they begin anew.
+    A block is published when its last token is stored for certain: when the step that filled it is committed. A block
+    that a sequence holds is never evicted. After the cache is told to forget blocks, sequences publish nothing more
+    until they begin anew: what they have computed by then may follow from wrong blocks.
 
     Of sequences with several groups the cache has the blocks of each under a key of its own, the number of the group,
     and a prefix is found as far as every group has it. Blocks that a window has left stay cached until others need
     room.
     """
 
-    def __init__(self, cache: Any, blocks: BlockManager, outputs: str, checkpoints: Any = None) -> None:
+    def __init__(self, cache: Any, blocks: BlockManager, checkpoints: Any = None) -> None:
         self.cache = cache
         self.checkpoints = checkpoints
         self._blocks: Any = blocks
-        self._prompts_only = outputs == "end"
         self._now = 0.0
         self._has_ttl = False
         if cache is None:
@@ -232,11 +230,6 @@ class PrefixAdapter:
         if self.cache is None:
             return
         size = self._blocks.block_size
-        if self._prompts_only:
-            for seq in sorted(batch._sequences[batch.num_decodes :], key=by_id):
-                if seq.kv is not None:
-                    self.publish(seq, min(seq.fed, len(seq.prompt_tokens)))
-            return
         filled = [seq for seq in batch._sequences if seq.fed // size > seq._published and seq.kv is not None]
         for seq in sorted(filled, key=by_id):
             if not seq._has_ended:  # those end anyhow

@@ -110,7 +110,7 @@ class Scheduler:
         step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
         self._blocks = open_blocks(pool, config.block_size, groups, states, step)
         check_hybrid(self._blocks, config, prefix_cache, checkpoints)
-        self._prefix = PrefixAdapter(prefix_cache, self._blocks, config.cache_outputs, checkpoints)
+        self._prefix = PrefixAdapter(prefix_cache, self._blocks, checkpoints)
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
         self._inbox = Inbox()

@@ -31,7 +31,6 @@ def sessions(make_trace):
     ("arguments", "pressed"),
     [
         (["--requests", "80", "--blocks", "400"], True),
-        (["--requests", "60", "--schedule", "prefill-first"], False),
         (["--requests", "60", "--budget", "64", "--max-batch", "3"], False),
         (["--requests", "40", "--users", "4"], False),
         (["--requests", "50", "--blocks", "90"], True),

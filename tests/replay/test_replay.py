@@ -97,18 +97,6 @@ def test_the_same_counts_twice_and_with_the_reference_memory():
     assert runs[0]["block_allocs"] == runs[0]["block_frees"] > 0
 
 
-def test_both_schedules_do_the_same_work(make_trace):
-    path = make_trace([[index, 40 + index, 20, []] for index in range(30)])
-    budgets = {"max_sequences": 16, "max_batch_sequences": 16, "max_batch_tokens": 100, "max_prefill_tokens": 100}
-    chunked = replay(path, blocks=1000, **budgets)
-    prompts_first = replay(path, blocks=1000, schedule="prefill-first", **budgets)
-    for numbers in (chunked, prompts_first):
-        assert (numbers["finished"], numbers["preemptions"]) == (30, 0)
-        assert numbers["prefill_tokens"] == sum(40 + index for index in range(30))
-        assert numbers["decode_tokens"] == 30 * 19
-    assert prompts_first["tbt_ms"]["p99"] > chunked["tbt_ms"]["p99"]
-
-
 @pytest.fixture
 def leak(monkeypatch):
     """States are kept, not released."""
@@ -164,7 +152,7 @@ def test_json_to_standard_output(capsys):
     assert json.loads(capsys.readouterr().out)["finished"] == 3
 
 
-@pytest.mark.parametrize("option", ["--reference", "--schedule=prefill-first", "--block-size=5", "--max-batch=1"])
+@pytest.mark.parametrize("option", ["--reference", "--block-size=5", "--max-batch=1"])
 def test_options(option, capsys):
     assert main(["replay", "--requests", "20", option]) == 0
     assert "20 / 0" in capsys.readouterr().out

@@ -58,7 +58,6 @@ def run(steps, seed, mode, share):
         max_batch_sequences=64,
         max_batch_tokens=512,
         max_prefill_tokens=512,
-        max_prefill_backlog=512,
         block_size=BLOCK,
         preemption_actions=actions,
         tenants=tenants,

@@ -123,7 +123,6 @@ class World:
             "lookahead": rng.choice([0, 0, 3]),
             "max_batch_sequences": rng.choice([2, 5, 20]),
             "max_wait_steps": rng.choice([None, 12]),
-            "cache_outputs": rng.choice(["full", "end"]),
             "tenants": rng.choice([{}, TENANTS]),
             **config,
         }

@@ -113,16 +113,6 @@ def test_drafts_stop_at_the_limit_and_at_the_budget():
     assert seq.at_limit and len(seq.output_tokens) == 5
 
 
-def test_prompts_that_do_not_fit_into_a_step_of_prompts_have_no_row():
-    scheduler, _ = make(schedule="prefill-first", max_batch_tokens=8, max_prefill_tokens=8)
-    for _ in range(3):
-        scheduler.add_request([1] * 5, 8)
-    batch = scheduler.schedule()
-    assert batch.seq_ids == [1] and batch.lookahead == [0]
-    scheduler.commit(batch, [50])
-    assert scheduler.get_sequence(1).output_tokens == [50]
-
-
 def test_rejected_drafts_are_never_cached():
     scheduler, allocator = make(cache=True)
     seq = start(scheduler, prompt=7, limit=30)

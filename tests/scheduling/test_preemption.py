@@ -120,7 +120,6 @@ def test_whoever_gives_way_sees_its_own_keys_again(
         admission=admission,
         max_sequences=4,
         max_batch_tokens=12,
-        cache_outputs=rng.choice(["full", "end"]),
         tenants={1: Tenant(max_blocks=max(2, num_blocks // 2))},
     )
     allocator = engine.pool.allocator

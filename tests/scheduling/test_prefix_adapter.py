@@ -73,9 +73,8 @@ def test_outputs_are_kept_when_the_sequence_ends():
     assert scheduler._blocks.allocator.in_use == cache.num_cached == 2
 
 
-@pytest.mark.parametrize(("outputs", "found"), [("full", 12), ("end", 4)])
-def test_a_branch_begins_with_what_its_trunk_has_generated_so_far(outputs, found):
-    scheduler, _ = make(cache_outputs=outputs)
+def test_a_branch_begins_with_what_its_trunk_has_generated_so_far():
+    scheduler, _ = make()
     trunk = scheduler.add_request(range(6), 40)
     for _ in range(8):
         batch = scheduler.schedule()
@@ -84,14 +83,8 @@ def test_a_branch_begins_with_what_its_trunk_has_generated_so_far(outputs, found
     for end in (50, 51):
         scheduler.add_request([*prompt, end], 40)
     batch = scheduler.schedule()
-    if outputs == "full":
-        assert [scheduler.get_sequence(seq_id).num_cached for seq_id in (2, 3)] == [found, found]
-        assert [len(tokens) for tokens in batch.tokens] == [1, 15 - found, 15 - found]
-        return
-    assert [len(tokens) for tokens in batch.tokens] == [1, 15 - found]
-    scheduler.commit(batch, [7, 7])
-    scheduler.schedule()  # the second branch has waited for the blocks of the first
-    assert [scheduler.get_sequence(seq_id).num_cached for seq_id in (2, 3)] == [found, 12]
+    assert [scheduler.get_sequence(seq_id).num_cached for seq_id in (2, 3)] == [12, 12]
+    assert [len(tokens) for tokens in batch.tokens] == [1, 3, 3]
 
 
 @settings(max_examples=60, deadline=None)
@@ -185,12 +178,11 @@ class CountedCache:
         return getattr(self._cache, name)
 
 
-@pytest.mark.parametrize("outputs", ["full", "end"])
 @pytest.mark.parametrize("api", [pagepool, reference])
-def test_who_waits_is_looked_up_again_only_when_something_was_cached(outputs, api):
+def test_who_waits_is_looked_up_again_only_when_something_was_cached(api):
     allocator = api.BlockAllocator(24)
     cache = CountedCache(api.PrefixCache(allocator, BLOCK))
-    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, watermark=0, cache_outputs=outputs), allocator, cache)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, watermark=0), allocator, cache)
     scheduler.add_request([1] * 8, 90)
     run_step(scheduler)
     scheduler.add_request([2] * 95, 96)
@@ -198,7 +190,7 @@ def test_who_waits_is_looked_up_again_only_when_something_was_cached(outputs, ap
     lookups, inserted = cache.lookups, cache.inserted
     for _ in range(60):
         assert run_step(scheduler).seq_ids == [1]
-    assert cache.inserted - inserted == (15 if outputs == "full" else 0)
+    assert cache.inserted - inserted == 15
     assert cache.lookups - lookups == cache.inserted - inserted
     run_to_end(scheduler)
 
@@ -463,13 +455,12 @@ def test_pages_found_in_the_cache_hold_the_right_keys():
     cache.check()
 
 
-@pytest.mark.parametrize("outputs", ["full", "end"])
 @pytest.mark.parametrize("forget", ["discard", "reset"])
-def test_what_the_cache_was_made_to_forget_does_not_come_back_from_those_who_hold_it(forget, outputs):
+def test_what_the_cache_was_made_to_forget_does_not_come_back_from_those_who_hold_it(forget):
     """Two hold a block that is found to be wrong, and with it all that they read after it. One begins anew."""
     allocator = BlockAllocator(60)
     cache = PrefixCache(allocator, BLOCK)
-    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, cache_outputs=outputs), allocator, cache)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, cache)
     for _ in range(2):
         scheduler.add_request([1] * 12, 40)
         run_step(scheduler)

@@ -302,42 +302,10 @@ def test_the_lists_of_a_batch_belong_to_the_caller():
         assert size == 2
 
 
-def test_prefill_first_holds_prompts_only_and_takes_them_whole():
-    budgets = {"max_batch_tokens": 10, "max_prefill_tokens": 10, "max_batch_sequences": 4}
-    scheduler = Scheduler(SchedulerConfig(**budgets, schedule="prefill-first"))
-    scheduler.add_request([1], 9)
-    scheduler.commit(scheduler.schedule(), [5])
-    for length in (6, 4, 3, 25):
-        scheduler.add_request([1] * length, 40)
-    seen = []
-    while scheduler.get_sequence(5).state is not SeqState.DECODING:
-        batch = scheduler.schedule()
-        seen.append((batch.seq_ids, batch.num_tokens, set(batch.is_prefill)))
-        scheduler.commit(batch, [5] * len(batch))
-    # 6 + 4 fill a step; 25 is over the budget by itself and has to be cut, but only where it stands first.
-    prompts = {True}
-    assert seen == [
-        ([2, 3], [6, 4], prompts),
-        ([4], [3], prompts),
-        ([5], [10], prompts),
-        ([5], [10], prompts),
-        ([5], [5], prompts),
-    ]
-    assert scheduler.schedule().num_decodes == 4
-
-
 def test_an_empty_batch_says_so():
     batch = ScheduledBatch.empty()
     assert batch.is_empty and len(batch) == 0 and batch.total_tokens == 0
     assert Scheduler().schedule().is_empty
-
-
-def test_a_backlog_of_prompts_holds_admission():
-    scheduler = Scheduler(SchedulerConfig(max_batch_tokens=10, max_prefill_tokens=10, max_prefill_backlog=10))
-    for _ in range(4):
-        scheduler.add_request([1] * 8, 20)
-    assert scheduler.schedule().num_tokens == [8, 2]
-    assert (scheduler.active_count, scheduler.waiting_count) == (2, 2)
 
 
 @pytest.mark.parametrize("api", [pagepool, reference])

@@ -40,10 +40,9 @@ def states(scheduler):
     return [seq.state for seq in scheduler._sequences.values()]
 
 
-@pytest.mark.parametrize("schedule", ["chunked", "prefill-first"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_eight_at_once_compute_their_common_tokens_once(policy, schedule):
-    scheduler, cache = make(block_size=16, policy=policy, schedule=schedule)
+def test_eight_at_once_compute_their_common_tokens_once(policy):
+    scheduler, cache = make(block_size=16, policy=policy)
     for number in range(8):
         own = range(2000 + 20 * number, 2016 + 20 * number)
         scheduler.add_request([*COMMON, *own], 1056, tenant=number % 3)

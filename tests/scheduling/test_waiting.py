@@ -153,7 +153,7 @@ def test_who_just_waits_is_not_asked_in_every_step(policy, quota, monkeypatch):
     allocator = BlockAllocator(79)
     cache = PrefixCache(allocator, 4)
     config = SchedulerConfig(
-        policy=policy, block_size=4, watermark=0, max_batch_tokens=512, max_prefill_tokens=512, cache_outputs="end",
+        policy=policy, block_size=4, watermark=0, max_batch_tokens=512, max_prefill_tokens=512,
         tenants={} if quota is None else {number: Tenant(max_blocks=quota) for number in range(200)},
     )  # fmt: skip
     scheduler = Scheduler(config, allocator, cache)
