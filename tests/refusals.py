@@ -1,26 +1,33 @@
 """`refuses`: the type of an error and the names and numbers in its message, so that its wording can improve."""
 
 import re
-from contextlib import contextmanager
-
-import pytest
 
 
 def _has(message, word):
-    """Whether the message has this word whole: neither 3 in 30, -3 or 3.5, nor `block` in `block_size`."""
+    """Whether the message has this word whole: neither 3 in 30, -3 or 0.3, nor `block` in `block_size`."""
     return re.search(rf"(?<![\w\-])(?<!\d\.){re.escape(str(word))}(?!\.?\w)", message) is not None
 
 
-@contextmanager
-def refuses(error, *words, unchanged=None):
-    """The body raises exactly `error`, whose message has each word whole.
+class refuses:
+    """Check that the body raises exactly `error`, whose message has each word whole.
 
     `unchanged()` describes what the call could have changed: it must return the same afterwards.
     """
-    before = unchanged and unchanged()
-    with pytest.raises(error) as caught:
-        yield caught
-    assert caught.type is error, f"{caught.type.__name__} and not {error.__name__}: {caught.value}"
-    missing = [word for word in words if not _has(str(caught.value), word)]
-    assert not missing, f"{missing} not in: {caught.value}"
-    assert before == (unchanged and unchanged())
+
+    def __init__(self, error, *words, unchanged=lambda: None):
+        self.error, self.words, self.unchanged = error, words, unchanged
+
+    def __enter__(self):
+        self.before = self.unchanged()
+        return self
+
+    def __exit__(self, kind, value, trace):
+        assert kind is not None, f"no {self.error.__name__} was raised"
+        if not issubclass(kind, self.error):
+            return False
+        assert kind is self.error, f"{kind.__name__} and not {self.error.__name__}: {value}"
+        missing = [word for word in self.words if not _has(str(value), word)]
+        assert not missing, f"{missing} not in: {value}"
+        assert self.unchanged() == self.before
+        self.value = value
+        return True

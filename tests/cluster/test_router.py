@@ -1,12 +1,12 @@
 """The router knows what the caches hold, whatever happens to messages and workers, and chooses by it."""
 
-import re
 import threading
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixEvent, PrefixSnapshot
 from pagepool.cluster.router import Choice, Router
@@ -266,13 +266,13 @@ def test_a_restart_empties_the_worker_and_what_comes_late_from_before_is_ignored
 
 def test_a_worker_whose_first_message_is_refused_takes_no_place():
     router = Router(2, max_workers=1)
-    with pytest.raises(PoolError, match=r"^event 1 of worker 'a' was lost, here is 7"):
+    with refuses(PoolError, 1, "a", 7):
         router.update("a", 1, [EVENT._replace(sequence=7)], load=0, room=0)
     with pytest.raises(PoolError, match="there is none to choose"):
         router.choose([1, 2, 3])
     router.update("b", 1, [], load=0, room=0)
     assert router.choose([1, 2, 3]).worker == "b"
-    with pytest.raises(PoolError, match="'a' is one more than the 1 of max_workers"):
+    with refuses(PoolError, "a", 1, "max_workers"):
         router.update("a", 1, [], load=0, room=0)
 
 
@@ -296,7 +296,7 @@ def test_a_lost_event_changes_nothing_and_a_snapshot_helps():
     worker.message()  # lost
     worker.cache.touch([5, 6])
     message, before = worker.message(), router.stats()
-    with pytest.raises(PoolError, match=r"^event 2 of worker 'a' was lost, here is 3: restore a snapshot$"):
+    with refuses(PoolError, 2, "a", 3):
         router.update(*message, load=5, room=5)
     assert router.stats() == {**before, "gaps": 1} and router.forecast([5, 6, 7]) == {}
     router.restore("a", 1, worker.cache.snapshot(), load=0, room=0)
@@ -323,13 +323,13 @@ def test_a_snapshot_cut_short_is_one_clear_error_and_leaves_nothing():
     worker.cache.touch([3, 4, 5, 6, 7, 8])
     whole, before = worker.cache.snapshot(), router.stats()
     for length in range(4):
-        with pytest.raises(PoolError, match=f"^a snapshot of 4 blocks has {length}: it was cut short$"):
+        with refuses(PoolError, 4, length):
             router.restore("a", 1, whole._replace(stored=whole.stored[:length]), load=0, room=0)
         with pytest.raises(PoolError, match="cut short"):
             router.restore("new", 1, whole._replace(stored=whole.stored[:length]), load=0, room=0)
         assert router.stats() == before and router.forecast([1, 2, 3]) == {"a": 2}
     odd = whole.stored[0]._replace(name=b"short")
-    with pytest.raises(ValueError, match=r"^a stored block has a name of 16 bytes, not 5$"):
+    with refuses(ValueError, 16, "bytes", 5):
         router.restore("a", 1, whole._replace(stored=[*whole.stored[1:], odd]), load=0, room=0)
     assert router.stats() == before
     router.restore("a", 1, whole, load=0, room=0)
@@ -347,7 +347,7 @@ def test_reports_add_up_to_the_error_of_the_forecast():
     stats = router.stats()
     assert (stats["choices"], stats["reports"], stats["forecast_tokens"], stats["found_tokens"]) == (3, 3, 12, 10)
     assert (stats["overestimated"], stats["underestimated"]) == (4, 2)
-    with pytest.raises(ValueError, match=r"^found_tokens of this choice is 4 already, not 2$"):
+    with refuses(ValueError, "found_tokens", 4, 2):
         router.report(choices[0], 2)
     assert router.stats() == stats
 
@@ -357,7 +357,7 @@ def test_a_removed_worker_is_forgotten_and_its_place_is_free():
     workers["a"].cache.touch([1, 2])
     tell(router, workers["a"])
     tell(router, Worker("d"))
-    with pytest.raises(PoolError, match=r"^worker 'e' is one more than the 4 of max_workers$"):
+    with refuses(PoolError, "worker", "e", 4, "max_workers"):
         tell(router, Worker("e"))
     router.remove_worker("a")
     assert router.forecast([1, 2, 3]) == {} and router.stats()["workers"] == 3
@@ -368,7 +368,7 @@ def test_a_removed_worker_is_forgotten_and_its_place_is_free():
         router.remove_worker("a")
     for name in "bcde":
         router.remove_worker(name)
-    with pytest.raises(PoolError, match=r"^0 of 0 workers have reported: there is none to choose$"):
+    with refuses(PoolError, 0):
         router.choose([1, 2, 3])
 
 
@@ -420,7 +420,7 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
 def test_a_refused_call_says_why_and_changes_nothing(use, error, sentence):
     router, _, _ = router_of()
     before = router.stats()
-    with pytest.raises(error, match=f"^{re.escape(sentence)}"):
+    with refuses(error, sentence):
         use(router)
     assert router.stats() == before
     router.check()

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from fake_runner import Bytes, FakeRunner, random_logits, says
+from refusals import refuses
 
 from pagepool import SchedulerConfig
 from pagepool.engine import Engine
@@ -318,9 +319,9 @@ def test_an_engine_without_a_tokenizer_takes_token_ids():
     with Engine(FakeRunner()) as engine:
         generation = engine.submit(b"hello", max_new_tokens=4).result(SECONDS)
         assert generation.token_ids == alone("hello", 4) and generation.text == ""
-        with pytest.raises(TypeError, match="there is no tokenizer"):
+        with refuses(TypeError, "tokenizer"):
             engine.submit("hello", max_new_tokens=4)
-        with pytest.raises(TypeError, match="stop needs a tokenizer"):
+        with refuses(TypeError, "stop"):
             engine.submit([1], max_new_tokens=4, stop="x")
 
 
@@ -348,7 +349,7 @@ def test_close_aborts_what_runs_and_what_waits():
 def test_result_times_out_and_the_request_goes_on():
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
         generation = engine.submit("x", max_new_tokens=20)
-        with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+        with refuses(TimeoutError, "0.01"):
             generation.result(0.01)
         assert len(generation.result(SECONDS).token_ids) == 20
 

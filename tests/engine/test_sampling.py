@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool.engine.drawing import draw
 from pagepool.engine.sampling import Sampler, SamplingParams, _largest
@@ -113,7 +114,7 @@ def test_impossible_tokens_are_never_drawn():
 def test_logits_of_no_use_are_refused(value):
     logits = random_logits(50)
     logits[7] = value
-    with pytest.raises(ValueError, match=f"the logit of token 7 is {value}"):
+    with refuses(ValueError, 7, value):
         sampler().sample(logits)
 
 

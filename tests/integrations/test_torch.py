@@ -10,6 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import (
     BlockAllocator,
@@ -118,32 +119,32 @@ def test_tensors_as_models_have_them(batch, expected):
 
 
 def test_an_out_that_cannot_be_written_to(batch):
-    for out, error, match in (
-        (torch.zeros(4, 8, 64, dtype=torch.float64), TypeError, "out must be float32, .* not torch.float64"),
-        (torch.zeros(4, 8, 32), ValueError, r"out must have the shape \(4, 8, 64\), not \(4, 8, 32\)"),
-        (torch.zeros(8, 4, 64).transpose(0, 1), ValueError, "out must be C-contiguous"),
-        (batch.q, ValueError, "out overlaps q"),
+    for out, error, words in (
+        (torch.zeros(4, 8, 64, dtype=torch.float64), TypeError, ("out", "float32")),
+        (torch.zeros(4, 8, 32), ValueError, ("out", "(4, 8, 64)", "(4, 8, 32)")),
+        (torch.zeros(8, 4, 64).transpose(0, 1), ValueError, ("out",)),
+        (batch.q, ValueError, ("out", "q")),
     ):
         before = out.clone()
-        with pytest.raises(error, match=match):
+        with refuses(error, *words):
             batch.attend(out=out)
         assert torch.equal(out, before)
 
 
 def test_wrong_tensors_are_named(batch):
     sparse = torch.eye(4).to_sparse()
-    for changed, error, match in (
-        ({"q": batch.q.double()}, TypeError, "q must be float32, float16 or bfloat16 .* not torch.float64"),
-        ({"block_tables": batch.tables.float()}, TypeError, "block_tables must be int32 or int64, not torch.float32"),
-        ({"seq_lens": batch.lens.bool()}, TypeError, "seq_lens must be int32 or int64, not torch.bool"),
-        ({"seq_lens": batch.lens[:, None]}, ValueError, "seq_lens must have 1 dimension, not 2"),
-        ({"seq_lens": batch.lens.long() + 2**40}, ValueError, r"seq_lens\[0\] must be from .*, not 1099511627796"),
-        ({"block_tables": batch.tables.long() + 2**40}, InvalidBlock, r"block_tables\[0, 0\] is 2147483647 or more"),
-        ({"q": batch.q.to("meta")}, ValueError, "^this Tensor cannot be read: .*meta.*$"),
-        ({"q": sparse}, ValueError, "^this Tensor cannot be read: .*storage$"),
-        ({"q": torch.zeros(1, 1, 1, 1, 1)}, ValueError, "at most 4 dimensions, not 5"),
+    for changed, error, words in (
+        ({"q": batch.q.double()}, TypeError, ("q", "float32", "float16", "bfloat16")),
+        ({"block_tables": batch.tables.float()}, TypeError, ("block_tables", "int32", "int64")),
+        ({"seq_lens": batch.lens.bool()}, TypeError, ("seq_lens", "int32", "int64")),
+        ({"seq_lens": batch.lens[:, None]}, ValueError, ("seq_lens", 1, 2)),
+        ({"seq_lens": batch.lens.long() + 2**40}, ValueError, ("seq_lens[0]", 1099511627796)),
+        ({"block_tables": batch.tables.long() + 2**40}, InvalidBlock, ("block_tables[0, 0]", 2147483647)),
+        ({"q": batch.q.to("meta")}, ValueError, ("read",)),
+        ({"q": sparse}, ValueError, ("read",)),
+        ({"q": torch.zeros(1, 1, 1, 1, 1)}, ValueError, (4, 5)),
     ):
-        with pytest.raises(error, match=match):
+        with refuses(error, *words):
             batch.attend(**changed)
 
 
@@ -178,7 +179,7 @@ def test_append(ints, dtype):
     got = pool.gather(0, torch.tensor([0, 1]), 32)
     for rows, given in zip(got, (k, v), strict=True):
         assert torch.equal(torch.from_numpy(rows)[slots[slots >= 0].long()], given[slots >= 0].bfloat16().float())
-    with pytest.raises(InvalidSlot, match="slot 64 of token 1 is out of range: the pool has 64 slots"):
+    with refuses(InvalidSlot, "slot", 64, 1):
         pool.append(0, torch.tensor([0, 64, 1, 2, 3]).to(ints), k, v)
 
 
@@ -190,8 +191,8 @@ def test_layouts_take_dtypes_of_torch(dtype):
     assert torch.from_dlpack(KvCachePool.from_layout(layout, 2)).dtype == dtype
     states = StateLayout(layers=[{"s": ((2,), dtype)}])
     assert states == StateLayout(layers=[{"s": ((2,), name)}])
-    with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16, not 'int8'"):
-        KvLayout(1, 2, 16, dtype=torch.int8)
+    with refuses(ValueError, "dtype", "float32", "float16", "bfloat16", "int16"):
+        KvLayout(1, 2, 16, dtype=torch.int16)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.float64])
@@ -248,7 +249,7 @@ def test_ids_of_blocks():
     allocator.free(ids)
     allocator.free(ids[::2])
     assert allocator.ref_count(ids[1]) == 1 and allocator.free_count == 5
-    with pytest.raises(InvalidBlock, match="block 99 is out of range"):
+    with refuses(InvalidBlock, "block", 99):
         allocator.free(torch.tensor([1, 99]))
     with pytest.raises(TypeError, match="a block id must be an integer"):
         allocator.free(torch.tensor([1.0]))

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from refusals import refuses
 
 for name in ("starlette", "uvicorn", "prometheus_client", "httpx", "openai"):
     pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
@@ -188,9 +189,9 @@ def test_stop_strings_end_an_answer():
 def test_the_model_is_listed(served):
     assert [model.id for model in served.openai.models.list()] == ["fake"]
     assert served.openai.models.retrieve("fake").object == "model"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other', only 'fake'"):
+    with refuses(openai.NotFoundError, "other", "fake"):
         served.openai.models.retrieve("other")
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other', only 'fake'"):
+    with refuses(openai.NotFoundError, "other", "fake"):
         served.openai.completions.create(model="other", prompt="x")
 
 
@@ -434,7 +435,7 @@ def test_a_request_that_takes_too_long_gets_503():
         response = served.post(prompt="x", max_tokens=500)
         assert response.status_code == 503
         assert response.json()["error"]["message"] == "the request took more than 0.3 s"
-        with pytest.raises(openai.APIError, match=r"the request took more than 0\.3 s"):
+        with refuses(openai.APIError, "0.3"):
             list(served.complete("x", max_tokens=500, stream=True))
         assert served.post(prompt="x", max_tokens=1).status_code == 200
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from pagepool import BlockAllocator, PoolError, PrefixCache
 from pagepool.prefix.events import check_snapshot, prefix_names
@@ -136,7 +137,7 @@ def test_a_snapshot_that_was_cut_short_is_refused():
     cache.touch([5, 6])
     snapshot = cache.snapshot()
     check_snapshot(snapshot)
-    with pytest.raises(PoolError, match=r"2 blocks.* 1:"):
+    with refuses(PoolError, 2, 1):
         check_snapshot(snapshot._replace(stored=snapshot.stored[:1]))
 
 
@@ -152,7 +153,7 @@ def test_names_are_the_same_in_every_process():
 def test_without_max_events_there_are_none():
     cache = PrefixCache(BlockAllocator(4), 1)
     for call in (cache.drain_events, cache.snapshot):
-        with pytest.raises(ValueError, match="max_events=0"):
+        with refuses(ValueError, "max_events", 0):
             call()
-    with pytest.raises(ValueError, match="not -1"):
+    with refuses(ValueError, -1):
         PrefixCache(BlockAllocator(4), 1, max_events=-1)

@@ -5,6 +5,7 @@ import gc
 import pickle
 
 import pytest
+from refusals import refuses
 
 from pagepool import BlockAllocator, InvalidBlock, PagedSeqState, PoolError, PrefixCache, PrefixMatch
 
@@ -41,7 +42,7 @@ def test_close_gives_them_back_once_and_so_does_a_with_block(cache):
     match.close()
     match.close()
     assert counts(cache) == [1, 1, 0]
-    with pytest.raises(ValueError, match="the 2 blocks of the match were given back or taken over"):
+    with refuses(ValueError, 2):
         list(match)
     with pytest.raises(ZeroDivisionError), cache.match_tokens(PROMPT):
         raise ZeroDivisionError
@@ -54,7 +55,7 @@ def test_a_sequence_takes_them_over(cache):
     state.adopt(match)
     assert (state.blocks, state.len, counts(cache)) == ([0, 1], 6, [2, 2, 0])
     other = PagedSeqState(cache.allocator, block_size=4)
-    with pytest.raises(ValueError, match="the 2 blocks of the match were given back or taken over"):
+    with refuses(ValueError, 2):
         other.adopt(match)
     del match
     assert counts(cache) == [2, 2, 0] and other.len == 0
@@ -80,7 +81,7 @@ def test_a_refused_adoption_leaves_the_match_as_it_was(cache):
     ):
         with pytest.raises((ValueError, PoolError), match=words):
             state.adopt(match)
-    with pytest.raises(TypeError, match="num_tokens must be None for a match, which says itself that it has 8"):
+    with refuses(TypeError, "num_tokens", "None", 8):
         small.adopt(match, 4)
     assert counts(cache)[:2] == [2, 2]
     match.close()
@@ -106,7 +107,7 @@ def test_nothing_found_is_a_match_too(cache):
 def test_blocks_that_someone_else_freed_are_named_and_the_rest_stays(cache):
     match = cache.match_tokens(PROMPT)
     cache.allocator.free([1, 1])  # the reference of the match, and that of the cache
-    with pytest.raises(InvalidBlock, match="one of the 2 blocks"):
+    with refuses(InvalidBlock, 2):
         match.close()
     assert cache.allocator.ref_count(0) == 2
     blocks, _ = match  # which would say the same of itself when it goes
@@ -114,7 +115,7 @@ def test_blocks_that_someone_else_freed_are_named_and_the_rest_stays(cache):
 
 
 def test_a_match_is_made_by_a_cache_alone_and_is_not_copied(cache):
-    with pytest.raises(TypeError, match=r"made by PrefixCache.match_tokens"):
+    with refuses(TypeError, "PrefixCache.match_tokens"):
         PrefixMatch()
     match = cache.match_tokens(PROMPT)
     for make in (copy.copy, copy.deepcopy, pickle.dumps):

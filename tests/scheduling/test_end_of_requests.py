@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, SeqState
 
@@ -120,19 +121,19 @@ def test_the_callers_id_goes_with_it_and_names_its_blocks():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({}, TypeError, "a request needs max_tokens, the limit of prompt .* output, or max_new_tokens, that of output"),
-        ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be at least 0, not -1"),
-        ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens must be an integer, not float: 1.5"),
-        ({"max_new_tokens": 200}, ValueError, "202 tokens need 13 blocks of 16, the pool has 8 blocks"),
-        ({"max_tokens": 9, "stop_token_ids": 5}, TypeError, "stop_token_ids must be a sequence of integers, not int"),
-        ({"max_tokens": 9, "stop_token_ids": [1.5]}, TypeError, "a token must be an integer, not float"),
-        ({"max_tokens": 9, "stop_token_ids": [-1]}, ValueError, "a token must be 0 or more, not -1"),
-        ({"max_tokens": 9, "request_id": 1.5}, TypeError, "request_id must be an int, a str or None, not float: 1.5"),
+        ({}, TypeError, ("max_tokens", "max_new_tokens")),
+        ({"max_new_tokens": -1}, ValueError, ("max_new_tokens", 0, -1)),
+        ({"max_new_tokens": 1.5}, TypeError, ("max_new_tokens", "float", "1.5")),
+        ({"max_new_tokens": 200}, ValueError, (202, 13, 16, 8)),
+        ({"max_tokens": 9, "stop_token_ids": 5}, TypeError, ("stop_token_ids", "int")),
+        ({"max_tokens": 9, "stop_token_ids": [1.5]}, TypeError, ("float",)),
+        ({"max_tokens": 9, "stop_token_ids": [-1]}, ValueError, (0, -1)),
+        ({"max_tokens": 9, "request_id": 1.5}, TypeError, ("request_id", "int", "str", "None", "float", "1.5")),
     ],
 )
 def test_what_is_wrong_is_named_and_changes_nothing(arguments, error, words):
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(8))
-    with pytest.raises(error, match=words):
+    with refuses(error, *words):
         scheduler.add_request([1, 2], **arguments)
     assert scheduler.total_count == 0 and scheduler.add_request([1], 2) == 1
 

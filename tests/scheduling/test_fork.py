@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_engine import Engine
+from refusals import refuses
 
-from pagepool import (
-    BlockAllocator,
-    PrefixCache,
-    Scheduler,
-    SchedulerConfig,
-    SeqState,
-    Tenant,
-)
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, SeqState, Tenant
 
 BLOCK = 4
 
@@ -132,27 +126,17 @@ def test_what_may_not_be_stored_yet_is_not_published_by_a_fork_that_ends():
 @pytest.mark.parametrize(
     ("config", "n", "error", "words"),
     [
-        ({}, 0, ValueError, "n must be at least 1, not 0"),
-        ({}, 1.5, TypeError, "n must be an integer, not float: 1.5"),
-        ({"max_sequences": 4}, 4, ValueError, "4 forks do not fit beside 1 active sequences: max_sequences is 4"),
-        (
-            {"tenants": {None: Tenant(max_blocks=20)}},
-            2,
-            ValueError,
-            "16 blocks beside 8 are above the quota of tenant None, 20",
-        ),
-        (
-            {"admission": "whole"},
-            8,
-            ValueError,
-            "8 forks may need 64 blocks and all others 8, the pool has 64",
-        ),
+        ({}, 0, ValueError, ("n", 1, 0)),
+        ({}, 1.5, TypeError, ("n", "float", "1.5")),
+        ({"max_sequences": 4}, 4, ValueError, (4, 1, "max_sequences")),
+        ({"tenants": {None: Tenant(max_blocks=20)}}, 2, ValueError, (16, 8, "None", 20)),
+        ({"admission": "whole"}, 8, ValueError, (8, 64)),
     ],
 )
 def test_forks_that_do_not_fit_change_nothing(config, n, error, words):
     scheduler, _ = make(**config)
     seq_id = begin(scheduler)
-    with pytest.raises(error, match=words):
+    with refuses(error, *words):
         scheduler.fork(seq_id, n)
     scheduler.check()
     assert scheduler.total_count == 1 and scheduler.fork(seq_id) == [2]
@@ -162,10 +146,10 @@ def test_only_one_that_decodes_can_be_forked():
     scheduler, _ = make(max_prefill_tokens=4)
     seq_id = scheduler.add_request(range(10), 20)
     for state in ("waiting", "prefilling"):
-        with pytest.raises(ValueError, match=f"sequence 1 is {state}: only one that decodes can be forked"):
+        with refuses(ValueError, "sequence", 1, state):
             scheduler.fork(seq_id)
         scheduler.schedule()
-    with pytest.raises(ValueError, match="sequence 9 is not known: only"):
+    with refuses(ValueError, "sequence", 9):
         scheduler.fork(9)
     assert scheduler.total_count == 1
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 import pagepool
 from pagepool import BlockAllocator, BlockTables, PrefixCache, Scheduler, SchedulerConfig, reference
@@ -58,24 +59,20 @@ def test_without_commit_the_next_step_takes_them_back():
 
 
 @pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([51, 52, 53, 54, 55], "row 0 got 5 tokens, it may have from 1 to 4"),
-        ([], "row 0 got 0 tokens, it may have from 1 to 4"),
-        ([51, -1], "row 0 got token -1, which is below 0"),
-    ],
+    ("result", "words"),
+    [([51, 52, 53, 54, 55], ("row", 0, 5, 1, 4)), ([], ("row", 0, 1, 4)), ([51, -1], ("row", 0, -1))],
 )
-def test_wrong_results_change_nothing(result, message):
+def test_wrong_results_change_nothing(result, words):
     scheduler, _ = make()
     seq = start(scheduler)
     batch = scheduler.schedule()
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, *words):
         scheduler.commit(batch, [result])
     with pytest.raises(TypeError):
         scheduler.commit(batch, ["51"])
     assert seq.output_tokens == [50] and seq.kv.len == 9
     scheduler.commit(batch, [[51]])
-    with pytest.raises(ValueError, match="1 sequences, is not outstanding"):
+    with refuses(ValueError, 1):
         scheduler.commit(batch, [[51]])
 
 
@@ -90,7 +87,7 @@ def test_drafts_are_refused_for_a_sequence_that_has_got_tokens_meanwhile(api):
     for token in (51, 52):
         scheduler.append_token(seq.id, token)
     before = seq.fed, seq.kv.len
-    with pytest.raises(ValueError, match="row 0 got 4 tokens, and 2 since it was scheduled"):
+    with refuses(ValueError, "row", 0, 4, 2):
         scheduler.commit(batch, [[60, 61, 62, 63]])
     assert seq.output_tokens == [50, 51, 52] and (seq.fed, seq.kv.len) == before
     scheduler.commit(batch, [[53]])
@@ -137,13 +134,7 @@ def test_any_run_of_acceptances_gives_the_tokens_that_were_committed(lookahead, 
         batch = scheduler.schedule()
         results = []
         for seq_id, tokens, count, slots, wants, state in zip(
-            batch.seq_ids,
-            batch.tokens,
-            batch.num_tokens,
-            batch.lookahead,
-            batch.wants_token,
-            batch.states,
-            strict=True,
+            batch.seq_ids, batch.tokens, batch.num_tokens, batch.lookahead, batch.wants_token, batch.states, strict=True
         ):
             seq = scheduler.get_sequence(seq_id)
             assert state.len == seq.fed + slots and (count == len(tokens) + slots or not tokens)

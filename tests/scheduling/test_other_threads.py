@@ -9,6 +9,7 @@ import weakref
 from contextlib import suppress
 
 import pytest
+from refusals import refuses
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, SeqState
 
@@ -46,15 +47,15 @@ def test_a_submitted_request_alone_is_work():
 @pytest.mark.parametrize(
     ("request_", "error", "words"),
     [
-        ({"prompt_tokens": []}, ValueError, "a prompt needs at least 1 token, got 0"),
-        ({"prompt_tokens": [1], "max_tokens": 200}, ValueError, "200 tokens need 13 blocks of 16, the pool has 8"),
-        ({"prompt_tokens": [1], "extra_keys": 5}, TypeError, "extra_keys must be a sequence of keys, not int"),
-        ({"prompt_tokens": [1], "colour": 5}, TypeError, "unexpected keyword argument 'colour'"),
+        ({"prompt_tokens": []}, ValueError, (1, 0)),
+        ({"prompt_tokens": [1], "max_tokens": 200}, ValueError, (200, 13, 16, 8)),
+        ({"prompt_tokens": [1], "extra_keys": 5}, TypeError, ("extra_keys", "int")),
+        ({"prompt_tokens": [1], "colour": 5}, TypeError, ("colour",)),
     ],
 )
 def test_what_is_wrong_with_a_request_is_said_where_it_is_submitted(request_, error, words):
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(8))
-    with pytest.raises(error, match=words):
+    with refuses(error, *words):
         scheduler.submit(**{"max_tokens": 5, **request_})
     assert not scheduler.has_work and scheduler.submit([1], 5) == 1
 
@@ -82,7 +83,7 @@ def test_to_cancel_all_leaves_no_work_after_one_step():
     scheduler = Scheduler()
     scheduler.cancel(scheduler.submit([1], 9))
     assert step(scheduler).is_empty and not scheduler.has_work
-    with pytest.raises(TypeError, match="seq_id must be an integer, not str: 'chat-7'"):
+    with refuses(TypeError, "seq_id", "str", "chat-7"):
         scheduler.cancel("chat-7")
     assert not scheduler.has_work
 

@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 import pagepool
 from pagepool import (
@@ -180,7 +181,7 @@ def fork(rng, worlds):
         try:
             found = ours.fork(seq_id, count)
         except ValueError:
-            with pytest.raises(ValueError, match="fork"):
+            with refuses(ValueError, "fork"):
                 theirs.fork(seq_id, count)
         else:
             assert found == theirs.fork(seq_id, count)
@@ -247,14 +248,14 @@ def fail(rng, worlds, batches):
     ways = [(seq_id, rng.choice(["append_token", "finish_sequence", "", ""])) for seq_id in sorted(batches[0].seq_ids)]
     for world, batch in zip(worlds, batches, strict=True):
         if not batch.is_empty and (world.cache is not None or worlds[0].scheduler._has_committed):
-            with pytest.raises(RuntimeError, match=f"{len(batch)} sequences"):
+            with refuses(RuntimeError, len(batch)):
                 world.scheduler.schedule()
         for seq_id, way in ways:
             if way:
                 getattr(world.scheduler, way)(seq_id, *[1][: way == "append_token"])
         world.scheduler.give_up(batch)
         if not batch.is_empty:
-            with pytest.raises(ValueError, match=f"{len(batch)} sequences"):
+            with refuses(ValueError, len(batch)):
                 world.scheduler.commit(batch, [1] * len(batch))
     worlds[0].scheduler.check()
 

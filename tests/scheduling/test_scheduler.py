@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 import pagepool
 from pagepool import BlockAllocator, PrefixCache, ScheduledBatch, Scheduler, SchedulerConfig, SeqState, reference
@@ -160,16 +161,12 @@ def test_removed_requests_leave_the_waiting_line():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "limit", "message"),
-    [
-        ([], 4, "a prompt needs at least 1 token, got 0"),
-        ([1, 2, 3], 2, "a prompt of 3 tokens is longer than max_tokens, 2"),
-        ([1], -1, "a prompt of 1 tokens is longer than max_tokens, -1"),
-    ],
+    ("prompt", "limit", "words"),
+    [([], 4, (1, 0)), ([1, 2, 3], 2, (3, "max_tokens", 2)), ([1], -1, (1, "max_tokens", -1))],
 )
-def test_bad_requests_are_refused_and_change_nothing(prompt, limit, message):
+def test_bad_requests_are_refused_and_change_nothing(prompt, limit, words):
     scheduler = Scheduler()
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, *words):
         scheduler.add_request(prompt, limit)
     assert scheduler.total_count == 0 and scheduler.add_request([1], 2) == 1
 
@@ -180,7 +177,7 @@ def test_wrong_types_are_refused():
         scheduler.add_request([1], 2.5)
     with pytest.raises(TypeError):
         scheduler.add_request([1], 2, priority="high")
-    with pytest.raises(TypeError, match="KvCachePool, SequencePool or BlockAllocator, not int"):
+    with refuses(TypeError, "KvCachePool", "SequencePool", "BlockAllocator", "int"):
         Scheduler(pool=3)
     assert scheduler.total_count == 0
 
@@ -246,7 +243,7 @@ def test_commit_of_the_wrong_length_changes_nothing():
     scheduler = Scheduler()
     scheduler.add_request([1], 9)
     batch = scheduler.schedule()
-    with pytest.raises(ValueError, match="got 2 tokens for a batch of 1 sequences"):
+    with refuses(ValueError, 2, 1):
         scheduler.commit(batch, [1, 2])
     assert scheduler.get_sequence(1).output_tokens == []
 
@@ -269,7 +266,7 @@ def test_a_batch_is_committed_once():
     for outputs in (1, 2, 3):
         batch = scheduler.schedule()
         scheduler.commit(batch, [5])
-        with pytest.raises(ValueError, match="1 sequences, is not outstanding"):
+        with refuses(ValueError, 1):
             scheduler.commit(batch, [5])
         assert len(scheduler.get_sequence(1).output_tokens) == outputs
 
@@ -313,16 +310,16 @@ def test_an_empty_batch_says_so():
 def test_a_token_below_0_is_never_stored(api, wrong):
     scheduler = api.Scheduler(SchedulerConfig(block_size=2, lookahead=1), api.BlockAllocator(8))
     for prompt in ([wrong], [1, wrong, 2], (token for token in (1, wrong))):
-        with pytest.raises(ValueError, match=f"a token must be 0 or more, not {wrong}"):
+        with refuses(ValueError, 0, wrong):
             scheduler.add_request(prompt, 4)
     seq = scheduler.get_sequence(scheduler.add_request([0, 2, 3], 9))
     assert seq.id == 1
     scheduler.commit(scheduler.schedule(), [wrong])  # no result
     scheduler.append_token(1, 0)
     batch = scheduler.schedule()
-    with pytest.raises(ValueError, match=f"a token must be 0 or more, not {wrong}"):
+    with refuses(ValueError, 0, wrong):
         scheduler.append_token(1, wrong)
-    with pytest.raises(ValueError, match=f"row 0 got token {wrong}, which is below 0"):
+    with refuses(ValueError, "row", 0, wrong):
         scheduler.commit(batch, [[5, wrong]])
     scheduler.commit(batch, [[5, 6]])
     assert seq.output_tokens == [0, 5, 6]
@@ -352,12 +349,12 @@ def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
 
 
 def test_what_is_no_config_is_named():
-    with pytest.raises(TypeError, match="config must be a SchedulerConfig, not int"):
+    with refuses(TypeError, "config", "SchedulerConfig", "int"):
         Scheduler(3)
-    for name, value, sentence in (
-        ("preemption_actions", "partial", "preemption_actions must be a tuple of actions, not 'partial'"),
-        ("preemption_actions", None, "preemption_actions must be a tuple of actions, not None"),
-        ("tenants", [1], "tenants must map names to Tenants, not be a list"),
+    for name, value, words in (
+        ("preemption_actions", "partial", ("preemption_actions", "tuple", "partial")),
+        ("preemption_actions", None, ("preemption_actions", "tuple", "None")),
+        ("tenants", [1], ("tenants", "list")),
     ):
-        with pytest.raises(TypeError, match=sentence):
+        with refuses(TypeError, *words):
             SchedulerConfig(**{name: value})
