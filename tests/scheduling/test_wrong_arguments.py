@@ -25,7 +25,7 @@ def test_a_scheduler_names_what_is_wrong():
         (lambda: scheduler.add_request([1], 4, "x"), TypeError, ("priority", "str", "x")),
         (lambda: scheduler.add_request([1], 1.5), TypeError, ("max_tokens", "float", "1.5")),
         (lambda: scheduler.add_request([1], 4, cache_ttl="x"), TypeError, ("cache_ttl", "str", "x")),
-        (lambda: scheduler.add_request([1], 4, cache_salt=1.5), TypeError, ("salt",)),
+        (lambda: scheduler.add_request([1], 4, cache_salt=1.5), TypeError, ("cache_salt", 1.5)),
         (lambda: scheduler.add_request([1], 4, cache_priority=None), TypeError, ("cache_priority",)),
     ):
         with refuses(error, *words):
