@@ -9,7 +9,7 @@ from pagepool.config import KvLayout, SchedulerConfig, StateLayout, Tenant
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, TransferError
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import PrefixMatch
-from pagepool.memory.block_table import PagedSeqState, SequenceHandle
+from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.generations import BlockGenerations
 from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
@@ -23,7 +23,6 @@ from pagepool.memory.state import (
     Mamba2SequenceState,
     SequenceSlot,
     SequenceState,
-    StateHandle,
 )
 from pagepool.prefix import (
     PrefixCache,
@@ -70,14 +69,12 @@ __all__ = [
     "SchedulerConfig",
     "SeqState",
     "Sequence",
-    "SequenceHandle",
     "SequencePool",
     "SequenceSlot",
     "SequenceState",
     "SsmStatePool",
     "StaleHandle",
     "StateCheckpoints",
-    "StateHandle",
     "StateLayout",
     "Tenant",
     "TraceRecorder",

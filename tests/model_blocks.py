@@ -16,7 +16,6 @@ USES_OF_SEQUENCE = (
     lambda state: state.adopt([], 0),
     lambda state: state.fork(),
     lambda state: state.release(),
-    lambda state: state.handle(),
 )
 USES_OF_HYBRID = (
     lambda hybrid: hybrid.append(1),
@@ -28,20 +27,11 @@ USES_OF_HYBRID = (
     lambda hybrid: hybrid.truncate(0),
     lambda hybrid: hybrid.kv[0].append(1),
 )
-USES_OF_STATE = (
-    lambda handle: handle.slot,
-    lambda handle: handle.view(0, "h"),
-    lambda handle: handle.fork(),
-    lambda handle: handle.copy_from(handle),
-    lambda handle: handle.reset(),
-    lambda handle: handle.release(),
-)
-
 
 OPERATIONS = {
     "append": 10, "append_batch": 3, "add": 3, "fork": 4, "truncate": 5, "drop_before": 2, "reserve": 2,
     "release": 2, "close": 5, "allocate": 2, "share": 2, "free": 3, "free_too_much": 1, "grow": 1, "shrink": 2,
-    "take_handle": 1, "use_stale": 3,
+    "use_stale": 3,
 }  # fmt: skip
 
 
@@ -159,26 +149,12 @@ class Blocks(Core):
 
         self.both(call)
 
-    def take_handle(self):
-        sequence = self.pick(self.sequences)
-        if sequence:
-            self.retire("handle", self.make(lambda side, i: sequence.pair[i].handle()))
-
     def use_stale(self):
         """Whatever is stale says so."""
         if not self.stale:
             return
         kind, pair = self.one_of(self.stale)
-        if kind == "handle":
-            if self.both(lambda side, i: pair[i].is_stale):
-                self.refused(lambda side, i: pair[i].state)
-            else:
-                self.both(lambda side, i: pair[i].state is None)
-        elif kind == "state":
-            if self.both(lambda side, i: pair[i].is_stale):
-                use = self.one_of(USES_OF_STATE)
-                self.refused(lambda side, i: use(pair[i]))
-        elif kind == "checkpoint":
+        if kind == "checkpoint":
             hybrid, marks = pair
             if self.both(lambda side, i: marks[i] not in hybrid[i].checkpoints):
                 method = self.one_of(("rollback", "discard"))
@@ -189,4 +165,4 @@ class Blocks(Core):
 
     def refused(self, call):
         if self.both(call) is not StaleHandle:
-            raise Divergence("a stale handle was used")
+            raise Divergence("what is closed was used")

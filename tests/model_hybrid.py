@@ -31,35 +31,32 @@ class Hybrids(Core):
 
     def lend(self):
         request = 1 + self.below(8)
-        pair = self.make(lambda side, i: side.states.handle(side.states.alloc(request)))
-        if pair:
-            if pair[0].index != pair[1].index:
-                raise Divergence(f"slots {pair[0].index} and {pair[1].index}")
-            self.handles.append(tuple(pair))
+        slot = self.both(lambda side, i: side.states.alloc(request))
+        if isinstance(slot, int):
+            self.slots.append(slot)
 
     def advance(self):
-        pair = self.pick(self.handles)
-        if pair:
-            self.write_state(pair, self.below(100))
+        slot = self.pick(self.slots)
+        if slot is not None:
+            self.write_state(slot, self.below(100))
 
-    def write_state(self, handles, value):
+    def write_state(self, slot, value):
         def call(side, i):
-            handles[i].pool.view(0, "h")[handles[i].index] = value
-            handles[i].slot.step()
+            side.states.view(0, "h")[slot] = value
+            side.states.slot(slot).step()
 
         self.both(call)
 
     def copy(self):
-        to, source = self.pick(self.handles), self.pick(self.handles)
-        if to:
-            self.both(lambda side, i: side.states.copy(to[i].index, source[i].index))
+        to, source = self.pick(self.slots), self.pick(self.slots)
+        if to is not None:
+            self.both(lambda side, i: side.states.copy(to, source))
 
     def give_back(self):
-        pair = self.pick(self.handles)
-        if pair:
-            self.both(lambda side, i: pair[i].release())
-            self.handles.remove(pair)
-            self.retire("state", pair)
+        slot = self.pick(self.slots)
+        if slot is not None:
+            self.both(lambda side, i: side.states.release(slot))
+            self.slots.remove(slot)
 
     def start_hybrid(self):
         if len(self.hybrids) < self.MOST_HYBRIDS:
@@ -89,7 +86,7 @@ class Hybrids(Core):
         for group, row in zip(MODELS[hybrid.model], slots, strict=True):
             self.write(self.pools[group], row, tokens)
         if hybrid.pair[0].state is not None and tokens:
-            self.write_state([side.state for side in hybrid.pair], state_after(hybrid.tokens))
+            self.write_state(hybrid.pair[0].state.index, state_after(hybrid.tokens))
         return True
 
     def resume_hybrid(self):

@@ -4,7 +4,7 @@ python tests/model_run.py --ops 10000000 --seed 1. The seed is printed first; th
 the end a table says how often each operation was drawn, and how it went.
 
 One step is one operation on allocators that grow and shrink, on sequences, hybrid sequences, prefix cache,
-recurrent states and their checkpoints, or on stale handles, on both sides. Keys in the pages say which token was
+recurrent states and their checkpoints, or on what is closed, on both sides. Keys in the pages say which token was
 written and states which tokens they passed over, so that what a sequence reads after forks, copies, cuts, hits in the
 cache and rollbacks is known without any implementation.
 """

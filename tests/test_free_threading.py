@@ -385,10 +385,10 @@ def test_a_slot_of_a_state_pool_is_made_once_whoever_asks_first():
         def work(number, pool=pool, seen=seen):
             seen[number] = [pool.slot(i) for i in (0, 1, 1023, 1024, 1999)]
             for turn in range(20):
-                handle = pool.acquire(number + 1)
-                handle.view(0, "h")[:] = turn
-                assert handle.slot.request_id == number + 1 and handle.view(0, "h").tolist() == [turn] * 2
-                handle.release()
+                slot = pool.alloc(number + 1)
+                pool.view(0, "h")[slot] = turn
+                assert pool.slot(slot).request_id == number + 1 and pool.view(0, "h")[slot].tolist() == [turn] * 2
+                pool.release(slot)
 
         run_together(work)
         assert all(mine is theirs for others in seen for mine, theirs in zip(seen[0], others, strict=True))
@@ -398,19 +398,18 @@ def test_a_slot_of_a_state_pool_is_made_once_whoever_asks_first():
 
 def test_a_label_is_set_while_others_read_it():
     states = [PagedSeqState(BlockAllocator(4), 4, label=10**30) for _ in range(2)]
-    handles = [state.handle() for state in states]
     states[1].close()
 
     def work(number):
         for turn in range(ROUNDS * 10):
-            for state, handle in zip(states, handles, strict=True):
+            for state in states:
                 if number == 0:
                     state.label = 10**30 + turn
                 elif number == 1:
                     assert str(10**29)[:20] in repr(state) and state.label >= 10**30
                 elif number == 2 and state.closed:
                     with pytest.raises(Exception, match="1000000000000000000"):
-                        _ = handle.state
+                        state.append()
                 elif number == 3 and not state.closed:
                     assert state.fork().label >= 10**30
 

@@ -204,18 +204,6 @@ class Memory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
-    def handles(self, data):
-        """A handle goes stale when its sequence is released."""
-        index = self.some(data)
-        for side in self.sides:
-            state, handle = side.states[index], side.states[index].handle()
-            assert handle.state is state
-            state.release()
-            assert handle.is_stale and not state.handle().is_stale
-        self.stamps[index].clear()
-
-    @precondition(lambda self: self.stamps)
-    @rule(data=st.data())
     def forget(self, data):
         """A sequence that nothing refers to gives its blocks back."""
         index = self.some(data)

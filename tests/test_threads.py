@@ -164,24 +164,24 @@ def test_states_of_one_pool_may_be_used_by_several_threads(switching):
 
     def work(rng, number):
         try:
-            handle = pool.handle(pool.alloc(number + 1))
+            slot = pool.alloc(number + 1)
         except PoolExhausted:
             return
-        view = handle.view(0, "h")
-        assert view.tolist() == [0] * 4 and handle.slot.position == 0
+        view = pool.view(0, "h")[slot]
+        assert view.tolist() == [0] * 4 and pool.slot(slot).position == 0
         view[...] = number
-        handle.slot.step()
+        pool.slot(slot).step()
         if pool.free_count > 2:
             try:
-                other = handle.fork()
+                other = pool.alloc(number + 1)
             except PoolExhausted:  # others were faster
                 other = None
             if other is not None:
-                assert other.view(0, "h").tolist() == [number] * 4 and other.slot.request_id == number + 1
-                other.release()
-        assert handle.slot.request_id == number + 1 and view.tolist() == [number] * 4
-        handle.release()
-        assert handle.is_stale
+                pool.copy(other, slot)
+                assert pool.view(0, "h")[other].tolist() == [number] * 4 and pool.slot(other).position == 1
+                pool.release(other)
+        assert pool.slot(slot).request_id == number + 1 and view.tolist() == [number] * 4
+        pool.release(slot)
 
     together(work)
     pool.check()

@@ -179,7 +179,6 @@ def release_batch(list states not None, bint close=False):
         state = <PagedSeqState>states[i]
         state.c_forget(0)
         state.length = 0
-        state.generation += 1
         state.is_closed = close
 
 

@@ -19,7 +19,6 @@ cdef class PagedSeqState:
     cdef int32_t num_blocks
     cdef bint is_closed
     cdef int64_t length
-    cdef readonly int64_t generation
     cdef int64_t call  # the last batch call that saw this sequence: finds one that is given twice
     cdef int64_t pending  # tokens that this call appends to it
     cdef PageBuffer memory
@@ -58,8 +57,3 @@ cdef class PagedSeqState:
     cdef int32_t c_needed(self, int64_t length) noexcept nogil
     cdef void c_forget(self, int32_t keep) noexcept nogil
     cdef object failed(self, pp_status status, object number, object wanted)
-
-
-cdef class SequenceHandle:
-    cdef PagedSeqState sequence
-    cdef readonly int64_t generation

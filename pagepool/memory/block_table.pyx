@@ -23,7 +23,7 @@ from pagepool.errors import InvalidBlock, PoolError, StaleHandle, refuse_copy
 from pagepool._arguments import integer
 from pagepool.memory.explain import closed, exhausted
 
-__all__ = ["PagedSeqState", "SequenceHandle"]
+__all__ = ["PagedSeqState"]
 
 cdef int64_t FEW_BLOCKS = 64  # as many are taken by way of the stack
 cdef int64_t MAX_TOKENS = <int64_t>1 << 60  # keeps sums of lengths within 64 bits
@@ -43,8 +43,8 @@ cdef class PagedSeqState:
 
     When a sequence appends into a block that others share, it gets a new block, and the page is copied in every
     attached pool. One thread at a time may use a state; different ones, forks included, may run in parallel. A state
-    that is no longer referenced gives its blocks back. `generation` counts the releases: see `handle`. Raises
-    `ValueError` for sizes out of range, `TypeError` for another label.
+    that is no longer referenced gives its blocks back. Raises `ValueError` for sizes out of range,
+    `TypeError` for another label.
 
     >>> from pagepool import BlockAllocator
     >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -214,10 +214,7 @@ cdef class PagedSeqState:
         return status
 
     cdef pp_status c_release(self) noexcept nogil:
-        cdef pp_status status = self.c_truncate(0)
-        if status == PP_OK:
-            self.generation += 1
-        return status
+        return self.c_truncate(0)
 
     cdef pp_status c_close(self) noexcept nogil:
         cdef pp_status status = self.c_release()
@@ -439,7 +436,7 @@ cdef class PagedSeqState:
             release_ids(&ids)
 
     def release(self):
-        """Gives every block back; `len` becomes 0 and the state can be used again, under a new `generation`.
+        """Gives every block back; `len` becomes 0 and the state can be used again.
 
         Raises `InvalidBlock` when a block was freed by someone else; then nothing has changed.
         """
@@ -455,15 +452,6 @@ cdef class PagedSeqState:
         cdef pp_status status = PP_OK if self.is_closed else self.c_close()
         if status != PP_OK:
             raise self.failed(status, 0, 0)
-
-    def handle(self):
-        """A `SequenceHandle` to the state, which goes stale when the state is released.
-
-        Raises `StaleHandle` when the state is closed.
-        """
-        if self.is_closed:
-            raise self.failed(PP_INVALID_ARGUMENT, 0, 0)
-        return SequenceHandle(self)
 
     @property
     def blocks(self):
@@ -511,44 +499,3 @@ cdef class PagedSeqState:
 
 cdef object needed_blocks(object length, object block_size):
     return -(-length // block_size)
-
-
-@cython.final
-@cython.no_gc
-cdef class SequenceHandle:
-    """A handle to a `PagedSeqState`: `state` is that state until it is released, and raises `StaleHandle` after.
-
-    For whoever keeps a sequence that another may end: an engine's queue, a thread, a batch under way.
-
-    >>> from pagepool import BlockAllocator
-    >>> state = PagedSeqState(BlockAllocator(8), block_size=4, label="request 7")
-    >>> handle = state.handle()
-    >>> handle.state is state
-    True
-    >>> state.release()
-    >>> handle.state
-    Traceback (most recent call last):
-    pagepool.errors.StaleHandle: the handle is of generation 0, the sequence 'request 7' is in generation 1
-    """
-
-    def __cinit__(self, PagedSeqState state not None):
-        self.sequence = state
-        self.generation = state.generation
-
-    def __reduce__(self):
-        refuse_copy(self)
-
-    @property
-    def state(self):
-        """The state. Raises `StaleHandle` once it was released, even if another request uses it now."""
-        if self.sequence.generation != self.generation or self.sequence.is_closed:
-            now = "closed" if self.sequence.is_closed else f"in generation {self.sequence.generation}"
-            label = self.sequence.label
-            who = "the sequence" if label is None else f"the sequence {label!r}"
-            raise StaleHandle(f"the handle is of generation {self.generation}, {who} is {now}")
-        return self.sequence
-
-    @property
-    def is_stale(self):
-        """Whether `state` would raise."""
-        return self.sequence.generation != self.generation or self.sequence.is_closed

@@ -16,7 +16,7 @@ from pagepool.memory.batch import group_append, group_close, group_truncate, req
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.explain import closed
 from pagepool.memory.ssm_pool import SsmStatePool
-from pagepool.memory.state import StateHandle
+from pagepool.memory.state import SequenceSlot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,12 +61,52 @@ class KvGroup:
         return 131_072 if self.max_blocks_per_seq is None and self.window is not None else self.max_blocks_per_seq
 
 
+class HeldSlot:
+    """A slot of a pool of states that a sequence or a checkpoint holds: number `index` of `pool`, until `close`."""
+
+    __slots__ = ("_closed", "index", "pool")
+    __reduce__ = refuse_copy
+
+    def __init__(self, pool: SsmStatePool, request_id: int) -> None:
+        self.pool = pool
+        self.index = pool.alloc(request_id)
+        self._closed = False
+
+    @property
+    def slot(self) -> SequenceSlot:
+        """The `SequenceSlot`. Raises `StaleHandle` once it was given back."""
+        if self._closed:
+            raise StaleHandle(f"slot {self.index} was given back: it may have another owner by now")
+        return self.pool.slot(self.index)
+
+    def view(self, layer: int, name: str) -> Any:
+        """Returns a view (*shape) of the state `name` of a layer, if the pool has a layout. Raises `StaleHandle`."""
+        _ = self.slot  # raises
+        return self.pool.view(layer, name)[self.index]
+
+    def fork(self) -> HeldSlot:
+        """Copies the state into a new slot of the same request. Raises `PoolExhausted`; then nothing has changed."""
+        copy = HeldSlot(self.pool, self.slot.request_id)
+        try:
+            self.pool.copy(copy.index, self.index)
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def close(self) -> None:
+        """Gives the slot back, zeroed. A second call does nothing."""
+        if not self._closed:
+            self.pool.release(self.index)
+            self._closed = True
+
+
 class Checkpoint:
     """A place that a `HybridSequence` can be rolled back to: its `position`, and a copy of its recurrent state."""
 
     __slots__ = ("_state", "position")
 
-    def __init__(self, position: int, state: StateHandle | None) -> None:
+    def __init__(self, position: int, state: HeldSlot | None) -> None:
         self.position = position
         self._state = state
 
@@ -82,15 +122,14 @@ class HybridSequence:
     """All memory of one sequence of a hybrid model, moved together: every call changes all parts or none.
 
     groups   a `KvGroup` for each set of layers with a block table of its own: full attention, windows
-    states   the `SsmStatePool` of its recurrent state, or None; block size and state size are independent. A
-             `StateHandle` instead gives it a slot that was taken already, one of `SsmStatePool.alloc_run` for example
+    states   the `SsmStatePool` of its recurrent state, or None; block size and state size are independent
     label    a request id or a name, for `BlockAllocator.owners`
     keep     how many tokens it can be rolled back without a checkpoint: windows keep their blocks that much longer
 
-    `kv[i]` is the `PagedSeqState` of group i, `state` a `StateHandle` or None. The engine writes keys, values and
-    states through them, and moves the sequence with the methods here. `append` gives back the blocks that a window has
-    left, unless a checkpoint needs them. One thread at a time may use it. Raises `PoolExhausted` when no slot is free
-    for the state, `ValueError` for wrong arguments.
+    `kv[i]` is the `PagedSeqState` of group i. `state` is None, or has `pool`, `index` and `slot` of its slot, and
+    `view(layer, name)`. The engine writes keys, values and states through them, and moves the sequence with the methods
+    here. `append` gives back the blocks that a window has left, unless a checkpoint needs them. One thread at a time
+    may use it. Raises `PoolExhausted` when no slot is free for the state, `ValueError` for wrong arguments.
 
     >>> from pagepool import BlockAllocator, KvGroup, StateLayout
     >>> states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
@@ -110,7 +149,7 @@ class HybridSequence:
     def __init__(
         self,
         groups: Iterable[KvGroup],
-        states: SsmStatePool | StateHandle | None = None,
+        states: SsmStatePool | None = None,
         *,
         label: int | str | None = None,
         keep: SupportsIndex = 0,
@@ -119,19 +158,15 @@ class HybridSequence:
         self._checkpoints: list[Checkpoint] = []  # positions rise
         self.keep = integer("keep", keep, 0)
         self.groups = groups_of(groups)
-        if states is not None and not isinstance(states, SsmStatePool | StateHandle):
+        if states is not None and not isinstance(states, SsmStatePool):
             raise wrong("states", "an SsmStatePool or None", states)
-        if isinstance(states, StateHandle) and states.is_stale:
-            raise StaleHandle(f"slot {states.index} was released: it may be another's by now")
         if label is not None and not isinstance(label, (int, str)):
             raise wrong("label", "an int, a str or None", label)
         self.label = label
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
-        self.state: StateHandle | None = None
-        if isinstance(states, StateHandle):
-            self.state = states
-        elif states is not None:
-            self.state = states.acquire(label if isinstance(label, int) and label else 1)
+        self.state: HeldSlot | None = None
+        if states is not None:
+            self.state = HeldSlot(states, label if isinstance(label, int) and label else 1)
         self._closed = False
 
     @property
@@ -342,13 +377,15 @@ class HybridSequence:
         close_from(len(kept), known)
         return length
 
-    def _restore(self, state: StateHandle, length: int) -> None:
+    def _restore(self, state: HeldSlot, length: int) -> None:
         """The state as it was after `length` tokens, 0 or those of a checkpoint."""
         for known in self._checkpoints:
             if known.position == length and known._state is not None:
-                state.copy_from(known._state)
+                state.pool.copy(state.index, known._state.index)
                 return
-        state.reset()
+        slot, request = state.slot, state.slot.request_id
+        slot.reset()
+        slot.request_id = request
 
     def _use(self) -> None:
         if self._closed:

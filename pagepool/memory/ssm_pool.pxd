@@ -24,7 +24,6 @@ cdef class SsmStatePool:
     cdef BlockAllocator ids
     cdef StateMemory memory  # None when the states are Python objects
     cdef list slots  # lists of slots, None where none was made yet
-    cdef int64_t[::1] generations  # how often each slot was released
     cdef object __weakref__
 
     # For engines without the GIL, on a pool made by from_layout; they leave the slots' positions and request ids alone.
@@ -42,7 +41,5 @@ cdef class SsmStatePool:
     cdef object copy_rows(self, object layer, object name, object slots, str what, object source, bint scatters)
 
     cdef object slot_at(self, int32_t i)
-    cdef int32_t take(self, object request_id) except -1
-    cdef int untake(self, int32_t slot) except -1
     cdef int32_t read_slot(self, object i) except -1
     cdef int32_t read_used(self, object i) except -1

@@ -37,7 +37,7 @@ from pagepool.errors import InvalidBlock, InvalidSlot, PoolExhausted, refuse_cop
 from pagepool._arguments import integer
 from pagepool.memory.dlpack import BFloat16Bits
 from pagepool.memory.owners import Leak, warn_of
-from pagepool.memory.state import SequenceSlot, StateHandle
+from pagepool.memory.state import SequenceSlot
 
 __all__ = ["SsmStatePool", "StateMemory", "StateRow"]
 
@@ -230,7 +230,6 @@ cdef class SsmStatePool:
         if not is_memory and not callable(make_state):
             raise TypeError(f"make_state must be callable, not {type(make_state).__name__}")
         self.ids = BlockAllocator(number)
-        self.generations = np.zeros(number, np.int64)
         if is_memory:
             self.memory = make_state
             self.slots = [None] * -(-number // SLOTS)
@@ -261,7 +260,6 @@ cdef class SsmStatePool:
         if self.ids.c_ref_count(slot) < 1:
             return PP_INVALID_SLOT
         self.memory.c_zero(slot)
-        self.generations[slot] += 1
         self.ids.c_free(slot)
         return PP_OK
 
@@ -309,44 +307,18 @@ cdef class SsmStatePool:
 
         The state is at its beginning. Raises `PoolExhausted` when no slot is free.
         """
-        cdef int32_t slot = self.take(request_id)
-        try:
-            return slot
-        except MemoryError:  # for the int
-            self.untake(slot)
-            raise
-
-    def acquire(self, request_id):
-        """Takes a slot as `alloc` does; returns a `StateHandle` to it.
-
-        >>> from pagepool import AttentionSequenceState
-        >>> SsmStatePool(2, lambda i: AttentionSequenceState(8)).acquire(request_id=7).index
-        0
-        """
-        cdef int32_t slot = self.take(request_id)
-        try:
-            return StateHandle(self, slot)
-        except BaseException:
-            self.untake(slot)
-            raise
-
-    cdef int32_t take(self, object request_id) except -1:
         cdef int32_t slot
+        cdef object number
         request = integer("request_id", request_id)
         if self.c_alloc(&slot) != PP_OK:
             raise PoolExhausted(f"asked for 1 slot, 0 of {self.ids.capacity} are free")
         try:
+            number = slot
             self.slot_at(slot).request_id = request
-        except BaseException:  # no memory for the slot
+        except BaseException:  # no memory for the number or the slot
             self.ids.c_free(slot)
             raise
-        return slot
-
-    cdef int untake(self, int32_t slot) except -1:
-        """Nobody has used it."""
-        self.slot_at(slot).request_id = 0
-        self.ids.c_free(slot)
-        return 0
+        return number
 
     def release(self, i):
         """Takes slot i back: its state is reset, so zeroed, its position 0 and its request none.
@@ -356,7 +328,6 @@ cdef class SsmStatePool:
         """
         cdef int32_t slot = self.read_used(i)
         self.slot_at(slot).reset()
-        self.generations[slot] += 1
         self.ids.c_free(slot)
 
     def copy(self, dst, src):
@@ -494,21 +465,6 @@ cdef class SsmStatePool:
         finally:
             release_ids(&rows)
         return source
-
-    def handle(self, i):
-        """A `StateHandle` to slot i, which goes stale when the slot is released.
-
-        Raises `InvalidSlot` when i is out of range or free.
-        """
-        return StateHandle(self, self.read_used(i))
-
-    def generation(self, i):
-        """How often slot i was released; a handle compares it. Raises `InvalidSlot` out of range."""
-        return self.generations[self.read_slot(i)]
-
-    def is_generation(self, i, int64_t generation):
-        """Whether slot i was released exactly `generation` times. Needs no memory. Raises as `generation`."""
-        return self.generations[self.read_slot(i)] == generation
 
     def leaks(self):
         """The slots that are in use: a list of `Leak("state", request_id, [i], [i], slot)`, in order.

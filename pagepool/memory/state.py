@@ -1,4 +1,4 @@
-"""The recurrent state of one sequence: the protocol, two classes that implement it, its slot and a handle to that."""
+"""The recurrent state of one sequence: the protocol, two classes that implement it, and its slot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from pagepool._arguments import integer, wrong
-from pagepool.errors import PoolExhausted, StaleHandle, refuse_copy
+from pagepool.errors import PoolExhausted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState", "StateHandle"]
+__all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SequenceState"]
 
 
 @runtime_checkable
@@ -145,94 +145,3 @@ class SequenceSlot:
         self.state.reset()
         self.position = self.state.step_position
         self.request_id = 0
-
-
-class StateHandle:
-    """Slot `index` of a pool until it is released; whoever uses the handle later gets `StaleHandle`.
-
-    >>> from pagepool import AttentionSequenceState, SsmStatePool
-    >>> pool = SsmStatePool(1, lambda i: AttentionSequenceState(8))
-    >>> handle = pool.handle(pool.alloc(request_id=7))
-    >>> handle.slot.request_id
-    7
-    >>> handle.release()
-    >>> handle.slot
-    Traceback (most recent call last):
-    pagepool.errors.StaleHandle: the handle to slot 0 is of generation 0, the slot is in generation 1
-    """
-
-    __slots__ = ("generation", "index", "pool")
-
-    __reduce__ = refuse_copy
-
-    def __init__(self, pool: Any, index: int) -> None:
-        self.pool = pool
-        self.index = integer("index", index)
-        self.generation: int = pool.generation(index)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the slot was released since."""
-        return not self.pool.is_generation(self.index, self.generation)
-
-    @property
-    def slot(self) -> SequenceSlot:
-        """The `SequenceSlot`. Raises `StaleHandle` once the slot was released, even if another request has it now."""
-        self._use()
-        found: SequenceSlot = self.pool.slot(self.index)
-        return found
-
-    def view(self, layer: int, name: str) -> Any:
-        """Returns a view (*shape) of the state `name` of a layer, if the pool has a layout. Raises `StaleHandle`."""
-        self._use()
-        return self.pool.view(layer, name)[self.index]
-
-    def fork(self) -> StateHandle:
-        """Copies the state into a new slot of the same request; returns its handle.
-
-        Raises `PoolExhausted`, `StaleHandle`; then nothing has changed.
-        """
-        copy: StateHandle = self.pool.acquire(self.slot.request_id)
-        try:
-            copy.copy_from(self)
-        except BaseException:
-            copy.close()
-            raise
-        return copy
-
-    def copy_from(self, other: StateHandle) -> None:
-        """Copies the state and the position from another handle's slot of the same pool.
-
-        Raises `StaleHandle`, `ValueError` for a handle of another pool; then nothing has changed.
-        """
-        if not isinstance(other, StateHandle):
-            raise wrong("other", "a StateHandle", other)
-        if other.pool is not self.pool:
-            raise ValueError(f"slot {self.index} cannot become a copy of slot {other.index} of another pool")
-        self._use()
-        other._use()
-        self.pool.copy(self.index, other.index)
-
-    def reset(self) -> None:
-        """Returns the state to its beginning; the request keeps the slot. Raises `StaleHandle`."""
-        slot = self.slot
-        request = slot.request_id
-        slot.reset()
-        slot.request_id = request
-
-    def release(self) -> None:
-        """Gives the slot back, zeroed. Raises `StaleHandle` the second time."""
-        self._use()
-        self.pool.release(self.index)
-
-    def close(self) -> None:
-        """Gives the slot back. A second call does nothing."""
-        if not self.is_stale:
-            self.release()
-
-    def _use(self) -> None:
-        if self.is_stale:
-            now = self.pool.generation(self.index)
-            raise StaleHandle(
-                f"the handle to slot {self.index} is of generation {self.generation}, the slot is in generation {now}"
-            )

@@ -12,7 +12,6 @@ from pagepool.reference.hybrid import HybridSequence
 from pagepool.reference.kv_pool import KvCachePool
 from pagepool.reference.prefix import PrefixCache
 from pagepool.reference.scheduler import Scheduler
-from pagepool.reference.snapshot import SequenceHandle
 from pagepool.reference.ssm_pool import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SsmStatePool
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "PagedSeqState",
     "PrefixCache",
     "Scheduler",
-    "SequenceHandle",
     "SequenceSlot",
     "SsmStatePool",
     "append_batch",

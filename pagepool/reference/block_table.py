@@ -18,7 +18,6 @@ import numpy as np
 
 from pagepool.errors import StaleHandle
 from pagepool.reference.allocator import BlockAllocator, count_of
-from pagepool.reference.snapshot import SequenceHandle
 
 __all__ = ["BlockTables", "PagedSeqState"]
 
@@ -53,7 +52,6 @@ class PagedSeqState:
         self.max_blocks_per_seq = count_of("max_blocks_per_seq", limit)
         self.len = 0
         self.first_block = 0
-        self.generation = 0
         self.closed = False
         self._blocks: list[int] = []  # of every place, -1 before first_block
         self._table = np.zeros(self.max_blocks_per_seq, dtype=np.int32)
@@ -169,21 +167,15 @@ class PagedSeqState:
         self.len = tokens
 
     def release(self) -> None:
-        """Gives all blocks back; `len` becomes 0 and the sequence can be used again, under a new generation."""
+        """Gives all blocks back; `len` becomes 0 and the sequence can be used again."""
         self._use()
         self._keep(0)
-        self.generation += 1
 
     def close(self) -> None:
         """Releases it for good: later uses raise `StaleHandle`."""
         if not self.closed:
             self.release()
             self.closed = True
-
-    def handle(self) -> SequenceHandle:
-        """One that is stale once the sequence was released."""
-        self._use()
-        return SequenceHandle(self)
 
     def slot(self, token: int) -> int:
         """The slot of a token."""

@@ -18,13 +18,45 @@ import numpy as np
 from pagepool.errors import PoolError, StaleHandle
 from pagepool.reference.allocator import count_of
 from pagepool.reference.block_table import PagedSeqState
-from pagepool.reference.snapshot import StateHandle
 
 __all__ = ["Checkpoint", "HybridSequence"]
 
 
+class HeldSlot:
+    """A slot of a pool of states that a sequence or a checkpoint holds."""
+
+    def __init__(self, pool: Any, request_id: int) -> None:
+        self.pool = pool
+        self.index = pool.alloc(request_id)
+        self.closed = False
+
+    @property
+    def slot(self) -> Any:
+        """The slot; `StaleHandle` once it was given back."""
+        if self.closed:
+            raise StaleHandle(f"slot {self.index} was given back")
+        return self.pool.slot(self.index)
+
+    def view(self, layer: int, name: str) -> Any:
+        """The state `name` of a layer, `(*shape)`; `StaleHandle` once it was given back."""
+        _ = self.slot  # raises
+        return self.pool.view(layer, name)[self.index]
+
+    def fork(self) -> HeldSlot:
+        """A copy of the state in a slot of its own. Raises `PoolExhausted` when none is free."""
+        copy = HeldSlot(self.pool, self.slot.request_id)
+        self.pool.copy(copy.index, self.index)
+        return copy
+
+    def close(self) -> None:
+        """Gives the slot back."""
+        if not self.closed:
+            self.pool.release(self.index)
+            self.closed = True
+
+
 class Checkpoint:
-    """A place to roll back to: how many tokens there were, and a `StateHandle` to a copy of the state, or None."""
+    """A place to roll back to: how many tokens there were, and a `HeldSlot` with a copy of the state, or None."""
 
     def __init__(self, position: int, state: Any) -> None:
         self.position = position
@@ -49,8 +81,7 @@ class HybridSequence:
         self.label = label
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
         request = label if isinstance(label, int) and label else 1
-        is_handle = isinstance(states, StateHandle)
-        self.state = states if states is None or is_handle else states.handle(states.alloc(request))
+        self.state = None if states is None else HeldSlot(states, request)
         self.len = 0
         self.closed = False
         self.checkpoints: list[Checkpoint] = []
@@ -207,7 +238,12 @@ class HybridSequence:
                 state.truncate(length)
             if self.state is not None:
                 copies = [known.state for known in self.checkpoints if known.position == length]
-                self.state.copy_from(copies[0]) if copies else self.state.reset()
+                if copies:
+                    self.state.pool.copy(self.state.index, copies[0].index)
+                else:
+                    slot, request = self.state.slot, self.state.slot.request_id
+                    slot.reset()
+                    slot.request_id = request
             self.len = length
             self._keep_checkpoints([known for known in self.checkpoints if known.position <= length])
         return length

@@ -13,7 +13,6 @@ import numpy as np
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolError, PoolExhausted
 from pagepool.reference.allocator import count_of
-from pagepool.reference.snapshot import StateHandle
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SsmStatePool"]
 
@@ -120,7 +119,6 @@ class SsmStatePool:
         self._slots = [SequenceSlot(make_state(i)) for i in range(self.capacity)]
         self._free = list(range(self.capacity))[::-1]
         self._in_use: set[int] = set()
-        self._generations = [0] * self.capacity
         self._arrays: list[dict[str, np.ndarray]] = []
 
     @classmethod
@@ -170,24 +168,16 @@ class SsmStatePool:
 
     def gather(self, layer: int, name: str, slots: Sequence[int]) -> np.ndarray:
         """Copies of state `name` of `layer` of some slots in use, `(n, *shape)`."""
-        return np.array([self.view(layer, name)[self.handle(i).index] for i in slots])
+        return np.array([self.view(layer, name)[self._used(i)] for i in slots])
 
     def scatter(self, layer: int, name: str, slots: Sequence[int], states: np.ndarray) -> None:
         """Writes what `gather` has read."""
-        for i, state in zip([self.handle(i).index for i in slots], states, strict=True):
+        for i, state in zip([self._used(i) for i in slots], states, strict=True):
             self.view(layer, name)[i] = state
-
-    def acquire(self, request_id: int) -> StateHandle:
-        """Gives the request a slot; a handle to it."""
-        return self.handle(self.alloc(request_id))
 
     def release(self, i: int) -> None:
         """Zeroes slot `i` and gives it back. Raises `InvalidSlot` when it is out of range or free."""
-        slot = self.slot(i)
-        if i not in self._in_use:
-            raise InvalidSlot(f"slot {i} is not allocated")
-        slot.reset()
-        self._generations[i] += 1
+        self.slot(self._used(i)).reset()
         self._in_use.remove(i)
         self._free.append(i)
 
@@ -199,30 +189,21 @@ class SsmStatePool:
 
     def copy(self, dst: int, src: int) -> None:
         """Makes state and position of slot `dst` those of `src`; both are in use, or `InvalidSlot`."""
-        for i in (dst, src):
-            self.slot(i)
-            if i not in self._in_use:
-                raise InvalidSlot(f"slot {i} is not allocated")
+        self._used(dst), self._used(src)
         self._slots[dst].state.copy_from(self._slots[src].state)
         self._slots[dst].position = self._slots[src].position
-
-    def handle(self, i: int) -> StateHandle:
-        """A handle to slot `i`; `InvalidSlot` when it is out of range or free."""
-        self.slot(i)
-        if i not in self._in_use:
-            raise InvalidSlot(f"slot {i} is not allocated")
-        return StateHandle(self, i)
-
-    def generation(self, i: int) -> int:
-        """How often slot `i` was released."""
-        self.slot(i)
-        return self._generations[i]
 
     def view(self, layer: int, name: str) -> np.ndarray:
         """State `name` of `layer` for all slots, `(capacity, *shape)`. `ValueError` when there is no such state."""
         if not 0 <= layer < len(self._arrays) or name not in self._arrays[layer]:
             raise ValueError(f"layer {layer} has no state {name!r}")
         return self._arrays[layer][name]
+
+    def _used(self, i: int) -> int:
+        self.slot(i)
+        if i not in self._in_use:
+            raise InvalidSlot(f"slot {i} is not allocated")
+        return i
 
     def check(self) -> None:
         """Raises `PoolError` when the invariant above is broken."""

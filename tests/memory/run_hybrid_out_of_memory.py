@@ -48,7 +48,7 @@ class World:
             self.pool.alloc(1)
         for _ in range(MANY):
             self.pool.release(self.pool.alloc(1))
-        self.handle, self.lent = self.pool.acquire(7), self.pool.acquire(8)
+        self.slot, self.lent = self.pool.alloc(7), self.pool.alloc(8)
         self.groups = [KvGroup(self.allocator, 4), KvGroup(self.allocator, 4, window=9)]
         self.hybrid = HybridSequence(self.groups, self.pool, label="hybrid")
         self.marks = []
@@ -59,8 +59,8 @@ class World:
         self.hybrid.append(6)
         self.match = self.cache.match_tokens(PROMPT[:1120])
         self.checkpoints = StateCheckpoints(STATES, self.pool, 100_000)
-        self.lent.view(0, "a")[:] = 5
-        self.checkpoints.save(self.lent.index, PROMPT, 500, "end")
+        self.pool.view(0, "a")[self.lent] = 5
+        self.checkpoints.save(self.lent, PROMPT, 500, "end")
         self.new = HybridSequence(self.groups, self.pool)
 
     def picture(self):
@@ -70,19 +70,19 @@ class World:
             [self.allocator.ref_count(block) for block in range(BLOCKS)],
             [self.pool.used_count, self.cache.num_cached, self.state.len],
             [self.hybrid.stats(), self.hybrid.closed, [mark.position for mark in self.hybrid.checkpoints]],
-            [one.view(0, "a").tolist() for one in (self.handle, self.hybrid.state) if not one.is_stale],
+            self.pool.view(0, "a").tolist(),
         )
 
 
 def save(world):
     """What it forgets is right; what it keeps has to be."""
     try:
-        world.checkpoints.save(world.handle.index, PROMPT, 900, "end")
+        world.checkpoints.save(world.slot, PROMPT, 900, "end")
     except (MemoryError, SystemError):
         left = pause()
         kept = world.checkpoints.index.num_states
-        assert world.checkpoints.resume(world.lent.index, PROMPT, 1000) == 500 * kept
-        assert world.lent.view(0, "a").tolist() == [5] * 4
+        assert world.checkpoints.resume(world.lent, PROMPT, 1000) == 500 * kept
+        assert world.pool.view(0, "a")[world.lent].tolist() == [5] * 4
         resume_countdown(left)
         raise
 
@@ -90,10 +90,11 @@ def save(world):
 def resume(world):
     """All of a state or its beginning."""
     try:
-        world.checkpoints.resume(world.handle.index, PROMPT, 1000)
+        world.checkpoints.resume(world.slot, PROMPT, 1000)
     except (MemoryError, SystemError):
         left = pause()
-        assert world.handle.slot.position == 0 and world.handle.view(0, "a").tolist() == [0] * 4
+        assert world.pool.slot(world.slot).position == 0
+        assert world.pool.view(0, "a")[world.slot].tolist() == [0] * 4
         resume_countdown(left)
         raise
 
@@ -102,11 +103,8 @@ OPERATIONS = {
     "match_prefix": lambda world: world.cache.match_prefix(PROMPT),
     "match_tokens": lambda world: world.cache.match_tokens(PROMPT[:1118]),
     "allocate": lambda world: world.allocator.allocate(),
-    "lend": lambda world: world.pool.acquire(9),
     "alloc": lambda world: world.pool.alloc(9),
-    "fork of a handle": lambda world: world.handle.fork(),
     "hybrid": lambda world: HybridSequence(world.groups, world.pool),
-    "hybrid of a handle": lambda world: HybridSequence(world.groups, world.lent),
     "append to a hybrid": lambda world: world.hybrid.append(700),
     "adopt": lambda world: world.new.adopt([world.many[:270], world.many[:270]], 1077),
     "trim": lambda world: world.hybrid.trim(),

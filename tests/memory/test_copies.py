@@ -38,12 +38,11 @@ def owners():
         allocator,
         pool,
         state,
-        state.handle(),
         BlockTables(2, 2),
         cache,
         states,
         HybridSequence([KvGroup(allocator, 4)]),
-        states.acquire(1),
+        HybridSequence([], states).state,
         SequencePool(pool, states),
         StateCheckpoints(STATES, states, 1000),
     ]

@@ -65,12 +65,10 @@ def tie(allocator, rng):
     hybrid = HybridSequence([KvGroup(allocator, 4), KvGroup(allocator, 4, window=3)], states, label=7)
     hybrid.append(9)
     hybrid.checkpoint()
-    handle = states.handle(states.alloc(1))
     state.truncate(2)
     hybrid.append(5)
-    state.handle()
-    parts = [pool, states, cache, state, match, checkpoints, hybrid, handle, SequencePool(kv=pool)]
-    parts += [state.fork(), hybrid.fork(), state.handle(), allocator.owners(), allocator.leaks()]
+    parts = [pool, states, cache, state, match, checkpoints, hybrid, hybrid.state, SequencePool(kv=pool)]
+    parts += [state.fork(), hybrid.fork(), allocator.owners(), allocator.leaks()]
     rng.shuffle(parts)
     knot = Knot()
     knot.parts = parts

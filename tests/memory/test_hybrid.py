@@ -287,27 +287,6 @@ def test_a_refused_append_to_groups_grows_no_allocator():
     assert [allocator.capacity for allocator in allocators] == [2, 2]
 
 
-def test_sequences_in_neighbouring_slots():
-    states, blocks = SsmStatePool.from_layout(STATES, 8), BlockAllocator(32)
-    run = states.alloc_run([7, 8, 9])
-    sequences = [HybridSequence([KvGroup(blocks, 4)], states.handle(slot), label=slot) for slot in run]
-    for sequence in sequences:
-        sequence.append(5)
-    states.view(0, "h")[run.start : run.stop] = [[1.0], [2.0], [3.0]]  # as a layer does that computes a batch
-    assert [sequence.state.view(0, "h")[0] for sequence in sequences] == [1, 2, 3]
-    assert [states.slot(slot).request_id for slot in run] == [7, 8, 9]
-    fork = sequences[1].fork()
-    assert fork.state.view(0, "h").tolist() == [2.0] * 3 and states.used_count == 4
-    sequences[0].release()
-    assert states.used_count == 3
-    with refuses(StaleHandle, "slot", 0):
-        HybridSequence([KvGroup(blocks, 4)], sequences[0].state)
-    for sequence in (*sequences[1:], fork):
-        sequence.release()
-    assert (states.used_count, blocks.free_count) == (0, 32)
-    states.check()
-
-
 def test_slots_that_were_not_computed_are_retracted_and_the_state_stays():
     blocks = BlockAllocator(64)
     states = SsmStatePool.from_layout(STATES, 4)
@@ -332,5 +311,12 @@ def test_slots_that_were_not_computed_are_retracted_and_the_state_stays():
     assert sequence.stats()["blocks"] == before["blocks"] and sequence.len == 34
     sequence.release()
     assert blocks.in_use == 0 and states.used_count == 0
-    with pytest.raises(StaleHandle):
-        sequence.retract(0)
+    for use in (
+        lambda: sequence.retract(0),
+        lambda: sequence.state.view(0, "h"),
+        lambda: sequence.state.slot,
+        lambda: sequence.state.fork(),
+    ):
+        with pytest.raises(StaleHandle):
+            use()
+    assert states.used_count == 0

@@ -1,4 +1,4 @@
-"""Slots of recurrent states by handle: stale ones, and copies."""
+"""Copies of recurrent states, and what says how many there are."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from pagepool import (
     InvalidSlot,
     Mamba2SequenceState,
     SsmStatePool,
-    StaleHandle,
     StateLayout,
 )
 
@@ -61,8 +60,6 @@ def test_python_states_copy_themselves_or_say_that_they_cannot():
     bare = SsmStatePool(3, lambda i: Bare())
     with pytest.raises(TypeError, match="a Bare has no copy_from"):
         bare.copy(bare.alloc(1), bare.alloc(2))
-    with pytest.raises(TypeError, match="a Bare has no copy_from"):
-        bare.handle(0).fork()
     with pytest.raises(ValueError, match="position 3 is past the 2 steps"):
         longer = AttentionSequenceState(4)
         for _ in range(3):
@@ -70,33 +67,6 @@ def test_python_states_copy_themselves_or_say_that_they_cannot():
         AttentionSequenceState(2).copy_from(longer)
     with pytest.raises(ValueError, match="cannot become a copy of Mamba2SequenceState"):
         Mamba2SequenceState(1, 2, 3, 9).copy_from(Mamba2SequenceState(1, 2, 4, 9))
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda handle: handle.slot,
-        lambda handle: handle.view(0, "conv"),
-        lambda handle: handle.fork(),
-        lambda handle: handle.release(),
-        lambda handle: handle.copy_from(handle),
-    ],
-)
-def test_a_handle_is_stale_when_its_slot_was_released_even_if_lent_again(use):
-    pool = SsmStatePool.from_layout(LAYOUT, 2)
-    i = pool.alloc(7)
-    handle = pool.handle(i)
-    handle.view(0, "conv")[...] = 3
-    assert handle.slot.request_id == 7 and not handle.is_stale
-    pool.release(i)
-    assert pool.alloc(8) == i
-    fill(pool, i, 5)
-    with pytest.raises(StaleHandle, match="the handle to slot 0 is of generation 0, the slot is in generation 1"):
-        use(handle)
-    assert handle.is_stale and pool.used_count == 1 and pool.slot(i).request_id == 8
-    assert states(pool, i)[1] == [5] * 5
-    with pytest.raises(InvalidSlot, match="slot 1 is free"):
-        pool.handle(1)
 
 
 def test_leaks_and_stats_name_what_is_in_use():
