@@ -37,11 +37,11 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
 def real(name: str, value: Any, low: float = float("-inf")) -> float:
     """`value`, a real number of at least `low`, unchanged. Raises `TypeError` and `ValueError` as `integer` does.
 
-    >>> real("ttl", 2.5, low=0)
+    >>> real("temperature", 2.5, low=0)
     2.5
-    >>> real("ttl", float("nan"))
+    >>> real("temperature", float("nan"))
     Traceback (most recent call last):
-    ValueError: ttl must be a number, not nan
+    ValueError: temperature must be a number, not nan
     """
     try:
         number = float(value) if not isinstance(value, str | bytes | bytearray) else None

@@ -3,7 +3,7 @@
 from model_world import Core, Sequence
 
 OPERATIONS = {
-    "hit": 4, "publish": 5, "evict": 3, "discard": 1, "pass_time": 1, "hold": 1, "reset": 0.1,
+    "hit": 4, "publish": 5, "evict": 3, "discard": 1, "hold": 1, "reset": 0.1,
 }  # fmt: skip
 
 
@@ -42,14 +42,7 @@ class Cached(Core):
 
     def cache_tokens(self, tokens, blocks):
         tokens = list(tokens)
-        names = {}
-        if self.policy == "priority" or self.below(20) == 0:  # the others refuse it
-            names = self.one_of(({}, {"priority": 2}, {"priority": 1, "ttl": self.below(9), "now": self.now}))
-        self.both(lambda side, i: side.cache.cache_blocks(tokens, blocks, **names))
-
-    def pass_time(self):
-        self.now += self.below(4)
-        self.both(lambda side, i: side.cache.expire(self.now))
+        self.both(lambda side, i: side.cache.cache_blocks(tokens, blocks))
 
     def evict(self):
         n = self.below(4)

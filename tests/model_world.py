@@ -71,7 +71,6 @@ class Core:
         self.slots = []  # of recurrent states, taken by hand
         self.held = []  # references of our own
         self.stale = []  # what was closed, released or given up
-        self.now = 0.0
         self.calls = self.errors = 0
 
     def pool(self, block_size, allocator):

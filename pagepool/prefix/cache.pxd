@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
@@ -35,11 +35,9 @@ cdef class PrefixCache:
     # Whether another block, in use and not cached, is to take the place of the node's, which nobody uses. The other may
     # be anything: a caller may have given back the first of its blocks.
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
-    # All of `PrefixCache.cache_blocks` but its arguments: a named key, priority and its end as the policy has it;
-    # and whether all that is cached stays.
+    # All of `PrefixCache.cache_blocks` but its arguments: a named key, and whether all that is cached stays.
     cdef int64_t keep(
-        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int level,
-        uint64_t end, bint beside
+        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
     ) except -1
     cdef int64_t publish(
         self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside

@@ -4,7 +4,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
@@ -17,7 +17,7 @@ from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_colle
 
 import numpy as np
 
-from pagepool._arguments import integer, real
+from pagepool._arguments import integer
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.prefix.eviction import POLICIES
 from pagepool.prefix.keys import root_key
@@ -36,8 +36,7 @@ cdef class PrefixCache:
 
     allocator   the allocator of the blocks; the cache holds one reference to each block that it keeps
     block_size  tokens per block, from 1 to 1,024; by default that of the pool that has these blocks, else 16
-    policy      which block is evicted first: "gittins", "lru" or "priority", as given to
-                `cache_blocks`
+    policy      which block is evicted first: "gittins" or "lru"
     max_events  how many events wait at most to be drained (see `drain_events`); 0: none are noted
 
     Finds a block behind the one before it, and only when every token, from the first of the prompt on, and the salt and
@@ -196,8 +195,7 @@ cdef class PrefixCache:
             return self.cached.tree.c_walk(root, &row[0], n, True, self.path) * self.block_size
 
     def cache_blocks(
-        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, priority=0, ttl=None, double now=0.0,
-        bint beside=False
+        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, bint beside=False
     ):
         """Caches the full blocks of a sequence; returns how many of them are new to the cache.
 
@@ -205,8 +203,6 @@ cdef class PrefixCache:
         blocks    ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
         start     how many of the first blocks are cached already, from `match_prefix` or an earlier call. If the last
                   of them is still cached for these tokens, salt and keys, the blocks before it are not looked at
-        priority  of the new blocks, from 0, evicted first, to 255; only for the policy "priority"
-        ttl       how long from `now` on they keep the priority: `expire` at that time sets it to 0; None: for good
         beside    whether all that is cached stays, so that `discard` of the new blocks takes everything back
 
         The cache takes one reference to each block that it keeps. If another block is cached for the same tokens and in
@@ -220,8 +216,6 @@ cdef class PrefixCache:
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         known = start if PyLong_CheckExact(start) else integer("start", start)
-        cdef int level = cached.policy.level_of(priority, self.policy)
-        cdef uint64_t end = cached.policy.end_of(ttl, now, self.policy)
         if not 0 <= known <= n:
             raise ValueError(f"start must be from 0 to {n}, the number of full blocks, not {known}")
         key = self.cached.tree.named_key(root_key(cache_salt, extra_keys))
@@ -232,26 +226,9 @@ cdef class PrefixCache:
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, got {ids.count}")
             with cython.critical_section(self):
-                return self.keep(key, &row[0], ids.ids, n, known, level, end, beside)
+                return self.keep(key, &row[0], ids.ids, n, known, beside)
         finally:
             release_ids(&ids)
-
-    def expire(self, now):
-        """Sets the priority of blocks whose `ttl` has ended by `now` to 0, as if used just now; returns how many.
-
-        The cache reads no clock: times are the caller's numbers, and a priority ends only in this call. A time earlier
-        than the last changes nothing. O(1) amortised per block. Raises `ValueError` when `now` is no number.
-
-        >>> from pagepool import BlockAllocator
-        >>> cache = PrefixCache(BlockAllocator(4), 1, "priority")
-        >>> cache.cache_blocks([7, 8], cache.allocator.allocate_n(2), priority=9, ttl=60.0, now=100.0)
-        2
-        >>> cache.expire(159.9), cache.expire(160.0)
-        (0, 2)
-        """
-        cdef double time = real("now", now)
-        with cython.critical_section(self):
-            return self.cached.policy.c_expire(time)
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
         """Passes one prompt through the cache without a sequence; returns how many leading full blocks were cached.
@@ -513,16 +490,13 @@ cdef class PrefixCache:
         return self.allocator.c_ref_count(block) > 0
 
     cdef int64_t keep(
-        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int level,
-        uint64_t end, bint beside
+        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
     ) except -1:
         cdef int paused = pause_collector()
         cdef int32_t root
         try:
             self.c_reserve_path(2 * n)
             self.cached.tree.reserve(n + 1)
-            self.cached.policy.priority = level
-            self.cached.policy.end = end
             self.cached.policy.c_reserve(n)
             root = self.cached.tree.root(named_key)
             self.cached.tree.c_pin(root)
@@ -531,8 +505,6 @@ cdef class PrefixCache:
             finally:
                 self.cached.tree.c_unpin(root)
         finally:
-            self.cached.policy.priority = 0
-            self.cached.policy.end = 0
             resume_collector(paused)
 
     cdef int64_t publish(

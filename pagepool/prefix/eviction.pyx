@@ -26,14 +26,13 @@ from pagepool.prefix.radix_tree cimport (
 )
 
 from pagepool.prefix.gittins import GittinsPolicy
-from pagepool.prefix.policies import LruPolicy, PriorityPolicy
+from pagepool.prefix.policies import LruPolicy
 
 __all__ = ["POLICIES"]
 
 POLICIES = {
     "lru": LruPolicy,
     "gittins": GittinsPolicy,
-    "priority": PriorityPolicy,
 }
 
 cdef enum:

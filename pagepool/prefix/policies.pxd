@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 
@@ -9,12 +9,9 @@ cdef class EvictionPolicy:
     cdef int64_t capacity  # blocks that the cache could have at most
     cdef NodeList lists[256]
     cdef int num_lists
-    cdef bint takes_priority
-    cdef int priority  # of the nodes that come next, from 0 to 255
-    cdef uint64_t end  # of their priority, its order as an integer; 0: never
 
-    # Room for n more calls of c_insert and c_touch, which then cannot fail; after that of the table, and with `end` as
-    # it will be. Pointers into the policy end here.
+    # Room for n more calls of c_insert and c_touch, which then cannot fail. Pointers into the policy end
+    # here.
     cdef int c_reserve(self, int64_t n) except -1
 
     # The interface: O(1) each, amortised. Nodes are given from the head of a prefix to its tail.
@@ -29,8 +26,6 @@ cdef class EvictionPolicy:
     cdef int32_t c_victim(self) noexcept
     # The node, in a list, has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept
-    # Sets the time; returns how many priorities have ended. Those that ended first go back first.
-    cdef int64_t c_expire(self, double time) noexcept
 
     # The same for all: out of the lists and back in at the recent end of the list it was in.
     cdef void c_unlink(self, int32_t node) noexcept
@@ -40,10 +35,6 @@ cdef class EvictionPolicy:
     cdef void c_push(self, int list, int32_t node) noexcept
     cdef void c_move(self, int32_t node, int list) noexcept
     cdef void c_forget_oldest(self, int list) noexcept
-
-    # `priority` and `end` from arguments of `cache_blocks`; all policies but one refuse them.
-    cdef int level_of(self, priority, str name) except -1
-    cdef uint64_t end_of(self, ttl, double now, str name) except? 0
 
     cdef void c_clear(self) noexcept
     cdef str audit(self, int32_t num_linked)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Arc", "Lfu", "Lru", "Priority", "S3Fifo", "belady_pass"]
+__all__ = ["Arc", "Lfu", "Lru", "S3Fifo", "belady_pass"]
 
 
 def oldest(nodes: dict[Any, None]) -> Any:
@@ -20,9 +20,6 @@ def oldest(nodes: dict[Any, None]) -> Any:
 
 class Lru:
     """Least recently used; what the others build on: some lists, and the list that each node is in."""
-
-    priority = 0  # of the nodes that come next
-    end: float | None = None  # of that priority
 
     def __init__(self, capacity: int, num_lists: int = 1) -> None:
         self.capacity = capacity
@@ -57,10 +54,6 @@ class Lru:
         """Back at the recent end of its list."""
         self.lists[self.place[node]][node] = None
 
-    def expire(self, now: float) -> int:
-        """The time is `now`; returns how many priorities ended."""
-        return 0
-
     def linked(self) -> Iterable[Iterable[Any]]:
         """All lists, for an audit."""
         return self.lists
@@ -89,42 +82,6 @@ class Lfu(Lru):
 
     def touch(self, node: Any) -> None:
         self.move(node, min(255, self.place[node] + 1))
-
-    def victim(self) -> Any:
-        return next((oldest(nodes) for nodes in self.lists if nodes), None)
-
-
-class Priority(Lru):
-    """By the priority that a node was cached with, from 0 to 255, until it ends, then least recently used."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, 256)
-        self.now = float("-inf")
-        self.ends: dict[Any, float] = {}  # in the order in which they came
-
-    def insert(self, node: Any) -> None:
-        is_over = self.end is not None and self.end <= self.now
-        self.move(node, 0 if is_over else self.priority)
-        if self.end is not None and self.place[node]:
-            self.ends[node] = self.end
-
-    def evicted(self, node: Any) -> None:
-        self.ends.pop(node, None)
-        super().evicted(node)
-
-    def expire(self, now: float) -> int:
-        self.now = max(self.now, now)
-        due = sorted((node for node in self.ends if self.ends[node] <= now), key=self.ends.__getitem__)
-        for node in due:
-            del self.ends[node]
-            if node in self.lists[self.place[node]]:
-                self.move(node, 0)
-            else:
-                self.place[node] = 0
-        return len(due)
-
-    def touch(self, node: Any) -> None:
-        self.move(node, self.place[node])
 
     def victim(self) -> Any:
         return next((oldest(nodes) for nodes in self.lists if nodes), None)

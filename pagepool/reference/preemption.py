@@ -142,7 +142,7 @@ class Preemption:
                 self._give_way(victim, missing)
         return self.available() >= wanted
 
-    def publish(self, request: Request, num_tokens: int, now: float) -> None:
+    def publish(self, request: Request, num_tokens: int) -> None:
         """Let others find the full blocks among its first `num_tokens` tokens; none once the cache was told to forget
         blocks, since what it has computed by then may follow from wrong ones."""
         if self.cache is None:
@@ -154,7 +154,7 @@ class Preemption:
                 keys, left = self.keys_of(request, group), tokens[: table.first_block * self.block_size]
                 if self.cache.cached_tokens(left, **keys) == len(left):  # else nobody could find what follows
                     blocks = ([-1] * table.first_block + table.blocks)[:full]
-                    self.cache.cache_blocks(tokens, blocks, **keys, **request.cache_value, now=now)
+                    self.cache.cache_blocks(tokens, blocks, **keys)
         request.published = full
 
     def keys_of(self, request: Request, group: int) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Preemption:
         given = min(blocks, held) if self.partial else held
         keep = (held - given) * self.block_size
         free = self.available()
-        self.publish(request, request.fed, self.time)
+        self.publish(request, request.fed)
         if keep:
             request.kv.truncate(keep)
         else:
@@ -205,8 +205,6 @@ class Preemption:
     def gone(self, request: Request) -> None:
         """An active one is preempted or ends: it leaves the ring."""
         raise NotImplementedError
-
-    time = 0.0  # of the step
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int) -> None:
         self.records.append((self.now, action, seq_id, blocks, self.wanted, free))

@@ -15,7 +15,7 @@ import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
 from pagepool.reference.gittins import Gittins
-from pagepool.reference.policies import Arc, Lfu, Lru, Priority, S3Fifo
+from pagepool.reference.policies import Arc, Lfu, Lru, S3Fifo
 
 __all__ = ["POLICIES", "PrefixCache"]
 
@@ -25,7 +25,6 @@ POLICIES: dict[str, type[Lru]] = {
     "s3fifo": S3Fifo,
     "arc": Arc,
     "gittins": Gittins,
-    "priority": Priority,
 }
 
 
@@ -107,14 +106,9 @@ class PrefixCache:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
         start: int = 0,
-        priority: int = 0,
-        ttl: float | None = None,
-        now: float = 0.0,
         beside: bool = False,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them it has taken now."""
-        if self.policy != "priority" and (priority or ttl is not None):
-            raise ValueError(f"policy {self.policy} takes no priority but 0, and no ttl")
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
         if len(ids) < len(keys):
             raise ValueError(f"{len(keys)} blocks are full, here are {len(ids)}")
@@ -130,20 +124,12 @@ class PrefixCache:
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
             raise InvalidBlock("a block is cached already, for other tokens, or given twice")
         self.allocator.share(taken)
-        self._order.priority = priority
-        self._order.end = None if ttl is None else now + ttl
         for node, block in fresh:
             if node.block is None:
                 self._put(node, block)
             else:
                 self._replace(node, block)
-        self._order.priority, self._order.end = 0, None
         return len(fresh)
-
-    def expire(self, now: float) -> int:
-        """Tells the time: blocks whose priority ends by `now` get priority 0; returns how many."""
-        count: int = self._order.expire(now)
-        return count
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""

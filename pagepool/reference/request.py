@@ -22,7 +22,6 @@ class Request:
     priority: int = 0
     tenant: Any = None
     keys: dict[str, Any] = field(default_factory=dict)  # of the prefix cache: salt and extra keys
-    cache_value: dict[str, Any] = field(default_factory=dict)  # priority and ttl of its blocks there
     arrived: int = 0
     output_tokens: list[int] = field(default_factory=list)
     state: str = "waiting"

@@ -142,7 +142,7 @@ class Scheduler(Admission):
         """While somebody waits or is active, or will."""
         return bool(self.requests() or self.inbox)
 
-    def schedule(self, now: float | None = None) -> Batch:
+    def schedule(self) -> Batch:
         """The next step; RuntimeError while one is outstanding that is to be committed."""
         if self.outstanding is not None and (self.cache is not None or self.has_committed):
             raise RuntimeError(f"a batch of {len(self.outstanding)} sequences is outstanding")
@@ -155,9 +155,6 @@ class Scheduler(Admission):
         self.num_steps += 1
         if self.outstanding is not None:
             self._close(self.outstanding)
-        self.time = max(self.num_steps, self.time) if now is None else now
-        if self.cache is not None:
-            self.cache.expire(self.time)
         self._admit()
         batch = self._plan()
         if not batch.is_empty:
@@ -232,8 +229,6 @@ class Scheduler(Admission):
         tenant: Any = None,
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
-        cache_priority: int = 0,
-        cache_ttl: float | None = None,
     ) -> Request:
         """A new request, of which only the tokens are checked."""
         prompt = list(prompt_tokens)
@@ -243,7 +238,6 @@ class Scheduler(Admission):
         request.stop_token_ids, request.request_id = tuple(stop_token_ids), request_id
         check_token(min(request.prompt_tokens))
         request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
-        request.cache_value = {"priority": cache_priority, "ttl": cache_ttl}
         request.rank = rank(self.config.policy, request)
         self.next_id += 1
         return request
@@ -272,7 +266,7 @@ class Scheduler(Admission):
                 continue
             self._cut(request)
             if request.fed // self.block_size > request.published and not request.has_ended:
-                self.publish(request, request.fed, self.time)
+                self.publish(request, request.fed)
         for request in sorted(batch.requests[batch.num_decodes :], key=lambda request: request.id):
             while request.stops and request.stops[0][0] <= request.fed:
                 position, reason = request.stops.pop(0)
@@ -291,7 +285,7 @@ class Scheduler(Admission):
         for request in requests:
             if request.kv is not None:
                 unsure = self._unsure(request)
-                self.publish(request, request.fed - unsure, self.time)
+                self.publish(request, request.fed - unsure)
                 if not unsure:
                     self._keep_state(request, "end")
         for request in requests:

@@ -155,7 +155,7 @@ class Replay:
     def _step(self) -> None:
         totals, scheduler = self.totals, self.scheduler
         start = perf_counter_ns()
-        batch = scheduler.schedule(totals.time_us)
+        batch = scheduler.schedule()
         totals.schedule_ns += perf_counter_ns() - start
         if batch.is_empty:
             raise ReplayFailed(

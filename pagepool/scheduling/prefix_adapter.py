@@ -26,7 +26,6 @@ NEEDED = (
     "cached_tokens",
     "evict",
     "evictable",
-    "expire",
     "forgotten",
     "inserted",
 )
@@ -48,8 +47,6 @@ class PrefixAdapter:
         self.cache = cache
         self.checkpoints = checkpoints
         self._blocks: Any = blocks
-        self._now = 0.0
-        self._has_ttl = False
         if cache is None:
             return
         ours = isinstance(getattr(cache, "allocator", None), BlockAllocator)
@@ -73,20 +70,12 @@ class PrefixAdapter:
     def read(self, seq: Sequence) -> None:
         """Note the prompt of a new request as the cache reads it.
 
-        Raises TypeError or ValueError for tokens, keys, a priority and a ttl that the cache does not take.
+        Raises TypeError or ValueError for tokens and keys that the cache does not take.
         """
         seq._key = root_key(seq.cache_salt, seq.extra_keys)
         if self.cache is not None:
             seq._row = token_row(np.array(seq.prompt_tokens))
             self._cache_blocks(seq, 0, seq._row[:0], (), 0)
-            if seq.cache_ttl is not None:  # nothing but True is stored: other threads may read requests, too
-                self._has_ttl = True
-
-    def set_time(self, now: float) -> None:
-        """The time of the step that begins: priorities that end by then end."""
-        self._now = now
-        if self._has_ttl:
-            self.cache.expire(now)
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of the prompt of `seq` that are cached."""
@@ -257,15 +246,7 @@ class PrefixAdapter:
         return {"cache_salt": seq.cache_salt, "extra_keys": (*seq.extra_keys, *own)}
 
     def _cache_blocks(self, seq: Sequence, group: int, tokens: Any, blocks: Any, start: int) -> int:
-        count: int = self.cache.cache_blocks(
-            tokens,
-            blocks,
-            **self._keys(seq, group),
-            start=start,
-            priority=seq.cache_priority,
-            ttl=seq.cache_ttl,
-            now=self._now,
-        )
+        count: int = self.cache.cache_blocks(tokens, blocks, **self._keys(seq, group), start=start)
         return count
 
     def _tokens(self, seq: Sequence, count: int) -> Any:

@@ -46,7 +46,6 @@ class Sequence:
     request_id      the caller's own id: an int, a str or None
     tenant          who sent it: anything hashable, or None
     cache_salt, extra_keys  only prompts with equal ones share its cached blocks
-    cache_priority, cache_ttl  the priority of its cached blocks, and for how long they have it
     kv              its `PagedSeqState`, or `HybridSequence` where the scheduler has groups or states, while it is
                     active and the scheduler has a pool, else None; after a partial preemption the state with the
                     remaining blocks
@@ -65,8 +64,6 @@ class Sequence:
     tenant: Any = None
     cache_salt: Any = None
     extra_keys: tuple[Any, ...] = ()
-    cache_priority: int = 0
-    cache_ttl: float | None = None
     stop_token_ids: frozenset[int] = frozenset()
     request_id: int | str | None = None
     state: SeqState = field(default=SeqState.WAITING, init=False)

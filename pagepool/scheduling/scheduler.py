@@ -32,7 +32,6 @@ from pagepool.scheduling.validate import (
     read_batch,
     read_request,
     read_results,
-    read_time,
     read_token,
     up_to_stop,
 )
@@ -114,7 +113,6 @@ class Scheduler:
         self._log = PreemptionLog(config.max_records)
         self._guard = Guard()
         self._inbox = Inbox()
-        self._last_time = float("-inf")  # of `schedule(now)`
         self._sequences: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}
         self._outstanding: ScheduledBatch | None = None  # the last batch, until it is committed or given up
@@ -136,8 +134,6 @@ class Scheduler:
         tenant: Hashable = None,
         cache_salt: str | bytes | int | None = None,
         extra_keys: Iterable[str | bytes | int | None] = (),
-        cache_priority: int = 0,
-        cache_ttl: float | None = None,
     ) -> int:
         """Queue a request of at most `max_tokens` tokens, prompt + output, and return its id: 1, 2, ...
 
@@ -149,13 +145,10 @@ class Scheduler:
         request_id     the caller's own id, for `Sequence.request_id` and as the label of its blocks; need not be unique
         tenant         who sends it, by name; see `Tenant`
         cache_salt, extra_keys  as in `PrefixCache.match_prefix`; without a salt tenants share cached blocks
-        cache_priority, cache_ttl  as `priority` and `ttl` of `PrefixCache.cache_blocks`, for a cache with the policy
-                       "priority"; the ttl counts from the step that stored a block, in the unit of `schedule(now)`
 
         Raises ValueError when the prompt is empty or longer than `max_tokens`, when its tokens can never fit into the
-        pool or the tenant's quota, and for a token below 0 or a cache_priority or cache_ttl that the cache does not
-        take; TypeError for a token that is no integer and for a request without a limit. Then nothing has changed. A
-        request that may get no output is finished at once.
+        pool or the tenant's quota, and for a token below 0; TypeError for a token that is no integer and for a request
+        without a limit. Then nothing has changed. A request that may get no output is finished at once.
 
         >>> scheduler = Scheduler()
         >>> scheduler.add_request([11, 12], max_new_tokens=8, stop_token_ids=[2], request_id="chat-7")
@@ -176,8 +169,6 @@ class Scheduler:
             tenant=tenant,
             cache_salt=cache_salt,
             extra_keys=extra_keys,
-            cache_priority=cache_priority,
-            cache_ttl=cache_ttl,
         )
         with self._guard:
             seq.id = seq_id = self._inbox.number()
@@ -313,11 +304,8 @@ class Scheduler:
             self._finished = {}
             return list(finished.values())
 
-    def schedule(self, now: float | None = None) -> ScheduledBatch:
+    def schedule(self) -> ScheduledBatch:
         """Return the next batch, within all budgets of the config and with its blocks taken.
-
-        now  the time, in any unit, not earlier than the last; None: the number of the step, from 1, or the last time
-             if that is later. Only `cache_ttl` uses it; the scheduler reads no clock
 
         Takes in what was submitted and cancelled, admits waiting sequences, picks by turns, shares out the tokens, and
         preempts when the pool is out of blocks. The batch is empty when there is no work, or when blocks that others
@@ -325,22 +313,20 @@ class Scheduler:
         True, and the caller frees blocks or waits.
 
         Raises RuntimeError while a batch is `outstanding`, if the scheduler has a prefix cache or a batch was committed
-        before; TypeError for a `now` that is no number, ValueError for inf and for a time before the last. Then nothing
-        has changed. Without a cache, and before the first `commit`, an outstanding batch counts as run.
+        before; then nothing has changed. Without a cache, and before the first `commit`, an outstanding batch counts as
+        run.
         """
         with self._guard:
             self._guard.is_checking = True
             step = self.num_steps + 1
-            now = max(step, self._last_time) if now is None else read_time(now, self._last_time)
             out = self._outstanding
             if out is not None and (self._has_committed or self._prefix.cache is not None):
                 raise RuntimeError(f"a batch of {len(out)} sequences is outstanding: commit it or give it up first")
             self._guard.is_checking = False
             self._take_in()
-            self.num_steps, self._last_time = step, now
+            self.num_steps = step
             if out is not None:
                 self._close(out)
-            self._prefix.set_time(now)
             self._admission.admit(step)
             active = self._active
             while len(active):

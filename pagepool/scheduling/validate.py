@@ -6,7 +6,7 @@ import operator
 from collections.abc import Container, Iterable
 from typing import Any
 
-from pagepool._arguments import integer, real, wrong
+from pagepool._arguments import integer, wrong
 from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
@@ -22,13 +22,11 @@ __all__ = [
     "read_batch",
     "read_request",
     "read_results",
-    "read_time",
     "read_token",
     "up_to_stop",
 ]
 
 MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
-MAX_PRIORITY = 255
 
 
 def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, checkpoints: Any) -> None:
@@ -65,13 +63,11 @@ def read_request(
     tenant: Any = None,
     cache_salt: Any = None,
     extra_keys: Iterable[Any] = (),
-    cache_priority: int = 0,
-    cache_ttl: float | None = None,
 ) -> Sequence:
     """The sequence of a request, without an id yet.
 
     Raises ValueError for a prompt that is empty, longer than its limit or has a token below 0, a limit of output below
-    0, a priority or a ttl that no prefix cache takes; TypeError for what is no integer, a request without a limit, or a
+    0; TypeError for what is no integer, a request without a limit, or a
     tenant that cannot be hashed.
     """
     prompt = _as_list("prompt_tokens", prompt_tokens)
@@ -83,9 +79,6 @@ def read_request(
     stops = [read_token(token) for token in _as_list("stop_token_ids", stop_token_ids)]
     if request_id is not None and not isinstance(request_id, (int, str)):
         raise wrong("request_id", "an int, a str or None", request_id)
-    if cache_ttl is not None:
-        real("cache_ttl", cache_ttl, low=0)
-    integer("cache_priority", cache_priority, 0, MAX_PRIORITY)
     try:
         hash(tenant)
     except TypeError:
@@ -103,16 +96,8 @@ def read_request(
         limits.append(len(prompt) + most_new)
     if not limits:
         raise TypeError("a request needs max_tokens, the limit of prompt + output, or max_new_tokens, that of output")
-    cached = (cache_salt, tuple(extra_keys), cache_priority, cache_ttl)
-    return Sequence(0, prompt, min(limits), level, tenant, *cached, frozenset(stops), request_id)
-
-
-def read_time(now: float, last: float) -> float:
-    """The time of a step. Raises TypeError for what is no number, ValueError for one before `last` or inf."""
-    now = real("now", now, low=last)
-    if now == float("inf"):
-        raise ValueError("now must be finite, not inf: no time comes after it")
-    return now
+    keys = (cache_salt, tuple(extra_keys))
+    return Sequence(0, prompt, min(limits), level, tenant, *keys, frozenset(stops), request_id)
 
 
 def read_token(token: Any) -> int:

@@ -67,8 +67,6 @@ class World:
         self.used = [self.ssm.alloc(1)]
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
-        self.timed = PrefixCache(self.allocator, 4, "priority")
-        self.timed.cache_blocks(PROMPT[:40], self.many, priority=7, ttl=5)
         self.directory = PrefixDirectory(3)
         self.directory.add(0, NAMES[:480])
 
@@ -93,7 +91,6 @@ class World:
         self.allocator.check()
         self.ssm.check()
         self.cache.check()
-        self.timed.check()
         self.directory.check()
         states = [(state.len, state.blocks) for state in self.states]
         counts = [self.allocator.ref_count(b) for b in range(110)]
@@ -150,9 +147,7 @@ OPERATIONS = {
     "cache_blocks under a new salt": lambda world: world.cache.cache_blocks(
         PROMPT[:80], world.many[20:], cache_salt="s"
     ),
-    "cache_blocks for a time": lambda world: world.timed.cache_blocks(PROMPT, world.many, priority=9, ttl=3),
     "cache_blocks behind a start": lambda world: world.cache.cache_blocks(PROMPT, world.many, start=10),
-    "end of priorities": lambda world: world.timed.expire(5),
     "pass through the cache": lambda world: world.cache.touch(PROMPT[::-1]),
     "evict": lambda world: world.cache.evict(100),
     "reset of the cache": lambda world: world.cache.reset_prefix_cache(),

@@ -56,7 +56,7 @@ def tie(allocator, rng):
     """One of everything in a knot, in an order of its own; returns weak references to what must go."""
     pool = KvCachePool.from_layout(LAYOUT, allocator.capacity, allocator)
     states = SsmStatePool.from_layout(STATES, 8)
-    cache = PrefixCache(allocator, 4, rng.choice(["lru", "gittins", "priority"]))
+    cache = PrefixCache(allocator, 4, rng.choice(["lru", "gittins"]))
     state = PagedSeqState(allocator, 4, label="knot")
     state.append(9)
     cache.cache_blocks(range(9), state.blocks)

@@ -146,7 +146,7 @@ def test_no_policy_passes_the_bound():
     random = np.random.default_rng(3)
     rows = [np.arange(1 + int(9 * random.random()), dtype=np.int32) + 10 * int(random.integers(8)) for _ in range(300)]
     for capacity in (5, 20, 40):
-        for policy in ("lru", "gittins", "priority"):
+        for policy in ("lru", "gittins"):
             assert hits(policy, rows, capacity) <= best(rows, capacity)
         for policy in ("lfu", "s3fifo", "arc"):
             assert hits(policy, rows, capacity, reference) <= best(rows, capacity)
@@ -162,108 +162,3 @@ def test_the_bound_refuses_what_is_no_pass(ids, ends, capacity, words):
 
 def test_the_bound_of_nothing_is_nothing():
     assert belady_pass(np.empty(0, np.int32), np.empty(0, np.int64), 5) == (0, 0)
-
-
-def test_the_lowest_priority_goes_first_whatever_was_used_last():
-    cache = PrefixCache(BlockAllocator(8), 1, "priority")
-    for token, priority in ((1, 9), (2, 0), (3, 255), (4, 9)):
-        keep(cache, token, priority=priority)
-    cache.allocator.free(cache.match_prefix([1]))
-    assert cache.evict(1) == 1 and tokens_of(cache) == [1, 3, 4]
-    assert cache.evict(1) == 1 and tokens_of(cache) == [3, 4]
-    assert cache.evict(1) == 1 and tokens_of(cache) == [3]
-    assert cache.evict(1) == 1 and tokens_of(cache) == []
-    with refuses(ValueError, 0, 255, 256):
-        cache.cache_blocks([1], [0], priority=256)
-    with refuses(ValueError, "policy", "priority", 0, 3):
-        PrefixCache(BlockAllocator(8), 1).cache_blocks([1], [0], priority=3)
-
-
-def keep(cache, token, **names):
-    block = cache.allocator.allocate()
-    cache.cache_blocks([token], [block], **names)
-    cache.allocator.free(block)
-
-
-def test_a_priority_ends_when_its_time_has_come_and_is_told():
-    cache = PrefixCache(BlockAllocator(8), 1, "priority")
-    keep(cache, 1, priority=9, ttl=10, now=100)
-    keep(cache, 2, priority=255, ttl=5.5, now=100)
-    keep(cache, 3, priority=1)
-    keep(cache, 4)
-    assert cache.expire(105.25) == 0 and cache.evict(1) == 1 and tokens_of(cache) == [1, 2, 3]
-    assert cache.expire(105.5) == 1 and cache.expire(105.5) == cache.expire(0) == 0
-    assert cache.evict(1) == 1 and tokens_of(cache) == [1, 3]
-    cache.check()
-    keep(cache, 2, priority=200, ttl=1, now=100)  # has ended already
-    assert cache.evict(1) == 1 and tokens_of(cache) == [1, 3]
-    assert cache.evict(1) == 1 and tokens_of(cache) == [1]
-    held = cache.match_prefix([1])
-    keep(cache, 3, priority=3)
-    keep(cache, 4, priority=20)
-    assert cache.evict(1) == 1 and tokens_of(cache) == [1, 4]
-    assert cache.expire(1e9) == 1  # while it is held
-    cache.allocator.free(held)
-    assert cache.evict(1) == 1 and tokens_of(cache) == [4]
-    cache.check()
-    keep(cache, 1, priority=255, ttl=1, now=2e9)
-    assert cache.evict(2) == 2  # before its time
-    cache.check()
-    assert cache.expire(1e10) == 0
-
-
-def test_priorities_end_in_the_order_of_their_times_whenever_that_is_told():
-    random = np.random.default_rng(8)
-    times = np.concatenate([random.normal(0, 10.0 ** random.integers(-3, 9), 40) for _ in range(12)])
-    times = np.concatenate([times, times[::7], [0.0, -0.0, np.inf, -1e308, 1e308]])
-    for steps in (1, 3, 50):
-        cache = PrefixCache(BlockAllocator(len(times)), 1, "priority")
-        for token in range(len(times)):
-            keep(cache, token, priority=int(random.integers(1, 256)), ttl=0, now=times[token])
-        for now in [*np.sort(random.choice(times[:400], steps - 1)), np.inf]:
-            due = int((times <= now).sum())
-            cache.expire(now)
-            cache.check()
-            assert cache.expire(now) == 0
-            left = due - cache.stats()["evicted"]
-            assert cache.evict(left) == left
-            gone = [token for token in range(len(times)) if not cache.cached_tokens([token])]
-            assert gone == sorted(np.argsort(times, kind="stable")[:due])
-    cache = PrefixCache(BlockAllocator(len(times)), 1, "priority")
-    for token in range(len(times)):
-        keep(cache, token, priority=7, ttl=0, now=times[token])
-    assert cache.expire(np.inf) == len(times)
-    for token in np.argsort(times, kind="stable").tolist():
-        assert cache.evict(1) == 1 and cache.cached_tokens([token]) == 0
-
-
-def test_what_is_no_ttl_is_refused_and_changes_nothing():
-    cache = PrefixCache(BlockAllocator(8), 1, "priority")
-    block = cache.allocator.allocate()
-    for names, error, match in (
-        ({"ttl": -1}, ValueError, "ttl must be 0 or more, not -1"),
-        ({"ttl": float("nan")}, ValueError, "ttl must be a number, not nan"),
-        ({"ttl": 1, "now": float("nan")}, ValueError, "now must be a time, not nan"),
-        ({"now": float("nan")}, ValueError, "now must be a time, not nan"),
-        ({"ttl": float("inf"), "now": float("-inf")}, ValueError, "must add up to a time, not inf and -inf"),
-        ({"ttl": "1"}, TypeError, "ttl must be a number, not str: '1'"),
-        ({"ttl": 1, "now": None}, TypeError, "must be real number, not NoneType"),
-    ):
-        with pytest.raises(error, match=match):
-            cache.cache_blocks([1], [block], priority=3, **names)
-    with refuses(ValueError, "now", "nan"):
-        cache.expire(float("nan"))
-    with refuses(ValueError, "policy", "None", 3):
-        PrefixCache(BlockAllocator(8), 1).cache_blocks([1], [0], ttl=3)
-    assert PrefixCache(BlockAllocator(8), 1).expire(5) == cache.num_cached == 0
-    cache.check()
-
-
-def tokens_of(cache):
-    """Which of the prompts of one token, 1 to 4, are cached; each counts as used, lowest first."""
-    found = []
-    for token in (1, 2, 3, 4):
-        blocks = cache.match_prefix([token])
-        found += [token] * len(blocks)
-        cache.allocator.free(blocks)
-    return found

@@ -27,7 +27,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(0, 12),
         block_size=st.integers(1, 3),
-        policy=st.sampled_from(["lru", "gittins", "priority"]),
+        policy=st.sampled_from(["lru", "gittins"]),
         urandom=URANDOM,
     )
     def begin(self, capacity, block_size, policy, urandom):
@@ -36,7 +36,6 @@ class PrefixMachine(RuleBasedStateMachine):
         with patch("os.urandom", urandom):
             self.ours = PrefixCache(BlockAllocator(capacity), block_size, policy)
         self.plain = PlainCache(PlainAllocator(capacity), block_size, policy)
-        self.clock = -3.0
         self.running = []  # the references of sequences: lists of blocks, the same on both sides
 
     def both(self, method, *arguments, **names):
@@ -49,12 +48,9 @@ class PrefixMachine(RuleBasedStateMachine):
         salt=SALTS,
         keys=KEYS,
         publish=st.booleans(),
-        priority=st.sampled_from([0, 7, 255]),
-        ttl=st.sampled_from([None, 0, 1, 1.5, 3, 40]),
-        late=st.sampled_from([0, 0, 2, -2]),
         start=st.sampled_from([0, 1, -1]),
     )
-    def prompt(self, tokens, salt, keys, publish, priority, ttl, late, start):
+    def prompt(self, tokens, salt, keys, publish, start):
         """As an engine serves it: match, make room, take the other blocks, cache them; the blocks are held."""
         names = {"cache_salt": salt, "extra_keys": keys}
         blocks = self.both("match_prefix", tokens, **names).tolist()
@@ -68,8 +64,6 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.plain.allocator.allocate_n(missing).tolist() == fresh
         blocks += fresh
         if publish:
-            if self.ours.policy == "priority":
-                names |= {"priority": priority, "ttl": ttl, "now": self.clock - late}
             full = len(tokens) // self.block_size
             names["start"] = min(full, len(blocks) - missing) if start >= 0 else full
             if start == 0:
@@ -101,11 +95,6 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 5))
     def evict(self, n):
         self.both("evict", n)
-
-    @rule(by=st.sampled_from([0, 0.5, 1, 2, 30, -1]))
-    def expire(self, by):
-        self.clock += by
-        self.both("expire", self.clock)
 
     @rule()
     def reset(self):
@@ -153,7 +142,7 @@ class TestPrefixMachine(PrefixMachine.TestCase):
     )
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_a_long_pass_agrees_with_the_reference(policy):
     random = np.random.default_rng(5)
     with patch("os.urandom", bytes):
@@ -168,7 +157,7 @@ def test_a_long_pass_agrees_with_the_reference(policy):
     assert ours.stats()["collisions"] > 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("urandom", [bytes, os.urandom], ids=["collisions", "seed"])
 def test_long_runs_that_part_agree_with_the_reference(policy, urandom):
     """Prompts that follow, leave and cut off others anywhere, some held while blocks are evicted and forgotten."""
@@ -191,9 +180,8 @@ def test_long_runs_that_part_agree_with_the_reference(policy, urandom):
         if missing <= ours.allocator.free_count:
             blocks += ours.allocator.allocate_n(missing).tolist()
             plain.allocator.allocate_n(missing)
-            names = {"priority": int(random.integers(3))} if policy == "priority" else {}
-            names["start"] = len(prompt) // 2 - missing if random.integers(2) else 0
-            assert ours.cache_blocks(prompt, blocks, **names) == plain.cache_blocks(prompt, blocks, **names)
+            start = len(prompt) // 2 - missing if random.integers(2) else 0
+            assert ours.cache_blocks(prompt, blocks, start=start) == plain.cache_blocks(prompt, blocks, start=start)
         running.append(blocks)
         forgotten = random.integers(0, 90, random.integers(3)).tolist() if random.integers(9) == 0 else []
         ended = running.pop(random.integers(len(running))) if len(running) > 3 else []

@@ -1,7 +1,7 @@
 """A pool that is always out of blocks, for as many steps as one likes: python tests/scheduling/preemption_run.py
 
     --steps N       of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
-    --mode NAME     recompute, partial, cache, terms or tenants; default: all of them, one after the other
+    --mode NAME     recompute, partial, cache or tenants; default: all of them, one after the other
 
 Requests come as soon as there is nobody waiting, so that the pool is full at every step. The same pool, fed only while
 less than 80 % of it is in use, is the measure: the tokens of finished requests per virtual second.
@@ -17,14 +17,12 @@ from pagepool.replay.clock import CostModel
 
 BLOCKS, BLOCK = 256, 16
 COST = CostModel()
-# The eviction policy of the prefix cache, if there is one, the actions, and who the tenants are. With the policy
-# "priority" requests say what their blocks are worth for a while.
+# The eviction policy of the prefix cache, if there is one, the actions, and who the tenants are.
 TENANTS = {1: Tenant(max_blocks=180), 2: Tenant(max_blocks=160, weight=2.0)}
 MODES = {
     "recompute": (None, (), {}),
     "partial": (None, ("partial",), {}),
     "cache": ("lru", (), {}),
-    "terms": ("priority", (), {}),
     "tenants": ("lru", (), TENANTS),
 }
 ACTIONS = ("partial", "recompute")
@@ -78,8 +76,6 @@ def run(steps, seed, mode, share):
             head = [rng.randrange(4)] * min(prompt, 64)
             row = head + [rng.randrange(1000) for _ in range(prompt - len(head))]
             about = {"tenant": rng.randrange(4)} if tenants else {}
-            if policy == "priority":
-                about |= {"cache_priority": rng.randrange(3), "cache_ttl": rng.randrange(500)}
             came[scheduler.add_request(row, prompt + output, **about)] = step
         batch = scheduler.schedule()
         assert not batch.is_empty, "a pool of its own always has room for one"

@@ -120,13 +120,13 @@ def test_a_finalizer_and_a_handler_in_the_middle_of_a_call_may_cancel_and_submit
 def test_front_ends_on_threads_of_their_own_lose_nothing_and_disturb_no_step():
     """Three threads submit and cancel without a pause; no call raises, and each request comes back once."""
     allocator = BlockAllocator(256)
-    cache = PrefixCache(allocator, 16, "priority")
+    cache = PrefixCache(allocator, 16)
     scheduler = Scheduler(SchedulerConfig(), allocator, cache)
     stop, ids = threading.Event(), [[], [], []]
 
     def front_end(mine):
         while not stop.is_set():
-            mine.append(scheduler.submit(list(range(20)), max_tokens=40, cache_ttl=5.0))
+            mine.append(scheduler.submit(list(range(20)), max_tokens=40))
             if len(mine) % 3 == 0:
                 scheduler.cancel(mine[-1])
                 scheduler.cancel(mine[len(mine) // 2])

@@ -129,9 +129,8 @@ def test_whoever_gives_way_sees_its_own_keys_again(
     for number in range(3000):
         if todo and rng.random() < 0.4:
             prompt, output, tenant = todo.pop()
-            terms = {"cache_priority": tenant, "cache_ttl": rng.choice([None, 5])} if cache_policy == "priority" else {}
             tokens = [rng.randrange(2) for _ in range(prompt)]
-            scheduler.add_request(tokens, prompt + output, tenant, tenant=tenant, **terms)
+            scheduler.add_request(tokens, prompt + output, tenant, tenant=tenant)
         if number < 60 and rng.random() < 0.1 and allocator.available:
             outside.append(allocator.allocate())
         elif outside and (number >= 60 or rng.random() < 0.3):

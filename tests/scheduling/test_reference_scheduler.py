@@ -123,10 +123,9 @@ def run(
         num_blocks *= len(memory["windows"])
     shape = (config, num_blocks, cache_policy)
     ours, theirs = worlds = [World(api, *shape, **(memory or {})) for api in (pagepool, reference)]
-    now = 0.0
     for number in range(20 * steps):
         if number < steps and rng.random() < 0.3:
-            add(rng, worlds, cache_policy, tenants, stop_token_ids, inbox)
+            add(rng, worlds, tenants, stop_token_ids, inbox)
         if number < steps and rng.random() < 0.05 and ours.allocator.free_count:
             for world in worlds:
                 world.outside.append(world.allocator.allocate())
@@ -145,8 +144,7 @@ def run(
             token, full = forgets.randrange(3), forgets.randint(1, 3)
             for world in worlds:
                 cache_elsewhere(world, [token] * BLOCK * full)
-        now += rng.random()
-        batches = [world.scheduler.schedule(now) for world in worlds]
+        batches = [world.scheduler.schedule() for world in worlds]
         assert ours.picture(batches[0]) == theirs.picture(batches[1]), f"step {number} of seed {seed}"
         assert ours.records() == theirs.records(), f"step {number} of seed {seed}"
         for when in range(2):
@@ -208,14 +206,12 @@ def cache_elsewhere(world, prompt):
         world.allocator.free(blocks)
 
 
-def add(rng, worlds, cache_policy, tenants=(0, 1, None), stop_token_ids=(), inbox=False):
+def add(rng, worlds, tenants=(0, 1, None), stop_token_ids=(), inbox=False):
     tenant = rng.choice(tenants)
     head = [rng.randrange(3)] * rng.choice([0, 4, 8, 9])
     prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
     about = {"tenant": tenant, "priority": rng.randrange(3), "cache_salt": rng.choice([None, None, "a"])}
     about["stop_token_ids"] = stop_token_ids
-    if cache_policy == "priority":
-        about |= {"cache_priority": rng.randrange(3), "cache_ttl": rng.choice([None, 4.0])}
     limit, way = len(prompt) + rng.randint(0, 16), "submit" if inbox else "add_request"
     try:
         seq_id = getattr(worlds[0].scheduler, way)(prompt, limit, **about)
@@ -375,7 +371,7 @@ def test_a_full_pool_with_every_policy(policy):
     worlds = [World(api, config, 24, "lru") for api in (pagepool, reference)]
     for number in range(300):
         while worlds[0].scheduler.waiting_count < 4 and number < 250:
-            add(rng, worlds, None)
+            add(rng, worlds)
         batches = [world.scheduler.schedule() for world in worlds]
         assert worlds[0].picture(batches[0]) == worlds[1].picture(batches[1])
         assert worlds[0].records() == worlds[1].records()
