@@ -31,8 +31,6 @@ from pagepool.prefix import (
     StateCheckpoints,
 )
 from pagepool.scheduling import (
-    PreemptionLog,
-    PreemptionRecord,
     ScheduledBatch,
     Scheduler,
     SeqState,
@@ -58,8 +56,6 @@ __all__ = [
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
-    "PreemptionLog",
-    "PreemptionRecord",
     "PrefixCache",
     "PrefixEvent",
     "PrefixMatch",

@@ -237,7 +237,6 @@ class SchedulerConfig:
                           it gives only the blocks that are needed, from its end, and keeps the others while it waits;
                           with a prefix cache this is always so, since the cache keeps the blocks and evicts only what
                           is needed. Cached blocks that nobody uses are always evicted first
-    max_records           the most records that `Scheduler.preemptions` keeps
     """
 
     max_sequences: int = 32
@@ -252,7 +251,6 @@ class SchedulerConfig:
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
     preemption_actions: tuple[str, ...] = ()
-    max_records: int = 1024
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
@@ -262,8 +260,7 @@ class SchedulerConfig:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")
         if self.max_wait_steps is not None:
             object.__setattr__(self, "max_wait_steps", integer("max_wait_steps", self.max_wait_steps, 1))
-        for name in ("lookahead", "max_records"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 0))
+        object.__setattr__(self, "lookahead", integer("lookahead", self.lookahead, 0))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")

@@ -1,13 +1,10 @@
 """Continuous batching in plain Python."""
 
 from pagepool.scheduling.batch import ScheduledBatch
-from pagepool.scheduling.preemption import PreemptionLog, PreemptionRecord
 from pagepool.scheduling.request import SeqState, Sequence
 from pagepool.scheduling.scheduler import Scheduler
 
 __all__ = [
-    "PreemptionLog",
-    "PreemptionRecord",
     "ScheduledBatch",
     "Scheduler",
     "SeqState",

@@ -14,20 +14,13 @@ from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_rank
 from pagepool.scheduling.waiting import WaitingQueue
 
-__all__ = ["Preemption", "PreemptionLog", "PreemptionRecord"]
+__all__ = ["MAX_RECORDS", "Preemption", "PreemptionLog", "PreemptionRecord"]
+
+MAX_RECORDS = 1024  # kept by a scheduler
 
 
 class PreemptionRecord(NamedTuple):
-    """One action of the scheduler when blocks ran out.
-
-    step     the number of the `schedule()` call, from 1
-    action   "evict", "partial" or "recompute"
-    seq_id   the sequence that gave blocks; 0 for cached blocks
-    blocks   how many blocks it gave
-    wanted   how many new blocks the step needed
-    free     how many blocks could be taken before
-    reason   why this action
-    """
+    """One action of the scheduler when blocks ran out: see `Scheduler.preemptions`."""
 
     step: int
     action: str
@@ -39,16 +32,10 @@ class PreemptionRecord(NamedTuple):
 
 
 class PreemptionLog:
-    """The last records, and totals of all.
+    """The last records, the newest last. Of all actions: how often each was taken, and how many blocks it gave."""
 
-    records   a deque of `PreemptionRecord`, the newest last
-    counts    how often each action was taken
-    blocks    how many blocks each action gave
-    num_preemptions  how often an active sequence was preempted
-    """
-
-    def __init__(self, max_records: int) -> None:
-        self.records: deque[PreemptionRecord] = deque(maxlen=max_records)
+    def __init__(self) -> None:
+        self.records: deque[PreemptionRecord] = deque(maxlen=MAX_RECORDS)
         self.counts: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()
         self.num_preemptions = 0

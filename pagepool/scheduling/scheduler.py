@@ -18,7 +18,7 @@ from pagepool.scheduling.batch import ScheduledBatch, build_batch
 from pagepool.scheduling.block_manager import open_blocks
 from pagepool.scheduling.guard import Guard, Inbox
 from pagepool.scheduling.policies import POLICIES
-from pagepool.scheduling.preemption import Preemption, PreemptionLog
+from pagepool.scheduling.preemption import Preemption, PreemptionLog, PreemptionRecord
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_id
 from pagepool.scheduling.tenants import Tenants
@@ -110,7 +110,7 @@ class Scheduler:
         self._blocks = open_blocks(pool, config.block_size, groups, states, step)
         check_hybrid(self._blocks, config, prefix_cache, checkpoints)
         self._prefix = PrefixAdapter(prefix_cache, self._blocks, checkpoints)
-        self._log = PreemptionLog(config.max_records)
+        self._log = PreemptionLog()
         self._guard = Guard()
         self._inbox = Inbox()
         self._sequences: dict[int, Sequence] = {}
@@ -472,9 +472,14 @@ class Scheduler:
         return self._log.num_preemptions
 
     @property
-    def preemptions(self) -> PreemptionLog:
-        """The `PreemptionLog`: what was evicted or preempted when blocks ran out, and why."""
-        return self._log
+    def preemptions(self) -> list[PreemptionRecord]:
+        """The last 1,024 actions when blocks ran out, the newest last; `stats()` has the totals of all.
+
+        Each is a named tuple `(step, action, seq_id, blocks, wanted, free, reason)`: the number of the `schedule` call;
+        "evict", "partial" or "recompute"; the sequence that gave blocks, 0 for cached blocks; how many blocks it gave,
+        how many new ones the step needed, and how many could be taken before; why this action.
+        """
+        return list(self._log.records)
 
     @property
     def num_tokens(self) -> int:

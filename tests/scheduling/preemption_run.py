@@ -60,7 +60,6 @@ def run(steps, seed, mode, share):
         preemption_actions=actions,
         tenants=tenants,
         policy="fair" if tenants else "priority",
-        max_records=10_000,
     )
     cache = PrefixCache(allocator, BLOCK, policy) if policy else None
     scheduler = Scheduler(config, allocator, cache)
@@ -89,9 +88,9 @@ def run(steps, seed, mode, share):
             finished += 1
             tokens += seq.total_tokens
             longest = max(longest, step - came.pop(seq.id))
-    log = scheduler.preemptions
-    assert sum(log.counts[action] for action in ACTIONS) >= scheduler.num_preemptions
-    assert all(record.reason for record in log.records)
+    actions = scheduler.stats()["actions"]
+    assert sum(actions.get(action, 0) for action in ACTIONS) >= scheduler.num_preemptions
+    assert all(record.reason for record in scheduler.preemptions)
     allocator.check()
     for seq_id in came:
         scheduler.remove_sequence(seq_id)
@@ -100,7 +99,7 @@ def run(steps, seed, mode, share):
         cache.reset_prefix_cache()
     assert allocator.in_use == 0 and scheduler.num_tokens == 0
     occupancy = full / steps / BLOCKS
-    return Outcome(steps, tokens, time_us, finished, scheduler.num_preemptions, occupancy, longest, dict(log.counts))
+    return Outcome(steps, tokens, time_us, finished, scheduler.num_preemptions, occupancy, longest, actions)
 
 
 def main():

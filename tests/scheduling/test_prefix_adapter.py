@@ -256,8 +256,8 @@ def test_cached_prefixes_go_before_anybody_gives_way():
     assert cache.num_cached == 6
     scheduler.add_request(range(40, 60), 32)
     run_to_end(scheduler)
-    assert scheduler.num_preemptions == 0 and scheduler.preemptions.counts["evict"] > 0
-    assert scheduler.preemptions.blocks["evict"] == cache.stats()["evicted"] >= 6
+    assert scheduler.num_preemptions == 0 and scheduler.stats()["actions"]["evict"] > 0
+    assert scheduler.stats()["given"]["evict"] == cache.stats()["evicted"] >= 6
     cache.check()
 
 
@@ -364,7 +364,7 @@ def test_pages_found_in_the_cache_hold_the_right_keys():
             batch = scheduler.schedule()
             engine.run(scheduler, batch)
             scheduler.commit(batch, rng.integers(0, 3, len(batch)).tolist())
-    assert cache.stats()["hits"] > 50 and scheduler.preemptions.counts["evict"] > 0
+    assert cache.stats()["hits"] > 50 and scheduler.stats()["actions"]["evict"] > 0
     cache.check()
 
 

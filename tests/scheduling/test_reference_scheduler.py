@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import example, given, settings
@@ -23,6 +24,7 @@ from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
 from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
 from pagepool.replay.ptrace import read_trace
 from pagepool.scheduling.policies import POLICIES
+from pagepool.scheduling.preemption import MAX_RECORDS
 
 BLOCK = 4
 STATE = StateLayout(layers=[{"h": ((1,), "float64")}])
@@ -49,8 +51,9 @@ class World:
         self.outside = []
 
     def records(self):
-        log = self.scheduler.preemptions.records if hasattr(self.scheduler, "preemptions") else self.scheduler.records
-        return [tuple(record[:6]) for record in log]
+        if hasattr(self.scheduler, "preemptions"):
+            return [record[:6] for record in self.scheduler.preemptions]
+        return self.scheduler.records[-MAX_RECORDS:]
 
     def picture(self, batch):
         rows = zip(
@@ -92,7 +95,6 @@ def random_config(rng, num_blocks):
         lookahead=rng.choice([0, 0, 3]),
         tenants=tenants,
         preemption_actions=rng.choice([(), ("partial",)]),
-        max_records=100_000,
     )
 
 
@@ -168,7 +170,7 @@ def run(
             world.cache.reset_prefix_cache()
         world.allocator.check()
         assert world.allocator.in_use == 0 and (world.states is None or not world.states.used_count)
-    return ours.scheduler.preemptions.counts
+    return Counter(ours.scheduler.stats()["actions"])
 
 
 def fork(rng, worlds):
@@ -344,9 +346,7 @@ def test_the_random_runs_take_every_action():
 def test_a_recorded_hour_is_served_alike():
     """The first requests of the bundled trace, as they came, in a pool that is too small for them."""
     trace = read_trace(bundled_trace(), 60)
-    config = SchedulerConfig(
-        max_batch_tokens=256, max_prefill_tokens=128, max_records=10**6, preemption_actions=("partial",)
-    )
+    config = SchedulerConfig(max_batch_tokens=256, max_prefill_tokens=128, preemption_actions=("partial",))
     num_blocks = max(trace.prompt) // 16 + 20
     worlds = [api.Scheduler(config, api.BlockAllocator(num_blocks)) for api in (pagepool, reference)]
     assert len(trace) == 60
@@ -360,14 +360,14 @@ def test_a_recorded_hour_is_served_alike():
         for world, batch in zip(worlds, batches, strict=True):
             world.commit(batch, [2] * len(batch))
     assert not worlds[1].has_work and worlds[0].num_steps == worlds[1].num_steps
-    assert [tuple(record[:6]) for record in worlds[0].preemptions.records] == worlds[1].records != []
+    assert [record[:6] for record in worlds[0].preemptions] == worlds[1].records != []
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_full_pool_with_every_policy(policy):
     rng = random.Random(policy)
     tenants = {1: Tenant(max_blocks=12)}
-    config = SchedulerConfig(max_batch_tokens=24, block_size=BLOCK, policy=policy, tenants=tenants, max_records=10**6)
+    config = SchedulerConfig(max_batch_tokens=24, block_size=BLOCK, policy=policy, tenants=tenants)
     worlds = [World(api, config, 24, "lru") for api in (pagepool, reference)]
     for number in range(300):
         while worlds[0].scheduler.waiting_count < 4 and number < 250:
