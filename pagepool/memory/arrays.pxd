@@ -23,8 +23,8 @@ cdef struct Buffer:
 
 
 # Holds the memory of an array, by the buffer protocol or DLPack, until `release_buffer`; False for an object that has
-# neither. Raises what they do; ValueError, with `name`, for a tensor of more than 4 dimensions, and for one that is not
-# in the CPU's memory.
+# neither. Raises what they do; ValueError, with `name`, for a tensor of more than 4 dimensions, one that is not in the
+# CPU's memory, and one of torch that is negated lazily.
 # bfloat16 has the format "E"; a dtype that neither ints nor floats here have may have an empty one.
 cdef bint get_buffer(object source, Buffer *buffer, str name=*) except -1
 cdef object dtype_of(object source)

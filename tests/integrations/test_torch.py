@@ -148,6 +148,27 @@ def test_wrong_tensors_are_named(batch):
             batch.attend(**changed)
 
 
+def test_lazy_bits_are_refused(batch):
+    values = torch.randn(4, 4, 64, dtype=torch.complex64)
+    negated = torch.complex(values.real, values.imag).conj().imag  # a view with the lazy negative bit
+    assert negated.is_neg()
+    slots = torch.tensor([0, 1, 2, 3])
+    before = memoryview(batch.pool).tobytes()
+    plain = values.real.contiguous()
+    for name, arguments in {"k": (negated, plain), "v": (plain, negated)}.items():
+        with refuses(ValueError, name, "resolve_neg"):
+            batch.pool.append(1, slots, *arguments)
+    with pytest.raises((TypeError, ValueError)):  # a lazily conjugated one is complex
+        batch.pool.append(1, slots, values.conj(), values.conj())
+    assert memoryview(batch.pool).tobytes() == before
+    with refuses(ValueError, "q"):
+        batch.attend(q=torch._neg_view(batch.q))
+    out = torch.zeros(4, 8, 64)
+    with refuses(ValueError, "out"):
+        batch.attend(out=torch._neg_view(out))
+    batch.attend(q=torch._neg_view(batch.q).resolve_neg())
+
+
 def test_tensors_without_memory_are_refused(batch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -148,6 +148,19 @@ def test_append_takes_bfloat16_by_dlpack(pool, producer, strided):
 
 
 @PRODUCERS
+def test_a_lazily_negated_tensor_is_refused(pool, producer):
+    """Torch marks such a view with a bit that DLPack does not carry: its memory has the other sign."""
+    negated = type("Negated", (producer,), {"is_neg": lambda self: True})
+    k, state = bfloat16_bits(np.random.default_rng(0), 5, 2, 64), PagedSeqState(pool.allocator)
+    slots = state.append(5)
+    for name, arguments in {"k": (negated(k), k), "v": (k, negated(k))}.items():
+        with refuses(ValueError, name, unchanged=lambda: memoryview(pool).tobytes()):
+            pool.append(0, slots, *arguments)
+    negated.is_neg = lambda self: False
+    pool.append(0, slots, negated(k), negated(k))
+
+
+@PRODUCERS
 def test_rows_that_are_apart(pool, producer):
     k = bfloat16_bits(np.random.default_rng(1), 5, 3, 64)[:, ::2]
     state = PagedSeqState(pool.allocator)
