@@ -35,12 +35,12 @@ cdef class PrefixCache:
     # Whether another block, in use and not cached, is to take the place of the node's, which nobody uses. The other may
     # be anything: a caller may have given back the first of its blocks.
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
-    # All of `PrefixCache.cache_blocks` but its arguments: a named key, and whether all that is cached stays.
+    # All of `PrefixCache.cache_blocks` but its arguments, with a named key.
     cdef int64_t keep(
-        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
+        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1
     cdef int64_t publish(
-        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1
     cdef bint is_block(self, int32_t block) noexcept
     cdef object refused(self, int64_t i, int32_t block, pp_status status)

@@ -194,16 +194,13 @@ cdef class PrefixCache:
             self.c_reserve_path(n)
             return self.cached.tree.c_walk(root, &row[0], n, True, self.path) * self.block_size
 
-    def cache_blocks(
-        self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, bint beside=False
-    ):
+    def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0):
         """Caches the full blocks of a sequence; returns how many of them are new to the cache.
 
         tokens    all tokens of the sequence, from its first on, as in `match_prefix`
         blocks    ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
         start     how many of the first blocks are cached already, from `match_prefix` or an earlier call. If the last
                   of them is still cached for these tokens, salt and keys, the blocks before it are not looked at
-        beside    whether all that is cached stays, so that `discard` of the new blocks takes everything back
 
         The cache takes one reference to each block that it keeps. If another block is cached for the same tokens and in
         use, it stays, and the sequence's own is not cached. If it is idle, the sequence's block takes its place and it
@@ -226,7 +223,7 @@ cdef class PrefixCache:
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, got {ids.count}")
             with cython.critical_section(self):
-                return self.keep(key, &row[0], ids.ids, n, known, beside)
+                return self.keep(key, &row[0], ids.ids, n, known)
         finally:
             release_ids(&ids)
 
@@ -490,7 +487,7 @@ cdef class PrefixCache:
         return self.allocator.c_ref_count(block) > 0
 
     cdef int64_t keep(
-        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
+        self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1:
         cdef int paused = pause_collector()
         cdef int32_t root
@@ -501,14 +498,14 @@ cdef class PrefixCache:
             root = self.cached.tree.root(named_key)
             self.cached.tree.c_pin(root)
             try:
-                return self.publish(root, tokens, blocks, n, start, beside)
+                return self.publish(root, tokens, blocks, n, start)
             finally:
                 self.cached.tree.c_unpin(root)
         finally:
             resume_collector(paused)
 
     cdef int64_t publish(
-        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, bint beside
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1:
         """All references are taken, or none, before anything changes."""
         cdef CachedBlocks cached = self.cached
@@ -527,7 +524,7 @@ cdef class PrefixCache:
         for i in range(n):
             taken[i] = blocks[i]
             if i < known and tree.nodes[self.path[i]].block >= 0:
-                if beside or not self.is_block(blocks[i]) or not self.c_gives_way(self.path[i], blocks[i]):
+                if not self.is_block(blocks[i]) or not self.c_gives_way(self.path[i], blocks[i]):
                     taken[i] = -1
             elif not self.is_block(blocks[i]):
                 raise self.refused(start + i, blocks[i], PP_INVALID_BLOCK)

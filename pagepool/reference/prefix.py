@@ -106,7 +106,6 @@ class PrefixCache:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
         start: int = 0,
-        beside: bool = False,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them it has taken now."""
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
@@ -119,7 +118,7 @@ class PrefixCache:
         if last is not None and last.key == keys[start - 1] and root_of(last) is root:
             node, keys, ids = last, keys[start:], ids[start:]
         path = path_of(node, keys)
-        fresh = [(node, block) for node, block in zip(path, ids, strict=False) if self._gives_way(node, block, beside)]
+        fresh = [(node, block) for node, block in zip(path, ids, strict=False) if self._gives_way(node, block)]
         taken = [block for _, block in fresh]
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
             raise InvalidBlock("a block is cached already, for other tokens, or given twice")
@@ -264,9 +263,9 @@ class PrefixCache:
         self._cached[block] = node
         self._order.insert(node)
 
-    def _gives_way(self, node: Node, block: int, beside: bool) -> bool:
+    def _gives_way(self, node: Node, block: int) -> bool:
         """Whether the node has no block, or one that nobody uses where the other is somebody's and not cached."""
-        if node.block is None or node.block == block or beside or self._in_use(node):
+        if node.block is None or node.block == block or self._in_use(node):
             return node.block is None
         is_block = 0 <= block < self.allocator.max_capacity and block not in self._cached
         return bool(is_block and self.allocator.ref_count(block))
