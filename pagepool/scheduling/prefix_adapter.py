@@ -70,12 +70,11 @@ class PrefixAdapter:
     def read(self, seq: Sequence) -> None:
         """Note the prompt of a new request as the cache reads it.
 
-        Raises TypeError or ValueError for tokens and keys that the cache does not take.
+        Raises TypeError or ValueError for tokens and keys that no cache takes.
         """
         seq._key = root_key(seq.cache_salt, seq.extra_keys)
         if self.cache is not None:
             seq._row = token_row(np.array(seq.prompt_tokens))
-            self._cache_blocks(seq, 0, seq._row[:0], (), 0)
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of the prompt of `seq` that are cached."""
