@@ -14,7 +14,6 @@ from pagepool.memory.block_tables import BlockTables
 from pagepool.memory.generations import BlockGenerations
 from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
-from pagepool.memory.owners import Leak, Owner
 from pagepool.memory.quantisation import calibrate_channels, widen_fp8
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -50,9 +49,7 @@ __all__ = [
     "KvCachePool",
     "KvGroup",
     "KvLayout",
-    "Leak",
     "Mamba2SequenceState",
-    "Owner",
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",

@@ -610,13 +610,15 @@ cdef class BlockAllocator:
         return found
 
     def owners(self, block=None):
-        """Returns who holds a block: a list of `Owner`, whose references add up to its `ref_count`; [] if it is free.
-        Without an id returns a dict of such lists, for every block in use.
+        """Returns the owners of a block's references, or of every block's.
 
-        The kind is "sequence", "cache", the kind of an owner that was added, or "other" for references that `allocate`,
-        `allocate_n` or `share` took and no owner holds. This asks every owner: it is for debugging, not for every step.
-        Changes that other threads make meanwhile may be missing. Without a GIL no other thread may be inside a call of
-        a sequence meanwhile. Raises `InvalidBlock` when the id is out of range.
+        Asks every owner: for debugging, not for every step. Changes that other threads make meanwhile may be missing.
+        Without a GIL no other thread may be inside a call of a sequence meanwhile.
+
+        Returns a list of named tuples `(kind, label, references, object)`, whose references add up to
+        `ref_count(block)`; without an id a dict of such lists, for every block in use. The kind is "sequence", "cache",
+        the kind of an owner that was added, or "other" for references that `allocate`, `allocate_n` or `share` took and
+        no owner holds. Raises `InvalidBlock` when the id is out of range.
 
         >>> from pagepool import PagedSeqState
         >>> allocator = BlockAllocator(4)
@@ -644,10 +646,11 @@ cdef class BlockAllocator:
         return {number: owners for number, owners in found.items() if owners} if block is None else found[wanted[0]]
 
     def leaks(self):
-        """Returns the blocks that are still held: a list of `Leak`, most blocks first.
+        """Returns the blocks that are still held, by owner. When an engine is idle the list should be empty.
 
-        References that no owner holds come last, as kind "other". Prefix caches are left out, since holding blocks is
-        what they are for. Ask when an engine is idle, or at its end: then the list should be empty.
+        Returns a list of named tuples `(kind, label, blocks, alone, object)`, most blocks first. `blocks` are ids,
+        `alone` those that no other owner holds. References without an owner come last, as kind "other". Prefix caches
+        are left out, since holding blocks is what they are for.
 
         >>> from pagepool import PagedSeqState
         >>> allocator = BlockAllocator(4)

@@ -12,13 +12,7 @@ MOST = 20  # owners that have a warning of their own
 
 
 class Owner(NamedTuple):
-    """One owner of references to a block.
-
-    kind        "sequence", "cache", the `kind` of an added owner, or "other"
-    label       the owner's label: a request id, a name or None
-    references  how many of the block's references it has
-    object      the object itself, or None for "other"
-    """
+    """One owner of a block, and how many of its references it has; `object` is None for "other"."""
 
     kind: str
     label: int | str | None
@@ -27,12 +21,7 @@ class Owner(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """All blocks that one owner holds.
-
-    kind, label, object  as in `Owner`
-    blocks               ids, ascending
-    alone                the ids that no other owner holds, which are free once this one gives them up
-    """
+    """The blocks of one owner, ascending, and those `alone` that no other owner holds."""
 
     kind: str
     label: int | str | None

@@ -467,7 +467,7 @@ cdef class SsmStatePool:
         return source
 
     def leaks(self):
-        """The slots that are in use: a list of `Leak("state", request_id, [i], [i], slot)`, in order.
+        """The slots that are in use, as `BlockAllocator.leaks`: `("state", request_id, [i], [i], slot)`, in order.
 
         Slots that were taken without the GIL have request id 0. Ask when an engine is idle, or at its end.
         """
