@@ -223,7 +223,7 @@ class SchedulerConfig:
     max_batch_tokens      the most tokens of one step, prefill and decode together
     max_batch_sequences   the most sequences of one step; each takes at least one of the step's tokens
     max_prefill_tokens    the most prompt tokens of one sequence in one step (its chunk)
-    block_size            tokens per block, if the scheduler is not given a pool with a layout
+    block_size            tokens per block; None: as many as the pool has, or 16 where the pool has no layout
     watermark             share of the blocks that stays free when a request is admitted while others run
     policy                which request goes next: "priority" (lower number first, then first come), "fcfs" (first
                           come), "lpm" (longest cached prefix), "fair" (the tenant that was served the fewest tokens)
@@ -243,7 +243,7 @@ class SchedulerConfig:
     max_batch_tokens: int = 512
     max_batch_sequences: int = 8
     max_prefill_tokens: int = 256
-    block_size: int = 16
+    block_size: int | None = None
     watermark: float = 0.01
     policy: str = "priority"
     max_wait_steps: int | None = 10_000
@@ -255,7 +255,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
-        object.__setattr__(self, "block_size", integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
+        if self.block_size is not None:
+            object.__setattr__(self, "block_size", integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
         if not 0.0 <= real("watermark", self.watermark) < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")
         if self.max_wait_steps is not None:

@@ -76,7 +76,9 @@ class Engine:
         if not hasattr(model, "run"):
             from pagepool.integrations.transformers import ModelRunner
 
-            sizes = {"block_size": config.block_size, "max_sequences": config.max_sequences}
+            sizes = {"max_sequences": config.max_sequences}
+            if config.block_size is not None:
+                sizes["block_size"] = config.block_size
             self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **sizes)
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, self.runner.vocab_size)

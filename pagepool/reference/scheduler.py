@@ -45,7 +45,7 @@ class Scheduler(Admission):
         checkpoints: Any = None,
     ) -> None:
         allocator = getattr(pool, "allocator", pool)
-        size = pool.layout.block_size if hasattr(pool, "layout") else config.block_size
+        size = 16 if allocator is None else allocator.read_block_size(config.block_size)
         self.known: dict[int, Request] = {}
         tenants = Tenants(config, self.blocks_for, self.requests)
         super().__init__(config, allocator, size, prefix_cache, tenants)

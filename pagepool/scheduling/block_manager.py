@@ -19,6 +19,8 @@ from pagepool.scheduling.request import Sequence
 
 __all__ = ["BlockManager", "open_blocks"]
 
+DEFAULT_BLOCK_SIZE = 16
+
 
 class BlockManager:
     """Takes blocks of one allocator for whole batches, all or none, and gives them back.
@@ -35,9 +37,9 @@ class BlockManager:
 
     cache: Any = None  # the prefix cache, if there is one
 
-    def __init__(self, allocator: Any, block_size: int, memory: HybridMemory | None = None) -> None:
+    def __init__(self, allocator: Any, block_size: int | None, memory: HybridMemory | None = None) -> None:
         self.allocator = allocator
-        self.block_size = block_size
+        self.block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
         self.memory = memory
         self.capacity = 0 if allocator is None else allocator.max_capacity
         self.num_tokens = 0
@@ -50,7 +52,8 @@ class BlockManager:
         self.block_refs = [block_refs(allocator) for _ in range(num_groups)]
         if memory is None:
             self._make_state, self._append_batch, self._release_batch = _drivers(allocator)
-            self._make_state(allocator, block_size, 0)  # refused now rather than in a step, if pools have other blocks
+            # A block size that contradicts the pool is refused now rather than in a step.
+            self.block_size = self._make_state(allocator, block_size, 0).block_size
 
     @property
     def feeds_again(self) -> bool:
@@ -317,12 +320,12 @@ def release_hybrids(states: list[HybridSequence], close: bool) -> None:
 
 
 def open_blocks(
-    pool: Any, block_size: int, groups: Iterable[KvGroup] | None = None, states: Any = None, step: int = 1
+    pool: Any, block_size: int | None, groups: Iterable[KvGroup] | None = None, states: Any = None, step: int = 1
 ) -> BlockManager:
     """The blocks of `pool`: a `KvCachePool`, a `SequencePool` that has one, a `BlockAllocator`, a manager, or None.
 
-    A pool with a layout decides the block size; `block_size` serves allocators and flat pools. With `groups` or
-    `states` the sequences are `HybridSequence`s, which get at most `step` tokens at a time.
+    Raises ValueError for a `block_size` other than that of the pool or the groups; None: theirs, or 16 where they have
+    none. With `groups` or `states` the sequences are `HybridSequence`s, which get at most `step` tokens at a time.
     """
     if isinstance(pool, BlockManager):
         return pool
@@ -331,21 +334,23 @@ def open_blocks(
     allocator = getattr(pool, "allocator", pool)
     if pool is not None and not hasattr(allocator, "free_count"):
         raise TypeError(f"pool must be a KvCachePool, SequencePool or BlockAllocator, not {type(pool).__name__}")
-    layout = getattr(pool, "layout", None)
-    size = block_size if layout is None else layout.block_size
     if groups is None and states is None:
-        return BlockManager(allocator, size)
+        return BlockManager(allocator, block_size)
     if states is not None and not isinstance(states, SsmStatePool):
         raise wrong("states", "an SsmStatePool or None", states)
     if groups is None:
-        groups = () if allocator is None else (KvGroup(allocator, size),)
+        groups = () if allocator is None else (KvGroup(allocator, block_size),)
     found = groups_of(groups)
     for place, group in enumerate(found):
         allocator = group.allocator if allocator is None else allocator
         if group.allocator is not allocator:
             raise ValueError(f"groups[{place}] has another allocator than the pool or the groups before it")
     memory = HybridMemory(found, states, step)
-    return BlockManager(allocator, memory.sizes[0] if len(set(memory.sizes)) == 1 else size, memory)
+    sizes = sorted(set(memory.sizes))
+    if block_size is not None and sizes not in ([], [block_size]):
+        found = " and ".join(map(str, sizes))
+        raise ValueError(f"block_size is {block_size}, the groups have blocks of {found} tokens")
+    return BlockManager(allocator, sizes[0] if len(sizes) == 1 else block_size, memory)
 
 
 def _drivers(allocator: Any) -> tuple[Any, Any, Any]:

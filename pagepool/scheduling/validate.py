@@ -70,7 +70,7 @@ def read_request(
     0; TypeError for what is no integer, a request without a limit, or a
     tenant that cannot be hashed.
     """
-    prompt = _as_list("prompt_tokens", prompt_tokens)
+    prompt = _as_row("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
         prompt = [read_token(token) for token in prompt]
     limit = None if max_tokens is None else integer("max_tokens", max_tokens)
@@ -129,7 +129,7 @@ def read_results(tokens: Iterable[Any], lookahead: bool) -> list[Any]:
 
     Raises TypeError for anything else.
     """
-    results = _as_list("tokens", tokens)
+    results = _as_row("tokens", tokens)
     return results if _all_integers(results) else [_read_result(result, lookahead) for result in results]
 
 
@@ -188,6 +188,13 @@ def check_drafts(batch: ScheduledBatch, results: list[Any]) -> None:
             since = seq.total_tokens - batch._fed_before[row] - len(batch.tokens[row])
             if since:
                 raise ValueError(f"row {row} got {len(result)} tokens, and {since} since it was scheduled")
+
+
+def _as_row(name: str, values: Iterable[Any]) -> list[Any]:
+    """As `_as_list`; refuses sets, which have no order."""
+    if isinstance(values, (set, frozenset)):
+        raise wrong(name, "a sequence of integers", values)
+    return _as_list(name, values)
 
 
 def _as_list(name: str, values: Iterable[Any]) -> list[Any]:

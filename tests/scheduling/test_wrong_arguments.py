@@ -18,6 +18,8 @@ def test_a_scheduler_names_what_is_wrong():
         (lambda: scheduler.commit(None, []), TypeError, ("batch", "ScheduledBatch", "None")),
         (lambda: scheduler.commit(scheduler.outstanding, 5), TypeError, ("tokens", "int", 5)),
         (lambda: scheduler.add_request(5, 4), TypeError, ("prompt_tokens", "int", 5)),
+        (lambda: scheduler.add_request({7}, 4), TypeError, ("prompt_tokens", "set", 7)),
+        (lambda: scheduler.commit(scheduler.outstanding, {7}), TypeError, ("tokens", "set", 7)),
         (lambda: scheduler.add_request([1], 4, "x"), TypeError, ("priority", "str", "x")),
         (lambda: scheduler.add_request([1], 1.5), TypeError, ("max_tokens", "float", "1.5")),
         (lambda: scheduler.add_request([1], 4, cache_salt=1.5), TypeError, ("cache_salt", 1.5)),
@@ -76,6 +78,8 @@ def test_a_config_names_what_is_wrong():
     for call, error, words in (
         (lambda: SchedulerConfig(max_sequences=2.5), TypeError, ("max_sequences", "float", "2.5")),
         (lambda: SchedulerConfig(lookahead=-1), ValueError, ("lookahead", 0, -1)),
+        (lambda: SchedulerConfig(block_size=0), ValueError, ("block_size", 1, 1024, 0)),
+        (lambda: SchedulerConfig(preemption_actions=("swap",)), ValueError, ("preemption_actions", "partial", "swap")),
         (lambda: SchedulerConfig(watermark="1"), TypeError, ("watermark", "str", "1")),
         (lambda: SchedulerConfig(watermark=float("nan")), ValueError, ("watermark", "nan")),
         (lambda: Tenant(weight=None), TypeError, ("weight", "None")),
