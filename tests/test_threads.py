@@ -215,7 +215,7 @@ def test_sequences_of_several_threads_share_allocator_cache_and_states(switching
             assert state.len == 12
             done[number] += 1
         state.close()
-        hybrid.release()
+        hybrid.close()
 
     together(work, enough=lambda: sum(done) > 0, seconds=1)
     cache.check()

@@ -176,7 +176,7 @@ class HybridSequence:
 
     @property
     def closed(self) -> bool:
-        """Whether it was released."""
+        """Whether it was closed."""
         return self._closed
 
     @property
@@ -247,7 +247,7 @@ class HybridSequence:
                 child.kv.append(state.fork())
                 child.kv[-1].label = child.label
         except BaseException:
-            child.release()
+            child.close()
             raise
         child._len = self._len
         return child
@@ -321,8 +321,8 @@ class HybridSequence:
         group_truncate(self.kv, length)
         self._len = length
 
-    def release(self) -> None:
-        """Gives everything back for good: other calls then raise `StaleHandle`, a second `release` does nothing.
+    def close(self) -> None:
+        """Gives everything back for good: other calls then raise `StaleHandle`, a second `close` does nothing.
 
         Raises `InvalidBlock` when a block was freed by someone else; then nothing has changed. Needs no memory.
         """
@@ -334,8 +334,6 @@ class HybridSequence:
             self.state.close()
         self._checkpoints.clear()
         self._closed = True
-
-    close = release
 
     def check(self) -> None:
         """Audits the parts against each other. Raises `PoolError` that names a broken equation."""
@@ -392,7 +390,7 @@ class HybridSequence:
             raise closed("the sequence", self.label)
 
     def __del__(self) -> None:
-        self.release()
+        self.close()
 
 
 def groups_of(groups: Iterable[KvGroup]) -> tuple[KvGroup, ...]:

@@ -188,7 +188,7 @@ class HybridSequence:
             state.truncate(len)
         self.len = len
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Gives everything back for good."""
         if not self.closed:
             self._keep_checkpoints([])
@@ -197,8 +197,6 @@ class HybridSequence:
             self.closed = True
             if self.state is not None:
                 self.state.close()
-
-    close = release
 
     def check(self) -> None:
         """Raises `PoolError` when a table has not the tokens that it must have."""

@@ -250,7 +250,7 @@ class HybridMemory:
             None if group.window is None else -(-(group.window + step) // size) + 1
             for group, size in zip(groups, self.sizes, strict=True)
         ]
-        tables.release()
+        tables.close()
 
     def refusal(self, max_tokens: int) -> str | None:
         """Why a sequence of `max_tokens` can never run, whatever the blocks, or None."""
@@ -316,7 +316,7 @@ class HybridMemory:
 def release_hybrids(states: list[HybridSequence], close: bool) -> None:
     """Give all of them back, for good."""
     for state in states:
-        state.release()
+        state.close()
 
 
 def open_blocks(

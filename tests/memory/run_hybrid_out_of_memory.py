@@ -116,7 +116,7 @@ OPERATIONS = {
     "truncate": lambda world: world.hybrid.truncate(800),
     "save a state": save,
     "resume a state": resume,
-    "release of a hybrid": lambda world: world.hybrid.release(),
+    "close of a hybrid": lambda world: world.hybrid.close(),
 }
 
 if __name__ == "__main__":

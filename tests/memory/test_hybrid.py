@@ -122,7 +122,7 @@ def test_a_random_program_keeps_all_parts_with_the_tokens(shared, states, keep):
                 written.sequence.trim()
             elif action == "end":
                 running.remove(written)
-                written.sequence.release()
+                written.sequence.close()
         except (PoolExhausted, ValueError):
             refused.add(action)
             if action == "start":
@@ -133,7 +133,7 @@ def test_a_random_program_keeps_all_parts_with_the_tokens(shared, states, keep):
             allocator.check(others=0)
     assert refused >= {"back", "cut"} if states or keep == 0 else refused
     for written in running:
-        written.sequence.release()
+        written.sequence.close()
     assert engine.idle()
 
 
@@ -227,13 +227,13 @@ def test_all_parts_or_none_when_a_slot_or_a_block_is_missing():
     assert engine.allocators[0].in_use == in_use
     written.feed([9, 10, 11, 12])
     engine.allocators[0].free(written.sequence.kv[1].blocks[-1])
-    for refused in (lambda: written.sequence.rollback(written.sequence.checkpoints[0]), written.sequence.release):
+    for refused in (lambda: written.sequence.rollback(written.sequence.checkpoints[0]), written.sequence.close):
         with pytest.raises(InvalidBlock, match="freed by someone else"):
             refused()
     assert [kv.len for kv in written.sequence.kv] == [13, 13, 13]
     assert written.sequence.state.view(0, "h").tolist() == state_after(range(13)) and engine.states.used_count == 2
     engine.allocators[0].allocate()
-    written.sequence.release()
+    written.sequence.close()
     assert engine.idle()
 
 
@@ -275,7 +275,7 @@ def test_a_request_begins_with_what_is_cached_of_all_its_groups():
     with refuses(ValueError, 2, 12):
         second.sequence.adopt(rows, 10)
     for each in (first, second):
-        each.sequence.release()
+        each.sequence.close()
     assert engine.idle()
 
 
@@ -309,7 +309,7 @@ def test_slots_that_were_not_computed_are_retracted_and_the_state_stays():
     with refuses(ValueError, 33, 34):
         sequence.retract(33)
     assert sequence.stats()["blocks"] == before["blocks"] and sequence.len == 34
-    sequence.release()
+    sequence.close()
     assert blocks.in_use == 0 and states.used_count == 0
     for use in (
         lambda: sequence.retract(0),

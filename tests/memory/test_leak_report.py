@@ -71,7 +71,7 @@ def test_a_pool_of_both_kinds_names_states_as_well():
     ]
     assert {warning.filename for warning in found} == {__file__}
     pool.close()
-    hybrid.release()
+    hybrid.close()
 
 
 def test_of_many_the_first_have_a_warning_of_their_own():

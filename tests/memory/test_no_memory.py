@@ -54,12 +54,12 @@ def test_every_allocation_may_fail(run):
     assert len(results) > 25 and sum(results.values()) > 100
 
 
-def test_hybrid_sequences_leave_nothing_behind_and_their_release_wants_no_memory(run):
+def test_hybrid_sequences_leave_nothing_behind_and_their_close_wants_no_memory(run):
     results = json.loads(run(HERE / "run_hybrid_out_of_memory.py"))
     wrong = {name: what for name, what in results.items() if not isinstance(what, int)}
     assert not wrong
     spared = {name for name, failures in results.items() if failures == 0}
-    assert spared == {"release of a hybrid"}
+    assert spared == {"close of a hybrid"}
     assert len(results) > 15 and sum(results.values()) > 100
 
 
