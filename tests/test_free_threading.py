@@ -504,8 +504,6 @@ def test_threads_that_share_a_scheduler_are_refused_in_the_middle_of_a_call_and_
                 drained[number] += insist(number, scheduler.drain_finished)
             elif kind == 3 and ids[number] and turn % 5 == 0:
                 insist(number, scheduler.finish_sequence, rng.choice(ids[number]))
-            elif kind == 4 and turn % 20 == 0:
-                insist(number, scheduler.recover)
             elif kind == 5 and turn % 10 == 0:
                 insist(number, scheduler.check)
             elif kind == 6:

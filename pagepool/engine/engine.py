@@ -223,10 +223,12 @@ class Engine:
             failure = error
         with self._changed:
             self.is_accepting, self._failure = False, failure
-        for seq_id in list(self._requests):
-            if failure is None:
-                self.scheduler.remove_sequence(seq_id)
-            self._end(seq_id, "abort" if failure is None else "error", failure)
+        try:
+            with self._stepping:
+                self.scheduler.close()
+        finally:
+            for seq_id in list(self._requests):
+                self._end(seq_id, "abort" if failure is None else "error", failure)
 
     def _step(self) -> None:
         began = perf_counter()

@@ -57,14 +57,6 @@ class ActiveSequences:
         else:
             self._decodes = None
 
-    def fill(self, sequences: list[Sequence], before: ActiveSequences) -> None:
-        """Add `sequences` in the order that they had before."""
-        places = {seq.id: place for place, seq in enumerate([*(before._taken or ()), *before.ring])}
-        admitted = {seq_id: place for place, seq_id in enumerate(before.prefills)}
-        for seq in sorted(sequences, key=lambda seq: places.get(seq.id, -1)):
-            self.add(seq)
-        self.prefills = dict(sorted(self.prefills.items(), key=lambda item: admitted.get(item[0], len(admitted))))
-
     def remove(self, seq: Sequence) -> None:
         """Drop `seq`, which is about to finish or to be preempted."""
         self.ring.remove(seq)
@@ -146,7 +138,6 @@ class ActiveSequences:
         """What `Scheduler.check` compares with a ring made anew from the sequences."""
         return {
             "active sequences": sorted(seq.id for seq in self.ring),
-            "sequences taken for a step": self._taken,
             "prefills": sorted(self.prefills),
             "promised blocks": self.promised,
             "reserved blocks": self.reserved,

@@ -31,7 +31,6 @@ class ScheduledBatch:
     """
 
     __slots__ = (
-        "_committed",
         "_fed",
         "_fed_before",
         "_forks",
@@ -39,7 +38,6 @@ class ScheduledBatch:
         "_may_stop",
         "_outputs",
         "_sequences",
-        "_served_before",
         "is_prefill",
         "lookahead",
         "num_decodes",
@@ -85,8 +83,6 @@ class ScheduledBatch:
         self._grow = grow
         self._fed = fed
         self._fed_before = [seq.fed for seq in sequences]
-        self._served_before: dict[Any, float] = {}  # the counters of the tenants that it is charged to
-        self._committed = False
         self._forks: list[tuple[Sequence, int]] = []  # each with how many of these tokens it has begun with
         self._may_stop = may_stop
 

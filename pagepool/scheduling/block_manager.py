@@ -196,31 +196,20 @@ class BlockManager:
             for seq in found:
                 seq.kv = None
 
-    def recover(self, seq: Sequence, num_tokens: int) -> int:
-        """Take back slots of `seq` beyond `num_tokens`, after an interrupted call; returns how many tokens it has."""
-        if seq.kv is None:
-            return 0
-        if self.memory is None:
-            if seq.kv.len > num_tokens:
-                seq.kv.truncate(num_tokens)
-        elif min([seq.kv.len, *[table.len for table in seq.kv.kv]]) < num_tokens:
-            self.close([seq])
-            return 0
-        else:
-            seq.kv.retract(num_tokens)
-        found: int = seq.kv.len
-        return found
-
     def give_back(self) -> None:
         """Give back the references of this call."""
         for refs in self.block_refs:
             refs.give_back()
 
-    def recount(self, sequences: Iterable[Sequence]) -> None:
-        """Drop what an interrupted call held; `sequences` are all that have states."""
+    def free_all(self, sequences: Iterable[Sequence]) -> None:
+        """Free the blocks of `sequences`, which are all that there are, and what a call that was cut short held."""
+        for seq in sequences:
+            if seq.kv is not None:
+                seq.kv.close()
+                seq.kv = None
         if self.allocator is not None:
             self.give_back()
-        self.num_tokens = sum([seq.kv.len for seq in sequences])
+        self.num_tokens = 0
 
     def audit(self, states: list[Any]) -> str | None:
         """The first equation that does not hold, `states` being those of all sequences, or None."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from threading import RLock, get_ident
 
@@ -14,53 +15,60 @@ __all__ = ["Guard", "Inbox"]
 
 
 class Guard:
-    """Lets one call at a time into a scheduler, and none after one that an exception has cut short.
+    """Lets one call at a time into a scheduler, and none into one that is closed.
 
         with guard:
-            guard.undo = ...    how `recover` takes back what the call has done so far, where that is not to stay
-            ...
+            ...     check: an exception has changed nothing
+            guard.is_changing = True
+            ...     change: an exception closes the scheduler
 
-    While `is_checking` is set, the call has changed nothing yet: an exception does not cut it short. Raises
-    RuntimeError, with nothing changed, when a call is under way, on this thread or another, or was cut short.
+    Raises RuntimeError, with nothing changed, while a call is under way, on this thread or another, and once the
+    scheduler is closed.
     """
 
     def __init__(self) -> None:
         # The call that is under way: "call" leads to its own tuple, of its thread. dict.setdefault is atomic with and
-        # without the GIL, and nobody sees a call whose thread is not known; a lock could not be copied.
+        # without the GIL, so a call is never seen without its thread; a lock could not be copied.
         self._inside: dict[str, tuple[int]] = {}
-        self.is_interrupted = False
-        self.is_checking = False
-        self.undo: Callable[[], object] | None = None
+        self.is_changing = False
+        self.is_closed = False
+        self.cause: BaseException | None = None  # the exception that has closed it
 
     def __enter__(self) -> None:
         call = (get_ident(),)
         inside = self._inside.setdefault("call", call)
         if inside is not call:
-            raise RuntimeError(self._reason(inside, call))
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None or self.is_checking:
-            self.undo = None
-            self.is_interrupted = self.is_checking = False
+            if inside != call:
+                raise RuntimeError("another thread is inside a call of the scheduler")
+            raise RuntimeError("the scheduler is in the middle of a call: a handler calls it, or it was cut short")
+        if self.is_closed:
             self._inside.clear()
-        else:
-            self.is_interrupted = True
+            self.check_open()
 
-    def take_over(self) -> None:
-        """Enter although an exception has cut a call short. RuntimeError while another thread is inside a call."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.is_changing:
+            self.is_closed, self.cause = True, error
+        self.is_changing = False
+        self._inside.clear()
+
+    def check_open(self) -> None:
+        """Raises RuntimeError, from the exception that has closed the scheduler, if one has."""
+        if self.is_closed:
+            why = "" if self.cause is None else f": a call was cut short by {type(self.cause).__name__}: {self.cause}"
+            raise RuntimeError(f"the scheduler is closed{why}") from self.cause
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Lets a call in that closes the scheduler, also when a call of this thread was cut short on its way out."""
         call = (get_ident(),)
-        inside = self._inside.setdefault("call", call)
-        if inside != call and not self.is_interrupted:
-            raise RuntimeError(self._reason(inside, call))
-        self._inside["call"] = call
-        self.is_interrupted = self.is_checking = False
-
-    def _reason(self, inside: tuple[int], call: tuple[int]) -> str:
-        if self.is_interrupted:
-            return "an exception has cut a call of the scheduler short: call recover()"
-        if inside != call:
-            return "another thread is inside a call of the scheduler"
-        return "the scheduler is in the middle of a call: a finalizer or handler calls it, or the call was cut short"
+        if self._inside.setdefault("call", call) != call:
+            raise RuntimeError("another thread is inside a call of the scheduler")
+        try:
+            self.is_closed = True
+            yield
+        finally:
+            self.is_changing = False
+            self._inside.clear()
 
 
 class Inbox:
@@ -79,11 +87,6 @@ class Inbox:
         """The id of the next sequence: 1, 2, ..."""
         with self._lock:
             return next(self._numbers)
-
-    def drop_known(self, known: Container[int]) -> None:
-        """Drop the first item if the scheduler knows it already: the call that took it in was cut short."""
-        if self.items and isinstance(self.items[0], Sequence) and self.items[0].id in known:
-            self.items.popleft()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Inbox:
         with self._lock:

@@ -152,8 +152,7 @@ class Sequence:
     @property
     def _next_end(self) -> int:
         """How far it may read its prompt in the next step, as far as it matters to it."""
-        # One that it has passed is left over from a call that was cut short.
-        return self._stops[0][0] if self._stops and self._stops[0][0] > self.fed else self._prefill_end
+        return self._stops[0][0] if self._stops else self._prefill_end
 
     @property
     def _is_active(self) -> bool:

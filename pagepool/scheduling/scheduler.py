@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from functools import partial
 from typing import Any
 
 from pagepool._arguments import integer
@@ -39,8 +38,7 @@ from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
 
-WAITING, PREEMPTED, FINISHED = SeqState.WAITING, SeqState.PREEMPTED, SeqState.FINISHED
-PREFILLING, DECODING = SeqState.PREFILLING, SeqState.DECODING
+DECODING, FINISHED = SeqState.DECODING, SeqState.FINISHED
 
 
 class Scheduler:
@@ -68,10 +66,9 @@ class Scheduler:
 
     `submit` and `cancel` may be called by any thread at any time. Of the other calls that change a scheduler one is
     made at a time: a second one meanwhile, by another thread, a finalizer or a signal handler, raises RuntimeError and
-    changes nothing. Arguments are checked before anything changes.
-    An exception inside a call, KeyboardInterrupt and MemoryError included, cuts it short: then each of the methods that
-    change a scheduler, and `check()`, raises RuntimeError until `recover()` has made all structures agree again.
-    `outstanding` is the batch that was handed out last; `check()` audits everything.
+    changes nothing. Arguments are checked before anything changes. Any other exception inside a call, KeyboardInterrupt
+    and MemoryError included, closes the scheduler: methods that change it, and `check()`, raise RuntimeError from then
+    on and name the cause. `close()` frees all blocks, then or at any other time. `check()` audits everything.
 
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
     >>> scheduler.add_request([11, 12, 13, 14, 15], max_tokens=7)
@@ -117,10 +114,10 @@ class Scheduler:
         self._finished: dict[int, Sequence] = {}
         self._outstanding: ScheduledBatch | None = None  # the last batch, until it is committed or given up
         self._has_committed = False
-        self._waiting = WaitingQueue(self._policy, config.max_wait_steps)
-        self._active = ActiveSequences(config, self._blocks.blocks_for)
-        self._tenants = Tenants(config, self._blocks)
-        self._connect(self._waiting, self._active, self._tenants)
+        self._waiting, self._active, self._tenants = waiting, active, tenants = self._empty()
+        blocks, prefix = self._blocks, self._prefix
+        self._preemption = Preemption(config, waiting, active, blocks, prefix, self._log)
+        self._admission = Admission(config, waiting, active, blocks, prefix, tenants, self._preemption)
 
     def add_request(
         self,
@@ -171,10 +168,10 @@ class Scheduler:
             extra_keys=extra_keys,
         )
         with self._guard:
-            seq.id = seq_id = self._inbox.number()
-            self._guard.undo = partial(self._forget, seq_id)
+            self._guard.is_changing = True
+            seq.id = self._inbox.number()
             self._accept(seq)
-        return seq_id
+        return seq.id
 
     def submit(
         self,
@@ -197,6 +194,7 @@ class Scheduler:
         [[11, 12]]
         """
         seq = self._read_request(prompt_tokens, max_tokens, priority, **request)
+        self._guard.check_open()
         seq.id = seq_id = self._inbox.number()
         self._inbox.items.append(seq)
         return seq_id
@@ -207,7 +205,9 @@ class Scheduler:
         `drain_finished` returns it then, with `finish_reason` "abort". Unknown and finished ids are ignored. Raises
         TypeError for what is no integer.
         """
-        self._inbox.items.append(integer("seq_id", seq_id))
+        number = integer("seq_id", seq_id)
+        if not self._guard.is_closed:
+            self._inbox.items.append(number)
 
     def fork(self, seq_id: int, n: int = 1) -> list[int]:
         """Begin `n` sequences with the tokens and blocks of one that decodes, and return their ids.
@@ -236,7 +236,6 @@ class Scheduler:
         """
         number = integer("n", n, 1)
         with self._guard:
-            self._guard.is_checking = True
             seq = self._sequences.get(seq_id)
             if seq is None or seq.state is not DECODING:
                 state = "not known" if seq is None else seq.state.value
@@ -244,15 +243,12 @@ class Scheduler:
             refusal = self._admission.refuses_forks(seq, number)
             if refusal is not None:
                 raise ValueError(refusal)
-            self._guard.is_checking = False
-            forks: list[Sequence] = []
-            self._guard.undo = partial(self._undo_fork, forks)
-            for _ in range(number):
-                forks.append(seq._fork(self._inbox.number()))
-                self._blocks.fork(seq, forks[-1])
+            self._guard.is_changing = True
+            forks = [seq._fork(self._inbox.number()) for _ in range(number)]
             for fork in forks:
-                fork._rank, fork._arrived = self._policy.rank(fork), self.num_steps
                 self._sequences[fork.id] = fork
+                self._blocks.fork(seq, fork)
+                fork._rank, fork._arrived = self._policy.rank(fork), self.num_steps
                 if self._outstanding is not None:
                     self._outstanding.add_fork(seq, fork)
                 self._tenants.arrive(fork)
@@ -268,7 +264,6 @@ class Scheduler:
         cannot hold; then nothing has changed.
         """
         with self._guard:
-            self._guard.is_checking = True
             seq = self._sequences.get(seq_id)
             if seq is None or seq.state is FINISHED:
                 return
@@ -276,7 +271,7 @@ class Scheduler:
             check_token(token)
             if self._prefix.cache is not None:
                 check_width(token)
-            self._guard.is_checking = False
+            self._guard.is_changing = True
             seq.output_tokens.append(token)
             if seq._has_ended:
                 self._finish([seq])
@@ -284,24 +279,26 @@ class Scheduler:
     def finish_sequence(self, seq_id: int) -> None:
         """Stop a sequence and free its blocks; `drain_finished` will return it. Unknown ids are ignored."""
         with self._guard:
-            self._stop(self._look_up(seq_id), "stop")
+            seq = self._sequences.get(seq_id)
+            self._guard.is_changing = True
+            self._stop(seq, "stop")
 
     def remove_sequence(self, seq_id: int) -> None:
         """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
         with self._guard:
-            self._stop(self._look_up(seq_id), "abort")
-            self._forget(seq_id)
+            seq = self._sequences.get(seq_id)
+            self._guard.is_changing = True
+            self._stop(seq, "abort")
+            self._finished.pop(seq_id, None)
+            self._sequences.pop(seq_id, None)
 
     def drain_finished(self) -> list[Sequence]:
         """Remove and return the finished sequences, in the order in which they finished."""
         with self._guard:
-            finished = self._finished
-            if not finished:
-                return []
-            self._guard.undo = partial(self._sequences.update, finished)
+            self._guard.is_changing = True
+            finished, self._finished = self._finished, {}
             for seq_id in finished:
                 del self._sequences[seq_id]
-            self._finished = {}
             return list(finished.values())
 
     def schedule(self) -> ScheduledBatch:
@@ -317,21 +314,19 @@ class Scheduler:
         run.
         """
         with self._guard:
-            self._guard.is_checking = True
             step = self.num_steps + 1
             out = self._outstanding
             if out is not None and (self._has_committed or self._prefix.cache is not None):
                 raise RuntimeError(f"a batch of {len(out)} sequences is outstanding: commit it or give it up first")
-            self._guard.is_checking = False
+            self._guard.is_changing = True
             self._take_in()
             self.num_steps = step
             if out is not None:
-                self._close(out)
+                self._end_step(out)
             self._admission.admit(step)
             active = self._active
             while len(active):
                 batch = build_batch(*active.pick(), self.config, self._blocks.feeds_again, self._blocks.step)
-                self._guard.undo = partial(self._undo_step, batch)
                 taken = self._preemption.take(batch, step)
                 active.put_back(taken)
                 if taken:
@@ -340,7 +335,6 @@ class Scheduler:
                         self._tenants.charge(batch)
                     self._outstanding = None if batch.is_empty else batch
                     return batch
-                self._guard.undo = None
                 if not self._preemption.make_room(batch, step):
                     break
             return ScheduledBatch.empty()
@@ -365,17 +359,13 @@ class Scheduler:
         check_results(batch, results, for_cache=self._prefix.cache is not None)
         drafts = self.config.lookahead > 0
         with self._guard:
-            self._guard.is_checking = True
             if batch.is_empty:
                 return
             check_outstanding(batch, self._outstanding)
             if drafts:
                 check_drafts(batch, results)
-            self._guard.is_checking = False
+            self._guard.is_changing = True
             outputs, may_stop = batch._outputs, batch._may_stop
-            num_outputs = list(map(len, outputs))
-            fed = [seq.fed for seq in sequences] if drafts else []
-            self._guard.undo = partial(self._undo_commit, batch, num_outputs, fed)
             ended: list[Sequence] = []
             for seq, output, result, wants in zip(sequences, outputs, results, batch.wants_token, strict=True):
                 if result is None or not wants or seq.state is FINISHED:
@@ -390,9 +380,8 @@ class Scheduler:
                     continue
                 if len(output) >= seq._max_output or (may_stop and output[-1] in seq.stop_token_ids):
                     ended.append(seq)
-            batch._committed = self._has_committed = True
-            self._guard.undo = None
-            self._close(batch)
+            self._has_committed = True
+            self._end_step(batch)
             if ended:
                 self._finish(ended)
 
@@ -415,11 +404,10 @@ class Scheduler:
         """
         read_batch(batch)
         with self._guard:
-            self._guard.is_checking = True
             if batch.is_empty:
                 return
             check_outstanding(batch, self._outstanding)
-            self._guard.is_checking = False
+            self._guard.is_changing = True
             self._outstanding = None
             if self.config.policy == "fair":
                 self._tenants.charge(batch, -1)
@@ -444,7 +432,7 @@ class Scheduler:
         A caller that was interrupted may run it again: that stores the same keys and values. A recurrent state that has
         passed over its tokens must not do so twice: `give_up` the batch.
         """
-        return None if self._outstanding is None or self._outstanding._committed else self._outstanding
+        return self._outstanding
 
     @property
     def active_count(self) -> int:
@@ -522,39 +510,30 @@ class Scheduler:
         if broken is not None:
             raise PoolError(f"broken invariant: {broken}")
 
-    def recover(self) -> None:
-        """Rebuild all structures from the sequences, after an exception has cut a call short.
+    def close(self) -> None:
+        """Free all blocks and recurrent states, whatever has happened. May be called again.
 
-        An active sequence that has lost blocks becomes a preempted one. If `recover` is cut short itself, call it
-        again; it changes nothing when all is well. Raises RuntimeError while another thread is inside a call. Do not
-        call it within another call, from a finalizer or a signal handler.
+        Sequences that have not finished end with the `finish_reason` "abort"; `get_sequence` still finds them. Calls
+        that change the scheduler, and `check`, raise RuntimeError from then on; `cancel` does nothing. Raises
+        RuntimeError while another thread is inside a call. Do not call it inside another call, from a finalizer or a
+        signal handler.
+
+        >>> scheduler = Scheduler()
+        >>> seq_id = scheduler.add_request([11, 12], max_new_tokens=4)
+        >>> scheduler.close()
+        >>> scheduler.has_work, scheduler.get_sequence(seq_id).finish_reason
+        (False, 'abort')
         """
-        guard = self._guard
-        guard.take_over()
-        try:
-            self._rebuild()
-        except BaseException:
-            guard.is_interrupted = True
-            raise
-        guard.__exit__(None, None, None)
+        with self._guard.closing():
+            self._outstanding = None
+            self._inbox.items.clear()
+            self._blocks.free_all(self._sequences.values())
+            for seq in self._sequences.values():
+                if seq.state is not FINISHED:
+                    seq.state, seq._stopped_by = FINISHED, "abort"
+            self._waiting, self._active, self._tenants = self._empty()
 
-    def _rebuild(self) -> None:
-        guard = self._guard
-        if guard.undo is not None:
-            guard.undo()
-        self._inbox.drop_known(self._sequences)
-        slots = self._slots()
-        for seq in self._sequences.values():
-            self._recover_sequence(seq, slots.get(seq.id, 0))
-        alive = [seq for seq in self._sequences.values() if seq.state is not FINISHED]
-        self._blocks.recount([seq for seq in alive if seq.kv is not None])
-        self._connect(*self._rebuilt(alive))
-        ended = {seq.id: seq for seq in self._sequences.values() if seq.state is FINISHED}
-        self._finished = {seq_id: ended[seq_id] for seq_id in [*self._finished, *ended] if seq_id in ended}
-        guard.undo = None
-        self._finish([seq for seq in alive if seq._has_ended])
-
-    def _close(self, batch: ScheduledBatch) -> None:
+    def _end_step(self, batch: ScheduledBatch) -> None:
         """Once `batch` was run: take back the slots of its drafts and publish the blocks that it filled."""
         self._outstanding = None
         if self.config.lookahead:
@@ -607,24 +586,16 @@ class Scheduler:
             self._waiting.push(seq)
 
     def _take_in(self) -> None:
-        """Do what other threads have asked for, in its order; an item stays in the inbox until it is done."""
+        """Do what other threads have asked for, in its order."""
         items = self._inbox.items
         for _ in range(len(items)):
-            item = items[0]
+            item = items.popleft()
             if isinstance(item, Sequence):
                 self._accept(item)
             else:
                 seq = self._sequences.get(item)
                 if seq is not None and seq.state is not FINISHED:
                     self._stop(seq, "abort")
-            items.popleft()
-
-    def _look_up(self, seq_id: int) -> Sequence | None:
-        """The sequence with this id; what cannot be an id raises TypeError before anything changes."""
-        self._guard.is_checking = True
-        seq = self._sequences.get(seq_id)
-        self._guard.is_checking = False
-        return seq
 
     def _stop(self, seq: Sequence | None, reason: str) -> None:
         if seq is not None:
@@ -632,82 +603,16 @@ class Scheduler:
             if seq.state is not FINISHED:
                 self._finish([seq])
 
-    def _forget(self, seq_id: int) -> None:
-        self._finished.pop(seq_id, None)
-        self._sequences.pop(seq_id, None)
-
-    def _undo_fork(self, forks: list[Sequence]) -> None:
-        self._blocks.close(forks)
-        for fork in forks:
-            self._sequences.pop(fork.id, None)
-
-    def _undo_step(self, batch: ScheduledBatch) -> None:
-        """Take back a step whose batch was not returned to the caller."""
-        for seq, fed in zip(batch._sequences, batch._fed_before, strict=True):
-            seq.fed = fed
-        self._tenants.refund(batch)
-        self._outstanding = None
-
-    def _undo_commit(self, batch: ScheduledBatch, num_outputs: list[int], fed: list[int]) -> None:
-        """Take back the results of `batch`, whose sequences had `num_outputs` outputs and had been fed `fed` tokens."""
-        for output, count in zip(batch._outputs, num_outputs, strict=True):
-            del output[count:]
-        for seq, count in zip(batch._sequences, fed, strict=False):
-            seq.fed = count
-        batch._committed = False
-
-    def _recover_sequence(self, seq: Sequence, slots: int) -> None:
-        """Make state and blocks of `seq` agree; `slots`: how many it has for drafts, beyond what it was fed."""
-        blocks = self._blocks
-        if seq.kv is not None and seq.kv.closed:
-            seq.kv = None
-        if seq.state is FINISHED or seq.state is WAITING:
-            blocks.close([seq])
-            if seq.state is FINISHED:
-                seq._awaits = None
-            if seq.state is WAITING:
-                seq.fed = seq._published = 0
-            return
-        if blocks.has_states:
-            held = 0 if seq.kv is None else seq.kv.len
-            held = blocks.recover(seq, seq.fed + slots if held == seq.fed + slots else seq.fed)
-            if held < seq.fed or seq.kv is None:
-                seq.fed, seq.state = held, PREEMPTED
-            if seq.state is PREEMPTED and not seq.fed:
-                blocks.close([seq])
-            seq._published, seq._all_cached = min(seq._published, blocks.blocks_for(seq.fed)), False
-        if seq.state is not PREEMPTED:
-            seq.state = DECODING if seq.fed >= seq._prefill_end else PREFILLING
-            seq._awaits = None
-
-    def _rebuilt(self, alive: list[Sequence]) -> tuple[WaitingQueue, ActiveSequences, Tenants]:
-        """New structures, built from `alive`: all sequences that wait or are active."""
-        waiting = WaitingQueue(self._policy, self.config.max_wait_steps)
-        active = ActiveSequences(self.config, self._blocks.blocks_for)
-        tenants = Tenants(self.config, self._blocks)
-        active.fill([seq for seq in alive if seq._is_active], self._active)
-        tenants.fill(alive)
-        for seq in alive:
-            if not seq._is_active:
-                waiting.push(seq)
-        return waiting, active, tenants
-
-    def _connect(self, waiting: WaitingQueue, active: ActiveSequences, tenants: Tenants) -> None:
-        """Use these structures from now on, in everything that holds a reference to the old ones too."""
-        tenants.inherit(self._tenants)
-        self._waiting, self._active, self._tenants = waiting, active, tenants
-        blocks, prefix = self._blocks, self._prefix
-        self._preemption = Preemption(self.config, waiting, active, blocks, prefix, self._log)
-        self._admission = Admission(self.config, waiting, active, blocks, prefix, tenants, self._preemption)
-
-    def _slots(self) -> dict[int, int]:
-        """How many slots for drafts each sequence of the batch that is out has beyond what it was fed."""
-        out = self.outstanding
-        return {} if out is None else dict(zip(out.seq_ids, out.lookahead, strict=True))
+    def _empty(self) -> tuple[WaitingQueue, ActiveSequences, Tenants]:
+        """The structures of a scheduler without sequences."""
+        config, blocks = self.config, self._blocks
+        waiting = WaitingQueue(self._policy, config.max_wait_steps)
+        return waiting, ActiveSequences(config, blocks.blocks_for), Tenants(config, blocks)
 
     def _audit(self) -> str | None:
         """The first equation that does not hold, or None."""
-        sequences, blocks, slots = self._sequences, self._blocks, self._slots()
+        sequences, blocks, out = self._sequences, self._blocks, self._outstanding
+        slots = {} if out is None else dict(zip(out.seq_ids, out.lookahead, strict=True))
         ended = {seq_id: seq for seq_id, seq in sequences.items() if seq.state is FINISHED}
         alive = [seq for seq in sequences.values() if seq.state is not FINISHED]
         if any(seq.id != seq_id for seq_id, seq in sequences.items()) or self._finished != ended:
@@ -716,8 +621,14 @@ class Scheduler:
             broken = seq._audit(slots.get(seq.id, 0), blocks.has_states)
             if broken is not None:
                 return f"sequence {seq.id}, {seq.state.value}: {broken}"
+        waiting, active, tenants = self._empty()
+        for seq in alive:
+            tenants.count(seq)
+            if seq._is_active:
+                active.add(seq)
+            else:
+                waiting.push(seq)
         found = {**self._waiting.summary(), **self._active.summary(), **self._tenants.summary()}
-        waiting, active, tenants = self._rebuilt(alive)
         for name, expected in {**waiting.summary(), **active.summary(), **tenants.summary()}.items():
             if found[name] != expected:
                 return f"the {name} are {expected}, not {found[name]}"

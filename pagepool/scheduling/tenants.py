@@ -35,18 +35,11 @@ class Tenants:
         self._served: dict[Any, float] = {}
         self._idle_at = 0.0  # the counter of the last one that was left without requests
 
-    def fill(self, alive: list[Sequence]) -> None:
-        """Count `alive`, all requests that wait or are active."""
-        self._live = Counter([seq.tenant for seq in alive])
-        for seq in alive:
-            if seq._counted:
-                self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
-
-    def inherit(self, before: Tenants) -> None:
-        """What each tenant was served goes on from there."""
-        self._served, self._idle_at = before._served, before._idle_at
-        for tenant in self._live:
-            self._served.setdefault(tenant, self._idle_at)
+    def count(self, seq: Sequence) -> None:
+        """Count a request that waits or is active, for `summary`."""
+        self._live[seq.tenant] += 1
+        if seq._counted:
+            self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
 
     def refusal(self, tenant: Any, max_tokens: int) -> str | None:
         """Why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
@@ -102,21 +95,12 @@ class Tenants:
         return self._served.get(tenant, 0.0)
 
     def charge(self, batch: ScheduledBatch, sign: int = 1) -> None:
-        """Count the tokens of a step, or with -1 take them back; the batch notes the counters before."""
-        after: dict[Any, float] = {}
+        """Count the tokens of a step, or with -1 take them back."""
         for row, seq in enumerate(batch._sequences):
-            tenant = seq.tenant
-            if tenant not in self._served:
-                continue  # it has gone since, and was forgotten
-            weight = sign * (OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT)
-            before = after[tenant] if tenant in after else self._served[tenant]
-            after[tenant] = before + weight * len(batch.tokens[row]) / self._limits.get(tenant, ANYONE).weight
-        batch._served_before = {tenant: self._served[tenant] for tenant in after}
-        self._served.update(after)
-
-    def refund(self, batch: ScheduledBatch) -> None:
-        """The counters are as before the `charge` of a step."""
-        self._served.update(batch._served_before)
+            if seq.tenant in self._served:  # else it has gone since, and was forgotten
+                weight = sign * (OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT)
+                share = self._limits.get(seq.tenant, ANYONE).weight
+                self._served[seq.tenant] += weight * len(batch.tokens[row]) / share
 
     def summary(self) -> dict[str, Any]:
         """What `Scheduler.check` compares with counts made anew from the sequences."""

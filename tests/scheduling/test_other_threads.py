@@ -161,7 +161,7 @@ def test_front_ends_on_threads_of_their_own_lose_nothing_and_disturb_no_step():
     assert allocator.in_use == 0
 
 
-def test_while_a_call_is_under_way_or_cut_short_requests_are_taken():
+def test_requests_are_taken_while_a_call_is_under_way_and_refused_once_one_failed():
     class Waiting:
         def __getattr__(self, name):
             if name == "match_held" and threading.current_thread() is stepper:
@@ -186,7 +186,8 @@ def test_while_a_call_is_under_way_or_cut_short_requests_are_taken():
     assert scheduler.submit([2], 5) == 2
     go_on.set()
     stepper.join()
-    assert scheduler.submit([3], 5) == 3
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        scheduler.submit([3], 5)
     scheduler.cancel(1)
-    scheduler.recover()
-    assert step(scheduler).seq_ids == [2, 3]
+    scheduler.close()
+    assert not scheduler.has_work and allocator.in_use == cache.num_cached

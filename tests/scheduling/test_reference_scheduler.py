@@ -181,7 +181,7 @@ def fork(rng, worlds):
         try:
             found = ours.fork(seq_id, count)
         except ValueError:
-            with refuses(ValueError, "fork"):
+            with refuses(ValueError, count, "forks"):
                 theirs.fork(seq_id, count)
         else:
             assert found == theirs.fork(seq_id, count)
