@@ -102,7 +102,7 @@ class Worker(Replay):
         super().__init__(
             cluster.trace,
             config,
-            MeteredBlockManager(allocator, config.block_size),
+            MeteredBlockManager(allocator, self.prefixes.block_size),
             cost,
             arrivals=self.inbox,
             cache=MeteredCache(self.prefixes),
@@ -169,7 +169,7 @@ class Cluster:
         self.prompt_tokens = self.found_tokens = self.moved_tokens = self.moved_us = 0
         self.router: Router | None = None
         if options.route == "prefix" or options.link is not None:
-            self.router = Router(config.block_size, options.workers, clock=lambda: self.now / 1e6)
+            self.router = Router(self.workers[0].prefixes.block_size, options.workers, clock=lambda: self.now / 1e6)
             for number in range(options.workers):
                 self.router.update(number, EPOCH, [], load=0, room=blocks)
         self._cost = cost

@@ -337,8 +337,8 @@ def open_blocks(
     memory = HybridMemory(found, states, step)
     sizes = sorted(set(memory.sizes))
     if block_size is not None and sizes not in ([], [block_size]):
-        found = " and ".join(map(str, sizes))
-        raise ValueError(f"block_size is {block_size}, the groups have blocks of {found} tokens")
+        theirs = " and ".join(map(str, sizes))
+        raise ValueError(f"block_size is {block_size}, the groups have blocks of {theirs} tokens")
     return BlockManager(allocator, sizes[0] if len(sizes) == 1 else block_size, memory)
 
 
