@@ -307,6 +307,9 @@ def keys_of(tokens: Any, size: int) -> list[tuple[int, ...]]:
     [(1, 2), (3, 4)]
     """
     row = np.asarray(tokens).tolist()
+    negative = next((place for place, token in enumerate(row) if token < 0), None)
+    if negative is not None:
+        raise ValueError(f"tokens must be at least 0; tokens[{negative}] is {row[negative]}")
     return [tuple(row[at : at + size]) for at in range(0, len(row) - size + 1, size)]
 
 

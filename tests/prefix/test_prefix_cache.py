@@ -322,6 +322,32 @@ def test_a_refused_call_changes_nothing(cache, tokens, blocks, error, words):
     cache.check()
 
 
+@pytest.mark.parametrize("make", [list, np.array, lambda row: np.array(row, np.int32)], ids=["list", "int64", "int32"])
+@pytest.mark.parametrize("place", [0, 3, 5, 9])
+def test_a_negative_token_is_refused_wherever_it_is(cache, make, place):
+    plain = reference.PrefixCache(reference.BlockAllocator(32), 4)
+    for each in (cache, plain):
+        each.cache_blocks(range(1, 9), each.allocator.allocate_n(3))
+    row = list(range(1, 11))
+    row[place] = -7
+    row = make(row)
+    before = cache.stats()
+    for each in (cache, plain):
+        for call in (
+            lambda each=each: each.cache_blocks(row, [0, 1]),
+            lambda each=each: each.cache_blocks(row, [0, 1], start=min(2, place // 4 + 1)),
+            lambda each=each: each.touch(row),
+            lambda each=each: each.match_prefix(row),
+            lambda each=each: each.match_tokens(row),
+            lambda each=each: each.cached_tokens(row),
+            lambda each=each: each.match_prefix(row, cache_salt="new"),
+        ):
+            with refuses(ValueError, "tokens", place, -7):
+                call()
+    assert cache.stats() == before
+    cache.check()
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
