@@ -28,7 +28,7 @@ import httpx
 
 from pagepool.cli.output import show
 from pagepool.cluster.ray import serve
-from pagepool.engine import Engine
+from pagepool.engine import Engine, SamplingParams
 from pagepool.integrations.transformers.pretrained import load_pretrained
 
 MODEL = Path(__file__).resolve().parent / "tiny_llama"
@@ -65,7 +65,7 @@ def answers_of_one_engine(texts: list[str]) -> list[list[tuple[str, bool]]]:
     """For each request its tokens as texts, and whether the second best was a near tie."""
     model, tokenizer = load_pretrained(MODEL, "float32")
     with Engine(model, tokenizer, num_blocks=2048) as engine:
-        generations = [engine.submit(text, max_new_tokens=NUM_TOKENS, logprobs=2) for text in texts]
+        generations = [engine.submit(text, SamplingParams(NUM_TOKENS, logprobs=2)) for text in texts]
         found = []
         for generation in generations:
             row = []

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pagepool.engine import Engine
+from pagepool.engine import Engine, SamplingParams
 from pagepool.integrations.transformers.pretrained import load_pretrained
 
 TINY = Path(__file__).parent / "tiny_llama"
@@ -45,7 +45,7 @@ def models() -> dict:
 def measure(engine: Engine, sequences: int, tokens: int, sampling: dict) -> dict:
     """One run: seconds of its steps and of the model within them."""
     before = engine.stats()
-    running = [engine.submit(f"def f{n}(", max_new_tokens=tokens, seed=n, **sampling) for n in range(sequences)]
+    running = [engine.submit(f"def f{n}(", SamplingParams(tokens, seed=n, **sampling)) for n in range(sequences)]
     count = sum(len(generation.result().token_ids) for generation in running)
     after = engine.stats()
     steps, model = (after[name] - before[name] for name in ("step_seconds", "model_seconds"))

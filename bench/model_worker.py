@@ -101,7 +101,9 @@ class Pagepool(Transformers):
         self.engine = Engine(self.model, pool_bytes=4 << 30, config=config)
 
     def tokens(self, prompts, new):
-        running = [self.engine.submit(prompt, max_new_tokens=new) for prompt in prompts]
+        from pagepool.engine import SamplingParams
+
+        running = [self.engine.submit(prompt, SamplingParams(new)) for prompt in prompts]
         return [one.result().token_ids for one in running]
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-__all__ = ["InvalidBlock", "InvalidSlot", "PoolError", "PoolExhausted", "StaleHandle", "TransferError"]
+__all__ = [
+    "EngineClosed",
+    "InvalidBlock",
+    "InvalidSlot",
+    "PoolError",
+    "PoolExhausted",
+    "RequestRejected",
+    "StaleHandle",
+    "TransferError",
+]
 
 
 class PoolError(Exception):
@@ -29,6 +38,21 @@ class StaleHandle(PoolError, ValueError):
 
 class TransferError(PoolError):
     """A peer has other pages, cannot be reached, or has another pool than the ticket says."""
+
+
+class RequestRejected(PoolError, ValueError):
+    """An engine can never run this request: its prompt is too long, or has no tokens or unknown ones.
+
+    code  "context_length_exceeded" if the prompt is too long, else None
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EngineClosed(PoolError, RuntimeError):
+    """The engine takes no more requests: it was closed, it drains, or its model or scheduler has failed."""
 
 
 def refuse_copy(holder: object) -> NoReturn:

@@ -102,19 +102,14 @@ def read_prompts(prompts: list[str], file: str | None) -> list[str]:
 
 def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace) -> Generation:
     """Hand a prompt to the engine. Raises ValueError for one that it cannot run."""
+    from pagepool.engine import SamplingParams
+
     tokens = engine.encoder.encode(prompt)
     count = options.max_new_tokens
     if count is None:
         count = min(DEFAULT_NEW_TOKENS, engine.max_new_tokens(len(tokens)))
-    return engine.submit(
-        tokens,
-        max_new_tokens=count,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=options.stop,
-    )
+    params = SamplingParams(count, options.temperature, options.top_k, options.top_p, options.seed, options.stop)
+    return engine.submit(tokens, params)
 
 
 def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import monotonic, time_ns
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,10 +31,8 @@ from pagepool._arguments import integer
 from pagepool.cluster.messages import Begun, Call, Ended, Limits, News, Offer, Workers
 from pagepool.cluster.router import Choice, Router
 from pagepool.engine.generation import Generation, Token
-from pagepool.engine.memory import most_new_tokens
-from pagepool.engine.sampling import SamplingParams
-from pagepool.engine.tokenizing import Detokenizer, Encoder
-from pagepool.errors import PoolError
+from pagepool.engine.intake import Intake, Request
+from pagepool.errors import EngineClosed, PoolError, RequestRejected
 
 __all__ = ["Cluster"]
 
@@ -45,7 +41,7 @@ MAX_RECORD_TOKENS = 2_000_000  # of prompts and answers in the records: some 100
 NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
 PREFILL_SILENCE = 3.0  # seconds: prompts do not wait for workers of which none was heard of for so long
 SILENCE = 30.0  # seconds after which a worker that is not heard of is forgotten
-COUNTS = ("prompt_tokens", "cached_tokens", "moved_tokens", "generated_tokens", "lost_workers", "repeated_requests")
+COUNTS = ("moved_tokens", "lost_workers", "repeated_requests")
 
 
 @dataclass
@@ -63,10 +59,8 @@ class _Run:
     """One request. `generations` are what those hold who have asked for it; each gets all of its tokens."""
 
     request_id: int | str | None
-    prompt: list[int]
-    params: SamplingParams
-    options: dict[str, Any]  # of `Engine.submit`
-    detokenizer: Detokenizer
+    request: Request
+    options: dict[str, Any]  # `priority`, `tenant` and `cache_salt` of `Engine.submit`
     tokens: list[Token] = field(default_factory=list)
     generations: list[weakref.ref[Generation]] = field(default_factory=list)
     num_cached: int = 0
@@ -78,19 +72,24 @@ class _Run:
     @property
     def num_tokens(self) -> int:
         """Of prompt and answer."""
-        return len(self.prompt) + len(self.tokens)
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens of the answer."""
+        return int(self.request.params.max_new_tokens or 0)
 
     @property
     def asks_for(self) -> Any:
         """What two requests with one id must have in common."""
-        return self.prompt, self.params, self.options
+        return self.request.prompt, self.request.params, self.options
 
 
 class WorkerFailed(Exception):
     """The request cannot be served by this worker, and no other one could."""
 
 
-class Cluster:
+class Cluster(Intake):
     """Takes requests as an `Engine` does and has them done by workers, each of which is one.
 
     limits        of the workers
@@ -106,17 +105,18 @@ class Cluster:
     while it runs and while its record is kept, however often it is submitted. `epoch` tells this door from the one
     before it. `news` feeds the routers. The other names are those of `Engine`.
 
+    >>> from pagepool.engine import SamplingParams
     >>> from pagepool.prefix.events import PrefixSnapshot
     >>> class Counting:
     ...     async def generate(self, worker, call):
     ...         yield Begun(worker, 0, 0, "")
-    ...         for number in range(call.max_new_tokens):
+    ...         for number in range(call.params.max_new_tokens):
     ...             yield Token(number, "")
     >>> async def main():
     ...     limits = Limits(None, None, vocab_size=100, block_size=16, stop_token_ids=frozenset())
     ...     cluster = Cluster(limits, None, Counting(), loop=asyncio.get_running_loop())
     ...     is_behind = cluster.news(News("one", False, 1, [], PrefixSnapshot(1, [], 0), load=0, room=8))
-    ...     return [token.token_id async for token in cluster.submit([5, 6], max_new_tokens=3)]
+    ...     return [token.token_id async for token in cluster.submit([5, 6], SamplingParams(3))]
     >>> asyncio.run(main())
     [0, 1, 2]
     """
@@ -132,13 +132,11 @@ class Cluster:
         max_attempts: int = 4,
         max_records: int = 1024,
     ) -> None:
-        self.limits, self.tokenizer = limits, tokenizer
-        self.encoder = Encoder(tokenizer, limits.vocab_size)
-        self.runner = SimpleNamespace(max_model_len=limits.max_model_len)
+        super().__init__(tokenizer, limits.vocab_size, limits.stop_token_ids, limits.max_model_len, limits.pool_tokens)
+        self.limits = limits
         self.max_attempts = integer("max_attempts", max_attempts, 1)
         self.max_records = integer("max_records", max_records, 0)
         self.epoch = time_ns()
-        self.is_accepting = True
         self._sides = {"decode": _Side(workers, Router(limits.block_size, MAX_WORKERS))}
         if prefill is not None:
             self._sides["prefill"] = _Side(prefill, Router(limits.block_size, MAX_WORKERS))
@@ -148,59 +146,38 @@ class Cluster:
         self._running: dict[int | str, _Run] = {}  # by request_id
         self._records: OrderedDict[int | str, _Run] = OrderedDict()  # of those that finished, by request_id
         self._record_tokens = 0  # sum of their num_tokens
-        self._counts: Counter[str] = Counter()
         self._background: set[Any] = set()
 
     # As an engine.
 
-    def submit(
-        self,
-        prompt: str | Iterable[int],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Iterable[int] = (),
-        logprobs: int | None = None,
-        request_id: int | str | None = None,
-        priority: int = 0,
-        tenant: Any = None,
-        cache_salt: str | bytes | int | None = None,
-    ) -> Generation:
-        """As `Engine.submit`. A `request_id` that was submitted before joins that request or gets its record.
+    def _submit(self, request: Request, **options: Any) -> Generation:
+        """Queue a request that was read, or join it to the one that had its `request_id` before.
 
-        Raises ValueError when that was another request.
+        Raises `RequestRejected` if that was another request.
         """
-        params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, logprobs)
-        tokens = self.encoder.encode(prompt)
-        self._check_length(len(tokens), max_new_tokens)
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "logprobs": logprobs}
-        stops = params.stop_token_ids | self.limits.stop_token_ids
-        options = {**sampling, "stop_token_ids": stops, "priority": priority, "tenant": tenant}
-        options["cache_salt"] = cache_salt
-        run = _Run(request_id, tokens, params, options, Detokenizer(self.tokenizer, tokens, params.stop))
+        request_id = options.pop("request_id")
+        run = _Run(request_id, request, options)
         with self._lock:
             known = None
             if request_id is not None:
                 known = self._running.get(request_id) or self._records.get(request_id)
             if known is not None and known.asks_for != run.asks_for:
-                raise ValueError(
-                    f"request_id {request_id!r} was another request, with {len(known.prompt)} tokens of prompt and up "
-                    f"to {known.params.max_new_tokens} new ones; this one has {len(tokens)} and {max_new_tokens}"
+                before = known.request
+                raise RequestRejected(
+                    f"request_id {request_id!r} was another request, with {len(before.prompt)} tokens of prompt and up "
+                    f"to {before.params.max_new_tokens} new ones; this one has {len(request.prompt)} and "
+                    f"{request.params.max_new_tokens}"
                 )
             if known is not None:
                 self._counts["repeated_requests"] += 1
                 return self._join(known)
             if not self.is_accepting:
-                raise RuntimeError("the cluster takes no more requests")
+                raise EngineClosed("the cluster takes no more requests")
             run.task = asyncio.run_coroutine_threadsafe(self._follow(run), self._loop)
             self._active.add(run)
             if request_id is not None:
                 self._running[request_id] = run
-            self._counts["prompt_tokens"] += len(tokens)
+            self._counts["prompt_tokens"] += len(request.prompt)
             return self._join(run)
 
     @property
@@ -208,19 +185,14 @@ class Cluster:
         """Requests that have not ended."""
         return len(self._active)
 
-    def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """The most tokens that a prompt of this many can get, at least 1."""
-        return most_new_tokens(self.limits.max_model_len, self.limits.pool_tokens, num_prompt_tokens)
-
     def stats(self) -> dict[str, Any]:
         """As `Engine.stats`, of the door; and `workers`, name -> the last `stats` of each engine that is heard of, with
         its `side` and `load`; `routers`, side -> `Router.stats`."""
         with self._lock:
-            ended = {reason: self._counts[reason] for reason in ("stop", "length", "abort", "error")}
-            counts = {name: self._counts[name] for name in COUNTS}
+            counts = self._stats(*COUNTS)
             workers = {name: found for side in self._sides.values() for name, found in side.stats.items()}
         routers = {kind: side.router.stats() for kind, side in self._sides.items()}
-        return {"requests": len(self._active), "ended": ended, **counts, "workers": workers, "routers": routers}
+        return {**counts, "workers": workers, "routers": routers}
 
     def observed(self) -> dict[str, Any]:
         """What `PagepoolCollector` shows of the door, as its arguments."""
@@ -284,10 +256,11 @@ class Cluster:
         while True:
             is_prefill = not run.tokens and self._can_prefill(run)
             side = self._sides["prefill" if is_prefill else "decode"]
-            tokens = run.prompt + [token.token_id for token in run.tokens]
+            tokens = run.request.prompt + [token.token_id for token in run.tokens]
             choice = await self._choose(side, tokens, run.options["cache_salt"])
-            most = 1 if is_prefill else run.params.max_new_tokens - len(run.tokens)
-            call = Call(tokens, len(run.tokens), most, run.options, run.offer, is_prefill, self.epoch)
+            most = 1 if is_prefill else run.max_new_tokens - len(run.tokens)
+            params = replace(run.request.params, max_new_tokens=most, stop=())
+            call = Call(tokens, len(run.tokens), params, run.options, run.offer, is_prefill, self.epoch)
             try:
                 ended = await self._run_on(side, choice, call, run)
             except WorkerFailed:
@@ -358,7 +331,7 @@ class Cluster:
     def _can_prefill(self, run: _Run) -> bool:
         """Whether a prefill worker was heard of just now, and the prompt has a full block to move."""
         side = self._sides.get("prefill")
-        if side is None or len(run.prompt) <= self.limits.block_size:
+        if side is None or len(run.request.prompt) <= self.limits.block_size:
             return False
         with self._lock:
             return max(side.heard.values(), default=0.0) > monotonic() - PREFILL_SILENCE
@@ -372,21 +345,19 @@ class Cluster:
 
     def _deliver(self, run: _Run, token: Token) -> None:
         """Hand a token out to all who have asked for the request; sets its reason when it is the last one."""
-        params, detokenizer, reason = run.params, run.detokenizer, None
-        if token.token_id in run.options["stop_token_ids"]:
+        reason = None
+        if token.token_id in run.request.params.stop_token_ids:
             reason = "stop"
-        elif len(run.tokens) + 1 == params.max_new_tokens:
+        elif len(run.tokens) + 1 == run.max_new_tokens:
             reason = "length"
-        text = "" if reason == "stop" else detokenizer.add(token.token_id)  # a stop token is no text
-        if reason is not None:
-            text += detokenizer.flush()
+        text, reason = run.request.text_of(token.token_id, reason)
         found = Token(token.token_id, text, token.logprob, token.top_logprobs)
         with self._lock:
             run.tokens.append(found)
             self._counts["generated_tokens"] += 1
             for generation in _living(run):
                 generation._put(found, run.num_cached)
-        run.reason = "stop" if detokenizer.stopped else reason
+        run.reason = reason
 
     def _end(self, run: _Run, reason: str, error: BaseException | None) -> None:
         with self._lock:
@@ -414,7 +385,7 @@ class Cluster:
 
     def _join(self, run: _Run) -> Generation:
         """Give all tokens so far, and those to come, to one more who asks."""
-        generation = Generation(len(run.prompt), lambda: self._call_soon(self._leave, run, reference))
+        generation = Generation(len(run.request.prompt), lambda: self._call_soon(self._leave, run, reference))
         # A finalizer may call it, in the middle of whatever a thread does: it takes no lock.
         reference = weakref.ref(generation, lambda reference: self._call_soon(self._leave, run, reference))
         for token in run.tokens:
@@ -441,11 +412,6 @@ class Cluster:
     def _call_soon(self, function: Any, *arguments: Any) -> None:
         with suppress(RuntimeError):  # the event loop is closed: nothing runs any more
             self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _check_length(self, num_tokens: int, max_new_tokens: int) -> None:
-        for limit, whose in ((self.limits.max_model_len, "the model's"), (self.limits.pool_tokens, "a pool's")):
-            if limit is not None and num_tokens + max_new_tokens > limit:
-                raise ValueError(f"a prompt of {num_tokens} tokens and {max_new_tokens} new ones pass {whose} {limit}")
 
 
 def _living(run: _Run) -> list[Generation]:

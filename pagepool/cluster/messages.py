@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pagepool.engine.sampling import SamplingParams
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.transfer import PeerDescription, Ticket
 
@@ -50,8 +51,8 @@ class Call:
 
     tokens          the prompt, and behind it what earlier runs of the request have generated
     num_generated   how many of the tokens that are
-    max_new_tokens  the most that this worker generates
-    options         other arguments of `Engine.submit`
+    params          how this worker goes on; strings that end the text are left to the front end
+    options         `priority`, `tenant` and `cache_salt` of `Engine.submit`
     offer           pages that may be read instead of computed, or None
     wants_offer     whether the worker is to offer the pages of the prompt when it has ended
     door            the epoch of the door that asks
@@ -59,7 +60,7 @@ class Call:
 
     tokens: list[int]
     num_generated: int
-    max_new_tokens: int
+    params: SamplingParams
     options: dict[str, Any]
     offer: Offer | None
     wants_offer: bool

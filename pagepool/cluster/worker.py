@@ -15,7 +15,7 @@ from pagepool.cluster.pages import Fetched, PageMover
 from pagepool.engine import Engine
 from pagepool.engine.generation import Generation
 from pagepool.engine.memory import pool_tokens
-from pagepool.errors import PoolError
+from pagepool.errors import PoolError, RequestRejected
 from pagepool.prefix.events import PrefixSnapshot
 from pagepool.transfer import Transfer
 
@@ -80,7 +80,7 @@ class Worker:
     async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
         """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.
 
-        Raises RuntimeError when the engine takes no more requests.
+        Raises `EngineClosed` when the engine takes no more requests.
         """
         fetched = None
         if call.offer is not None and self._pages is not None:
@@ -89,7 +89,7 @@ class Worker:
             fetched = await asyncio.get_running_loop().run_in_executor(self._fetching, fetch)
         try:
             generation = await asyncio.to_thread(self._submit, call)
-        except (TypeError, ValueError) as error:
+        except RequestRejected as error:
             yield Ended("error", str(error))
             return
         found = 0 if fetched is None else fetched.found_tokens + fetched.moved_tokens
@@ -170,9 +170,8 @@ class Worker:
         self.engine.close()
 
     def _submit(self, call: Call) -> Generation:
-        return self.engine.submit(
-            call.tokens, max_new_tokens=call.max_new_tokens, num_generated=call.num_generated, **call.options
-        )
+        request = self.engine._read(call.tokens, call.params)
+        return self.engine._submit(request, call.num_generated, **call.options)
 
     def _begun(self, generation: Generation, fetched: Fetched | None) -> Begun:
         if fetched is None:

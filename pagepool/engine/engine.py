@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Lock, Thread
@@ -17,9 +15,11 @@ import numpy as np
 from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.engine.generation import Generation, Token
-from pagepool.engine.memory import check_memory, most_new_tokens, pool_tokens, present
-from pagepool.engine.sampling import Sampler, SamplingParams
-from pagepool.engine.tokenizing import Detokenizer, Encoder, stop_token_ids_of
+from pagepool.engine.intake import Intake, Request
+from pagepool.engine.memory import check_memory, pool_tokens, present
+from pagepool.engine.sampling import Sampler
+from pagepool.engine.tokenizing import stop_token_ids_of
+from pagepool.errors import EngineClosed, RequestRejected
 
 __all__ = ["Engine"]
 
@@ -28,15 +28,15 @@ EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
 
 
 @dataclass(slots=True)
-class _Request:
+class _Running:
     """What the stepping thread has of a request. Only its caller holds the generation."""
 
     generation: weakref.ref[Generation]
     sampler: Sampler
-    detokenizer: Detokenizer
+    request: Request
 
 
-class Engine:
+class Engine(Intake):
     """Generates text with a model over pagepool's pages; any thread may call it.
 
     model         a causal LM of transformers, in evaluation mode on the CPU; or what has the methods of
@@ -55,7 +55,7 @@ class Engine:
     Raises ImportError where torch or transformers is missing, ValueError for a model that cannot run over pages.
 
         with Engine(model, tokenizer, pool_bytes=1 << 30) as engine:
-            for token in engine.submit("def main():", max_new_tokens=64):
+            for token in engine.submit("def main():", SamplingParams(max_new_tokens=64)):
                 print(token.text, end="", flush=True)
     """
 
@@ -80,88 +80,54 @@ class Engine:
             if config.block_size is not None:
                 sizes["block_size"] = config.block_size
             self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **sizes)
-        self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer, self.runner.vocab_size)
+        super().__init__(
+            tokenizer,
+            self.runner.vocab_size,
+            stop_token_ids_of(self.runner.model, tokenizer),
+            self.runner.max_model_len,
+            pool_tokens(self.runner),
+            is_exact=self.runner.groups is None,
+        )
         self.prefix_cache = self.runner.new_prefix_cache(prefix_events) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
-        self.stop_token_ids = stop_token_ids_of(self.runner.model, tokenizer)
-        self._requests: dict[int, _Request] = {}
-        self._changed = Condition()  # guards the requests and the three fields below
-        self.is_accepting = True
+        self._requests: dict[int, _Running] = {}
+        self._changed = Condition()  # guards the requests, `is_accepting` and the two fields below
         self._is_closing = False
         self._failure: BaseException | None = None
         self._stepping = Lock()  # held during a step
-        self._counts: Counter[str] = Counter()
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
         atexit.register(self.close)  # Python must not end while the thread is in the model
         self._thread.start()
 
-    def submit(
-        self,
-        prompt: str | Iterable[int],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Iterable[int] = (),
-        logprobs: int | None = None,
-        request_id: int | str | None = None,
-        priority: int = 0,
-        tenant: Any = None,
-        cache_salt: str | bytes | int | None = None,
-        num_generated: int = 0,
-    ) -> Generation:
-        """Queue a prompt and return its `Generation`; it is cancelled when nobody holds that any more.
+    def _submit(self, request: Request, num_generated: int = 0, **options: Any) -> Generation:
+        """Queue a request that was read.
 
-        prompt    a text, or token ids
-        request_id, priority, tenant, cache_salt  as in `Scheduler.add_request`
-        num_generated  how many of the prompt's last tokens an earlier run of this request has generated: a seed draws
-                  on as that run would have. They do not count as new
-        The others are those of `SamplingParams`.
-
-        Raises TypeError or ValueError for what cannot run, and RuntimeError when the engine takes no more requests;
-        then nothing has changed.
+        An earlier run of it has generated `num_generated` of the last tokens of its prompt: a seed draws on as that run
+        would have.
         """
-        params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, logprobs)
-        tokens = self.encoder.encode(prompt)
-        integer("num_generated", num_generated, 0, len(tokens))
-        longest = self.runner.max_model_len
-        if longest is not None and len(tokens) + max_new_tokens > longest:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens and {max_new_tokens} new ones pass the model's {longest}"
-            )
-        detokenizer = Detokenizer(self.tokenizer, tokens, params.stop)
+        integer("num_generated", num_generated, 0, len(request.prompt))
         with self._changed:
             if not self.is_accepting:
-                raise RuntimeError("the engine takes no more requests") from self._failure
-            seq_id = self.scheduler.submit(
-                tokens,
-                max_new_tokens=params.max_new_tokens,
-                stop_token_ids=self.stop_token_ids | params.stop_token_ids,
-                request_id=request_id,
-                priority=priority,
-                tenant=tenant,
-                cache_salt=cache_salt,
-            )
-            generation = Generation(len(tokens), partial(self.scheduler.cancel, seq_id))
+                raise EngineClosed("the engine takes no more requests") from self._failure
+            params = request.params
+            limits = {"max_new_tokens": params.max_new_tokens, "stop_token_ids": params.stop_token_ids}
+            try:
+                seq_id = self.scheduler.submit(request.prompt, **limits, **options)
+            except ValueError as error:
+                raise RequestRejected(str(error)) from error
+            generation = Generation(len(request.prompt), partial(self.scheduler.cancel, seq_id))
             # `cancel` may be called in a finalizer, which is what this callback is.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
-            self._requests[seq_id] = _Request(reference, Sampler(params, num_generated), detokenizer)
-            self._counts["prompt_tokens"] += len(tokens)
+            self._requests[seq_id] = _Running(reference, Sampler(params, num_generated), request)
+            self._counts["prompt_tokens"] += len(request.prompt)
             self._changed.notify_all()
         return generation
 
     def stats(self) -> dict[str, Any]:
         """A dict of counters: requests that run and wait, have ended by their `finish_reason`, tokens, and seconds in
         all steps and in the model; `scheduler` has those of the scheduler."""
-        ended = {reason: self._counts[reason] for reason in ("stop", "length", "abort", "error")}
-        tokens = {name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens")}
-        scheduler = self.scheduler.stats()
-        return {"requests": len(self._requests), "ended": ended, **tokens, **self._seconds, "scheduler": scheduler}
+        return {**self._stats(), **self._seconds, "scheduler": self.scheduler.stats()}
 
     def observed(self) -> dict[str, Any]:
         """What `PagepoolCollector` shows of this engine, as its arguments."""
@@ -202,10 +168,6 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
-        return most_new_tokens(self.runner.max_model_len, pool_tokens(self.runner), num_prompt_tokens)
 
     # The stepping thread.
 
@@ -267,15 +229,13 @@ class Engine:
         self._end_finished()
         self._seconds["step_seconds"] += perf_counter() - began
 
-    def _deliver(self, seq_id: int, request: _Request, token: int, logprobs: tuple[float | None, Any]) -> None:
+    def _deliver(self, seq_id: int, running: _Running, token: int, logprobs: tuple[float | None, Any]) -> None:
         """Hand a token that was committed to the generation; end it at a stop string."""
-        sequence, detokenizer = self.scheduler.get_sequence(seq_id), request.detokenizer
-        text = "" if sequence.finish_reason == "stop" else detokenizer.add(token)  # a stop token is no text
-        if sequence.finish_reason is not None:
-            text += detokenizer.flush()
-        if detokenizer.stopped:
+        sequence = self.scheduler.get_sequence(seq_id)
+        text, reason = running.request.text_of(token, sequence.finish_reason)
+        if reason is not None and sequence.finish_reason is None:
             self.scheduler.finish_sequence(seq_id)
-        generation = request.generation()
+        generation = running.generation()
         if generation is not None:
             generation._put(Token(token, text, *logprobs), sequence.num_cached)
         self._counts["generated_tokens"] += 1
@@ -284,7 +244,7 @@ class Engine:
 
     def _end_finished(self) -> None:
         for sequence in self.scheduler.drain_finished():
-            stopped = self._requests[sequence.id].detokenizer.stopped
+            stopped = self._requests[sequence.id].request.detokenizer.stopped
             self._end(sequence.id, "stop" if stopped else sequence.finish_reason)
 
     def _fail(self, seq_id: int, error: Exception) -> None:

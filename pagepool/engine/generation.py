@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Event
 from time import monotonic
-from typing import Any, Protocol
 
-__all__ = ["Generation", "TextEngine", "Token"]
+__all__ = ["Generation", "Token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,36 +146,3 @@ class Generation:
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():  # a coroutine that was cancelled waits no more
         future.set_result(None)
-
-
-class TextEngine(Protocol):
-    """What serves requests behind `pagepool.serve.app`: an `Engine`, or several behind one door.
-
-    encoder, tokenizer  for prompts and for the texts of single tokens
-    runner              has `max_model_len`, tokens of prompt and output, or None
-    """
-
-    encoder: Any
-    tokenizer: Any
-    runner: Any
-
-    @property
-    def is_accepting(self) -> bool:
-        """Whether it takes requests."""
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not ended."""
-
-    @property
-    def submit(self) -> Callable[..., Generation]:
-        """Queues a prompt, with the arguments of `Engine.submit`."""
-
-    def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """The most tokens that a prompt of this many can get."""
-
-    def stats(self) -> dict[str, Any]:
-        """Counters, `ended`, `prompt_tokens` and `generated_tokens` among them."""
-
-    def observed(self) -> dict[str, Any]:
-        """What is shown beside them, as arguments of `PagepoolCollector`."""

@@ -6,9 +6,7 @@ from typing import Any
 
 from pagepool.errors import PoolError
 
-__all__ = ["check_memory", "most_new_tokens", "pool_tokens", "present"]
-
-UNBOUNDED = 4096  # tokens of a text of a model that has no bound
+__all__ = ["check_memory", "pool_tokens", "present"]
 
 
 def check_memory(runner: Any, prefix_cache: Any, *, is_idle: bool) -> None:
@@ -40,19 +38,6 @@ def pool_tokens(runner: Any) -> int | None:
     pool = runner.pools[0]
     tokens: int = pool.allocator.capacity * pool.block_size // len(runner.pools)
     return tokens
-
-
-def most_new_tokens(max_model_len: int | None, pool_tokens: int | None, num_prompt_tokens: int) -> int:
-    """The most tokens that a prompt can get, at least 1: by the model's length and the pool's size.
-
-    max_model_len  tokens, or None: a text ends after 4,096
-    pool_tokens    tokens, or None for a model without pages
-
-    >>> most_new_tokens(None, 1000, 10), most_new_tokens(100, None, 120)
-    (990, 1)
-    """
-    longest = UNBOUNDED if max_model_len is None else max_model_len
-    return max(1, min(longest, longest if pool_tokens is None else pool_tokens) - num_prompt_tokens)
 
 
 def present(named: dict[str, Any]) -> dict[str, Any]:

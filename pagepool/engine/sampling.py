@@ -24,7 +24,7 @@ ROW = 128  # logits whose maximum is taken before the largest of all are looked 
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    max_new_tokens  the most tokens that are generated, at least 1
+    max_new_tokens  the most tokens that are generated, at least 1; None: all that there is room for
     temperature     logits are divided by it; 0: always the most likely token
     top_k           only the k most likely tokens are drawn; 0: all
     top_p           only the most likely tokens are drawn that together have this probability, above 0 and up to 1
@@ -40,7 +40,7 @@ class SamplingParams:
     ('end',)
     """
 
-    max_new_tokens: int
+    max_new_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -50,7 +50,8 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        integer("max_new_tokens", self.max_new_tokens, 1)
+        if self.max_new_tokens is not None:
+            integer("max_new_tokens", self.max_new_tokens, 1)
         if real("temperature", self.temperature, 0.0) == float("inf"):
             raise ValueError("temperature must be finite, not inf")
         integer("top_k", self.top_k, 0)

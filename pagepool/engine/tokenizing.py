@@ -7,6 +7,7 @@ from threading import Lock
 from typing import Any
 
 from pagepool._arguments import integer
+from pagepool.errors import RequestRejected
 
 __all__ = ["Detokenizer", "Encoder", "stop_token_ids_of"]
 
@@ -31,17 +32,20 @@ class Encoder:
 
         options  of the tokenizer's call, such as `add_special_tokens`
 
-        Raises TypeError for a text without a tokenizer and for what is no prompt, ValueError for a prompt without
-        tokens, a text that UTF-8 does not have and a token that the model does not know.
+        Raises TypeError for a text without a tokenizer and for what is no prompt, `RequestRejected` for a prompt
+        without tokens, a text that UTF-8 does not have and a token that the model does not know.
 
         >>> Encoder(None, vocab_size=100).encode(range(3))
         [0, 1, 2]
         """
         tokens = self._tokens_of(prompt, options) if isinstance(prompt, str) else list(prompt)
-        for token in tokens:
-            integer("a token of the prompt", token, 0, self.vocab_size - 1)
+        try:
+            for token in tokens:
+                integer("a token of the prompt", token, 0, self.vocab_size - 1)
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
         if not tokens:
-            raise ValueError("a prompt needs at least 1 token, got 0")
+            raise RequestRejected("a prompt needs at least 1 token, got 0")
         return tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -49,17 +53,17 @@ class Encoder:
 
         messages  each has "role" and "content", as the tokenizer's chat template wants them
 
-        Raises ValueError where the tokenizer has no chat template, and for messages that it does not take.
+        Raises `RequestRejected` where the tokenizer has no chat template, and for messages that it does not take.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("the model's tokenizer has no chat template")
+            raise RequestRejected("the model's tokenizer has no chat template")
         try:
             with self._lock:
                 text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ImportError:
             raise
         except Exception as error:  # whatever the template raises
-            raise ValueError(f"the chat template does not take these messages: {error}") from error
+            raise RequestRejected(f"the chat template does not take these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
     def _tokens_of(self, prompt: str, options: dict[str, Any]) -> list[int]:
@@ -68,7 +72,7 @@ class Encoder:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
+            raise RequestRejected(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
         with self._lock:
             found: list[int] = self.tokenizer(prompt, **options)["input_ids"]
         return found

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from threading import Lock
 from time import monotonic, time
 from typing import Any
@@ -18,7 +19,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pagepool.engine.generation import Generation, TextEngine, Token
+from pagepool.engine.generation import Generation, Token
+from pagepool.engine.intake import check_length
+from pagepool.engine.protocol import TextEngine
+from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.protocol import (
     Answer,
@@ -131,7 +135,7 @@ class Server:
         kind = ChatAnswer if is_chat else Answer
         answer = kind(self._model, self._text_of, request.n)
         run = Run(generations, began, self._timeout, self.metrics)
-        has_logprobs = request.sampling["logprobs"] is not None
+        has_logprobs = request.params.logprobs is not None
         if request.stream:
             return EventStream(run, events(run, answer, has_logprobs, request.include_usage))
         tokens = await unless_disconnected(http, run)
@@ -148,23 +152,28 @@ class Server:
             raise RequestError(503, "the server takes no more requests: it is shutting down")
         self._check_room(count)  # before the work of encoding
         encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
-        seed = request.sampling["seed"]
+        seed = request.params.seed
         generations: list[Generation] = []
         try:
             prompts = [encode(prompt) for prompt in request.prompts]
-            limits = [self._limit(request, len(tokens)) for tokens in prompts]
+            for tokens in prompts:
+                check_length(len(tokens), 0, "the server", self._max_prompt_tokens)
             with self._submitting:  # of requests that come at one moment each counts those before it
                 self._check_room(count)
-                for tokens, limit in zip(prompts, limits, strict=True):
+                for tokens in prompts:
                     for number in range(request.n):
                         # Choices of one prompt differ.
-                        sampling = {**request.sampling, "seed": None if seed is None else seed + number}
+                        params = replace(request.params, seed=None if seed is None else seed + number)
                         name = request_id if request_id is None or count == 1 else f"{request_id}/{len(generations)}"
-                        generations.append(engine.submit(tokens, max_new_tokens=limit, request_id=name, **sampling))
-        except (TypeError, ValueError, RuntimeError) as error:
+                        generations.append(engine.submit(tokens, params, request_id=name, **request.options))
+        except BaseException as error:
             for generation in generations:
                 generation.cancel()
-            raise RequestError(503 if isinstance(error, RuntimeError) else 400, str(error)) from error
+            if isinstance(error, RequestRejected):
+                raise RequestError(400, str(error), error.code) from error
+            if isinstance(error, EngineClosed):
+                raise RequestError(503, str(error)) from error
+            raise
         return generations
 
     def _check_room(self, count: int) -> None:
@@ -174,20 +183,6 @@ class Server:
             raise RequestError(
                 429, f"{waiting} requests run and wait, {count} more pass the limit of {self._max_requests}"
             )
-
-    def _limit(self, request: Request, num_tokens: int) -> int:
-        """The most new tokens behind a prompt. Raises `RequestError` for a prompt that is too long."""
-        longest = self._engine.runner.max_model_len
-        most = self._max_prompt_tokens
-        if most is None and longest is not None:
-            most = longest - 1
-        if most is not None and num_tokens > most:
-            raise RequestError(
-                400, f"a prompt of {num_tokens} tokens passes the limit of {most}", "context_length_exceeded"
-            )
-        if request.max_new_tokens is not None:
-            return request.max_new_tokens
-        return self._engine.max_new_tokens(num_tokens)
 
 
 class Run:

@@ -9,7 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
-from pagepool.engine.generation import Generation, TextEngine
+from pagepool.engine.generation import Generation
+from pagepool.engine.protocol import TextEngine
 from pagepool.integrations.prometheus import PagepoolCollector
 
 __all__ = ["Metrics"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagepool.engine.generation import Generation, Token
+from pagepool.engine.sampling import SamplingParams
 
 __all__ = ["Answer", "ChatAnswer", "Request", "RequestError", "error_object", "read_body", "read_request"]
 
@@ -63,8 +64,8 @@ class Request:
     prompts         texts or lists of token ids; of a chat its messages, alone
     is_chat, stream, include_usage  what is asked for
     n               choices of each prompt
-    max_new_tokens  None: as many as the model has room for
-    sampling        the other arguments of `Engine.submit`
+    params          how tokens are chosen, and when each text ends
+    options         `priority` and `cache_salt` of `Engine.submit`, as far as they are given
     """
 
     prompts: list[Any]
@@ -73,8 +74,8 @@ class Request:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
-    max_new_tokens: int | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def read_body(body: bytes) -> dict[str, Any]:
 def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
     """Read the object of a request. Raises `RequestError` for what is missing, wrong, unknown or not supported.
 
-    What `Engine.submit` checks is left to it.
+    `Engine.submit` checks the prompts.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name, nothing in UNSUPPORTED.items():
@@ -116,10 +117,18 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
     if not 1 <= request.n <= MAX_CHOICES:
         raise RequestError(400, f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
     default = None if is_chat else DEFAULT_MAX_TOKENS
-    request.max_new_tokens = _typed(given, "max_completion_tokens", int, _typed(given, "max_tokens", int, default))
-    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "priority", "cache_salt")
-    request.sampling = {"temperature": 1.0, **{name: given[name] for name in names if name in given}}
-    request.sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": _logprobs(given, is_chat)}
+    limit = _typed(given, "max_completion_tokens", int, _typed(given, "max_tokens", int, default))
+    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids")
+    sampling = {"temperature": 1.0, **{name: given[name] for name in names if name in given}}
+    sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": _logprobs(given, is_chat)}
+    try:
+        request.params = SamplingParams(limit, **sampling)
+    except (TypeError, ValueError) as error:
+        raise RequestError(400, str(error)) from None
+    if "priority" in given:
+        request.options["priority"] = _typed(given, "priority", int, 0)
+    if "cache_salt" in given:
+        request.options["cache_salt"] = _typed(given, "cache_salt", str, None)
     return request
 
 

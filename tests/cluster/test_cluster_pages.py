@@ -13,7 +13,7 @@ from pagepool import KvCachePool, KvLayout, PoolError, PrefixCache
 from pagepool.cluster.messages import Call
 from pagepool.cluster.pages import Fetched, PageMover
 from pagepool.cluster.worker import Worker
-from pagepool.engine import Engine
+from pagepool.engine import Engine, SamplingParams
 from pagepool.transfer import LocalTransfer
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
@@ -184,7 +184,7 @@ def test_a_worker_that_runs_something_is_not_empty():
     worker = Worker(engine, "one")
 
     async def run():
-        messages = worker.generate(Call([1, 2], 0, 50, {}, None, False, 1))
+        messages = worker.generate(Call([1, 2], 0, SamplingParams(50), {}, None, False, 1))
         await anext(messages)
         with refuses(PoolError, 1):
             worker.check_empty()

@@ -16,8 +16,9 @@ from pagepool.cluster.front_end import Cluster
 from pagepool.cluster.messages import Ended, Limits
 from pagepool.cluster.ray import serve
 from pagepool.cluster.worker import Worker
-from pagepool.engine import Engine
-from pagepool.engine.tokenizing import Detokenizer
+from pagepool.engine import Engine, SamplingParams
+from pagepool.engine.tokenizing import CONTEXT
+from pagepool.errors import RequestRejected
 from pagepool.integrations.transformers.pretrained import ModelError
 from pagepool.transfer import LocalTransfer
 
@@ -140,7 +141,7 @@ def cluster(decode=2, prefill=0, **options):
 def alone(prompt, **options):
     """What one engine answers."""
     with Engine(FakeRunner(num_blocks=256), Bytes()) as engine:
-        found = engine.submit(prompt, **options).result(SECONDS)
+        found = engine.submit(prompt, SamplingParams(**options)).result(SECONDS)
         return found.token_ids, found.text, found.finish_reason
 
 
@@ -157,7 +158,7 @@ SAMPLING = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.7, "top_k": 2
 def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
     with cluster(2, prefill) as world:
         for prompt in (PROMPT, PROMPT + "!", "x", "another"):
-            generation = world.door.submit(prompt, max_new_tokens=20, **sampling)
+            generation = world.door.submit(prompt, SamplingParams(20, **sampling))
             streamed = list(generation)
             assert answer(generation) == alone(prompt, max_new_tokens=20, **sampling)
             assert [token.token_id for token in streamed] == generation.token_ids
@@ -170,7 +171,7 @@ def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
 def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sampling):
     with cluster(3) as world:
         world.decode.kills["decode-0"] = world.decode.kills["decode-1"] = after
-        generation = world.door.submit(PROMPT, max_new_tokens=20, **sampling)
+        generation = world.door.submit(PROMPT, SamplingParams(20, **sampling))
         streamed = list(generation)
         wanted = alone(PROMPT, max_new_tokens=20, **sampling)
         assert answer(generation) == wanted
@@ -184,7 +185,7 @@ def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sa
 def test_a_prefill_worker_that_dies_is_replaced_by_another_one(after):
     with cluster(1, 2) as world:
         world.prefill.kills["prefill-0"] = after
-        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         assert world.prefill.calls[0][0] == "prefill-0"
 
 
@@ -192,14 +193,14 @@ def test_without_any_prefill_worker_left_the_others_compute_prompts_themselves()
     with cluster(1, 1) as world:
         world.prefill.dead.add("prefill-0")
         for _ in range(2):
-            assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+            assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         assert len(world.prefill.calls) == 1
 
 
 def test_pages_move_and_what_both_have_does_not_move_again():
     with cluster(1, 1) as world:
         for _ in range(2):
-            assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+            assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
             world.news()
         stats = world.door.stats()
         assert stats["moved_tokens"] == len(PROMPT) // 4 * 4
@@ -220,7 +221,7 @@ def test_pages_of_a_worker_that_died_are_computed_instead():
                 yield message
 
         world.decode.generate = generate
-        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         assert world.door.stats()["moved_tokens"] == 0 and decode.engine.stats()["cached_tokens"] == 0
 
 
@@ -232,14 +233,14 @@ def test_a_text_with_a_stop_string_ends_alike_wherever_a_worker_dies():
     for after in range(1, 12):
         with cluster(2) as world:
             world.decode.kills["decode-0"] = after
-            assert answer(world.door.submit(PROMPT, max_new_tokens=20, stop=stop)) == wanted
+            assert answer(world.door.submit(PROMPT, SamplingParams(20, stop=stop))) == wanted
 
 
 def test_a_request_that_every_worker_dies_of_fails_with_one_sentence():
     with cluster(3) as world:
         world.new_door(max_attempts=2)
         world.decode.kills = dict.fromkeys(world.decode.workers, 3)
-        generation = world.door.submit(PROMPT, max_new_tokens=20)
+        generation = world.door.submit(PROMPT, SamplingParams(20))
         with refuses(RuntimeError, 2, "decode-1"):
             list(generation)
         assert generation.finish_reason == "error" and len(generation.token_ids) == 2 + 2
@@ -249,7 +250,7 @@ def test_a_request_that_every_worker_dies_of_fails_with_one_sentence():
 def test_a_request_waits_until_there_is_a_worker():
     with cluster(1) as world:
         world.decode.kills["decode-0"] = 4
-        generation = world.door.submit(PROMPT, max_new_tokens=9)
+        generation = world.door.submit(PROMPT, SamplingParams(9))
         wait_until(lambda: world.door.stats()["lost_workers"] == 1)
         world.add(world.decode, "decode-1", False)
         assert answer(generation) == alone(PROMPT, max_new_tokens=9)
@@ -257,45 +258,45 @@ def test_a_request_waits_until_there_is_a_worker():
 
 def test_an_id_is_computed_once_while_it_runs_and_after():
     with cluster(2, step_seconds=0.005) as world:
-        first = world.door.submit(PROMPT, max_new_tokens=30, request_id="one")
+        first = world.door.submit(PROMPT, SamplingParams(30), request_id="one")
         next(first)
-        second = world.door.submit(PROMPT, max_new_tokens=30, request_id="one")
+        second = world.door.submit(PROMPT, SamplingParams(30), request_id="one")
         first.cancel()
         wanted = alone(PROMPT, max_new_tokens=30)
         streamed = list(second)
         assert answer(second) == wanted and [token.token_id for token in streamed] == wanted[0]
         assert first.result(SECONDS).finish_reason == "abort"
-        assert answer(world.door.submit(PROMPT, max_new_tokens=30, request_id="one")) == wanted
+        assert answer(world.door.submit(PROMPT, SamplingParams(30), request_id="one")) == wanted
         assert world.door.stats()["repeated_requests"] == 2 and len(world.decode.calls) == 1
-        with refuses(ValueError, "request_id", "one", 40):
-            world.door.submit(PROMPT, max_new_tokens=31, request_id="one")
+        with refuses(RequestRejected, "request_id", "one", 40):
+            world.door.submit(PROMPT, SamplingParams(31), request_id="one")
 
 
 def test_records_are_bounded_and_the_oldest_goes_first():
     with cluster(1) as world:
         world.new_door(max_records=2)
         for name in "abc":
-            world.door.submit("x", max_new_tokens=2, request_id=name).result(SECONDS)
+            world.door.submit("x", SamplingParams(2), request_id=name).result(SECONDS)
         for name in "cba":
-            world.door.submit("x", max_new_tokens=2, request_id=name).result(SECONDS)
+            world.door.submit("x", SamplingParams(2), request_id=name).result(SECONDS)
         assert len(world.decode.calls) == 4
         assert world.door.stats()["repeated_requests"] == 2
 
 
 def test_a_cancelled_id_is_computed_anew():
     with cluster(1, step_seconds=0.005) as world:
-        first = world.door.submit(PROMPT, max_new_tokens=200, request_id=5)
+        first = world.door.submit(PROMPT, SamplingParams(200), request_id=5)
         next(first)
         first.cancel()
         assert first.result(SECONDS).finish_reason == "abort"
-        again = world.door.submit(PROMPT, max_new_tokens=200, request_id=5)
+        again = world.door.submit(PROMPT, SamplingParams(200), request_id=5)
         next(again)
         assert again.finish_reason is None
 
 
 def test_a_generation_that_nobody_holds_is_cancelled_at_the_worker():
     with cluster(1, step_seconds=0.005) as world:
-        next(world.door.submit(PROMPT, max_new_tokens=200))
+        next(world.door.submit(PROMPT, SamplingParams(200)))
         gc.collect()
         wait_until(lambda: world.workers["decode-0"].engine.num_requests == 0)
         assert world.door.num_requests == 0
@@ -304,18 +305,18 @@ def test_a_generation_that_nobody_holds_is_cancelled_at_the_worker():
 def test_what_a_dead_door_has_asked_for_is_cancelled():
     with cluster(1, step_seconds=0.005) as world:
         old = world.door
-        lost = old.submit(PROMPT, max_new_tokens=200)
+        lost = old.submit(PROMPT, SamplingParams(200))
         next(lost)
         worker = world.workers["decode-0"]
         world.new_door()
         wait_until(lambda: worker.engine.stats()["ended"]["abort"] == 1)
-        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         old.close()
 
 
 def test_a_new_door_knows_what_was_cached_before_it():
     with cluster(2) as world:
-        world.door.submit(PROMPT, max_new_tokens=2).result(SECONDS)
+        world.door.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         (name, _), *_ = world.decode.calls
         worker = world.workers[name]
         with world.lock:
@@ -323,7 +324,7 @@ def test_a_new_door_knows_what_was_cached_before_it():
             assert door.news(worker.news()) is True and door.stats()["workers"] == {}
             assert door.news(worker.news(True)) is False and door.stats()["workers"].keys() == {name}
         world.new_door()
-        world.door.submit(PROMPT, max_new_tokens=2).result(SECONDS)
+        world.door.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         router = world.door.stats()["routers"]["decode"]
         assert router["forecast_tokens"] == router["found_tokens"] == len(PROMPT) - 4
         assert world.decode.calls[-1][0] == name
@@ -333,14 +334,14 @@ def test_a_model_that_fails_is_not_tried_elsewhere():
     failures = [ArithmeticError("overflow")]
     with cluster(2, fails=lambda batch: failures.pop() if failures else None) as world:
         with pytest.raises(RuntimeError, match="overflow"):
-            list(world.door.submit(PROMPT, max_new_tokens=9))
+            list(world.door.submit(PROMPT, SamplingParams(9)))
         assert len(world.decode.calls) == 1
-        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
 
 
 def test_a_worker_that_closes_gives_its_requests_to_others():
     with cluster(2, step_seconds=0.005) as world:
-        generation = world.door.submit(PROMPT, max_new_tokens=40)
+        generation = world.door.submit(PROMPT, SamplingParams(40))
         next(generation)
         name, _ = world.decode.calls[0]
         with world.lock:
@@ -363,7 +364,7 @@ def test_a_worker_that_ends_without_an_end_is_lost():
     door = Cluster(Limits(None, None, 256, 4, frozenset()), Bytes(), side, loop=loop, max_attempts=2)
     with Engine(FakeRunner(), prefix_events=8) as engine:
         worker = Worker(engine, "only")
-        generation = door.submit("x", max_new_tokens=3)
+        generation = door.submit("x", SamplingParams(3))
         wants_snapshot = False
         while generation.finish_reason is None:
             wants_snapshot = door.news(worker.news(wants_snapshot))
@@ -389,7 +390,12 @@ def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
             number, what = random.randrange(12), random.random()
             if what < 0.7:
                 request_id = random.choice([None, f"{number}-{step % 5}"])
-                asked.append((number, world.door.submit(prompts[number], request_id=request_id, **options[number])))
+                asked.append(
+                    (
+                        number,
+                        world.door.submit(prompts[number], SamplingParams(**options[number]), request_id=request_id),
+                    )
+                )
             elif what < 0.8 and asked:
                 asked.pop(random.randrange(len(asked)))[1].cancel()
             elif what < 0.95:
@@ -409,18 +415,17 @@ def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("prompt", "count", "words"),
     [
-        ({"prompt": "", "max_new_tokens": 1}, (1, 0)),
-        ({"prompt": "x", "max_new_tokens": 0}, ("max_new_tokens", 1, 0)),
-        ({"prompt": "x" * 20, "max_new_tokens": 2000}, (20, 2000, 1024)),
-        ({"prompt": [256], "max_new_tokens": 1}, (0, 255, 256)),
+        ("", 1, ("prompt", 1, 0)),
+        ("x" * 20, 2000, ("prompt", 20, 2000, 1024)),
+        ([256], 1, ("prompt", 255, 256)),
     ],
 )
-def test_what_cannot_run_is_refused_at_the_door(options, words):
+def test_the_front_end_refuses_what_no_worker_can_run(prompt, count, words):
     with cluster(1) as world:
-        with refuses(ValueError, *words):
-            world.door.submit(**options)
+        with refuses(RequestRejected, *words):
+            world.door.submit(prompt, SamplingParams(count))
         assert world.door.num_requests == 0 and world.decode.calls == []
 
 
@@ -429,9 +434,9 @@ def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
         prompts = [f"shared beginning number {number % 4}, and then {number}" for number in range(40)]
         wanted = [alone(prompt, max_new_tokens=12) for prompt in prompts]
         world.decode.kills["decode-1"] = 6
-        generations = [world.door.submit(prompt, max_new_tokens=12) for prompt in prompts[:20]]
+        generations = [world.door.submit(prompt, SamplingParams(12)) for prompt in prompts[:20]]
         world.prefill.kills["prefill-0"] = 0
-        generations += [world.door.submit(prompt, max_new_tokens=12) for prompt in prompts[20:]]
+        generations += [world.door.submit(prompt, SamplingParams(12)) for prompt in prompts[20:]]
         assert [answer(generation) for generation in generations] == wanted
         assert world.door.stats()["lost_workers"] >= 2
 
@@ -455,7 +460,7 @@ def test_what_cannot_be_served_gets_one_sentence_before_anything_starts(options,
 
 def test_prompts_do_not_wait_for_prefill_workers_that_are_silent(monkeypatch):
     with cluster(1, 1) as world:
-        world.door.submit(PROMPT, max_new_tokens=2).result(SECONDS)
+        world.door.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         assert [name for name, _ in world.prefill.calls] == ["prefill-0"]
         world.prefill.dead.add("prefill-0")  # it dies while no request is on it
         later = time.monotonic() + 3600
@@ -463,23 +468,24 @@ def test_prompts_do_not_wait_for_prefill_workers_that_are_silent(monkeypatch):
         with world.lock:  # news of the other side alone
             world.door.news(world.workers["decode-0"].news())
         assert not world.door._sides["prefill"].heard
-        found = answer(world.door.submit(PROMPT + "?", max_new_tokens=9))
+        found = answer(world.door.submit(PROMPT + "?", SamplingParams(9)))
         assert found == alone(PROMPT + "?", max_new_tokens=9) and len(world.prefill.calls) == 1
         assert world.door.stats()["lost_workers"] == 0
 
 
 def test_a_tokenizer_that_fails_ends_one_request_and_loses_no_worker(monkeypatch):
-    with cluster(2) as world:
-
-        class Broken(Detokenizer):
-            def add(self, token):
+    class Broken(Bytes):
+        def decode(self, ids, skip_special_tokens=True):
+            if len(ids) > CONTEXT:
                 raise ValueError("no such piece")
+            return super().decode(ids)
 
-        monkeypatch.setattr(front_end_module, "Detokenizer", Broken)
-        with pytest.raises(RuntimeError, match="cannot be handed out: no such piece"):
-            list(world.door.submit(PROMPT, max_new_tokens=9))
-        monkeypatch.setattr(front_end_module, "Detokenizer", Detokenizer)
-        assert answer(world.door.submit(PROMPT, max_new_tokens=9)) == alone(PROMPT, max_new_tokens=9)
+    with cluster(2) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr(world.door, "tokenizer", Broken())
+            with pytest.raises(RuntimeError, match="no such piece"):
+                list(world.door.submit(PROMPT, SamplingParams(9)))
+        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         assert world.door.stats()["lost_workers"] == 0 and len(world.door.stats()["workers"]) == 2
 
 
@@ -487,7 +493,7 @@ def test_records_are_bounded_by_their_tokens(monkeypatch):
     monkeypatch.setattr(front_end_module, "MAX_RECORD_TOKENS", 2 * (len(PROMPT) + 3))
     with cluster(1) as world:
         for name in "abc":
-            world.door.submit(PROMPT, max_new_tokens=3, request_id=name, stop_token_ids=()).result(SECONDS)
+            world.door.submit(PROMPT, SamplingParams(3, stop_token_ids=()), request_id=name).result(SECONDS)
         wait_until(lambda: not world.door.num_requests)
         assert len(world.door._records) <= 2 and "c" in world.door._records
         assert world.door._record_tokens == sum(run.num_tokens for run in world.door._records.values())

@@ -25,7 +25,7 @@ import ray
 from ray import serve as ray_serve
 
 from pagepool.cluster.ray import serve
-from pagepool.engine import Engine
+from pagepool.engine import Engine, SamplingParams
 from pagepool.integrations.transformers.pretrained import load_pretrained
 
 PORT = 8701
@@ -79,7 +79,7 @@ class Served:
         self.openai = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=SECONDS)
         model, self.tokenizer = load_pretrained(MODEL, "float32")
         self.alone = Engine(model, self.tokenizer, num_blocks=1024)
-        generations = [self.alone.submit(prompt, max_new_tokens=NEW, logprobs=2) for prompt in PROMPTS]
+        generations = [self.alone.submit(prompt, SamplingParams(NEW, logprobs=2)) for prompt in PROMPTS]
         self.wanted = [list(generation) for generation in generations]
         self.near_ties = 0
 

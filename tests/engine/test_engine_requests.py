@@ -11,7 +11,8 @@ from fake_runner import Bytes, FakeRunner, random_logits, says
 from refusals import refuses
 
 from pagepool import SchedulerConfig
-from pagepool.engine import Engine
+from pagepool.engine import Engine, SamplingParams
+from pagepool.errors import EngineClosed, RequestRejected
 
 SECONDS = 60  # how long a test waits for what takes milliseconds
 
@@ -23,7 +24,7 @@ def new_engine(runner=None, tokenizer=None, **options):
 def alone(prompt, count, **sampling):
     """What an engine generates that has only this request."""
     with new_engine() as engine:
-        return engine.submit(prompt, max_new_tokens=count, **sampling).result(SECONDS).token_ids
+        return engine.submit(prompt, SamplingParams(count, **sampling)).result(SECONDS).token_ids
 
 
 def wait_until(condition):
@@ -35,7 +36,7 @@ def wait_until(condition):
 
 def test_tokens_come_one_by_one_and_their_texts_add_up():
     with new_engine() as engine:
-        generation = engine.submit("hello", max_new_tokens=20)
+        generation = engine.submit("hello", SamplingParams(20))
         tokens = list(generation)
         assert [token.token_id for token in tokens] == generation.token_ids
         assert "".join(token.text for token in tokens) == generation.text == bytes(generation.token_ids).decode()
@@ -53,7 +54,7 @@ def test_many_threads_get_what_each_would_get_alone():
     with new_engine(FakeRunner(num_blocks=30)) as engine:
 
         def ask(seed):
-            generation = engine.submit(f"prompt {seed % 3}", max_new_tokens=16, temperature=1.0, seed=seed)
+            generation = engine.submit(f"prompt {seed % 3}", SamplingParams(16, temperature=1.0, seed=seed))
             found[seed] = [token.token_id for token in generation]
 
         threads = [threading.Thread(target=ask, args=(seed,)) for seed in wanted]
@@ -67,7 +68,7 @@ def test_many_threads_get_what_each_would_get_alone():
 
 def test_coroutines_get_their_tokens_as_they_come():
     async def ask(engine, prompt):
-        return [token.token_id async for token in engine.submit(prompt, max_new_tokens=12)]
+        return [token.token_id async for token in engine.submit(prompt, SamplingParams(12))]
 
     async def ask_all(engine):
         return await asyncio.gather(*(ask(engine, f"prompt {number}") for number in range(8)))
@@ -78,7 +79,7 @@ def test_coroutines_get_their_tokens_as_they_come():
 
 def test_a_coroutine_that_is_cancelled_leaves_nothing():
     async def ask(engine):
-        async for _ in engine.submit("x", max_new_tokens=200):
+        async for _ in engine.submit("x", SamplingParams(200)):
             await asyncio.sleep(0)
 
     async def main(engine):
@@ -97,7 +98,7 @@ def test_a_coroutine_that_is_cancelled_leaves_nothing():
 
 def test_cancel_ends_it_and_gives_its_blocks_back():
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
-        generation = engine.submit("x", max_new_tokens=200)
+        generation = engine.submit("x", SamplingParams(200))
         next(generation)
         generation.cancel()
         assert generation.result(SECONDS).finish_reason == "abort" and len(generation.token_ids) < 200
@@ -108,10 +109,10 @@ def test_cancel_ends_it_and_gives_its_blocks_back():
 
 def test_an_iterator_that_is_dropped_or_closed_is_cancelled():
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
-        for _ in engine.submit("first", max_new_tokens=200):
+        for _ in engine.submit("first", SamplingParams(200)):
             break
-        engine.submit("nobody takes it", max_new_tokens=200)
-        held = engine.submit("closed", max_new_tokens=200)
+        engine.submit("nobody takes it", SamplingParams(200))
+        held = engine.submit("closed", SamplingParams(200))
         next(held)
         held.close()
         gc.collect()
@@ -123,9 +124,9 @@ def test_an_iterator_that_is_dropped_or_closed_is_cancelled():
 def test_requests_that_wait_end_when_their_caller_leaves():
     config = SchedulerConfig(max_sequences=1)
     with new_engine(FakeRunner(step_seconds=0.005), config=config) as engine:
-        running = engine.submit("first", max_new_tokens=200)
+        running = engine.submit("first", SamplingParams(200))
         next(running)
-        engine.submit("second", max_new_tokens=200)
+        engine.submit("second", SamplingParams(200))
         wait_until(lambda: engine.num_requests == 1)
         assert engine.stats()["ended"]["abort"] == 1
 
@@ -138,9 +139,9 @@ def test_a_failure_of_the_model_ends_the_requests_of_that_step_and_no_other():
 
     runner = FakeRunner(fails=fails, step_seconds=0.002)
     with new_engine(runner, config=SchedulerConfig(max_sequences=1)) as engine:
-        good = engine.submit([1, 2], max_new_tokens=3)
-        bad = engine.submit([7], max_new_tokens=3)
-        later = engine.submit([3], max_new_tokens=3)
+        good = engine.submit([1, 2], SamplingParams(3))
+        bad = engine.submit([7], SamplingParams(3))
+        later = engine.submit([3], SamplingParams(3))
         assert bad.result(SECONDS).finish_reason == "error" and isinstance(bad.error, ArithmeticError)
         with pytest.raises(RuntimeError, match="overflow"):
             failing.extend(bad)
@@ -154,8 +155,8 @@ def test_a_step_that_failed_leaves_nothing_in_the_prefix_cache():
     prompt = [*range(1, 41)]
     wanted, failures = alone(prompt, 5), [OSError("a device hiccup")]
     with new_engine(FakeRunner(fails=lambda batch: failures.pop() if failures else None)) as engine:
-        assert engine.submit(prompt, max_new_tokens=5).result(SECONDS).finish_reason == "error"
-        assert engine.submit(prompt, max_new_tokens=5).result(SECONDS).token_ids == wanted
+        assert engine.submit(prompt, SamplingParams(5)).result(SECONDS).finish_reason == "error"
+        assert engine.submit(prompt, SamplingParams(5)).result(SECONDS).token_ids == wanted
         assert engine.stats()["cached_tokens"] == 0
         engine.check()
 
@@ -168,7 +169,7 @@ def test_logits_that_are_no_numbers_end_only_the_request_whose_they_are():
         return logits
 
     with new_engine(FakeRunner(next_token=next_token)) as engine:
-        both = engine.submit([7, 1], max_new_tokens=9), engine.submit([8, 1], max_new_tokens=9)
+        both = engine.submit([7, 1], SamplingParams(9)), engine.submit([8, 1], SamplingParams(9))
         assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
         assert "token 40 is nan" in str(both[0].error)
         engine.check()
@@ -183,7 +184,7 @@ def test_a_tokenizer_that_fails_ends_only_the_request_whose_token_it_is():
 
     runner = FakeRunner(next_token=says("abc"))
     with new_engine(runner, Picky()) as engine:
-        both = engine.submit("x", max_new_tokens=9), engine.submit("x", max_new_tokens=1)
+        both = engine.submit("x", SamplingParams(9)), engine.submit("x", SamplingParams(1))
         assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
         assert isinstance(both[0].error, KeyError) and both[0].text == "a"
         assert engine.is_accepting
@@ -192,18 +193,18 @@ def test_a_tokenizer_that_fails_ends_only_the_request_whose_token_it_is():
 
 def test_an_engine_whose_scheduler_fails_ends_everything_and_says_so(monkeypatch):
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
-        first = engine.submit("x", max_new_tokens=200)
+        first = engine.submit("x", SamplingParams(200))
         next(first)
         monkeypatch.setattr(engine.scheduler, "commit", lambda batch, tokens: 1 / 0)
         assert first.result(SECONDS).finish_reason == "error" and isinstance(first.error, ZeroDivisionError)
         wait_until(lambda: not engine.is_accepting)
         with pytest.raises(RuntimeError, match="takes no more requests"):
-            engine.submit("y", max_new_tokens=1)
+            engine.submit("y", SamplingParams(1))
 
 
 def test_stop_strings_end_the_text_wherever_tokens_part():
     with new_engine(FakeRunner(next_token=says("one two three"))) as engine:
-        generation = engine.submit("x", max_new_tokens=50, stop=["zzz", "two th"])
+        generation = engine.submit("x", SamplingParams(50, stop=["zzz", "two th"]))
         texts = [token.text for token in generation]
         assert generation.text == "".join(texts) == "one " and generation.finish_reason == "stop"
         assert bytes(generation.token_ids) == b"one two th"
@@ -213,30 +214,30 @@ def test_stop_strings_end_the_text_wherever_tokens_part():
 
 def test_the_beginning_of_a_stop_string_is_text_when_it_does_not_come():
     with new_engine(FakeRunner(next_token=says("one two"))) as engine:
-        assert engine.submit("x", max_new_tokens=50, stop="two three").result(SECONDS).text == "one two"
-        assert engine.submit("x", max_new_tokens=6, stop="two three").result(SECONDS).text == "one tw"
+        assert engine.submit("x", SamplingParams(50, stop="two three")).result(SECONDS).text == "one two"
+        assert engine.submit("x", SamplingParams(6, stop="two three")).result(SECONDS).text == "one tw"
 
 
 def test_a_character_of_several_tokens_is_never_halved():
     with new_engine(FakeRunner(next_token=says("aé€😀b"))) as engine:
-        generation = engine.submit("x", max_new_tokens=50)
+        generation = engine.submit("x", SamplingParams(50))
         assert [token.text for token in generation] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
-        cut = engine.submit("x", max_new_tokens=5).result(SECONDS)
+        cut = engine.submit("x", SamplingParams(5)).result(SECONDS)
         assert cut.text == "aé\ufffd" and cut.finish_reason == "length"
 
 
 def test_stop_tokens_end_it_and_are_no_text():
     with new_engine(FakeRunner(next_token=says("abcdef"))) as engine:
-        generation = engine.submit("x", max_new_tokens=50, stop_token_ids=[ord("d")]).result(SECONDS)
+        generation = engine.submit("x", SamplingParams(50, stop_token_ids=[ord("d")])).result(SECONDS)
         assert (generation.text, generation.finish_reason) == ("abc", "stop")
         assert generation.token_ids[-1] == ord("d")
-        generation = engine.submit("x", max_new_tokens=50).result(SECONDS)
+        generation = engine.submit("x", SamplingParams(50)).result(SECONDS)
         assert (generation.text, generation.token_ids[-1]) == ("abcdef", 0)
 
 
 def test_logprobs_are_those_of_the_logits():
     with new_engine() as engine:
-        generation = engine.submit("x", max_new_tokens=4, temperature=2.0, seed=1, logprobs=3)
+        generation = engine.submit("x", SamplingParams(4, temperature=2.0, seed=1, logprobs=3))
         context = list(b"x")
         for token in generation:
             logits = random_logits(context).astype(np.float64)
@@ -245,19 +246,19 @@ def test_logprobs_are_those_of_the_logits():
             best = np.argsort(-wanted)[:3]
             assert token.top_logprobs == pytest.approx({int(index): wanted[index] for index in best})
             context.append(token.token_id)
-        assert next(engine.submit("x", max_new_tokens=1)).logprob is None
-        assert next(engine.submit("x", max_new_tokens=1, logprobs=0)).top_logprobs == {}
+        assert next(engine.submit("x", SamplingParams(1))).logprob is None
+        assert next(engine.submit("x", SamplingParams(1, logprobs=0))).top_logprobs == {}
 
 
 def test_a_prompt_begins_with_the_pages_of_an_earlier_one():
     with new_engine() as engine:
-        engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
-        again = engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
-        other = engine.submit("a prompt of some length", max_new_tokens=1, cache_salt="other").result(SECONDS)
+        engine.submit("a prompt of some length", SamplingParams(1)).result(SECONDS)
+        again = engine.submit("a prompt of some length", SamplingParams(1)).result(SECONDS)
+        other = engine.submit("a prompt of some length", SamplingParams(1), cache_salt="other").result(SECONDS)
         assert (again.num_cached, other.num_cached) == (20, 0)
     with new_engine(prefix_cache=False) as engine:
-        engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
-        assert engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS).num_cached == 0
+        engine.submit("a prompt of some length", SamplingParams(1)).result(SECONDS)
+        assert engine.submit("a prompt of some length", SamplingParams(1)).result(SECONDS).num_cached == 0
         engine.check()
 
 
@@ -267,44 +268,45 @@ def test_a_request_that_another_engine_has_begun_goes_on(sampling):
     for count in (0, 1, 9, 15):
         with new_engine() as engine:
             begun = [*b"hello", *whole[:count]]
-            options = {"max_new_tokens": 16 - count, "num_generated": count, **sampling}
-            assert engine.submit(begun, **options).result(SECONDS).token_ids == whole[count:]
+            request = engine._read(begun, SamplingParams(16 - count, **sampling))
+            assert engine._submit(request, count).result(SECONDS).token_ids == whole[count:]
+            with refuses(ValueError, "num_generated", 5, 6):
+                engine._submit(engine._read("hello", None), 6)
 
 
 def test_the_events_of_the_prefix_cache_are_noted_if_they_are_asked_for():
     with new_engine(prefix_events=8) as engine:
-        engine.submit("a prompt of some length", max_new_tokens=1).result(SECONDS)
+        engine.submit("a prompt of some length", SamplingParams(1)).result(SECONDS)
         assert [event.kind for event in engine.prefix_cache.drain_events()] == ["stored"] * 5
     with new_engine() as engine, pytest.raises(ValueError):
         engine.prefix_cache.drain_events()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "sentence"),
+    ("prompt", "options", "words"),
     [
-        ("", {}, "a prompt needs at least 1 token, got 0"),
-        ([], {}, "a prompt needs at least 1 token, got 0"),
-        ([300], {}, "a token of the prompt must be from 0 to 255, not 300"),
-        ([-1], {}, "a token of the prompt must be from 0 to 255, not -1"),
-        ("\ud800", {}, "the prompt is not valid Unicode: character 0 is a surrogate"),
-        ("x" * 90, {"max_new_tokens": 20}, "a prompt of 90 tokens and 20 new ones pass the model's 100"),
-        ("x" * 40, {"max_new_tokens": 50}, "23 blocks"),
-        ("x", {"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
-        ("x", {"temperature": -1}, "temperature must be 0.0 or more, not -1"),
-        ("x", {"temperature": float("inf")}, "temperature must be finite, not inf"),
-        ("x", {"top_k": -1}, "top_k must be at least 0, not -1"),
-        ("x", {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
-        ("x", {"stop": [""]}, "a stop string needs at least 1 character, got 0"),
-        ("x", {"num_generated": 2}, "num_generated must be from 0 to 1, not 2"),
-        ("x", {"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+        ("", {}, ("prompt", 1, 0)),
+        ([], {}, ("prompt", 1, 0)),
+        ([300], {}, ("prompt", 255, 300)),
+        ([-1], {}, ("prompt", 255, -1)),
+        ("\ud800", {}, ("prompt", "character 0")),
+        ("x" * 90, {"max_new_tokens": 20}, ("prompt", 90, 20, 100)),
+        ("x" * 40, {"max_new_tokens": 50}, ("prompt", 40, 50, 64)),
+        ("x" * 100, {"max_new_tokens": None}, ("prompt", 100, 1)),
+        ("x", {"max_new_tokens": 0}, ("max_new_tokens", 1, 0)),
+        ("x", {"temperature": -1}, ("temperature", -1)),
+        ("x", {"temperature": float("inf")}, ("temperature", "inf")),
+        ("x", {"top_k": -1}, ("top_k", 0, -1)),
+        ("x", {"top_p": 0.0}, ("top_p", 1, 0.0)),
+        ("x", {"stop": [""]}, ("stop", 1, 0)),
+        ("x", {"logprobs": 21}, ("logprobs", 20, 21)),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_and_others_go_on(prompt, options, sentence):
+def test_a_request_that_cannot_run_is_refused_and_others_go_on(prompt, options, words):
     with new_engine(FakeRunner(num_blocks=16, max_model_len=100)) as engine:
-        running = engine.submit("other", max_new_tokens=20)
-        with pytest.raises(ValueError) as raised:
-            engine.submit(prompt, **{"max_new_tokens": 5, **options})
-        assert sentence in str(raised.value)
+        running = engine.submit("other", SamplingParams(20))
+        with refuses(RequestRejected if "prompt" in words else ValueError, *words):
+            engine.submit(prompt, SamplingParams(**{"max_new_tokens": 5, **options}))
         assert running.result(SECONDS).finish_reason == "length"
         assert engine.num_requests == 0
 
@@ -312,43 +314,54 @@ def test_a_request_that_cannot_run_is_refused_and_others_go_on(prompt, options, 
 @pytest.mark.parametrize("options", [{"seed": "x"}, {"stop": 5}, {"stop": [3]}, {"top_k": 1.5}, {"logprobs": "3"}])
 def test_a_request_of_wrong_types_is_refused(options):
     with new_engine() as engine, pytest.raises(TypeError):
-        engine.submit("x", max_new_tokens=5, **options)
+        engine.submit("x", SamplingParams(5, **options))
+
+
+def test_without_parameters_a_text_may_fill_the_pool_or_the_model():
+    for limits, room in (({"num_blocks": 16}, 64), ({"max_model_len": 40}, 40)):
+        with new_engine(FakeRunner(**limits)) as engine:
+            assert engine.max_model_len == limits.get("max_model_len")
+            generation = engine.submit("hello").result(SECONDS)
+            assert (len(generation.token_ids), generation.finish_reason) == (room - 5, "length")
+            with refuses(TypeError, "params", "int"):
+                engine.submit("hello", 5)
 
 
 def test_an_engine_without_a_tokenizer_takes_token_ids():
     with Engine(FakeRunner()) as engine:
-        generation = engine.submit(b"hello", max_new_tokens=4).result(SECONDS)
+        generation = engine.submit(b"hello", SamplingParams(4)).result(SECONDS)
         assert generation.token_ids == alone("hello", 4) and generation.text == ""
         with refuses(TypeError, "tokenizer"):
-            engine.submit("hello", max_new_tokens=4)
+            engine.submit("hello", SamplingParams(4))
         with refuses(TypeError, "stop"):
-            engine.submit([1], max_new_tokens=4, stop="x")
+            engine.submit([1], SamplingParams(4, stop="x"))
 
 
 def test_drain_waits_for_what_runs_and_takes_nothing_new():
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
-        generation = engine.submit("x", max_new_tokens=30)
+        generation = engine.submit("x", SamplingParams(30))
         assert not engine.drain(0.01) and generation.finish_reason is None
-        with pytest.raises(RuntimeError, match="takes no more requests"):
-            engine.submit("y", max_new_tokens=1)
+        with pytest.raises(EngineClosed):
+            engine.submit("y", SamplingParams(1))
         assert engine.drain(SECONDS) and generation.finish_reason == "length"
 
 
 def test_close_aborts_what_runs_and_what_waits():
     engine = new_engine(FakeRunner(step_seconds=0.005), config=SchedulerConfig(max_sequences=1))
-    running, waiting = (engine.submit("x", max_new_tokens=200) for _ in range(2))
+    running, waiting = (engine.submit("x", SamplingParams(200)) for _ in range(2))
     next(running)
     engine.close()
     engine.close()
     assert running.finish_reason == waiting.finish_reason == "abort"
     assert list(waiting) == []
-    with pytest.raises(RuntimeError, match="takes no more requests"):
-        engine.submit("y", max_new_tokens=1)
+    with pytest.raises(RuntimeError) as raised:
+        engine.submit("y", SamplingParams(1))
+    assert isinstance(raised.value, EngineClosed)
 
 
 def test_result_times_out_and_the_request_goes_on():
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
-        generation = engine.submit("x", max_new_tokens=20)
+        generation = engine.submit("x", SamplingParams(20))
         with refuses(TimeoutError, "0.01"):
             generation.result(0.01)
         assert len(generation.result(SECONDS).token_ids) == 20
@@ -357,7 +370,7 @@ def test_result_times_out_and_the_request_goes_on():
 def test_stats_count_tokens_and_endings():
     with new_engine() as engine:
         for _ in range(2):
-            engine.submit("a prompt of some length", max_new_tokens=5).result(SECONDS)
+            engine.submit("a prompt of some length", SamplingParams(5)).result(SECONDS)
         wait_until(lambda: engine.stats()["scheduler"]["active"] == 0)
         stats = engine.stats()
         assert (stats["requests"], stats["ended"]["length"]) == (0, 2)

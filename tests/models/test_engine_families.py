@@ -16,7 +16,7 @@ from families import FAMILIES, NEW_TOKENS, each, eager_tokens, prompts, tiny_mod
 
 import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
-from pagepool.engine import Engine  # noqa: E402
+from pagepool.engine import Engine, SamplingParams  # noqa: E402
 
 SECONDS = 300
 
@@ -33,7 +33,7 @@ def one_thread(monkeypatch):
 @pytest.mark.parametrize("family", each(FAMILIES))
 def test_greedy_tokens_are_those_of_transformers_eager_attention(family):
     with Engine(tiny_model(family)) as engine:
-        running = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts()]
+        running = [engine.submit(prompt, SamplingParams(NEW_TOKENS)) for prompt in prompts()]
         assert [generation.result(SECONDS).token_ids for generation in running] == eager_tokens(family)
         engine.check()
 
@@ -43,7 +43,7 @@ def test_a_pool_too_small_by_half_changes_no_token(family):
     blocks = sum(-(-(len(prompt) + NEW_TOKENS) // 16) for prompt in prompts()) // 2
     config = SchedulerConfig(max_batch_sequences=32, max_prefill_tokens=32)
     with Engine(tiny_model(family), num_blocks=blocks, config=config) as engine:
-        running = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts()]
+        running = [engine.submit(prompt, SamplingParams(NEW_TOKENS)) for prompt in prompts()]
         assert [generation.result(SECONDS).token_ids for generation in running] == eager_tokens(family)
         engine.check()
 
@@ -54,7 +54,7 @@ def test_a_request_draws_the_same_tokens_alone_and_beside_others():
     def drawn(seeds):
         with Engine(model) as engine:
             options = {"max_new_tokens": 32, "temperature": 0.8, "top_p": 0.9}
-            running = [engine.submit(prompts()[seed % 8], seed=seed, **options) for seed in seeds]
+            running = [engine.submit(prompts()[seed % 8], SamplingParams(seed=seed, **options)) for seed in seeds]
             return [generation.result(SECONDS).token_ids for generation in running]
 
     together = drawn(range(12))
@@ -65,19 +65,19 @@ def test_a_request_draws_the_same_tokens_alone_and_beside_others():
 def test_a_failure_of_the_model_ends_only_the_requests_of_its_step():
     model = tiny_model("Llama")
     with Engine(model) as engine:
-        first = engine.submit([5], max_new_tokens=400)
+        first = engine.submit([5], SamplingParams(400))
         next(first)
         handle = model.register_forward_pre_hook(lambda *arguments: 1 / 0)
         assert first.result(SECONDS).finish_reason == "error" and isinstance(first.error, ZeroDivisionError)
         handle.remove()
-        assert engine.submit([5], max_new_tokens=4).result(SECONDS).finish_reason == "length"
+        assert engine.submit([5], SamplingParams(4)).result(SECONDS).finish_reason == "length"
         engine.check()
 
 
 def test_python_ends_cleanly_under_an_engine_that_nobody_has_closed():
-    program = "from families import tiny_model; from pagepool.engine import Engine; "
+    program = "from families import tiny_model; from pagepool.engine import Engine, SamplingParams; "
     program += (
-        "engine = Engine(tiny_model('Llama')); generation = engine.submit([5], max_new_tokens=400); next(generation)"
+        "engine = Engine(tiny_model('Llama')); generation = engine.submit([5], SamplingParams(400)); next(generation)"
     )
     places = [str(Path(pagepool.__file__).parents[1]), str(Path(__file__).parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
@@ -89,7 +89,7 @@ def test_an_engine_that_is_closed_gives_its_memory_back():
     model = tiny_model("Llama")
     for _ in range(2):
         engine = Engine(model)
-        engine.submit([5], max_new_tokens=4).result(SECONDS)
+        engine.submit([5], SamplingParams(4)).result(SECONDS)
         engine.close()
         gc.collect()
         assert engine.runner.pool is None
@@ -101,7 +101,7 @@ def test_cancels_leave_no_block_and_no_slot(family):
     config = SchedulerConfig(max_sequences=4, max_batch_sequences=4, max_prefill_tokens=16)
     with Engine(tiny_model(family), config=config) as engine:
         for round_number in range(4):
-            running = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts(seed=round_number)]
+            running = [engine.submit(prompt, SamplingParams(12)) for prompt in prompts(seed=round_number)]
             for generation in choice.sample(running, 5):
                 for _ in range(choice.randint(0, 3)):
                     next(generation, None)

@@ -27,7 +27,7 @@ from test_serve import SECONDS, serving, wait_until  # noqa: E402
 
 import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
-from pagepool.engine import Engine  # noqa: E402
+from pagepool.engine import Engine, SamplingParams  # noqa: E402
 from pagepool.engine.generation import Generation  # noqa: E402
 
 load = importlib.import_module("load")
@@ -48,10 +48,12 @@ def ask(engine, choice):
     prompt = choice.choice(PROMPTS)
     generation = engine.submit(
         prompt[: choice.randint(1, len(prompt))],
-        max_new_tokens=choice.randint(1, TOKENS),
-        temperature=choice.choice([0.0, 1.0]),
-        seed=choice.randint(0, 9),
-        stop=choice.choice([(), "a", "zz"]),
+        SamplingParams(
+            choice.randint(1, TOKENS),
+            temperature=choice.choice([0.0, 1.0]),
+            seed=choice.randint(0, 9),
+            stop=choice.choice([(), "a", "zz"]),
+        ),
     )
     if way == "whole":
         tokens = list(generation)

@@ -21,7 +21,7 @@ from fake_runner import Bytes, FakeRunner, says  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from pagepool.engine import Engine  # noqa: E402
+from pagepool.engine import Engine, SamplingParams  # noqa: E402
 from pagepool.serve.app import create_app  # noqa: E402
 from pagepool.serve.protocol import KNOWN, UNSUPPORTED  # noqa: E402
 
@@ -103,7 +103,7 @@ def slow():
 
 def test_a_completion_is_what_the_engine_generates(served):
     answer = served.complete("hello", max_tokens=12, temperature=0.0)
-    wanted = served.engine.submit("hello", max_new_tokens=12).result(SECONDS)
+    wanted = served.engine.submit("hello", SamplingParams(12)).result(SECONDS)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.logprobs) == (wanted.text, "length", None)
     assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", "fake", "cmpl-")
@@ -121,7 +121,7 @@ def test_a_stream_is_the_same_text_in_pieces(served):
 
 def test_a_chat_takes_the_chat_template(served):
     answer = served.chat("hello", max_tokens=12, temperature=0.0)
-    wanted = served.engine.submit("user: hello\nassistant: ", max_new_tokens=12).result(SECONDS)
+    wanted = served.engine.submit("user: hello\nassistant: ", SamplingParams(12)).result(SECONDS)
     assert (answer.object, answer.choices[0].message.role) == ("chat.completion", "assistant")
     assert answer.choices[0].message.content == wanted.text
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
@@ -203,8 +203,8 @@ BAD = [
     ({"prompt": [999]}, "must be from 0 to 255, not 999"),
     ({"prompt": ["x", ""]}, "a prompt needs at least 1 token, got 0"),
     ({"prompt": "\ud800"}, "character 0 is a surrogate"),
-    ({"prompt": "x" * 400}, "a prompt of 400 tokens passes the limit of 399"),
-    ({"prompt": "x" * 390, "max_tokens": 20}, "a prompt of 390 tokens and 20 new ones pass the model's 400"),
+    ({"prompt": "x" * 400}, "a prompt of 400 tokens and 16 new ones: the limit of the model is 400"),
+    ({"prompt": "x" * 390, "max_tokens": 20}, "a prompt of 390 tokens and 20 new ones: the limit of the model is 400"),
     ({"prompt": "x", "max_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     ({"prompt": "x", "max_tokens": "9"}, "max_tokens must be of type int, not str"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens must be of type int, not bool"),
@@ -381,7 +381,7 @@ def test_many_clients_get_their_own_answers(served):
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(24)))
 
-    wanted = [served.engine.submit(f"number {number}", max_new_tokens=16) for number in range(24)]
+    wanted = [served.engine.submit(f"number {number}", SamplingParams(16)) for number in range(24)]
     assert asyncio.run(ask_all()) == [generation.result(SECONDS).text for generation in wanted]
 
 
@@ -444,10 +444,10 @@ def test_a_limit_of_prompts_can_be_set():
     with serving(FakeRunner(), max_prompt_tokens=10) as served:
         assert served.post(prompt="x" * 10, max_tokens=1).status_code == 200
         error = served.post(prompt="x" * 11).json()["error"]
-        assert error["message"] == "a prompt of 11 tokens passes the limit of 10"
+        assert error["message"] == "a prompt of 11 tokens: the limit of the server is 10"
         assert error["code"] == "context_length_exceeded"
         error = served.post(prompt="x" * 10, max_tokens=1000).json()["error"]
-        assert "64" in error["message"]  # blocks of the pool
+        assert "256" in error["message"]  # tokens of the pool
 
 
 def test_a_model_that_fails_gets_500_and_the_next_request_an_answer():
@@ -494,9 +494,9 @@ def test_a_tokenizer_without_a_chat_template_is_said_to_have_none(monkeypatch):
 def test_a_request_id_is_the_engine_s(served, monkeypatch):
     found, submit = [], served.engine.submit
 
-    def noting(tokens, **options):
+    def noting(tokens, params, **options):
         found.append(options["request_id"])
-        return submit(tokens, **options)
+        return submit(tokens, params, **options)
 
     monkeypatch.setattr(served.engine, "submit", noting)
     for n in (1, 2):

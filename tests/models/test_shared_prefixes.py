@@ -11,7 +11,7 @@ from families import each, prompts, tiny_model  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from pagepool import SchedulerConfig  # noqa: E402
-from pagepool.engine import Engine  # noqa: E402
+from pagepool.engine import Engine, SamplingParams  # noqa: E402
 from pagepool.integrations.transformers import release, use  # noqa: E402
 
 # A window, windows beside full attention, recurrent states alone, and beside full attention.
@@ -30,9 +30,9 @@ def one_thread(monkeypatch):
 def generated(engine, asked, at_once):
     """The results of these prompts, one after the other or at once."""
     if at_once:
-        running = [engine.submit(prompt, max_new_tokens=12) for prompt in asked]
+        running = [engine.submit(prompt, SamplingParams(12)) for prompt in asked]
         return [generation.result(SECONDS) for generation in running]
-    return [engine.submit(prompt, max_new_tokens=12).result(SECONDS) for prompt in asked]
+    return [engine.submit(prompt, SamplingParams(12)).result(SECONDS) for prompt in asked]
 
 
 def without_sharing(model, asked):
@@ -89,7 +89,7 @@ def test_a_burst_shares_what_its_first_request_computes(family):
 def test_a_salt_shares_nothing(family):
     with Engine(tiny_model(family)) as engine:
         found = [
-            engine.submit(LONG, max_new_tokens=4, cache_salt=salt).result(SECONDS) for salt in ("one", "other", "one")
+            engine.submit(LONG, SamplingParams(4), cache_salt=salt).result(SECONDS) for salt in ("one", "other", "one")
         ]
         assert [generation.num_cached for generation in found] == [0, 0, 128]
         assert len({tuple(generation.token_ids) for generation in found}) == 1
@@ -106,7 +106,7 @@ def test_a_pool_that_is_full_changes_no_token(family):
     config = SchedulerConfig(max_batch_sequences=8, max_prefill_tokens=48)
     with Engine(model, num_blocks=NUM_GROUPS.get(family, 1) * 14, config=config) as engine:
         for _ in range(2):
-            running = [engine.submit(prompt, max_new_tokens=12) for prompt in asked]
+            running = [engine.submit(prompt, SamplingParams(12)) for prompt in asked]
             cancelled = choice.sample(range(16), 4)
             for number in cancelled:
                 running[number].cancel()

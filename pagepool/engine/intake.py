@@ -1,0 +1,155 @@
+"""Intake: what an `Engine` and the front end of a cluster share: they read, count and refuse requests alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pagepool._arguments import wrong
+from pagepool.engine.generation import Generation
+from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.tokenizing import Detokenizer, Encoder
+from pagepool.errors import RequestRejected
+
+__all__ = ["Intake", "Request", "check_length"]
+
+UNBOUNDED = 4096  # tokens of a text of a model that has no bound
+ENDINGS = ("stop", "length", "abort", "error")
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request that was read: its prompt, how it goes on, and the text of its tokens.
+
+    `params` has a number of `max_new_tokens`, and all stop tokens, those of the model included.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    detokenizer: Detokenizer
+
+    def text_of(self, token: int, reason: str | None) -> tuple[str, str | None]:
+        """Return the text of the next token, and why the request ends with it: `reason`, "stop" or None."""
+        text = "" if reason == "stop" else self.detokenizer.add(token)  # a stop token is no text
+        if reason is not None:
+            text += self.detokenizer.flush()
+        return text, "stop" if self.detokenizer.stopped else reason
+
+
+class Intake(ABC):
+    """Takes requests.
+
+    Parameters
+    ----------
+    tokenizer : object or None
+        A tokenizer of transformers. None: prompts are token ids, and there is no text.
+    vocab_size : int
+        Number of tokens that the model knows.
+    stop_token_ids : frozenset of int
+        Tokens that end every text of the model.
+    max_model_len : int or None
+        Most tokens of prompt and output that the model takes.
+    pool_tokens : int or None
+        Tokens of one sequence that the pools have room for.
+    is_exact : bool
+        Whether a sequence of more than `pool_tokens` can never run. Windows give blocks back: then it can.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        stop_token_ids: frozenset[int],
+        max_model_len: int | None,
+        pool_tokens: int | None,
+        is_exact: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, vocab_size)
+        self.stop_token_ids = stop_token_ids
+        self.max_model_len = max_model_len
+        self.is_accepting = True
+        self._pool_tokens, self._is_exact = pool_tokens, is_exact
+        self._counts: Counter[str] = Counter()
+
+    def submit(
+        self,
+        prompt: str | Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: int | str | None = None,
+        priority: int = 0,
+        tenant: Any = None,
+        cache_salt: str | bytes | int | None = None,
+    ) -> Generation:
+        """Queue a prompt and return its `Generation`, which is cancelled when no reference to it is left.
+
+        Parameters
+        ----------
+        prompt : str or iterable of int
+            A text, or token ids.
+        params : SamplingParams or None
+            How tokens are chosen and when the text ends. None: `SamplingParams()`.
+        request_id, priority, tenant, cache_salt
+            As in `Scheduler.add_request`.
+
+        Raises
+        ------
+        RequestRejected
+            The request can never run: its prompt is too long, has no tokens or unknown ones. It is a ValueError.
+        EngineClosed
+            No more requests are taken. It is a RuntimeError.
+        TypeError, ValueError
+            An argument has a wrong type or value. Nothing has changed after any of these.
+        """
+        options = {"request_id": request_id, "priority": priority, "tenant": tenant, "cache_salt": cache_salt}
+        return self._submit(self._read(prompt, params), **options)
+
+    @property
+    @abstractmethod
+    def num_requests(self) -> int:
+        """Requests that have not ended: they wait or run."""
+
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
+        longest = UNBOUNDED if self.max_model_len is None else self.max_model_len
+        room = longest if self._pool_tokens is None else self._pool_tokens
+        return max(1, min(longest, room) - num_prompt_tokens)
+
+    @abstractmethod
+    def _submit(self, request: Request, **options: Any) -> Generation:
+        """Queue a request that was read."""
+
+    def _read(self, prompt: str | Iterable[int], params: SamplingParams | None) -> Request:
+        """Check a request. Raises what `submit` raises; nothing has changed then."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise wrong("params", "SamplingParams or None", params)
+        tokens = self.encoder.encode(prompt)
+        most = self.max_new_tokens(len(tokens)) if params.max_new_tokens is None else params.max_new_tokens
+        check_length(len(tokens), most, "the model", self.max_model_len)
+        check_length(len(tokens), most, "the pool", self._pool_tokens if self._is_exact else None)
+        params = replace(params, max_new_tokens=most, stop_token_ids=params.stop_token_ids | self.stop_token_ids)
+        return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
+
+    def _stats(self, *names: str) -> dict[str, Any]:
+        """The counters of requests and of tokens, and those with these names."""
+        ended = {reason: self._counts[reason] for reason in ENDINGS}
+        tokens = ("prompt_tokens", "cached_tokens", "generated_tokens", *names)
+        return {"requests": self.num_requests, "ended": ended, **{name: self._counts[name] for name in tokens}}
+
+
+def check_length(num_prompt_tokens: int, max_new_tokens: int, whose: str, limit: int | None) -> None:
+    """Raise `RequestRejected` if prompt and output pass a limit of tokens.
+
+    >>> check_length(90, 20, "the model", 100)
+    Traceback (most recent call last):
+    pagepool.errors.RequestRejected: a prompt of 90 tokens and 20 new ones: the limit of the model is 100
+    """
+    if limit is not None and num_prompt_tokens + max_new_tokens > limit:
+        new = f" and {max_new_tokens} new ones" if max_new_tokens else ""
+        raise RequestRejected(f"a prompt of {num_prompt_tokens} tokens{new}: the limit of {whose} is {limit}", TOO_LONG)

@@ -1,0 +1,45 @@
+"""TextEngine: what `pagepool.serve` needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from pagepool.engine.generation import Generation
+from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.tokenizing import Encoder
+
+__all__ = ["TextEngine"]
+
+
+class TextEngine(Protocol):
+    """Serves requests behind `pagepool.serve.app`: an `Engine`, or the front end of a cluster.
+
+    encoder, tokenizer  for prompts, and for the texts of single tokens
+    is_accepting        whether requests are taken
+    """
+
+    encoder: Encoder
+    tokenizer: Any
+    is_accepting: bool
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+
+    def submit(
+        self,
+        prompt: str | Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: int | str | None = None,
+        priority: int = 0,
+        cache_salt: str | bytes | int | None = None,
+    ) -> Generation:
+        """Queue a prompt. Raises `RequestRejected` or `EngineClosed`."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, `ended`, `prompt_tokens` and `generated_tokens` among them."""
+
+    def observed(self) -> dict[str, Any]:
+        """The objects that `PagepoolCollector` shows, as its arguments."""
