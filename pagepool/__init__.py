@@ -1,12 +1,24 @@
 """pagepool: paged memory for the keys, values and recurrent states of an LLM engine on CPU."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from pagepool._paths import get_include, get_library_dir
 from pagepool._version import __version__
 from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode, prefill
 from pagepool.attention.merge import merge_state, merge_states
 from pagepool.config import KvLayout, SchedulerConfig, StateLayout, Tenant
-from pagepool.errors import InvalidBlock, InvalidSlot, PoolError, PoolExhausted, StaleHandle, TransferError
+from pagepool.errors import (
+    EngineClosed,
+    InvalidBlock,
+    InvalidSlot,
+    PoolError,
+    PoolExhausted,
+    RequestRejected,
+    StaleHandle,
+    TransferError,
+)
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import PrefixMatch
 from pagepool.memory.block_table import PagedSeqState
@@ -37,12 +49,18 @@ from pagepool.scheduling import (
 )
 from pagepool.scheduling.recorder import TraceRecorder
 
+if TYPE_CHECKING:
+    from pagepool.engine import Engine, Generation, SamplingParams
+
 __all__ = [
     "AttentionSequenceState",
     "BlockAllocator",
     "BlockGenerations",
     "BlockTables",
     "Checkpoint",
+    "Engine",
+    "EngineClosed",
+    "Generation",
     "HybridSequence",
     "InvalidBlock",
     "InvalidSlot",
@@ -57,6 +75,8 @@ __all__ = [
     "PrefixEvent",
     "PrefixMatch",
     "PrefixSnapshot",
+    "RequestRejected",
+    "SamplingParams",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",
@@ -83,3 +103,9 @@ __all__ = [
     "prefill",
     "widen_fp8",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Engine", "Generation", "SamplingParams"):  # an engine takes longer to import than all of the above
+        return getattr(import_module("pagepool.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

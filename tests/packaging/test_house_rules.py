@@ -38,7 +38,7 @@ FLOORS = {
     "integrations": 5,
     "cluster": 9,
     "engine": 6,
-    "front": 6,
+    "front": 7,
     "replay": 9.5,
     "serve": 8,
     "cli": 10,
