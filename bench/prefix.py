@@ -123,8 +123,8 @@ def main() -> None:
         return
     if options.trace is None:
         parser.error("a trace, or --runs")
-    source = Prompts(read_trace(options.trace, options.requests, prefixes=True), None, False)
-    prompts = [(ids, session) for ids, _, session in source]
+    source = Prompts(read_trace(options.trace, options.requests, prefixes=True))
+    prompts = [(ids, session) for ids, session in source]
     most = 2 * max((len(ids) for ids, _ in prompts), default=0)
     for number in map(int, options.capacity.split(",")):
         capacity = number or max(most, source.full_blocks)

@@ -15,7 +15,7 @@ from typing import Any
 from pagepool.cli import tables
 from pagepool.cli.output import STDOUT, check_writable, written_to
 from pagepool.cli.progress import Progress
-from pagepool.cli.replay_options import CLOCK_ORDERS, DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, TOKEN_BYTES
+from pagepool.cli.replay_options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS
 from pagepool.cli.usage import UsageError
 from pagepool.config import SchedulerConfig
 from pagepool.prefix.eviction import POLICIES
@@ -33,8 +33,8 @@ from pagepool.replay.ptrace import Trace, read_trace
 __all__ = ["Outcome", "bundled_trace", "run"]
 
 ATTEND_BYTES = 2 << 30
-NEEDS_NO_CLOCK = ("compare", "capacity", "cache_partial", "hybrid", "state_budget")
-NEEDS_WORKERS = ("route", "staleness", "link", "token_bytes")
+NEEDS_NO_CLOCK = ("compare", "capacity", "hybrid")
+NEEDS_WORKERS = ("route", "staleness", "link")
 NOT_WITH_WORKERS = ("attend", "reference", "plot", "html")
 
 
@@ -118,8 +118,6 @@ def _check_workers(options: argparse.Namespace) -> None:
         if value is not None and value is not False:  # 0 is a value
             needs = "does not go with" if options.workers else "needs"
             raise UsageError(f"--{option.replace('_', '-')} {needs} --workers")
-    if options.token_bytes and not options.link:
-        raise UsageError("--token-bytes needs --link")
 
 
 def _check_clock(options: argparse.Namespace) -> None:
@@ -129,8 +127,6 @@ def _check_clock(options: argparse.Namespace) -> None:
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
     if options.policy and (len(options.policy) > 1 or BELADY in options.policy):
         raise UsageError("several policies, and belady, need --clock none")
-    if options.order and options.order not in CLOCK_ORDERS:
-        raise UsageError(f"--order {options.order} needs --clock none; with a clock: {', '.join(CLOCK_ORDERS)}")
 
 
 def _run_workers(options: argparse.Namespace) -> Outcome:
@@ -141,7 +137,7 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
     if not trace.block:
         raise UsageError(f"{path}: the trace names no prefix blocks, which --workers needs")
     blocks = _num_blocks(trace, options)
-    link = Link(options.link[0], options.link[1], options.token_bytes or TOKEN_BYTES) if options.link else None
+    link = Link(*options.link) if options.link else None
     policy = options.policy[0] if options.policy else "gittins"
     if policy in PLAIN_POLICIES:
         raise UsageError(f"--policy {policy} does not go with --workers; with them: {', '.join(POLICIES)}")
@@ -153,7 +149,7 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
             progress.update(len(trace) * len(clusters) + cluster.submitted, cluster.options.route)
 
         for route in routes:
-            about = ClusterOptions(options.workers, route, options.staleness or 0, link, options.seed)
+            about = ClusterOptions(options.workers, route, options.staleness or 0, link)
             arrivals = Users(trace, options.users) if options.users else OpenLoop(trace)
             with _as_usage_errors(path):
                 config = _config(options)
@@ -195,7 +191,7 @@ def _config(options: argparse.Namespace) -> SchedulerConfig:
         max_batch_tokens=options.budget,
         max_prefill_tokens=options.budget,
         block_size=options.block_size or DEFAULT_BLOCK_SIZE,
-        policy=options.order or "fcfs",
+        policy="fcfs",
     )
 
 
@@ -207,19 +203,17 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
     geometry = GEOMETRIES[options.attend] if options.attend else None
     blocks = _num_blocks(trace, options)
     if options.blocks is None and geometry is not None:
-        blocks = min(blocks, ATTEND_BYTES // geometry.layout(size, options.dtype).block_bytes)
+        blocks = min(blocks, ATTEND_BYTES // geometry.layout(size).block_bytes)
     longest = min(trace.longest() + 1, blocks * size)  # longer ones are refused
     config = _config(options)
     attention = None
     if geometry is None:
         allocator = memory.BlockAllocator(blocks)
     else:
-        pool = memory.KvCachePool.from_layout(geometry.layout(size, options.dtype), blocks)
+        pool = memory.KvCachePool.from_layout(geometry.layout(size), blocks)
         allocator = pool.allocator
         width = -(-longest // size)
-        attention = Attention(
-            memory, pool, geometry, options.max_batch, config.max_batch_tokens, width, options.threads
-        )
+        attention = Attention(memory, pool, geometry, options.max_batch, config.max_batch_tokens, width)
     cache = MeteredCache(memory.PrefixCache(allocator, size, policy)) if policy else None
     tokens = TraceTokens(trace) if policy else None
     scheduler = None
@@ -237,39 +231,29 @@ def _run_passes(options: argparse.Namespace) -> Outcome:
     """The prefix cache alone: a pass for each policy and capacity."""
     if options.attend or options.blocks is not None:
         raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
-    if options.order in CLOCK_ORDERS:
-        raise UsageError(f"--order {options.order} belongs to the scheduler, which --clock none does not run")
-    if options.state_budget and not options.hybrid:
-        raise UsageError("--state-budget needs --hybrid")
-    if options.cache_partial and options.hybrid:
-        raise UsageError("--cache-partial does not go with --hybrid, which uses full blocks")
     if options.compare and options.policy:
         raise UsageError("--policy and --compare both name policies; give one of them")
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=True)
     memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
-    order = options.order or ("turns" if options.users else "arrival")
     with _as_usage_errors(path):
-        requests = in_order(trace, order, options.users, options.seed)
-        prompts = Prompts(trace, options.block_size, options.cache_partial, requests)
+        prompts = Prompts(trace, options.block_size, in_order(trace, options.users))
     policies = options.compare or options.policy or ["lru"]
-    if BELADY in policies and (options.hybrid or options.cache_partial):
-        raise UsageError("belady is a bound for full blocks: it goes with neither --hybrid nor --cache-partial")
+    if BELADY in policies and options.hybrid:
+        raise UsageError("belady does not go with --hybrid: it is a bound for hits, not for states")
     drawn = bool(options.plot or options.html)
     capacities: list[int | None] = options.capacity or [None]
     # The axis of a picture is capacity, with --hybrid bytes of states.
     if not options.capacity and (options.compare or (drawn and not options.hybrid)):
         capacities = [*_doubling_to(prompts.most_ids)]
-    about = {"order": order, "users": options.users}
     if options.hybrid:
-        states = StateOptions(options.hybrid, options.state_budget, options.state_grid)
-        return _run_hybrid(memory, prompts, policies, capacities, states, about, drawn)
+        return _run_hybrid(memory, prompts, policies, capacities, StateOptions(options.hybrid), options.users, drawn)
     try:
         with Progress(len(prompts) * len(policies) * len(capacities)) as progress:
             passes = cache_passes(memory, prompts, policies, capacities, not options.reference, progress.update)
     except PassError as error:
         raise UsageError(f"{path}: {error}") from None
-    numbers = report.pass_results(prompts, passes, about)
+    numbers = report.pass_results(prompts, passes, options.users)
     drawing = picture.pass_picture(numbers, prompts) if drawn else {}
     return Outcome(numbers, tables.print_comparison if options.compare else tables.print_passes, drawing)
 
@@ -280,15 +264,15 @@ def _run_hybrid(
     policies: list[str],
     capacities: list[int | None],
     states: StateOptions,
-    about: dict[str, Any],
+    users: int | None,
     drawn: bool,
 ) -> Outcome:
     if not drawn:
         found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
-        return Outcome(report.hybrid_results(prompts, found, states, about), tables.print_hybrid, {})
+        return Outcome(report.hybrid_results(prompts, found, states, users), tables.print_hybrid, {})
     with Progress(len(prompts) * len(policies) * len(capacities)) as progress:
         recorded = picture.recorded_passes(memory, prompts, policies, capacities, states, progress.update)
-    numbers = report.hybrid_results(prompts, [one for one, _ in recorded], states, about)
+    numbers = report.hybrid_results(prompts, [one for one, _ in recorded], states, users)
     return Outcome(numbers, tables.print_hybrid, picture.hybrid_picture(numbers, recorded))
 
 

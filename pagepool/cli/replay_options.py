@@ -7,28 +7,23 @@ import re
 from typing import Any
 
 from pagepool.cli.usage import between, file_name, size_in_bytes
-from pagepool.config import KV_DTYPES
 from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.attend import GEOMETRIES
 from pagepool.replay.clock import CostModel
 from pagepool.replay.cluster import ROUTES
-from pagepool.replay.order import ORDERS, USER_ORDERS
 from pagepool.replay.passes import BELADY, PLAIN_POLICIES
 
-__all__ = ["CLOCK_ORDERS", "DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "TOKEN_BYTES", "add_arguments"]
+__all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "add_arguments"]
 
 # Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
 DEFAULT_BLOCKS = 3072
 DEFAULT_BLOCK_SIZE = 16
-CLOCK_ORDERS = ("fcfs", "lpm")
 NAMES = (*POLICIES, *PLAIN_POLICIES)
 MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
-MAX_THREADS = 256  # of decode
 MAX_BUDGET = 1 << 24
 MAX_WORKERS = 65_536
 MAX_MICROSECONDS = 10**12
-TOKEN_BYTES = 32 << 10  # of llama-3.2-1b in 16 bits
 
 
 def _several(parse: Any) -> Any:
@@ -87,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser.add_argument_group("pool and scheduler"))
     _add_attention(parser.add_argument_group("attention on real memory"))
     _add_prefix_cache(parser.add_argument_group("prefix cache"))
-    _add_order(parser.add_argument_group("users and order"))
+    _add_users(parser.add_argument_group("users"))
     _add_hybrid(parser.add_argument_group("hybrid models, with --clock none"))
     _add_workers(parser.add_argument_group("many workers"))
     _add_output(parser.add_argument_group("results"))
@@ -133,8 +128,6 @@ def _add_attention(group: Any) -> None:
         metavar="GEOMETRY",
         help=f"store K/V and run decode in the shape of a model: {', '.join(GEOMETRIES)}",
     )
-    add("--dtype", choices=tuple(KV_DTYPES), default="bfloat16", help="of the pages; default: bfloat16")
-    add("--threads", type=between(1, MAX_THREADS), metavar="N", help="threads of decode; default: all cores")
 
 
 def _add_prefix_cache(group: Any) -> None:
@@ -160,10 +153,9 @@ def _add_prefix_cache(group: Any) -> None:
         help="with --clock none, policies side by side at each --capacity; default: eight capacities, each twice the "
         "one before, up to all blocks",
     )
-    add("--cache-partial", action="store_true", help="with --clock none, cache a prompt's last, partial block, too")
 
 
-def _add_order(group: Any) -> None:
+def _add_users(group: Any) -> None:
     add = group.add_argument
     add(
         "--users",
@@ -172,15 +164,6 @@ def _add_order(group: Any) -> None:
         help="N users who take the sessions of the trace one after another; a request outside all sessions is a "
         "session of its own. Under the virtual clock each waits for the answer and the recorded think time",
     )
-    add(
-        "--order",
-        choices=(*CLOCK_ORDERS, *ORDERS),
-        metavar="NAME",
-        help="under the virtual clock, the order in which waiting requests start: fcfs (default) or lpm, longest "
-        "cached prefix first; with --clock none, the order of prompts: arrival (default), session, turns (default with "
-        f"--users), think, random, prefix; --users goes with {', '.join(USER_ORDERS)}",
-    )
-    add("--seed", type=between(0, MAX_BLOCKS), default=0, metavar="N", help="seed of --order random; default: 0")
 
 
 def _add_hybrid(group: Any) -> None:
@@ -190,15 +173,7 @@ def _add_hybrid(group: Any) -> None:
         type=size_in_bytes,
         metavar="BYTES",
         help="how many of the hits a hybrid model can use whose recurrent state has BYTES (such as 16M), with states "
-        "saved at the ends of prompts, where prompts part, and on a grid",
-    )
-    add("--state-budget", type=size_in_bytes, metavar="BYTES", help="bytes of all saved states; default: no bound")
-    add(
-        "--state-grid",
-        type=between(0, MAX_BUDGET),
-        default=16_384,
-        metavar="N",
-        help="tokens between two states of the grid; 0: no grid; default: 16384",
+        "saved at the ends of prompts, where prompts part, and every 16,384 tokens",
     )
 
 
@@ -228,12 +203,6 @@ def _add_workers(group: Any) -> None:
         metavar="GBPS,US",
         help="move pages from another worker where that takes less time than to compute them: GB in a second, and "
         "microseconds for each transfer",
-    )
-    add(
-        "--token-bytes",
-        type=size_in_bytes,
-        metavar="BYTES",
-        help=f"keys and values of a token, which --link moves; default: {TOKEN_BYTES >> 10}k",
     )
 
 

@@ -25,9 +25,9 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
 
-    def layout(self, block_size: int, dtype: str) -> KvLayout:
+    def layout(self, block_size: int) -> KvLayout:
         """The layout of pages for this model's keys and values."""
-        return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+        return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size)
 
 
 GEOMETRIES = {
@@ -55,12 +55,10 @@ class Attention:
         max_sequences: int,
         max_tokens: int,
         max_blocks_per_seq: int,
-        threads: int | None = None,
     ) -> None:
         rng = np.random.default_rng(SEED)
         self._pool = pool
         self._layers = range(geometry.num_layers)
-        self._options = {} if threads is None else {"num_threads": threads}
         self._decode = memory.decode
         self._tables = memory.BlockTables(max_sequences, max_blocks_per_seq)
         new = (max_tokens, geometry.num_kv_heads, geometry.head_dim)
@@ -93,7 +91,7 @@ class Attention:
         rows, lengths = tables.block_tables[:decodes], tables.seq_lens[:decodes]
         q, out = self._q[:decodes], self._out[:decodes]
         for layer in self._layers:
-            self._decode(q, self._pool, layer, rows, lengths, out=out, **self._options)
+            self._decode(q, self._pool, layer, rows, lengths, out=out)
         self.seconds += perf_counter() - appended
         self.calls += len(self._layers)
         self.kv_bytes += int(np.asarray(lengths).sum()) * self._token_bytes * len(self._layers)

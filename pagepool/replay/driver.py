@@ -18,7 +18,6 @@ from pagepool.scheduling.block_manager import BlockManager
 
 __all__ = ["MeteredBlockManager", "MeteredCache", "Replay", "ReplayFailed", "Totals"]
 
-CHOICE = 1024
 TOKEN = 0  # every token of a trace that gives only lengths
 
 
@@ -80,9 +79,9 @@ class Replay:
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # sequence -> its output tokens, with a cache
         self._cost = cost
-        # Requests beyond one batch wait outside the scheduler, where they take no memory: with fcfs that changes
-        # nothing. A policy that chooses among waiting requests sees CHOICE of them.
-        self._most_waiting = config.max_sequences if config.policy == "fcfs" else max(config.max_sequences, CHOICE)
+        # Requests beyond one batch wait outside the scheduler, where they take no memory: with the policy fcfs that
+        # changes nothing.
+        self._most_waiting = config.max_sequences
         self._submitted = 0
         self.last_step_us = 0  # virtual duration of the last step
 

@@ -42,7 +42,7 @@ class LruSweep:
     Raises `NotSwept` for ids that do not form a tree: the cache would tell their blocks apart and the sweep would not.
 
     touches    blocks of all prompts
-    leading    leading full blocks by their largest distance from the head; hits are read from it
+    leading    leading blocks by their largest distance from the head; hits are read from it
     distances  its keys, sorted
     """
 
@@ -56,12 +56,12 @@ class LruSweep:
         self._hits = np.cumsum([self.leading[distance] for distance in self.distances.tolist()], dtype=np.int64)
 
     def hits(self, capacity: int | None) -> int:
-        """Leading full blocks that a cache of `capacity` blocks finds; None: unlimited."""
+        """Leading blocks that a cache of `capacity` blocks finds; None: unlimited."""
         place = len(self._hits) if capacity is None else int(np.searchsorted(self.distances, capacity, "right"))
         return int(self._hits[place - 1]) if place else 0
 
     def misses(self, capacity: int | None) -> int:
-        """Blocks, full or partial, that the cache does not have when they are touched."""
+        """Blocks that the cache does not have when they are touched."""
         found = sum(count for distance, count in self._all.items() if capacity is None or distance <= capacity)
         return self.touches - found
 
@@ -75,7 +75,7 @@ class LruSweep:
             raise NotSwept
         # The block before each: 0 while unseen, 1 at the head of a prompt, else its id + 2.
         last, parent = np.full(size, -1, np.int32), np.zeros(size, np.int64)
-        for prompt, (ids, full, session) in enumerate(prompts):
+        for prompt, (ids, session) in enumerate(prompts):
             blocks = ids + np.int64(first[session])
             above = np.ones(len(blocks), np.int64)
             above[1:] = blocks[:-1] + 2
@@ -84,12 +84,12 @@ class LruSweep:
             # The second is true where a block is in this prompt twice.
             if np.any((known != 0) & (known != above)) or np.any(parent[blocks] != above):
                 raise NotSwept
-            self._touch(last[blocks], full)
+            self._touch(last[blocks])
             last[blocks] = prompt
             self._weights.add(prompt, len(blocks))
             self.touches += len(blocks)
 
-    def _touch(self, parts: NDArray[np.int32], full: int) -> None:
+    def _touch(self, parts: NDArray[np.int32]) -> None:
         """Count the blocks of one prompt; `parts` has the part of the stack with each of them."""
         weights, largest, leads = self._weights, 0, True
         borders = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
@@ -104,8 +104,8 @@ class LruSweep:
             weights.add(part, start - end)
             self._all[distance] += end - start
             largest = max(largest, distance)
-            if leads and start < full:
-                self.leading[largest] += min(end, full) - start
+            if leads:
+                self.leading[largest] += end - start
 
 
 class _Fenwick:

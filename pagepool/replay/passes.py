@@ -55,18 +55,17 @@ def cache_pass(
     """One pass through a cache of `capacity` blocks.
 
     `memory` is pagepool or pagepool.reference; policies that pagepool does not have always run in pagepool.reference.
-    A prompt's hits are its leading full blocks that are cached. Its blocks are touched from head to tail, and those
+    A prompt's hits are its leading blocks that are cached. Its blocks are touched from head to tail, and those
     that are missing are cached. Raises `PoolError` if the cache does not give every block back at the end.
     """
     cache = _make_cache(memory, prompts, policy, capacity)
     hits = blocks = nanoseconds = 0
     state = f"{policy} with {'unlimited' if capacity is None else f'{capacity:,}'} blocks"
-    for done, (ids, full, session) in enumerate(prompts):
+    for done, (ids, session) in enumerate(prompts):
         report(done, state)
         start = perf_counter_ns()
-        found = cache.touch(ids, cache_salt=session)
+        hits += cache.touch(ids, cache_salt=session)
         nanoseconds += perf_counter_ns() - start
-        hits += min(found, full)
         blocks += len(ids)
     cache.check()
     evictions = cache.stats()["evicted"]
@@ -146,8 +145,8 @@ class StateOptions:
     two states of the grid (0: no grid)."""
 
     state_bytes: int
-    budget_bytes: int | None
-    grid: int
+    budget_bytes: int | None = None
+    grid: int = 16_384
 
 
 @dataclass(frozen=True)
@@ -193,9 +192,9 @@ def hybrid_pass(
     hits = usable = peak = 0
     for request in prompts.order:
         # With the last, partial block, so that in most prompts a token follows the last full one.
-        ids, full = prompts.row(request, True)
-        session = prompts.trace.session[request]
-        blocks = min(cache.touch(ids[:full], cache_salt=session), full)
+        ids, session = prompts.row(request, True), prompts.trace.session[request]
+        full = prompts.trace.prompt[request] // size
+        blocks = cache.touch(ids[:full], cache_salt=session)
         found = index.find(ids, blocks, cache_salt=session)
         begin = 0 if found is None else found[0]
         for position, reason in index.stops(ids, blocks, begin, cache_salt=session):

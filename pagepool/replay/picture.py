@@ -301,22 +301,14 @@ def recorded_passes(
 
 
 def _budgets(memory: Any, prompts: Prompts, one: HybridPass, options: StateOptions) -> list[tuple[int, int]]:
-    """The usable blocks of the same pass with smaller budgets: what its states take without one, then half, ..."""
-
-    def with_budget(budget: int | None) -> HybridPass:
-        smaller = replace(options, budget_bytes=budget)
-        return one if smaller == options else hybrid_pass(memory, prompts, one.policy, one.capacity, smaller)
-
-    unbounded = with_budget(None)
-    most = unbounded.states["peak_states"] * options.state_bytes
-    found = {most: unbounded.usable_blocks}
-    if options.budget_bytes is not None:
-        found[min(most, options.budget_bytes)] = one.usable_blocks
-    for halves in range(1, HALVES + 1):
-        if most >> halves >= options.state_bytes:
-            found[most >> halves] = with_budget(most >> halves).usable_blocks
-    found.pop(0, None)  # the pass saved no state
-    return sorted(found.items())
+    """Usable blocks of the same pass with budgets: what the states of `one` take, then half of that, and so on."""
+    most = one.states["peak_states"] * options.state_bytes
+    found = [(most, one.usable_blocks)] if most else []
+    for budget in [most >> halves for halves in range(1, HALVES + 1)]:
+        if budget >= options.state_bytes:
+            smaller = replace(options, budget_bytes=budget)
+            found.append((budget, hybrid_pass(memory, prompts, one.policy, one.capacity, smaller).usable_blocks))
+    return found[::-1]
 
 
 def hybrid_picture(numbers: dict[str, Any], found: list[tuple[HybridPass, HybridRecord]]) -> dict[str, Any]:

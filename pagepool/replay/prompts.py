@@ -27,18 +27,16 @@ class Prompts:
 
     trace       read with its prefixes
     block_size  tokens per block; None: the trace's own. It must divide the trace's, whose blocks are cut then
-    partial     whether a last, partial block has an id, too
     order       indices of the requests, each once; None: as they arrive
 
     Raises `PassError` for a trace without prefix blocks, a size that does not divide theirs, and ids beyond 31 bits.
     """
 
-    def __init__(self, trace: Trace, block_size: int | None, partial: bool, order: Sequence[int] | None = None) -> None:
+    def __init__(self, trace: Trace, block_size: int | None = None, order: Sequence[int] | None = None) -> None:
         if not trace.block or trace.runs is None:
             raise PassError("the trace names no prefix blocks, which --clock none needs")
         self.trace = trace
         self.block_size = block_size or trace.block
-        self.partial = partial
         self.order = range(len(trace)) if order is None else order
         if trace.block % self.block_size:
             raise PassError(
@@ -51,21 +49,19 @@ class Prompts:
         self.full_blocks = sum(tokens // self.block_size for tokens in trace.prompt)
         self.most_ids = sum(-(-tokens // self.block_size) for tokens in trace.prompt)
 
-    def __iter__(self) -> Iterator[tuple[NDArray[np.int32], int, int]]:
-        """For each prompt its ids, how many of its blocks are full, and its session."""
+    def __iter__(self) -> Iterator[tuple[NDArray[np.int32], int]]:
+        """For each prompt the ids of its full blocks, and its session."""
         for index in self.order:
-            ids, full = self.row(index, self.partial)
-            yield ids, full, self.trace.session[index]
+            yield self.row(index), self.trace.session[index]
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def row(self, index: int, partial: bool) -> tuple[NDArray[np.int32], int]:
-        """The block ids of request `index` of the trace, with or without a partial last one, and its full blocks."""
+    def row(self, index: int, partial: bool = False) -> NDArray[np.int32]:
+        """The ids of the full blocks of request `index` of the trace; with `partial` also of a last, partial one."""
         tokens = self.trace.prompt[index]
         ids = _ids((self.trace.runs or [])[index], self._cuts)
-        full = tokens // self.block_size
-        return ids[: -(-tokens // self.block_size) if partial else full], full
+        return ids[: -(-tokens // self.block_size) if partial else tokens // self.block_size]
 
     def flat(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The ids of all prompts in one row, different for different sessions, and where each prompt ends.
@@ -75,7 +71,7 @@ class Prompts:
         first, size = self.id_ranges()
         if size > MAX_IDS:
             raise PassError(f"{size} block ids of all sessions are more than {MAX_IDS}")
-        rows = [ids + np.int32(first[session]) for ids, _, session in self]
+        rows = [ids + np.int32(first[session]) for ids, session in self]
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
         return np.concatenate(rows) if rows else np.empty(0, np.int32), ends
 

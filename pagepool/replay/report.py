@@ -167,8 +167,8 @@ def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------------------- the prefix cache, without a clock
 
 
-def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any]) -> dict[str, Any]:
-    """Everything counted, and `about`: the order and the users. `prefix` is an object for one pass, a list for several.
+def pass_results(prompts: Prompts, passes: list[CachePass], users: int | None) -> dict[str, Any]:
+    """Everything counted, and the number of users. `prefix` is an object for one pass, a list for several.
 
     `ns_per_block` is the wall time of look-up and insertion per block; null: a sweep counted, without a cache. The rest
     is the same in every run. `capacity_blocks` null: unlimited.
@@ -184,18 +184,17 @@ def pass_results(prompts: Prompts, passes: list[CachePass], about: dict[str, Any
         }
         for one in passes
     ]
-    return {**_about_pass(prompts, about), "prefix": rows[0] if len(rows) == 1 else rows}
+    return {**_about_pass(prompts, users), "prefix": rows[0] if len(rows) == 1 else rows}
 
 
-def _about_pass(prompts: Prompts, about: dict[str, Any]) -> dict[str, Any]:
+def _about_pass(prompts: Prompts, users: int | None) -> dict[str, Any]:
     return {
         "trace": prompts.trace.name,
         "licence": prompts.trace.licence,
         "requests": len(prompts.trace),
         "clock": "none",
         "block_size": prompts.block_size,
-        "cache_partial": prompts.partial,
-        **about,
+        "users": users,
     }
 
 
@@ -211,13 +210,9 @@ def hit_rate(row: dict[str, Any]) -> float:
 
 def title(numbers: dict[str, Any]) -> str:
     """The line above the tables of all passes without a clock."""
-    partial = ", partial blocks too" if numbers["cache_partial"] else ""
     users = f", {numbers['users']} users" if numbers["users"] else ""
-    order = "" if numbers["order"] == "arrival" else f", order {numbers['order']}"
-    return (
-        f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {numbers['block_size']}-token blocks"
-        f"{partial}{users}{order}"
-    )
+    size = f"{numbers['block_size']}-token blocks"
+    return f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {size}{users}"
 
 
 def as_list(found: Any) -> list[dict[str, Any]]:
@@ -234,7 +229,7 @@ def capacity_text(row: dict[str, Any]) -> str:
 
 
 def hybrid_results(
-    prompts: Prompts, passes: list[HybridPass], options: StateOptions, about: dict[str, Any]
+    prompts: Prompts, passes: list[HybridPass], options: StateOptions, users: int | None
 ) -> dict[str, Any]:
     """Everything counted, the same in every run. `hybrid` is an object for one pass, a list for several.
 
@@ -259,16 +254,14 @@ def hybrid_results(
         }
         for one in passes
     ]
-    sizes = {"state_bytes": options.state_bytes, "budget_bytes": options.budget_bytes, "grid": options.grid}
-    return {**_about_pass(prompts, about), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
+    sizes = {"state_bytes": options.state_bytes, "grid": options.grid}
+    return {**_about_pass(prompts, users), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
 
 
 def about_states(numbers: dict[str, Any]) -> str:
-    """The size of a state, the budget of all states, and the grid."""
+    """The size of a state, and the grid."""
     sizes = numbers["states"]
-    budget = "no bound" if sizes["budget_bytes"] is None else f"at most {sizes['budget_bytes'] / 2**20:,.1f} MiB"
-    grid = f"a grid of {sizes['grid']:,} tokens" if sizes["grid"] else "no grid"
-    return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, {budget}; {grid}"
+    return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, no bound; a grid of {sizes['grid']:,} tokens"
 
 
 def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pagepool
-from pagepool import BlockTables, KvCachePool, SchedulerConfig
+from pagepool import BlockTables, KvCachePool, KvLayout, SchedulerConfig
 from pagepool.cli import main
 from pagepool.replay.attend import GEOMETRIES, Attention, Geometry
 from pagepool.replay.clock import CostModel
@@ -36,9 +36,9 @@ class Recorder:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layer_stores_and_reads_every_token(make_trace, dtype):
-    pool = KvCachePool.from_layout(SMALL.layout(4, dtype), 40)
+    pool = KvCachePool.from_layout(KvLayout(SMALL.num_layers, SMALL.num_kv_heads, SMALL.head_dim, 4, dtype), 40)
     memory = Recorder()
-    attention = Attention(memory, pool, SMALL, max_sequences=8, max_tokens=16, max_blocks_per_seq=8, threads=1)
+    attention = Attention(memory, pool, SMALL, max_sequences=8, max_tokens=16, max_blocks_per_seq=8)
     config = SchedulerConfig(block_size=4, max_batch_tokens=16, max_prefill_tokens=16)
     stored = []
     append = attention.run
@@ -73,7 +73,7 @@ def test_the_geometries_are_those_of_the_models():
 
 def test_the_command_attends(make_trace, capsys):
     path = make_trace([[0, 20, 4, []], [0, 12, 3, []]])
-    arguments = ["replay", str(path), "--attend", "qwen2.5-0.5b", "--dtype", "float16", "--threads", "1", "--json", "-"]
+    arguments = ["replay", str(path), "--attend", "qwen2.5-0.5b", "--json", "-"]
     assert main(arguments) == 0
     numbers = json.loads(capsys.readouterr().out)
     per_layer = 21 + 22 + 23 + 13 + 14

@@ -105,14 +105,6 @@ def test_arc_runs_in_the_reference_with_the_counts_of_a_compiled_one(make_trace,
     assert (numbers["prefix"]["hit_blocks"], numbers["prefix"]["evictions"]) == (452, 286)
 
 
-def test_the_longest_prefix_first_is_an_order(make_trace, capsys):
-    records = [[0, 43, 2, [1000 * (at % 4), 8, 5000 + 10 * at, 3]] for at in range(40)]
-    path = make_trace(records, block=4)
-    options = ("--policy", "lru", "--block-size", "4", "--blocks", "14", "--max-batch", "1")
-    hits = [run(capsys, path, *options, "--order", order)["prefix"]["hit_blocks"] for order in ("fcfs", "lpm")]
-    assert hits[1] > hits[0]
-
-
 def test_the_picture_tells_cached_blocks_from_used_ones(make_trace, tmp_path, capsys):
     path = make_trace([[at, 40, 9, [5 * at, 10]] for at in range(20)], block=4)
     target = tmp_path / "page.html"
@@ -135,11 +127,6 @@ def test_the_table_has_the_cache(make_trace, capsys):
     [
         (["--policy", "lru,arc"], "several policies, and belady, need --clock none"),
         (["--policy", "belady"], "several policies, and belady, need --clock none"),
-        (["--order", "turns"], "--order turns needs --clock none; with a clock: fcfs, lpm"),
-        (
-            ["--clock", "none", "--order", "lpm"],
-            "--order lpm belongs to the scheduler, which --clock none",
-        ),
         (["--compare", "lru,arc"], "--compare needs --clock none"),
     ],
 )

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pagepool import cli
+import pagepool
+from pagepool import cli, reference
+from pagepool.replay.passes import StateOptions, hybrid_pass
+from pagepool.replay.prompts import Prompts
+from pagepool.replay.ptrace import read_trace
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_synthetic.ptrace.xz"
 needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
@@ -25,25 +29,24 @@ def run(capsys, path, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("memory", [[], ["--reference"]])
+@pytest.mark.parametrize("memory", [pagepool, reference], ids=["compiled", "reference"])
 @pytest.mark.parametrize(
-    ("arguments", "hits", "usable", "saved"),
+    ("options", "capacity", "hits", "usable", "saved"),
     [
         # C finds 3 blocks and no state, D the state that C has left where it parted, E that at the end of D.
-        (["--state-grid", "0"], 11, 8, {"branch": 1, "end": 5, "grid": 0}),
+        ({"grid": 0}, None, 11, 8, {"branch": 1, "end": 5, "grid": 0}),
         # A grid of every 2 blocks: C finds the one after 2. E ends on it.
-        (["--state-grid", "8"], 11, 10, {"branch": 1, "end": 4, "grid": 7}),
+        ({"grid": 8}, None, 11, 10, {"branch": 1, "end": 4, "grid": 7}),
         # One state at a time has room, and none is worth more than the last but the end of A at first.
-        (["--state-grid", "0", "--state-budget", "4k"], 11, 0, None),
-        (["--capacity", "0"], 0, 0, None),
+        ({"grid": 0, "budget_bytes": 4096}, None, 11, 0, None),
+        ({}, 0, 0, 0, None),
     ],
 )
-def test_worked_out_by_hand(make_trace, capsys, memory, arguments, hits, usable, saved):
-    numbers = run(capsys, make_trace(RECORDS, block=4), "--hybrid", "4k", *arguments, *memory)
-    found = numbers["hybrid"]
-    assert (found["full_blocks"], found["hit_blocks"], found["usable_blocks"]) == (26, hits, usable)
-    assert saved is None or found["saved"] == saved
-    assert numbers["states"]["state_bytes"] == 4096
+def test_worked_out_by_hand(make_trace, memory, options, capacity, hits, usable, saved):
+    prompts = Prompts(read_trace(make_trace(RECORDS, block=4), prefixes=True))
+    found = hybrid_pass(memory, prompts, "lru", capacity, StateOptions(4096, **options))
+    assert (found.full_blocks, found.hit_blocks, found.usable_blocks) == (26, hits, usable)
+    assert saved is None or found.states["saved"] == saved
 
 
 def test_every_block_is_what_the_cache_has_taken(make_trace, capsys):
@@ -56,22 +59,10 @@ def test_every_block_is_what_the_cache_has_taken(make_trace, capsys):
 
 def test_the_table(make_trace, capsys):
     path = make_trace(RECORDS, block=4)
-    assert cli.main(["replay", str(path), "--clock", "none", "--hybrid", "16M", "--state-grid", "0"]) == 0
+    assert cli.main(["replay", str(path), "--clock", "none", "--hybrid", "16M"]) == 0
     printed = capsys.readouterr().out
-    assert "states of 16.00 MiB, no bound; no grid" in printed and "72.7%" in printed
+    assert "states of 16.00 MiB, no bound; a grid of 16,384 tokens" in printed and "72.7%" in printed
     assert "1 / 1" in printed and "states kept / times used" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--state-budget", "1G"], "--state-budget needs --hybrid"),
-        (["--hybrid", "1", "--cache-partial"], "--cache-partial does not go with --hybrid"),
-    ],
-)
-def test_options_that_do_not_go_together(make_trace, capsys, arguments, message):
-    assert cli.main(["replay", str(make_trace(RECORDS, block=4)), "--clock", "none", *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "-1", "1.5G", "16MB", "9" * 13, "999999999T", "٣"])
@@ -90,6 +81,8 @@ def test_most_of_the_hits_with_few_of_the_states(capsys, capacity, policy):
 
 
 @needs_traces
-def test_the_same_with_a_budget_of_a_fortieth_of_the_states(capsys):
-    found = run(capsys, MOONCAKE, "--hybrid", "16M", "--state-budget", str(1000 * 17 << 20))["hybrid"]
-    assert found["usable_share"] >= 0.95 and found["peak_state_share"] <= 0.027
+def test_the_same_with_a_budget_of_a_fortieth_of_the_states():
+    prompts = Prompts(read_trace(MOONCAKE, prefixes=True))
+    found = hybrid_pass(pagepool, prompts, "lru", None, StateOptions(16 << 20, 1000 * 17 << 20))
+    assert found.usable_blocks >= 0.95 * found.hit_blocks
+    assert found.states["peak_states"] <= 0.027 * found.peak_blocks

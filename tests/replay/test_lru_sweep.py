@@ -34,9 +34,9 @@ TRACES = st.lists(st.tuples(st.integers(1, 2), PATHS, st.integers(0, 3)), max_si
 
 
 @settings(max_examples=150, deadline=None)
-@given(TRACES, st.booleans(), st.sampled_from([None, 2, 1]))
-def test_every_capacity_as_the_cache_has_it(trace, partial, block_size):
-    prompts = Prompts(trace, block_size, partial)
+@given(TRACES, st.sampled_from([None, 2, 1]))
+def test_every_capacity_as_the_cache_has_it(trace, block_size):
+    prompts = Prompts(trace, block_size)
     lru = LruSweep(prompts)
     for capacity in [0, 1, 2, 3, 4, 5, 7, 9, 12, 20, 1000, None]:
         real = cache_pass(pagepool, prompts, "lru", capacity)
@@ -52,7 +52,7 @@ def test_every_capacity_as_the_cache_has_it(trace, partial, block_size):
 def test_ids_that_form_no_tree_are_left_to_the_cache(runs):
     trace = trace_of([(1, (0,) * 3, 0)] * len(runs))
     trace.runs = runs
-    prompts = Prompts(trace, None, False)
+    prompts = Prompts(trace)
     with pytest.raises(NotSwept):
         LruSweep(prompts)
     capacities = [1, 2, None]
@@ -82,7 +82,7 @@ def test_policies_side_by_side(make_trace, capsys):
 @settings(max_examples=50, deadline=None)
 @given(TRACES, st.integers(0, 25))
 def test_no_policy_passes_belady(trace, capacity):
-    prompts = Prompts(trace, None, False)
+    prompts = Prompts(trace)
     bound, *others = cache_passes(pagepool, prompts, ["belady", *POLICIES, *PLAIN_POLICIES], [capacity])
     assert bound.hit_blocks >= max(one.hit_blocks for one in others)
     unlimited = cache_passes(pagepool, prompts, ["belady", "lru"], [None])
@@ -97,9 +97,8 @@ def test_the_share_of_the_head_room(make_trace, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[2] == ["2", "0.00%*", "60.00%"] and lines[6] == ["2", "0.0%", "100.0%"]
     assert lines[3] == ["3", "90.00%*", "90.00%"] and lines[7] == ["3", "0.0%", "0.0%"]
-    for option in (["--hybrid", "1"], ["--cache-partial"]):
-        assert cli.main([*arguments, *option]) == 2
-        assert "belady is a bound for full blocks" in capsys.readouterr().err
+    assert cli.main([*arguments, "--hybrid", "1"]) == 2
+    assert "belady does not go with --hybrid" in capsys.readouterr().err
 
 
 def test_ids_too_many_for_belady_are_one_sentence(make_trace, capsys):

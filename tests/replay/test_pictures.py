@@ -142,34 +142,32 @@ def test_the_page_of_a_hybrid_model(make_trace, tmp_path, capsys):
     """Windows add up to the passes, and the ends of the lines over the bytes are what passes without a picture say."""
     path = make_trace([[at, 40, 1, [0, 2, 7 * (at % 5), 4, 100 + 9 * at, 4]] for at in range(400)], block=4)
     arguments = [str(path), "--clock", "none", "--hybrid", "1k", "--policy", "lru,arc", "--capacity", "30,500"]
-    for budget in ([], ["--state-budget", "9k"]):
-        assert main(["replay", *arguments, *budget, "--json", "-"]) == 0
-        rows = json.loads(capsys.readouterr().out)["hybrid"]
-        found = drawn(tmp_path / "page.html", *arguments, *budget).data
-        capsys.readouterr()
-        ends, lines = found["hybrid"]["ends"], found["hybrid"]["lines"]
-        assert [line["name"] for line in lines] == [f"{p}, {n} blocks" for p in ("lru", "arc") for n in (30, 500)]
-        assert len(found["table"]) == 5 and 100 < len(ends) <= 160 and ends[-1] == 400
-        sizes = [10 * (end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
-        for line, row in zip(lines, rows, strict=True):
-            assert line["hit_rate"] == row["hit_blocks"] / row["full_blocks"]
-            for name, total in (("hit", row["hit_blocks"]), ("usable", row["usable_blocks"])):
-                assert round(sum(map(mul, line[name], sizes)), 6) == total
-            assert max(line["states"]) <= row["peak_states"] and line["every_block"][-1] <= row["capacity_blocks"]
-            rooms = [room for room, _ in line["budgets"]]
-            assert rooms == sorted(set(rooms)) and rooms[0] < 4096 and rooms[-1] % 1024 == 0
-            (rate,) = {rate for room, rate in line["budgets"] if room == (9 << 10 if budget else rooms[-1])}
-            assert rate == row["usable_blocks"] / row["full_blocks"]
-            assert all(rate <= line["hit_rate"] for _, rate in line["budgets"])
+    assert main(["replay", *arguments, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["hybrid"]
+    found = drawn(tmp_path / "page.html", *arguments).data
+    capsys.readouterr()
+    ends, lines = found["hybrid"]["ends"], found["hybrid"]["lines"]
+    assert [line["name"] for line in lines] == [f"{p}, {n} blocks" for p in ("lru", "arc") for n in (30, 500)]
+    assert len(found["table"]) == 5 and 100 < len(ends) <= 160 and ends[-1] == 400
+    sizes = [10 * (end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+    for line, row in zip(lines, rows, strict=True):
+        assert line["hit_rate"] == row["hit_blocks"] / row["full_blocks"]
+        for name, total in (("hit", row["hit_blocks"]), ("usable", row["usable_blocks"])):
+            assert round(sum(map(mul, line[name], sizes)), 6) == total
+        assert max(line["states"]) <= row["peak_states"] and line["every_block"][-1] <= row["capacity_blocks"]
+        rooms = [room for room, _ in line["budgets"]]
+        assert rooms == sorted(set(rooms)) and rooms[0] < 4096 and rooms[-1] % 1024 == 0
+        assert line["budgets"][-1][1] == row["usable_blocks"] / row["full_blocks"]
+        assert all(rate <= line["hit_rate"] for _, rate in line["budgets"])
 
 
 def test_the_curve_of_lru_is_that_of_the_sweep(make_trace):
     path = make_trace([[at, 12, 1, [5 * (at % 7), 3]] for at in range(50)], block=4)
-    curve = lru_curve(Prompts(read_trace(path, prefixes=True), None, False))
+    curve = lru_curve(Prompts(read_trace(path, prefixes=True)))
     assert curve == [(21, 43 * 3 / 150)]
-    assert lru_curve(Prompts(read_trace(make_trace([], block=4), prefixes=True), None, False)) is None
+    assert lru_curve(Prompts(read_trace(make_trace([], block=4), prefixes=True))) is None
     twice = make_trace([[0, 8, 1, [0, 2]], [0, 8, 1, [1, 1, 0, 1]]], block=4)
-    assert lru_curve(Prompts(read_trace(twice, prefixes=True), None, False)) is None
+    assert lru_curve(Prompts(read_trace(twice, prefixes=True))) is None
 
 
 def test_the_page_needs_nothing_else(tmp_path, capsys):

@@ -43,7 +43,7 @@ def test_a_recorded_hour_is_replayed_alike(capsys, arguments, pressed):
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
-@pytest.mark.parametrize("options", [[], ["--order", "lpm"], ["--max-batch", "2"]])
+@pytest.mark.parametrize("options", [[], ["--max-batch", "2"]])
 def test_prefixes_are_kept_and_evicted_alike(sessions, capsys, policy, options):
     arguments = [sessions, "--policy", policy, "--block-size", "4", "--blocks", "40", *options]
     ours = numbers(capsys, *arguments)

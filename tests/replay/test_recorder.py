@@ -42,7 +42,7 @@ def test_a_replay_finds_what_the_engine_found(tmp_path_factory, prompts, block, 
     assert list(trace.prompt) == [len(tokens) for tokens, _ in prompts]
     assert list(trace.output) == list(range(len(prompts)))
     assert list(trace.arrival_us) == [1000 * number for number in range(len(prompts))]
-    replayed = cache_pass(pagepool, Prompts(trace, None, False), "lru", capacity)
+    replayed = cache_pass(pagepool, Prompts(trace), "lru", capacity)
     assert (replayed.hit_blocks, replayed.evictions) == hits_of(prompts, block, capacity)
 
 

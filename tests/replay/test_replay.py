@@ -203,7 +203,6 @@ def test_a_disk_that_is_full_is_named(option, capsys):
         ["--budget", "0"],
         ["--cost", "1,2"],
         ["--attend", "gpt"],
-        ["--threads", "257"],
         ["--json", ""],
         ["--html", ""],
         ["--plot", ""],
