@@ -66,7 +66,7 @@ cdef int64_t last_to_share(list states) except -1:
     dropped = Counter()
     for state in states:
         if state.pending:
-            end = (state.length + state.pending + state.block_size - 1) // state.block_size
+            end = state.c_needed(state.length + state.pending)
             for i in range(state.length // state.block_size, min(end, state.num_blocks)):
                 block = state.c_blocks[i]
                 count = state.allocator.c_ref_count(block)
@@ -187,12 +187,6 @@ cdef int32_t first_needed(PagedSeqState state, int64_t position) noexcept:
     return max(state.first_block, <int32_t>(min(position, state.length) // state.block_size))
 
 
-cdef bint can_move(PagedSeqState state, int32_t place) noexcept:
-    """Whether a block that the window has left is not shared, so that it may hold new tokens at once."""
-    cdef int32_t block = state.c_blocks[place]
-    return not state.allocator.c_is_shared(block)
-
-
 cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, int64_t count) noexcept:
     """Takes the blocks before the position out of the table and passes on or drops their references.
 
@@ -250,7 +244,7 @@ def group_append(list states not None, n, list positions not None):
             for state, start, wanted in members:
                 total += wanted
                 for place in range(state.first_block, first_needed(state, start)):
-                    if can_move(state, place):
+                    if not allocator.c_is_shared(state.c_blocks[place]):
                         spare.append(state.c_blocks[place])
             blocks = PageBuffer(total, "i")
             own = min(len(spare), total)

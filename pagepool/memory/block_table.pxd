@@ -54,6 +54,8 @@ cdef class PagedSeqState:
     # Whether the sequence may be cut to this length: it has the tokens, and none of them was given back.
     cdef bint c_can_keep(self, int64_t new_len) noexcept nogil
     # Blocks that hold `length` tokens.
-    cdef int32_t c_needed(self, int64_t length) noexcept nogil
+    cdef inline int64_t c_needed(self, int64_t length) noexcept nogil:
+        return length // self.block_size + (length % self.block_size != 0)
+
     cdef void c_forget(self, int32_t keep) noexcept nogil
     cdef object failed(self, pp_status status, object number, object wanted)

@@ -82,7 +82,7 @@ cdef class PagedSeqState:
         cdef int64_t needed
         if target_len < 0 or self.is_closed:
             return PP_INVALID_ARGUMENT
-        needed = target_len // self.block_size + (target_len % self.block_size != 0)
+        needed = self.c_needed(target_len)
         if needed > self.max_blocks_per_seq:
             return PP_OVER_MAXIMUM
         if needed <= self.num_blocks:
@@ -99,7 +99,7 @@ cdef class PagedSeqState:
         if n > MAX_TOKENS:
             return OVER_MAXIMUM
         target = self.length + n
-        needed = target // self.block_size + (target % self.block_size != 0)
+        needed = self.c_needed(target)
         if needed > self.max_blocks_per_seq:
             return OVER_MAXIMUM
         wanted = max(needed - self.num_blocks, 0)
@@ -139,8 +139,7 @@ cdef class PagedSeqState:
 
     cdef int64_t c_append_taken(self, int64_t n, const int32_t *taken) noexcept nogil:
         cdef int64_t tail = self.length // self.block_size, target = self.length + n
-        cdef int64_t needed = target // self.block_size + (target % self.block_size != 0)
-        cdef int64_t i, used = 0
+        cdef int64_t needed = self.c_needed(target), i, used = 0
         cdef int32_t old
         if n:
             for i in range(tail, min(needed, self.num_blocks)):
@@ -178,20 +177,17 @@ cdef class PagedSeqState:
         cdef int32_t i
         if not self.c_can_keep(new_len):
             return PP_INVALID_ARGUMENT
-        for i in range(max(self.c_needed(new_len), self.first_block), self.num_blocks):
+        for i in range(max(<int32_t>self.c_needed(new_len), self.first_block), self.num_blocks):
             if self.allocator.c_ref_count(self.c_blocks[i]) < 1:
                 return PP_INVALID_BLOCK
         return PP_OK
-
-    cdef int32_t c_needed(self, int64_t length) noexcept nogil:
-        return <int32_t>((length + self.block_size - 1) // self.block_size)
 
     cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil:
         cdef pp_status status
         cdef int32_t keep, first
         if not self.c_can_keep(new_len):
             return PP_INVALID_ARGUMENT
-        keep = self.c_needed(new_len)
+        keep = <int32_t>self.c_needed(new_len)
         first = max(keep, self.first_block)
         status = self.allocator.c_free_n(self.c_blocks + first, self.num_blocks - first)
         if status == PP_OK:
@@ -226,7 +222,7 @@ cdef class PagedSeqState:
         cdef pp_status status
         if self.num_blocks or self.is_closed or num_tokens < 0 or num_tokens > MAX_TOKENS:
             return PP_INVALID_ARGUMENT
-        if n != num_tokens // self.block_size + (num_tokens % self.block_size != 0):
+        if n != self.c_needed(num_tokens):
             return PP_INVALID_ARGUMENT
         if n > self.max_blocks_per_seq:
             return PP_OVER_MAXIMUM
@@ -374,7 +370,7 @@ cdef class PagedSeqState:
         count can hold, `InvalidBlock` when one was freed by someone else, `MemoryError`; then nothing has changed.
         """
         cdef PagedSeqState child
-        cdef int32_t first = self.first_block, held = <int32_t>needed_blocks(self.length, self.block_size)
+        cdef int32_t first = self.first_block, held = <int32_t>self.c_needed(self.length)
         if self.is_closed:
             raise self.failed(PP_INVALID_ARGUMENT, 0, 0)
         child = PagedSeqState(self.allocator, self.block_size, self.max_blocks_per_seq)
