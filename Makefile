@@ -162,9 +162,10 @@ PEERS ?= build/peers
 figures: build $(VENV)/.tools  ## measure beside the peers and draw the README's pictures; PEERS=DIR has their environments
 	$(PY) bench/pictures.py --peers $(PEERS)
 
-lint: build $(VENV)/.tools  ## ruff, mypy, stubtest, cython-lint
+lint: build $(VENV)/.tools  ## ruff, mypy, stubtest, import-linter, cython-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	PYTHONPATH=. $(VENV)/bin/lint-imports
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest pagepool --mypy-config-file pyproject.toml \
 		--allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
