@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from pagepool.memory.allocator import BlockAllocator
 
-__all__ = ["BlockRefs", "PrefixMatch", "block_refs"]
+__all__ = ["BlockRefs", "PrefixMatch"]
 
 @final
 class BlockRefs:
@@ -30,5 +30,3 @@ class PrefixMatch:
     def __enter__(self) -> PrefixMatch: ...
     def __exit__(self, *error: object) -> None: ...
     def __iter__(self) -> Iterator[Any]: ...
-
-def block_refs(allocator: Any) -> BlockRefs: ...

@@ -22,7 +22,7 @@ from pagepool.errors import InvalidBlock
 from pagepool._arguments import integer
 from pagepool.memory.explain import exhausted
 
-__all__ = ["BlockRefs", "PrefixMatch", "block_refs"]
+__all__ = ["BlockRefs", "PrefixMatch"]
 
 
 @cython.final
@@ -176,11 +176,6 @@ cdef PrefixMatch new_match(BlockAllocator allocator):
     cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
     match.refs = BlockRefs(allocator)
     return match
-
-
-def block_refs(allocator):
-    """A new `BlockRefs`. An allocator that is not the compiled one brings its own."""
-    return BlockRefs(allocator) if isinstance(allocator, BlockAllocator) else allocator.block_refs()
 
 
 @cython.final

@@ -21,7 +21,7 @@ import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError, PoolExhausted
 
-__all__ = ["BlockAllocator", "BlockRefs", "count_of"]
+__all__ = ["BlockAllocator", "count_of"]
 
 MAX_BLOCKS = 2**31 - 1
 
@@ -121,10 +121,6 @@ class BlockAllocator:
         self.demand(n)
         return np.array([self._take() for _ in range(n)], dtype=np.int32)
 
-    def block_refs(self) -> BlockRefs:
-        """A new `BlockRefs`, by which a scheduler takes references."""
-        return BlockRefs(self)
-
     def free(self, blocks: int | Iterable[int]) -> None:
         """Drops one reference of each block; a block without references is free, the last one given is the next out.
 
@@ -216,46 +212,3 @@ class BlockAllocator:
             if block >= self._fresh or not self._refs[block]:
                 raise InvalidBlock(f"block {block} is not allocated")
         return ids
-
-
-class BlockRefs:
-    """References to blocks of one allocator, taken at once and given back at once.
-
-    references held == one to each block        blocks are given back in the opposite order
-
-    A call that raises has taken nothing.
-
-    >>> from pagepool.reference import BlockAllocator
-    >>> held = BlockAllocator(4).block_refs()
-    >>> held.allocate_n(3).tolist(), len(held)
-    ([0, 1, 2], 3)
-    """
-
-    def __init__(self, allocator: Any) -> None:
-        self.allocator = allocator
-        self._blocks: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def allocate_n(self, n: int) -> np.ndarray:
-        """Takes n blocks."""
-        blocks: np.ndarray = self.allocator.allocate_n(n)
-        self._blocks = blocks.tolist()
-        return blocks
-
-    def share(self, blocks: Any) -> None:
-        """Takes one reference more to each block."""
-        self.allocator.share(blocks)
-        self._blocks = np.asarray(blocks).reshape(-1).tolist()
-
-    def match_prefix(self, cache: Any, tokens: Any, **keys: Any) -> np.ndarray:
-        """Takes the cached blocks of a prompt."""
-        blocks: np.ndarray = cache.match_prefix(tokens, **keys)
-        self._blocks = blocks.tolist()
-        return blocks
-
-    def give_back(self) -> None:
-        """Drops the references, the last one first."""
-        self.allocator.free(self._blocks[::-1])
-        self._blocks = []

@@ -216,22 +216,20 @@ class MeteredBlockManager(BlockManager):
         self.block_allocs = 0
         self.block_frees = 0
         self.nanoseconds = 0
-        self._append, self._append_batch = self._append_batch, self._timed_append
-        self._release, self._release_batch = self._release_batch, self._timed_release
 
-    def _timed_append(self, states: list[Any], counts: list[int]) -> None:
+    def _append_batch(self, states: list[Any], counts: list[int]) -> None:
         before = self.allocator.in_use
         start = perf_counter_ns()
         try:
-            self._append(states, counts)
+            super()._append_batch(states, counts)
         finally:
             self.nanoseconds += perf_counter_ns() - start
         self.block_allocs += self.allocator.in_use - before
 
-    def _timed_release(self, states: list[Any], close: bool) -> None:
+    def _release_batch(self, states: list[Any], close: bool) -> None:
         before = self.allocator.in_use
         start = perf_counter_ns()
-        self._release(states, close)
+        super()._release_batch(states, close)
         self.nanoseconds += perf_counter_ns() - start
         self.block_frees += before - self.allocator.in_use
 

@@ -136,7 +136,8 @@ def build_batch(
 ) -> ScheduledBatch:
     """The step of these sequences; nothing is changed by it.
 
-    `feeds_again`: decodes without a new token are in it. `step`: the most tokens of a decode; 0: no bound.
+    `feeds_again`: decodes without a new token are in it; a recurrent state must not pass over a token twice.
+    `step`: the most tokens of a decode; 0: no bound.
     """
     new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
     if not feeds_again and 0 in new:

@@ -69,7 +69,7 @@ class Preemption:
         # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
         # What a window has given back and a recurrent state cannot be cut: hybrid sequences give all.
         is_partial = "partial" in self.config.preemption_actions or self.prefix.cache is not None
-        self._partial = is_partial and self.blocks.memory is None
+        self._partial = is_partial and self.blocks.can_cut
         self._now = 0
         self._wanted = 0
         self._evicted = self.blocks.evicted  # of which there are records

@@ -9,7 +9,6 @@ import numpy as np
 
 from pagepool._arguments import wrong
 from pagepool.errors import InvalidBlock
-from pagepool.memory.allocator import BlockAllocator
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.radix_tree import token_row
 from pagepool.scheduling.batch import ScheduledBatch
@@ -28,6 +27,7 @@ NEEDED = (
     "evictable",
     "forgotten",
     "inserted",
+    "match_held",
 )
 
 
@@ -49,14 +49,13 @@ class PrefixAdapter:
         self._blocks: Any = blocks
         if cache is None:
             return
-        ours = isinstance(getattr(cache, "allocator", None), BlockAllocator)
-        check_has(cache, (*NEEDED, "match_held" if ours else "match_prefix"))
+        check_has(cache, NEEDED)
         if blocks.allocator is None:
             raise ValueError("a prefix cache needs a pool with blocks")
         if cache.allocator is not blocks.allocator:
             raise ValueError("the prefix cache and the pool must have one allocator")
-        self._num_groups = 1 if blocks.memory is None else len(blocks.memory.groups)
-        for size in [blocks.block_size] if blocks.memory is None else blocks.memory.sizes:
+        self._num_groups = len(blocks.sizes)
+        for size in blocks.sizes:
             if cache.block_size != size:
                 raise ValueError(f"the prefix cache has blocks of {cache.block_size} tokens, the pool {size}")
         blocks.cache = cache
@@ -135,7 +134,7 @@ class PrefixAdapter:
         if self.cache is None:
             return False
         blocks = self._blocks
-        if blocks.memory is not None:
+        if not blocks.can_cut:
             return self._adopt_hybrid(seq)
         size = blocks.block_size
         full = (seq.total_tokens - 1) // size
@@ -148,7 +147,7 @@ class PrefixAdapter:
             found = blocks.block_refs[0].match_prefix(self.cache, tokens, **keys)
             if len(found) < least:
                 return False
-            blocks.adopt(seq, found)
+            blocks.adopt(seq, [found])
             seq.fed = seq.kv.len
             seq._published = len(found)
             seq._all_cached = True

@@ -326,7 +326,7 @@ class Scheduler:
             self._admission.admit(step)
             active = self._active
             while len(active):
-                batch = build_batch(*active.pick(), self.config, self._blocks.feeds_again, self._blocks.step)
+                batch = build_batch(*active.pick(), self.config, self._blocks.states is None, self._blocks.step)
                 taken = self._preemption.take(batch, step)
                 active.put_back(taken)
                 if taken:

@@ -31,11 +31,11 @@ MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 
 def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, checkpoints: Any) -> None:
     """Raises TypeError for what are no checkpoints, ValueError for what does not go together."""
-    memory = blocks.memory
+    states = blocks.states
     if checkpoints is not None:
         if not hasattr(checkpoints, "resume"):
             raise wrong("checkpoints", "StateCheckpoints or None", checkpoints)
-        if memory is None or checkpoints.pool is not memory.states:
+        if states is None or checkpoints.pool is not states:
             raise ValueError("checkpoints must be those of the scheduler's states")
         align = checkpoints.index.align
         if prefix_cache is None or align % blocks.block_size:
@@ -43,13 +43,11 @@ def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: An
                 f"checkpoints need a prefix cache, and an align, now {align}, that is a multiple of the block size, "
                 f"{blocks.block_size}"
             )
-    if memory is None:
-        return
-    if prefix_cache is not None and not memory.groups:
+    if prefix_cache is not None and not blocks.sizes:
         raise ValueError("a prefix cache needs a pool with blocks")
-    if prefix_cache is not None and memory.states is not None and checkpoints is None:
+    if prefix_cache is not None and states is not None and checkpoints is None:
         raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of these")
-    if config.lookahead and memory.states is not None:
+    if config.lookahead and states is not None:
         raise ValueError(f"a lookahead of {config.lookahead} needs states that can be taken back: these are recurrent")
 
 

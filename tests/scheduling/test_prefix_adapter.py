@@ -13,9 +13,9 @@ from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, re
 BLOCK = 4
 
 
-def make(num_blocks=32, api=None, cache_policy="gittins", **config):
-    allocator = (api or reference).BlockAllocator(num_blocks) if api else BlockAllocator(num_blocks)
-    cache = (api.PrefixCache if api else PrefixCache)(allocator, BLOCK, cache_policy)
+def make(num_blocks=32, cache_policy="gittins", **config):
+    allocator = BlockAllocator(num_blocks)
+    cache = PrefixCache(allocator, BLOCK, cache_policy)
     return Scheduler(SchedulerConfig(block_size=BLOCK, **config), allocator, cache), cache
 
 
@@ -179,10 +179,9 @@ class CountedCache:
         return getattr(self._cache, name)
 
 
-@pytest.mark.parametrize("api", [pagepool, reference])
-def test_who_waits_is_looked_up_again_only_when_something_was_cached(api):
-    allocator = api.BlockAllocator(24)
-    cache = CountedCache(api.PrefixCache(allocator, BLOCK))
+def test_who_waits_is_looked_up_again_only_when_something_was_cached():
+    allocator = BlockAllocator(24)
+    cache = CountedCache(PrefixCache(allocator, BLOCK))
     scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, watermark=0), allocator, cache)
     scheduler.add_request([1] * 8, 90)
     run_step(scheduler)
@@ -286,17 +285,6 @@ def test_what_does_not_fit_leaves_the_line_and_the_cache_as_they_were():
     assert cache.stats()["cached"] == before["cached"]
     cache.check()
     scheduler._blocks.allocator.free(held)
-
-
-def test_the_reference_gives_the_same_batches():
-    seen = []
-    for api in (None, reference):
-        scheduler, cache = make(24, api, max_batch_tokens=32)
-        for number in range(30):
-            scheduler.add_request([number % 3] * 8 + [number] * (number % 7 + 1), 24)
-        batches = run_to_end(scheduler)
-        seen.append(([(b.seq_ids, b.tokens, b.num_tokens) for b in batches], cache.stats()["hits"]))
-    assert seen[0] == seen[1]
 
 
 def test_what_a_cache_must_share_with_the_pool_is_checked():
