@@ -29,7 +29,7 @@ class Preemption:
         self.states: Any = None
         self.checkpoints: Any = None
         self.partial = "partial" in config.preemption_actions or cache is not None
-        self.now = self.wanted = self.evicted = self.num_preemptions = 0
+        self.now = self.wanted = self.num_preemptions = 0
         self.records: list[tuple[int, str, int, int, int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -76,31 +76,33 @@ class Preemption:
         lens = [0 if request.kv is None else request.kv.len for request in requests]
         pairs = zip(lens, counts, strict=True)
         wanted = sum(self.blocks_for(length + count) - self.blocks_for(length) for length, count in pairs)
-        taken = self.append(requests, counts)
-        if self.evicted:
+        evicted = 0
+        while True:
+            taken = self._append(requests, counts)
+            if taken or self.cache is None:
+                break
+            missing = max(1, self.needed(requests, counts) - self.allocator.available)
+            gone = int(self.cache.evict(missing))
+            evicted += gone
+            if not gone:
+                break
+        if evicted:
             self.now, self.wanted = now, wanted
-            self._record("evict", 0, self.evicted, 0)
-            self.evicted = 0
+            self._record("evict", 0, evicted, 0)
         return taken
 
-    def append(self, requests: list[Request], counts: list[int]) -> bool:
-        """As `take`, noted by the next one."""
-        while True:
-            try:
-                if self.groups is None:
-                    append_batch([request.kv for request in requests if request.kv is not None], counts)
-                else:
-                    self._append_hybrids(requests, counts)
-                return True
-            except PoolExhausted:
-                if self.groups is not None:
-                    for request in requests:
-                        request.kv.trim()
-                missing = max(1, self.needed(requests, counts) - self.allocator.available)
-                evicted = 0 if self.cache is None else int(self.cache.evict(missing))
-                self.evicted += evicted
-                if not evicted:
-                    return False
+    def _append(self, requests: list[Request], counts: list[int]) -> bool:
+        try:
+            if self.groups is None:
+                append_batch([request.kv for request in requests if request.kv is not None], counts)
+            else:
+                self._append_hybrids(requests, counts)
+        except PoolExhausted:
+            if self.groups is not None:
+                for request in requests:
+                    request.kv.trim()
+            return False
+        return True
 
     def needed(self, requests: list[Request], counts: list[int]) -> int:
         """New blocks, without copies."""

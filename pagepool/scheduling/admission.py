@@ -109,7 +109,10 @@ class Admission:
         slots = self.blocks.free_slots
         if slots is not None and slots < n:
             return f"{n} forks need {n} slots for their recurrent states, {slots} are free"
-        return self.tenants.refuses_more(seq.tenant, needed)
+        held, quota = self.tenants.quota(seq.tenant)
+        if held + needed > quota:
+            return f"{n} forks may need {needed} blocks beside {held}, the quota of tenant {seq.tenant!r} is {quota}"
+        return None
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
         """Whether `seq` did not fit when it was tried last, and would not now."""

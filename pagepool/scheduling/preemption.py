@@ -1,4 +1,4 @@
-"""Preemption: what is evicted or preempted when the pool is out of blocks, by which action, and how it comes back."""
+"""What is evicted or preempted when the pool is out of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_rank
 from pagepool.scheduling.waiting import WaitingQueue
 
-__all__ = ["MAX_RECORDS", "Preemption", "PreemptionLog", "PreemptionRecord"]
+__all__ = ["MAX_RECORDS", "Preemption", "PreemptionRecord"]
 
 MAX_RECORDS = 1024  # kept by a scheduler
 
@@ -31,29 +31,17 @@ class PreemptionRecord(NamedTuple):
     reason: str
 
 
-class PreemptionLog:
-    """The last records, the newest last. Of all actions: how often each was taken, and how many blocks it gave."""
-
-    def __init__(self) -> None:
-        self.records: deque[PreemptionRecord] = deque(maxlen=MAX_RECORDS)
-        self.counts: Counter[str] = Counter()
-        self.blocks: Counter[str] = Counter()
-        self.num_preemptions = 0
-
-    def add(self, record: PreemptionRecord) -> None:
-        """Note one record."""
-        self.records.append(record)
-        self.counts[record.action] += 1
-        self.blocks[record.action] += record.blocks
-
-
 @dataclass(eq=False)
 class Preemption:
-    """Frees blocks in this order: cached blocks that nobody uses; the remaining blocks of preempted sequences; then
-    those of active sequences, the greatest rank first. A sequence gives its last blocks, no more than are needed
+    """Frees blocks when the pool is out of them, and keeps the records of it.
+
+    Blocks are taken in this order: cached blocks that no sequence uses; the blocks that preempted sequences kept; the
+    blocks of active sequences, the greatest rank first. A sequence gives its last blocks, no more than are needed
     ("partial", or always with a prefix cache), or all of them. The active sequence with the least rank is never
-    preempted. With the pool to itself it always finds room, since no request
-    larger than the pool is accepted, so every call of the scheduler makes progress.
+    preempted. It always finds room when it has the pool to itself, because no request larger than the pool is accepted.
+    So every call of the scheduler makes progress.
+
+    `counts` says how often each action was taken, `given` how many blocks it gave.
 
     Invariant: for a preempted sequence `fed == kv.len`, 0 without a state.
     """
@@ -63,7 +51,6 @@ class Preemption:
     active: ActiveSequences
     blocks: BlockManager
     prefix: PrefixAdapter
-    log: PreemptionLog
 
     def __post_init__(self) -> None:
         # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
@@ -73,22 +60,22 @@ class Preemption:
         self._now = 0
         self._wanted = 0
         self._evicted = self.blocks.evicted  # of which there are records
+        self.records: deque[PreemptionRecord] = deque(maxlen=MAX_RECORDS)
+        self.counts: Counter[str] = Counter()
+        self.given: Counter[str] = Counter()
+        self.num_preemptions = 0
 
     def take(self, batch: ScheduledBatch, now: int) -> bool:
         """Take the blocks of `batch`, cached prefixes evicted as needed; False when the pool is out."""
-        sequences, blocks = batch._sequences, self.blocks
+        blocks = self.blocks
         taken = blocks.append(batch.states, batch._grow)
         if blocks.evicted != self._evicted:
-            grown = batch._grow if taken else [0] * len(sequences)
-            self._now, self._wanted = (
-                now,
-                sum(
-                    blocks.blocks_for(state.len - done + count) - blocks.blocks_for(state.len - done)
-                    for state, done, count in zip(batch.states, grown, batch._grow, strict=True)
-                ),
-            )
+            self._now, self._wanted = now, 0
+            for state, count in zip(batch.states, batch._grow, strict=True):
+                length = state.len - count if taken else state.len
+                self._wanted += blocks.blocks_for(length + count) - blocks.blocks_for(length)
             evicted, self._evicted = blocks.evicted - self._evicted, blocks.evicted
-            self._record("evict", 0, evicted, 0, "cached prefixes that nobody uses go first")
+            self._record("evict", 0, evicted, 0, "cached prefixes that no sequence uses go first")
         return taken
 
     def make_room(self, batch: ScheduledBatch, now: int) -> bool:
@@ -132,10 +119,9 @@ class Preemption:
 
     def _preempt(self, seq: Sequence, blocks: int) -> None:
         """Take `blocks` blocks, or all, from the end of `seq`; an active sequence waits then."""
-        size = self.blocks.block_size
         held = self.blocks.held(seq)
         given = min(blocks, held) if self._partial else held
-        keep = (held - given) * size
+        keep = (held - given) * self.blocks.block_size
         free = self.blocks.available()
         self.prefix.publish(seq, seq.fed)
         was_active = seq._is_active
@@ -159,8 +145,10 @@ class Preemption:
         """`seq`, which was active, waits."""
         seq.state = SeqState.PREEMPTED
         seq.num_preemptions += 1
-        self.log.num_preemptions += 1
+        self.num_preemptions += 1
         self.waiting.push(seq)
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int, reason: str) -> None:
-        self.log.add(PreemptionRecord(self._now, action, seq_id, blocks, self._wanted, free, reason))
+        self.records.append(PreemptionRecord(self._now, action, seq_id, blocks, self._wanted, free, reason))
+        self.counts[action] += 1
+        self.given[action] += blocks

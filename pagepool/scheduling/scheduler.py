@@ -17,7 +17,7 @@ from pagepool.scheduling.batch import ScheduledBatch, build_batch
 from pagepool.scheduling.block_manager import open_blocks
 from pagepool.scheduling.guard import Guard, Inbox
 from pagepool.scheduling.policies import POLICIES
-from pagepool.scheduling.preemption import Preemption, PreemptionLog, PreemptionRecord
+from pagepool.scheduling.preemption import Preemption, PreemptionRecord
 from pagepool.scheduling.prefix_adapter import PrefixAdapter
 from pagepool.scheduling.request import SeqState, Sequence, by_id
 from pagepool.scheduling.tenants import Tenants
@@ -107,7 +107,6 @@ class Scheduler:
         self._blocks = open_blocks(pool, config.block_size, groups, states, step)
         check_hybrid(self._blocks, config, prefix_cache, checkpoints)
         self._prefix = PrefixAdapter(prefix_cache, self._blocks, checkpoints)
-        self._log = PreemptionLog()
         self._guard = Guard()
         self._inbox = Inbox()
         self._sequences: dict[int, Sequence] = {}
@@ -116,7 +115,7 @@ class Scheduler:
         self._has_committed = False
         self._waiting, self._active, self._tenants = waiting, active, tenants = self._empty()
         blocks, prefix = self._blocks, self._prefix
-        self._preemption = Preemption(config, waiting, active, blocks, prefix, self._log)
+        self._preemption = Preemption(config, waiting, active, blocks, prefix)
         self._admission = Admission(config, waiting, active, blocks, prefix, tenants, self._preemption)
 
     def add_request(
@@ -457,7 +456,7 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         """How often an active sequence was preempted."""
-        return self._log.num_preemptions
+        return self._preemption.num_preemptions
 
     @property
     def preemptions(self) -> list[PreemptionRecord]:
@@ -467,7 +466,7 @@ class Scheduler:
         "evict", "partial" or "recompute"; the sequence that gave blocks, 0 for cached blocks; how many blocks it gave,
         how many new ones the step needed, and how many could be taken before; why this action.
         """
-        return list(self._log.records)
+        return list(self._preemption.records)
 
     @property
     def num_tokens(self) -> int:
@@ -488,8 +487,8 @@ class Scheduler:
             "available": blocks.available(),
             "promised": self._active.promised,
             "preemptions": self.num_preemptions,
-            "actions": dict(self._log.counts),
-            "given": dict(self._log.blocks),
+            "actions": dict(self._preemption.counts),
+            "given": dict(self._preemption.given),
         }
 
     def __repr__(self) -> str:

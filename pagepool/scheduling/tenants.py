@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from typing import Any
 
 from pagepool.config import SchedulerConfig, Tenant
@@ -43,11 +44,15 @@ class Tenants:
 
     def refusal(self, tenant: Any, max_tokens: int) -> str | None:
         """Why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
-        quota = self._limits.get(tenant, ANYONE).max_blocks
-        needed = self._blocks_for(max_tokens)
-        if quota is None or needed <= quota:
+        needed, (_, quota) = self._blocks_for(max_tokens), self.quota(tenant)
+        if needed <= quota:
             return None
         return f"{max_tokens} tokens need {needed} blocks, the quota of tenant {tenant!r} is {quota}"
+
+    def quota(self, tenant: Any) -> tuple[int, float]:
+        """How many blocks the admitted requests of `tenant` may ever need, and its quota of them; inf without one."""
+        quota = self._limits.get(tenant, ANYONE).max_blocks
+        return self._held[tenant], inf if quota is None else quota
 
     def arrive(self, seq: Sequence) -> None:
         """A request came. A tenant that had none begins no lower than the least of those that are busy."""
@@ -78,17 +83,10 @@ class Tenants:
 
     def may_start(self, seq: Sequence) -> bool:
         """True when the quota of its tenant has room for all that `seq` may need."""
-        quota = self._limits.get(seq.tenant, ANYONE).max_blocks
-        if quota is None or seq._counted:
+        if seq._counted:
             return True
-        return self._held[seq.tenant] + self._blocks_for(seq.max_tokens) <= quota
-
-    def refuses_more(self, tenant: Any, needed: int) -> str | None:
-        """Why running requests of `tenant` may not need `needed` blocks more, or None."""
-        quota, held = self._limits.get(tenant, ANYONE).max_blocks, self._held[tenant]
-        if quota is None or held + needed <= quota:
-            return None
-        return f"{needed} blocks beside {held} are above the quota of tenant {tenant!r}, {quota}"
+        held, quota = self.quota(seq.tenant)
+        return held + self._blocks_for(seq.max_tokens) <= quota
 
     def served(self, tenant: Any) -> float:
         """The counter of a tenant."""
