@@ -1,4 +1,4 @@
-"""Appends to the sequences of a batch, or releases them: all of them or none, in one call."""
+"""Appends to the sequences of a batch, or frees their blocks. Each call changes all sequences or none."""
 
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
@@ -59,7 +59,7 @@ cdef int32_t *room_for(int64_t count) except NULL:
 
 
 cdef int64_t last_to_share(list states) except -1:
-    """How many shared blocks need no copy: the states before have un-shared them when their turn comes."""
+    """How many shared blocks need no copy, because the states before drop the other references first."""
     cdef PagedSeqState state
     cdef int64_t i, end, kept = 0
     cdef int32_t block, count
@@ -78,7 +78,7 @@ cdef int64_t last_to_share(list states) except -1:
 
 
 def append_batch(list states not None, list counts not None):
-    """Appends counts[i] tokens to states[i], for all or for none of them.
+    """Appends counts[i] tokens to states[i], to all states or to none.
 
     The states share one allocator and are given once each. Raises `PoolExhausted` when the allocator has too few blocks
     for all of them together, `ValueError` when one passes its maximum, a count is below 0 or the lists do not match;
@@ -133,7 +133,7 @@ def append_batch(list states not None, list counts not None):
 
 
 def release_batch(list states not None, bint close=False):
-    """Releases every state, or none of them: gives all their blocks back; their `len` becomes 0. `close`: for good.
+    """Releases every state, or none of them. With `close` closes every state.
 
     The states share one allocator and are given once each. Raises `InvalidBlock` when a block was freed by someone
     else, `StaleHandle` when a state is closed; then nothing has changed.
@@ -183,14 +183,15 @@ def release_batch(list states not None, bint close=False):
 
 
 cdef int32_t first_needed(PagedSeqState state, int64_t position) noexcept:
-    """The first block that stays when all blocks before the position are given back."""
+    """The first block that is kept when the blocks before a position are freed."""
     return max(state.first_block, <int32_t>(min(position, state.length) // state.block_size))
 
 
 cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, int64_t count) noexcept:
-    """Takes the blocks before the position out of the table and passes on or drops their references.
+    """Removes the blocks before the position from the table.
 
-    `moved` are the next that new tokens will have, in the order of the tables; returns how many of them it met.
+    The blocks in `moved`, which are in the order of the tables, keep their references for the new tokens; all others
+    are freed. Returns how many blocks of `moved` were in this table.
     """
     cdef int64_t met = 0
     cdef int32_t i, block, first = first_needed(state, position)
@@ -208,9 +209,9 @@ cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, i
 def group_append(list states not None, n, list positions not None):
     """Appends n tokens to every state; returns their slots, one int64 array (n,) for each.
 
-    The blocks before positions[i] of state i are given back first, and those that were not shared hold new tokens at
-    once: a window moves without free blocks. The states are distinct and may have several allocators. Raises as
-    `PagedSeqState.append`; then nothing has changed, and nothing was given back either.
+    Frees the blocks before positions[i] of state i first. New tokens reuse the freed blocks that were not shared, so a
+    window advances in a full pool. The states are distinct and may have several allocators. Raises as
+    `PagedSeqState.append`; then nothing has changed.
     """
     cdef PagedSeqState state
     cdef BlockAllocator allocator
@@ -229,7 +230,7 @@ def group_append(list states not None, n, list positions not None):
             if number < 0 or state.is_closed:
                 raise state.failed(PP_INVALID_ARGUMENT, n, 0)
             raise state.failed(PP_OVER_MAXIMUM, state.length + n, 0)
-        if wanted > state.allocator.max_capacity:  # rather than no memory for the slots
+        if wanted > state.allocator.max_capacity:  # instead of a MemoryError for the slots
             raise exhausted(wanted, state.allocator.c_available(), state.allocator.max_capacity)
         start = positions[i]
         moves = moves or wanted > 0 or first_needed(state, start) > state.first_block
@@ -254,7 +255,7 @@ def group_append(list states not None, n, list positions not None):
         for allocator, _, _, own, total in plans:  # before any grows
             if total - own > allocator.c_available():
                 raise exhausted(total - own, allocator.c_available(), allocator.max_capacity)
-        for i in range(len(plans)):  # only now is anything taken, and nothing but another thread can make it fail
+        for i in range(len(plans)):  # fails only if another thread takes blocks meanwhile
             allocator, _, blocks, own, total = plans[i]
             if total > own and allocator.c_allocate_n(<int32_t>(total - own), <int32_t *>blocks.base + own) != PP_OK:
                 give_back(plans, i)
@@ -281,7 +282,7 @@ def group_append(list states not None, n, list positions not None):
 
 
 cdef int give_back(list plans, Py_ssize_t count) except -1:
-    """Gives back what was taken from the allocators before the one that had too few blocks."""
+    """Frees the new blocks of the first `count` plans."""
     cdef BlockAllocator allocator
     cdef PageBuffer blocks
     cdef int64_t own, total

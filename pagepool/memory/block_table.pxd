@@ -7,7 +7,7 @@ from pagepool.memory.page_buffer cimport PageBuffer
 
 cdef class PagedSeqState:
     #   table[first_block:num_blocks] are the blocks, each with one reference of this sequence's
-    #   table[:first_block] == -1: given back before the rest;   table[num_blocks:] == 0
+    #   table[:first_block] == -1: freed before the rest;   table[num_blocks:] == 0
     #   first_block * block_size <= length;   ceil(length / block_size) <= num_blocks <= max_blocks_per_seq
     #   is_closed: length == num_blocks == 0
     cdef Link link
@@ -25,8 +25,8 @@ cdef class PagedSeqState:
     cdef int32_t *c_blocks  # == memory.base: the table
     cdef object __weakref__
 
-    # All return PP_OK or have changed nothing. PP_INVALID_ARGUMENT: a number is below 0, a length above the present or
-    # below what was given back, or the sequence is closed.
+    # All return PP_OK or have changed nothing. PP_INVALID_ARGUMENT: a number is below 0, a length is above the present
+    # one or within freed blocks, or the sequence is closed.
 
     # PP_OVER_MAXIMUM, PP_EXHAUSTED.
     cdef pp_status c_ensure_capacity(self, int64_t target_len) noexcept nogil
@@ -34,7 +34,7 @@ cdef class PagedSeqState:
     cdef pp_status c_append(self, int64_t n, int64_t *slots_out) noexcept nogil
     # PP_INVALID_BLOCK when a block was freed by someone else; so do the next three.
     cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil
-    # Gives back the blocks whose tokens all lie before `position`.
+    # Frees the blocks that hold only tokens before `position`.
     cdef pp_status c_drop_before(self, int64_t position) noexcept nogil
     cdef pp_status c_release(self) noexcept nogil
     cdef pp_status c_close(self) noexcept nogil
@@ -43,15 +43,15 @@ cdef class PagedSeqState:
     # PP_OVER_MAXIMUM; PP_INVALID_BLOCK for a block that is free, out of range, or has all the references it can have.
     cdef pp_status c_adopt(self, const int32_t *blocks, Py_ssize_t n, int64_t num_tokens) noexcept nogil
 
-    # The most blocks that an append of n tokens takes: new ones, and one for each shared block that it writes.
-    # Below 0: n is, or it passes the maximum, or the sequence is closed.
+    # Upper bound of the blocks that appending n tokens takes: new ones, and one for each shared block that is written.
+    # Below 0 if n is below 0, the maximum would be exceeded or the sequence is closed.
     cdef int64_t c_blocks_to_append(self, int64_t n) noexcept nogil
-    # Appends with blocks that were taken for it; returns how many of them, from the first, it used. Cannot fail.
+    # Appends n tokens with the blocks `taken`; returns how many blocks it used. Cannot fail.
     cdef int64_t c_append_taken(self, int64_t n, const int32_t *taken) noexcept nogil
     cdef void c_slots(self, int64_t first, int64_t n, int64_t *slots_out) noexcept nogil
     # The status that c_truncate(new_len) would return now; changes nothing.
     cdef pp_status c_may_truncate(self, int64_t new_len) noexcept nogil
-    # Whether the sequence may be cut to this length: it has the tokens, and none of them was given back.
+    # Whether the sequence has this many tokens or more, and new_len is not within freed blocks.
     cdef bint c_can_keep(self, int64_t new_len) noexcept nogil
     # Blocks that hold `length` tokens.
     cdef inline int64_t c_needed(self, int64_t length) noexcept nogil:

@@ -37,13 +37,13 @@ cdef class PagedSeqState:
     """The block table of one sequence.
 
     allocator            the `BlockAllocator` of its blocks
-    block_size           tokens per block, from 1 to 1,024; by default that of the pool over the allocator, else 16
-    max_blocks_per_seq   the most blocks that it may have; by default the maximum of the allocator
+    block_size           tokens per block, from 1 to 1,024; by default the block size of the allocator's pool, else 16
+    max_blocks_per_seq   the maximum number of blocks; by default the maximum of the allocator
     label                a request id, a name or None, for `BlockAllocator.owners` and `.leaks`
 
     When a sequence appends into a block that others share, it gets a new block, and the page is copied in every
-    attached pool. One thread at a time may use a state; different ones, forks included, may run in parallel. A state
-    that is no longer referenced gives its blocks back. Raises `ValueError` for sizes out of range,
+    attached pool. A state is not thread-safe; different states, forks included, may be used in parallel. A state
+    frees its blocks when it is garbage collected. Raises `ValueError` for sizes out of range,
     `TypeError` for another label.
 
     >>> from pagepool import BlockAllocator
@@ -253,9 +253,9 @@ cdef class PagedSeqState:
 
     @property
     def label(self):
-        """Whose it is, for `owners` and `leaks`: a request id, a name or None. May be set at any time.
+        """The name of its owner in `owners` and `leaks`: a request id, a text or None. May be set at any time.
 
-        Of a subclass of int or str only the number or the text is kept.
+        A value of a subclass of int or str is stored as a plain int or str.
         """
         with cython.critical_section(self):
             return self._label
@@ -264,7 +264,7 @@ cdef class PagedSeqState:
     def label(self, value):
         if value is not None and not isinstance(value, (int, str)):
             raise TypeError(f"a label must be an int, a str or None, not {type(value).__name__}")
-        if isinstance(value, str):  # exactly: what a subclass refers to could make a cycle that nobody collects
+        if isinstance(value, str):  # no subclass: its attributes could form a reference cycle
             value = str.__str__(value)
         elif value is not None:
             value = int.__int__(value)
@@ -322,10 +322,10 @@ cdef class PagedSeqState:
         return slots
 
     def truncate(self, len):
-        """Keeps the first `len` tokens and gives back every block behind them, reserved ones too.
+        """Keeps the first `len` tokens and frees every block after them, including reserved ones.
 
-        Raises `ValueError` when `len` is below 0, above the present length or within blocks that `drop_before` gave
-        back, `InvalidBlock` when one of the blocks was freed by someone else; then nothing has changed.
+        Raises `ValueError` when `len` is below 0, above the present length or within blocks that `drop_before` freed,
+        `InvalidBlock` when a block was freed by someone else; then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -339,17 +339,17 @@ cdef class PagedSeqState:
         if status == PP_INVALID_ARGUMENT and not self.is_closed:
             start = self.first_block * <int64_t>self.block_size
             if 0 < number < start:
-                raise ValueError(f"cannot truncate to {number} tokens: the first {start} were given back")
+                raise ValueError(f"cannot truncate to {number} tokens: the first {start} were freed")
             raise ValueError(f"cannot truncate {self.length} tokens to {integer('len', len)}")
         if status != PP_OK:
             raise self.failed(status, number, 0)
 
     def drop_before(self, position):
-        """Gives back the blocks whose tokens all lie before `position`: what a sliding window has left behind.
+        """Frees the blocks that hold only tokens before `position`, such as tokens behind a sliding window.
 
-        `len` and the other blocks stay as they are. The table has -1 in place of the blocks given back, which attention
-        with `window_left` does not read. Raises `ValueError` when `position` is below 0, `InvalidBlock` when a block
-        was freed by someone else; then nothing has changed.
+        Does not change `len` or the remaining blocks. The table has -1 in place of the freed blocks, and attention with
+        `window_left` does not read these entries. Raises `ValueError` when `position` is below 0, `InvalidBlock` when a
+        block was freed by someone else; then nothing has changed.
 
         >>> from pagepool import BlockAllocator
         >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
@@ -388,17 +388,17 @@ cdef class PagedSeqState:
         return child
 
     def adopt(self, blocks, num_tokens=None):
-        """Begins with tokens whose K and V are in blocks already, such as those of `PrefixCache.match_prefix`.
+        """Starts an empty sequence with tokens that have their K and V in blocks, for example in cached ones.
 
-        blocks      a `PrefixMatch`, whose blocks it takes over; or ids of the blocks, in order: a sequence of integers
-                    or an array. To these it adds one reference each, and the caller still frees its own
-        num_tokens  how many tokens ids hold; by default all blocks are full. The last one may be filled in part. A
-                    match says it itself
+        blocks      a `PrefixMatch`: the sequence takes its references over and the match is closed. Or ids in order, as
+                    a sequence of integers or an array: adds one reference to each, and the caller still frees its own
+        num_tokens  tokens in these blocks, if `blocks` are ids; the last block may be partly filled. By default all
+                    blocks are full
 
-        Copies nothing: the first `append` into a last block that others share copies its page. Raises `ValueError` when
-        the state is not empty, passes its maximum of blocks, `blocks` are not as many as the tokens need or the match
-        has none any more or is of another allocator, `InvalidBlock` for a block that is free or out of range; then
-        nothing has changed.
+        Copies no page; the first `append` into a shared last block copies that page. Raises `ValueError` when the
+        state is not empty, the maximum of blocks is exceeded, the number of blocks does not fit `num_tokens`, or the
+        match is closed or has another allocator, `InvalidBlock` for a block that is free or out of range; then nothing
+        has changed.
 
         >>> from pagepool import BlockAllocator
         >>> allocator = BlockAllocator(8)
@@ -432,7 +432,7 @@ cdef class PagedSeqState:
             release_ids(&ids)
 
     def release(self):
-        """Gives every block back; `len` becomes 0 and the state can be used again.
+        """Frees all blocks; `len` becomes 0 and the state can be used again.
 
         Raises `InvalidBlock` when a block was freed by someone else; then nothing has changed.
         """
@@ -441,7 +441,7 @@ cdef class PagedSeqState:
             raise self.failed(status, 0, 0)
 
     def close(self):
-        """Releases the state for good: later calls raise `StaleHandle`, but for `close` itself, which does nothing.
+        """Frees all blocks. Later calls raise `StaleHandle`, but a second `close` does nothing.
 
         Raises as `release` does.
         """
@@ -473,7 +473,7 @@ cdef class PagedSeqState:
     def block_table(self):
         """The table itself: a live, read-only int32 memoryview of `max_blocks_per_seq` ids; zeros follow the blocks.
 
-        It stays valid when the state is gone, and shows zeros from then on.
+        It stays valid after the state is deleted; all its ids are 0 then.
         """
         return memoryview(self.memory).toreadonly()
 

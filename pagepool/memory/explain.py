@@ -1,4 +1,4 @@
-"""The sentences of errors about blocks and slots: what was asked for, and what there is."""
+"""Errors about blocks and slots. Each names the number that was asked for and the number that exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["closed", "exhausted", "invalid_blocks", "invalid_slot"]
 
 
 def closed(what: str, label: int | str | None) -> StaleHandle:
-    """The error of a sequence that was closed; `what` it is without its label.
+    """The error of a closed sequence, which is called `what` if it has no label.
 
     >>> closed("sequence 3", None), closed("the sequence", "a")
     (StaleHandle('sequence 3 was closed: its blocks may have another owner by now'),

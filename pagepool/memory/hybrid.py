@@ -31,11 +31,10 @@ class KvGroup:
     """The layers of a model that share a block table.
 
     allocator           the `BlockAllocator` of its blocks; groups may share one
-    block_size          tokens per block; by default that of the pool over the allocator, else 16
-    window              None for full attention, else as `window_left` of `decode`: how many tokens to its left a query
-                        sees
-    max_blocks_per_seq  length of the block table; by default the maximum of the allocator, for a window 131,072, since
-                        its sequence may be longer than the allocator is large
+    block_size          tokens per block; by default the block size of the allocator's pool, else 16
+    window              None for full attention, else `window_left` of `decode`: tokens that a query sees to its left
+    max_blocks_per_seq  length of the block table. The default is the maximum of the allocator; with a window 131,072,
+                        because a sequence may be longer than the allocator is large
     """
 
     allocator: BlockAllocator
@@ -74,9 +73,9 @@ class HeldSlot:
 
     @property
     def slot(self) -> SequenceSlot:
-        """The `SequenceSlot`. Raises `StaleHandle` once it was given back."""
+        """The `SequenceSlot`. Raises `StaleHandle` after `close`."""
         if self._closed:
-            raise StaleHandle(f"slot {self.index} was given back: it may have another owner by now")
+            raise StaleHandle(f"slot {self.index} was released: it may have another owner by now")
         return self.pool.slot(self.index)
 
     def view(self, layer: int, name: str) -> Any:
@@ -95,7 +94,7 @@ class HeldSlot:
         return copy
 
     def close(self) -> None:
-        """Gives the slot back, zeroed. A second call does nothing."""
+        """Zeroes the state and releases the slot. A second call does nothing."""
         if not self._closed:
             self.pool.release(self.index)
             self._closed = True
@@ -119,17 +118,17 @@ class Checkpoint:
 
 
 class HybridSequence:
-    """All memory of one sequence of a hybrid model, moved together: every call changes all parts or none.
+    """All memory of one sequence of a hybrid model. Every call changes all parts or none.
 
-    groups   a `KvGroup` for each set of layers with a block table of its own: full attention, windows
+    groups   one `KvGroup` for each set of layers that has a block table: full attention, sliding windows
     states   the `SsmStatePool` of its recurrent state, or None; block size and state size are independent
     label    a request id or a name, for `BlockAllocator.owners`
     keep     how many tokens it can be rolled back without a checkpoint: windows keep their blocks that much longer
 
     `kv[i]` is the `PagedSeqState` of group i. `state` is None, or has `pool`, `index` and `slot` of its slot, and
     `view(layer, name)`. The engine writes keys, values and states through them, and moves the sequence with the methods
-    here. `append` gives back the blocks that a window has left, unless a checkpoint needs them. One thread at a time
-    may use it. Raises `PoolExhausted` when no slot is free for the state, `ValueError` for wrong arguments.
+    here. `append` frees the blocks that are behind a window, unless a checkpoint needs them. A sequence is not
+    thread-safe. Raises `PoolExhausted` when no slot is free for the state, `ValueError` for wrong arguments.
 
     >>> from pagepool import BlockAllocator, KvGroup, StateLayout
     >>> states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
@@ -187,9 +186,8 @@ class HybridSequence:
     def append(self, n: SupportsIndex = 1) -> list[NDArray[np.int64]]:
         """Makes room for n more tokens in every group; returns their slots, one int64 array (n,) for each group.
 
-        First gives back the blocks that no query from the first new token on will see through its window. The new
-        tokens may take those blocks, so a window moves on in a full pool. Raises as `PagedSeqState.append`; then
-        nothing has changed.
+        First frees the blocks that are behind the window of the first new token. The new tokens may take these blocks,
+        so a window advances in a full pool. Raises the errors of `PagedSeqState.append`; then nothing has changed.
         """
         self._use()
         number = integer("n", n)
@@ -199,13 +197,13 @@ class HybridSequence:
         return slots
 
     def adopt(self, blocks: Iterable[Any], num_tokens: SupportsIndex) -> None:
-        """Begins with tokens whose K and V are in blocks already, such as those that a prefix cache has found.
+        """Starts an empty sequence with tokens that have their K and V in blocks, for example in cached ones.
 
-        blocks  for each group the blocks that hold the tokens, as `PagedSeqState.adopt` takes them; the caller keeps
-                its own references
+        blocks  for each group the blocks that hold the tokens, as for `PagedSeqState.adopt`; the caller keeps its own
+                references
 
         The caller brings the recurrent state to the same position: `StateCheckpoints.resume`. Raises `ValueError` when
-        the sequence has tokens already or `blocks` has another number of rows than there are groups, and as
+        the sequence has tokens or `blocks` does not have one row for each group, and the errors of
         `PagedSeqState.adopt`; then nothing has changed.
         """
         self._use()
@@ -228,7 +226,7 @@ class HybridSequence:
         self._len = length
 
     def trim(self) -> None:
-        """Gives back the blocks that windows have left now, instead of at the next `append`."""
+        """Frees the blocks that are behind a window now, instead of at the next `append`."""
         self._use()
         for state, start in zip(self.kv, self._starts(), strict=True):
             state.drop_before(start)
@@ -255,8 +253,9 @@ class HybridSequence:
     def checkpoint(self) -> Checkpoint:
         """Returns a `Checkpoint` of this position, kept until `discard` or until a rollback to before it.
 
-        Copies the recurrent state; pages are not copied, but windows keep their blocks from here on. Returns the same
-        one when this position has one. Raises `PoolExhausted` when no slot is free; then nothing has changed.
+        Copies the recurrent state. Does not copy pages, but windows keep their blocks from this position on. Returns
+        the same checkpoint if this position has one. Raises `PoolExhausted` when no slot is free; then nothing has
+        changed.
         """
         self._use()
         known = self._checkpoints
@@ -281,10 +280,11 @@ class HybridSequence:
     def rollback(self, to: SupportsIndex | Checkpoint) -> int:
         """Goes back to a `Checkpoint`, or by n tokens; returns the new length.
 
-        A sequence with a recurrent state can only go back to a checkpoint: for n tokens it goes to the newest one at or
-        before `len - n`, and the caller feeds the tokens from the new length on again. Later checkpoints are dropped.
-        Raises `ValueError` when a window has given back blocks that are needed there or the oldest checkpoint comes
-        later (with both numbers), `StaleHandle` for a checkpoint that was dropped; then nothing has changed.
+        A sequence with a recurrent state can only go back to a checkpoint. For n tokens it goes to the newest
+        checkpoint at or before `len - n`, and the caller feeds the tokens after the new length again. Later checkpoints
+        are dropped. Raises `ValueError` when a window has freed blocks that are needed there or the oldest checkpoint
+        is later, `StaleHandle` for a dropped checkpoint, `InvalidBlock` when a block was freed by someone else; then
+        nothing has changed.
         """
         self._use()
         if isinstance(to, Checkpoint):
@@ -295,7 +295,7 @@ class HybridSequence:
         return self._return_to(self._known_at(self._len - number))
 
     def truncate(self, len: SupportsIndex) -> None:
-        """Keeps the first `len` tokens. Raises `ValueError` when no checkpoint has the state there; as `rollback`."""
+        """Keeps the first `len` tokens. Raises `ValueError` if no checkpoint has this position, and as `rollback`."""
         self._use()
         length = integer("len", len)
         if not 0 <= length <= self._len:
@@ -306,11 +306,11 @@ class HybridSequence:
         self._return_to(length)
 
     def retract(self, len: SupportsIndex) -> None:
-        """Takes back the slots behind the first `len` tokens, which were appended and not computed.
+        """Removes the tokens after the first `len`, which were appended but not computed.
 
-        The recurrent state stays as it is: it has not passed over the tokens that go. Raises `ValueError` for more
-        tokens than there are, and when a window has given back blocks that are needed or a checkpoint comes later; then
-        nothing has changed.
+        Does not change the recurrent state, which has not seen the removed tokens. Raises `ValueError` when the
+        sequence has fewer tokens, when a window has freed blocks that are needed or when a checkpoint is later,
+        `InvalidBlock` when a block was freed by someone else; then nothing has changed.
         """
         self._use()
         length = integer("len", len, 0, self._len)
@@ -322,7 +322,7 @@ class HybridSequence:
         self._len = length
 
     def close(self) -> None:
-        """Gives everything back for good: other calls then raise `StaleHandle`, a second `close` does nothing.
+        """Frees all blocks and slots. Later calls raise `StaleHandle`, but a second `close` does nothing.
 
         Raises `InvalidBlock` when a block was freed by someone else; then nothing has changed. Needs no memory.
         """
@@ -376,7 +376,7 @@ class HybridSequence:
         return length
 
     def _restore(self, state: HeldSlot, length: int) -> None:
-        """The state as it was after `length` tokens, 0 or those of a checkpoint."""
+        """Restores the state after `length` tokens: 0, or the position of a checkpoint."""
         for known in self._checkpoints:
             if known.position == length and known._state is not None:
                 state.pool.copy(state.index, known._state.index)
@@ -394,7 +394,7 @@ class HybridSequence:
 
 
 def groups_of(groups: Iterable[KvGroup]) -> tuple[KvGroup, ...]:
-    """All of them, in their order. Raises `TypeError` for anything else."""
+    """The groups as a tuple. Raises `TypeError` if one is not a `KvGroup`."""
     if not isinstance(groups, Iterable):
         raise wrong("groups", "an iterable of KvGroup", groups)
     found = tuple(groups)
@@ -405,24 +405,25 @@ def groups_of(groups: Iterable[KvGroup]) -> tuple[KvGroup, ...]:
 
 
 def close_from(place: int, checkpoints: list[Checkpoint]) -> None:
-    """Frees the slots of the checkpoints from a place on. Needs no memory, and so no iterator."""
+    """Releases the slots of `checkpoints[place:]`. Needs no memory, and so uses no iterator."""
     while place < len(checkpoints):
         checkpoints[place]._close()
         place += 1
 
 
 def find(checkpoints: list[Checkpoint], wanted: Checkpoint) -> Checkpoint:
-    """`wanted`, which must be one of them: `StaleHandle` when it was given up or is another sequence's."""
+    """Return `wanted`. Raises `StaleHandle` if it was dropped or belongs to another sequence."""
     for known in checkpoints:
         if known is wanted:
             return wanted
-    raise StaleHandle(f"the checkpoint at {wanted.position} is none of the {len(checkpoints)} of this sequence")
+    where = f"checkpoint at position {wanted.position}"
+    raise StaleHandle(f"{where} does not belong to this sequence, which has {len(checkpoints)} checkpoints")
 
 
 def newest(checkpoints: list[Checkpoint], length: int) -> int:
-    """The position of the newest at or before `length`, 0 for 0: at the beginning a state is zeros.
+    """The position of the newest checkpoint at or before `length`; 0 for 0, where a state is zeros.
 
-    Raises `ValueError`, with both numbers, when the oldest comes later.
+    Raises `ValueError` when the oldest checkpoint is later.
     """
     known = [checkpoint.position for checkpoint in checkpoints]
     if length and (not known or known[0] > length):
@@ -432,11 +433,11 @@ def newest(checkpoints: list[Checkpoint], length: int) -> int:
 
 
 def require_tokens(length: int, groups: Iterable[KvGroup], tables: Iterable[PagedSeqState]) -> None:
-    """Raises `ValueError` when a window has given back what the next token would see after a cut to `length`."""
+    """Raises `ValueError` when a window has freed tokens that the first one after `length` would see."""
     for group, state in zip(groups, tables, strict=True):
         start, gone = length - (group.window or 0), state.first_block * state.block_size
         if length and gone > max(0, start):
-            need = f"token {max(0, start)} is needed, the first {gone} were given back"
+            need = f"token {max(0, start)} is needed, the first {gone} were freed"
             raise ValueError(f"cannot roll back to {length} tokens: {need}")
 
 
@@ -452,6 +453,6 @@ def audit(length: int, groups: Iterable[KvGroup], tables: Iterable[PagedSeqState
         start = max(0, min([length, *positions]) - (group.window or 0))
         gone = state.first_block * state.block_size
         if gone > start:
-            raise PoolError(f"broken invariant: token {start} is needed, the first {gone} were given back")
+            raise PoolError(f"broken invariant: token {start} is needed, the first {gone} were freed")
     if positions != sorted(set(positions)) or any(position > length for position in positions):
         raise PoolError(f"broken invariant: checkpoints at {positions} of {length} tokens")

@@ -35,7 +35,7 @@ class SequenceState(Protocol):
 
 
 class AttentionSequenceState:
-    """The position of a sequence whose keys and values are in pages. `max_context` is the most tokens it may have.
+    """The position of a sequence with keys and values in pages. `max_context` is its maximum number of tokens.
 
     >>> state = AttentionSequenceState(max_context=2)
     >>> state.advance()
