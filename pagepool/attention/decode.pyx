@@ -17,6 +17,7 @@ from pagepool.csrc cimport (
     PP_BF16,
     PP_EXACT,
     PP_F32,
+    PP_INVALID_BLOCK,
     PP_MAX_THREADS,
     PP_NO_MEMORY,
     PP_OK,
@@ -66,6 +67,27 @@ cdef double read_float(str name, object number) except? -1.0:
         raise TypeError(f"{name} must be a number, not {type(number).__name__}") from None
     except OverflowError:
         raise ValueError(f"{name} must be a number that a float holds, up to 1.8e308") from None
+
+
+cdef int64_t first_block(const pp_decode_args *args, int32_t seq) noexcept nogil:
+    """The first block that one of the sequence's query tokens sees."""
+    cdef const int32_t *starts = args.query_start_loc
+    cdef int64_t queries = 1 if starts == NULL else starts[seq + 1] - starts[seq]
+    cdef int64_t first = args.seq_lens[seq] - queries + 1 - args.window
+    return first // args.pool.layout.block_size if args.window and first > 0 else 0
+
+
+cdef bint finds_free(KvCachePool pool, const pp_decode_args *args, int32_t *seq, int64_t *index) noexcept nogil:
+    """Return true if a block that will be read is free; it is entry (seq, index) of the block tables."""
+    cdef int64_t size = pool.c_pool.layout.block_size, blocks
+    cdef int32_t block
+    for seq[0] in range(args.num_seqs):
+        blocks = min((args.seq_lens[seq[0]] + size - 1) // size, args.block_tables_width)
+        for index[0] in range(first_block(args, seq[0]), blocks):
+            block = args.block_tables[seq[0] * args.block_tables_stride + index[0]]
+            if 0 <= block < pool.c_pool.num_blocks and pool.allocator.c_ref_count(block) < 1:
+                return True
+    return False
 
 
 @cython.final
@@ -332,12 +354,14 @@ cdef class Arguments:
             raise ValueError(f"out overlaps {name}: it is written while that is read")
         return 0
 
-    cdef long long first_block(self, Py_ssize_t seq) noexcept:
-        """The first block that one of the sequence's query tokens sees."""
-        cdef const int32_t *starts = self.args.query_start_loc
-        cdef int64_t queries = 1 if starts == NULL else starts[seq + 1] - starts[seq], window = self.args.window
-        cdef int64_t first = self.args.seq_lens[seq] - queries + 1 - window
-        return first // self.pool.c_pool.layout.block_size if window and first > 0 else 0
+    cdef int check_live(self) except -1:
+        """In checked mode: raises InvalidBlock for a free block among those that will be read."""
+        cdef int32_t seq = 0
+        cdef int64_t index = 0
+        if self.pool.allocator.checked and finds_free(self.pool, &self.args, &seq, &index):
+            block = self.args.block_tables[seq * self.args.block_tables_stride + index]
+            raise InvalidBlock(f"block_tables[{seq}, {index}] is {block}, which is free")
+        return 0
 
     cdef object failure(self, pp_status status):
         """The exception for a status, with the place and both numbers."""
@@ -358,7 +382,7 @@ cdef class Arguments:
                 )
         for seq in range(self.lengths.rows):
             blocks = (self.args.seq_lens[seq] + size - 1) // size  # which another thread may have changed by now
-            for index in range(self.first_block(seq), min(blocks, self.args.block_tables_width)):
+            for index in range(first_block(&self.args, seq), min(blocks, self.args.block_tables_width)):
                 block = self.args.block_tables[seq * self.args.block_tables_stride + index]
                 if not 0 <= block < self.pool.c_pool.num_blocks:
                     hint = ": this query sees tokens of a block that was given back" if block == -1 else ""
@@ -374,6 +398,8 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
                         const int32_t *block_tables, int64_t block_tables_width, const int32_t *seq_lens,
                         float sm_scale, float *out, float *lse, int num_threads) noexcept nogil:
     cdef pp_decode_args args
+    cdef int32_t seq
+    cdef int64_t index
     cdef int64_t head_dim = pool.c_pool.layout.head_dim
     memset(&args, 0, sizeof(args))
     args.pool = &pool.c_pool
@@ -391,6 +417,8 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
     args.num_threads = num_threads
     args.out = out
     args.lse = lse
+    if pool.allocator.checked and finds_free(pool, &args, &seq, &index):
+        return PP_INVALID_BLOCK
     return c_decode_args(&args, num_threads)
 
 
@@ -467,7 +495,8 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
 
     Raises `TypeError` for a dtype, or an array beside a `BlockTables`; `ValueError` for a shape, stride, length or
     number out of range, or a `BlockTables` of another allocator than the pool's; `InvalidBlock` for an id out of
-    range. Then nothing is written. Releases the GIL. Checks block ids for range, not for liveness.
+    range. Then nothing is written. Releases the GIL. Checks block ids for range, and in checked
+    mode (`KvCachePool.checked`) that the blocks are in use.
 
     Sources: online softmax (Milakov & Gimelshein, 2018); paging (vLLM, Kwon et al., SOSP 2023); splitting a sequence
     for threads (Flash-Decoding, Dao et al., 2023), here with borders that do not depend on the threads; tree masks
@@ -562,6 +591,7 @@ cdef object attend(object q, KvCachePool pool, object layer, object block_tables
         scores = empty((call.q.shape[0], call.q.shape[1], call.args.block_tables_width), FLOAT32)
         score_rows = scores
         call.args.block_scores = &score_rows[0, 0, 0] if scores.size else NULL
+    call.check_live()
     pool.pin()
     try:
         with nogil:

@@ -2,6 +2,7 @@
 #include "regions.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static int32_t block_size_of(const pp_regions *regions) {
     int32_t size = 0;
@@ -45,6 +46,14 @@ void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst
     /* An attached pool has a page for every id of the allocator: no copy can fail. */
     for (int32_t i = 0; i < regions->count; i++) pp_kv_copy_block(regions->pools[i], dst, src);
     pp_read_end(lock);
+}
+
+void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n) {
+    for (int32_t i = 0; i < regions->count; i++) {
+        const int64_t bytes = regions->pools[i]->layout.block_bytes;
+        for (ptrdiff_t b = 0; b < n; b++)
+            if (ref_counts[blocks[b]] == 0) memset(regions->pools[i]->base + blocks[b] * bytes, 0xFF, (size_t)bytes);
+    }
 }
 
 int32_t pp_regions_block_size(const pp_regions *regions, pp_lock *lock) {

@@ -25,6 +25,10 @@ void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *poo
  * both and not the lock. */
 void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src);
 
+/* Fills the pages of those `blocks` that have no reference with bits that are NaN in every float dtype, in every
+ * attached pool.  The caller holds the lock. */
+void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n);
+
 /* Tokens of a block in the attached pools; 0 without a pool that has a layout. */
 int32_t pp_regions_block_size(const pp_regions *regions, pp_lock *lock);
 

@@ -120,6 +120,7 @@ cdef class BlockAllocator:
     cdef CachedCounts *cached  # of all prefix caches, with the lock held
     cdef uint64_t *words  # of each block, see BlockGenerations; NULL unless they are kept
     cdef object word_buffer  # owns them
+    cdef bint checked  # pages of freed blocks are filled with NaN: set by a pool in checked mode, see KvCachePool
     cdef Link head  # of the list of sequences
     cdef Py_ssize_t num_sequences
     cdef list others  # weak references to holders of other types
@@ -205,11 +206,15 @@ cdef class BlockAllocator:
             self.num_freed += 1
             if self.words != NULL:
                 pp_word_freed(&self.words[block])
+            if self.checked:
+                self.c_fill_freed(&block, 1)
         elif count == 1:
             count_idle(self.cached, block, 1)
         return PP_OK
 
     cdef void c_wait_for_lock(self) noexcept nogil
+    # With the lock held: fills the pages of those blocks that are free with NaN.
+    cdef void c_fill_freed(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
 
     # All or PP_INVALID_BLOCK; `blocks` must not change meanwhile.
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil

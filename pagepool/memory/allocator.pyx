@@ -46,6 +46,7 @@ cdef extern from "regions.h" nogil:
     pp_status pp_regions_attach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_detach(pp_regions *regions, void *lock, const pp_kv_pool *pool)
     void pp_regions_copy_block(const pp_regions *regions, void *lock, int32_t dst, int32_t src)
+    void pp_regions_fill_freed(const pp_regions *regions, const int32_t *counts, const int32_t *blocks, Py_ssize_t n)
     int32_t pp_regions_block_size(const pp_regions *regions, void *lock)
 
 
@@ -134,6 +135,9 @@ cdef class BlockAllocator:
     cdef void c_wait_for_lock(self) noexcept nogil:
         pp_lock_wait(&self.lock)
 
+    cdef void c_fill_freed(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
+        pp_regions_fill_freed(self.regions, self.c_counts, blocks, n)
+
     cdef bint c_extend(self, int32_t n) noexcept nogil:
         if n > self.max_capacity - self.taken:
             return False
@@ -198,9 +202,7 @@ cdef class BlockAllocator:
         while end < self.taken and end - start < most and not self.c_counts[end]:
             end += 1
         first[0] = start
-        if end >= self.taken:
-            return min(limit - start, most)
-        return end - start
+        return min(limit - start, most) if end >= self.taken else end - start
 
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil:
         cdef int32_t i, recycled, fresh
@@ -270,6 +272,8 @@ cdef class BlockAllocator:
                     count_idle(self.cached, blocks[i], -1)
         elif self.words != NULL:
             pp_words_freed(self.words, counts, blocks, n)
+        if done == n and self.checked:
+            self.c_fill_freed(blocks, n)
         self.num_freed = num_freed
         pp_lock_release(&self.lock)
         return PP_OK if done == n else PP_INVALID_BLOCK
@@ -304,12 +308,10 @@ cdef class BlockAllocator:
         return status
 
     cdef int32_t c_ref_count(self, int32_t block) noexcept nogil:
-        cdef int32_t count = -1
-        if 0 <= block < self.max_capacity:
-            pp_lock_acquire(&self.lock)
-            if block < self.limit:
-                count = self.ref_counts[block]
-            pp_lock_release(&self.lock)
+        cdef int32_t count
+        pp_lock_acquire(&self.lock)
+        count = self.c_counts[block] if 0 <= block < self.limit else -1
+        pp_lock_release(&self.lock)
         return count
 
     cdef int32_t c_ids_used(self) noexcept nogil:

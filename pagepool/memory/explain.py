@@ -8,7 +8,7 @@ import numpy as np
 
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolExhausted, StaleHandle
 
-__all__ = ["closed", "exhausted", "invalid_blocks", "invalid_slot"]
+__all__ = ["closed", "exhausted", "invalid_blocks", "invalid_slot", "unwritable_slot"]
 
 
 def closed(what: str, label: int | str | None) -> StaleHandle:
@@ -61,3 +61,13 @@ def invalid_slot(slots: np.ndarray, num_slots: int) -> InvalidSlot:
     """
     bad = np.flatnonzero((slots < -1) | (slots >= num_slots))[0]
     return InvalidSlot(f"slot {slots[bad]} of token {bad} is out of range: the pool has {num_slots} slots")
+
+
+def unwritable_slot(slot: int, token: int, block: int, count: int) -> InvalidSlot:
+    """The error of a slot in a block that is free or shared. `count` is the block's reference count.
+
+    >>> unwritable_slot(20, 0, 1, 2)
+    InvalidSlot('slot 20 of token 0 is in block 1, which has 2 references and must have 1')
+    """
+    found = f"has {count} references and must have 1" if count > 0 else "is free"
+    return InvalidSlot(f"slot {slot} of token {token} is in block {block}, which {found}")

@@ -20,8 +20,11 @@ cdef class KvCachePool:
     cdef readonly Py_ssize_t page_size
     cdef object __weakref__
 
+    # In checked mode: the first token whose slot is in a block that is free or has several references. -1 if there is
+    # none, and always in other modes.
+    cdef int64_t c_first_unwritable(self, const int64_t *slots, int64_t num_tokens) noexcept nogil
     # What pp_kv_append and pp_kv_gather say, with K and V as f32; strides in elements, those of K being those of V
-    # (pp_kv_append_rows takes others).
+    # (pp_kv_append_rows takes others). PP_INVALID_SLOT also for a slot that checked mode refuses.
     cdef pp_status c_append(self, int32_t layer, const int64_t *slots, int64_t num_tokens, const float *k,
                             const float *v, int64_t token_stride, int64_t head_stride) noexcept nogil
     cdef pp_status c_gather(self, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,

@@ -12,7 +12,13 @@ __all__ = ["KvCachePool"]
 
 @final
 class KvCachePool:
-    def __new__(cls, page_size: SupportsIndex, initial_pages: SupportsIndex, dtype: Any = "float32") -> KvCachePool: ...
+    def __new__(
+        cls,
+        page_size: SupportsIndex,
+        initial_pages: SupportsIndex,
+        dtype: Any = "float32",
+        checked: bool | None = None,
+    ) -> KvCachePool: ...
     @staticmethod
     def from_layout(
         layout: KvLayout,
@@ -20,6 +26,7 @@ class KvCachePool:
         allocator: BlockAllocator | None = None,
         max_blocks: SupportsIndex | None = None,
         k_channel_scale: ArrayLike | None = None,
+        checked: bool | None = None,
     ) -> KvCachePool: ...
     def append(self, layer: SupportsIndex, slot_mapping: Any, k: Any, v: Any = None) -> None: ...
     def gather(
@@ -51,6 +58,8 @@ class KvCachePool:
     def free_pages(self) -> int: ...
     @property
     def used_pages(self) -> int: ...
+    @property
+    def checked(self) -> bool: ...
     @property
     def nbytes(self) -> int: ...
     @property

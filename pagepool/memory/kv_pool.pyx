@@ -49,6 +49,8 @@ from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_
 from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
 
+import os
+
 import numpy as np
 
 from pagepool.config import KvLayout
@@ -56,7 +58,7 @@ from pagepool.errors import InvalidBlock, refuse_copy
 from pagepool.memory.dlpack import BFloat16Bits
 from pagepool._arguments import dtype_name, integer
 from pagepool.memory.owners import warn_of
-from pagepool.memory.explain import invalid_slot
+from pagepool.memory.explain import invalid_slot, unwritable_slot
 
 __all__ = ["KvCachePool"]
 
@@ -236,6 +238,7 @@ cdef class KvCachePool:
     page_size       elements per page
     initial_pages   the number of pages
     dtype           "float32", "float16", "bfloat16" or "uint8", or these dtypes of NumPy, ml_dtypes or torch
+    checked         finds misuse of blocks, for tests of an engine: see `checked`. None: if PAGEPOOL_CHECK is set
 
     The constructor makes a flat pool of plain pages (`alloc`, `free`, `page`); `from_layout` makes one that knows
     layers, heads and tokens. `memoryview(pool)` and DLPack export all elements in one dimension (`memoryview` shows
@@ -249,7 +252,7 @@ cdef class KvCachePool:
     [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     """
 
-    def __cinit__(self, page_size, initial_pages, dtype="float32"):
+    def __cinit__(self, page_size, initial_pages, dtype="float32", checked=None):
         name = dtype_name("dtype", dtype)
         if name not in ELEMENTS:
             raise ValueError(f"dtype must be one of {', '.join(ELEMENTS)}, not {name!r}")
@@ -262,7 +265,10 @@ cdef class KvCachePool:
         item = VIEWS[self.kind].itemsize
         if elements * pages * item >= 1 << 62:
             raise MemoryError(f"the system has no room for {pages} pages of {elements * item} bytes")
-        allocator = BlockAllocator(pages)
+        if checked is None:
+            checked = os.environ.get("PAGEPOOL_CHECK", "0") not in ("", "0")
+        cdef BlockAllocator allocator = BlockAllocator(pages)
+        allocator.checked = bool(checked)
         self.buffer = PageBuffer(elements * pages, FORMATS[self.kind], True)
         self.page_size = elements
         self.c_pool.base = self.buffer.base
@@ -311,13 +317,14 @@ cdef class KvCachePool:
                     f"not {layout.block_size}"
                 )
         if self.allocator is not None:
+            allocator.checked = allocator.checked or self.allocator.checked
             self.allocator.c_detach(&self.c_pool)
         self.allocator = allocator
         self.layout = layout
         return 0
 
     @staticmethod
-    def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None):
+    def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None, checked=None):
         """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
         allocator   the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one
@@ -326,6 +333,8 @@ cdef class KvCachePool:
         k_channel_scale  of quantised keys: float32 (num_layers, num_kv_heads, head_dim), from 1e-15 to 1e15. A key is
                     divided by it before it is quantised, a query multiplied; `calibrate_channels` makes it. It is
                     copied. Needed for keys of int4, None for those that are not quantised
+        checked     finds misuse of blocks, for tests of an engine: see `checked`. None: if PAGEPOOL_CHECK is set. The
+                    mode is one of the allocator, so all pools that share it are checked
 
         A pool with quantised elements, or keys and values of different dtypes, shows its pages as bytes (uint8).
         Raises `ValueError` when the allocator may have more blocks than the pool pages, when a sequence, a prefix
@@ -362,9 +371,9 @@ cdef class KvCachePool:
         number = integer("num_blocks", num_blocks)
         most = number if max_blocks is None else integer("max_blocks", max_blocks, number)
         if layout.is_mixed:
-            pool = KvCachePool(layout.block_bytes, most, "uint8")
+            pool = KvCachePool(layout.block_bytes, most, "uint8", checked)
         else:
-            pool = KvCachePool(layout.page_size, most, layout.dtype)
+            pool = KvCachePool(layout.page_size, most, layout.dtype, checked)
         pool.c_pool.layout = c_layout
         if scale is not None:
             pool.k_channel_scale = scale
@@ -373,10 +382,20 @@ cdef class KvCachePool:
         pool.adopt(layout, allocator)
         return pool
 
+    cdef int64_t c_first_unwritable(self, const int64_t *slots, int64_t num_tokens) noexcept nogil:
+        cdef int64_t i, size = self.c_pool.layout.block_size, end = self.c_pool.num_blocks * size
+        if self.allocator.checked:
+            for i in range(num_tokens):
+                if 0 <= slots[i] < end and self.allocator.c_ref_count(<int32_t>(slots[i] // size)) != 1:
+                    return i
+        return -1
+
     cdef pp_status c_append(self, int32_t layer, const int64_t *slots, int64_t num_tokens, const float *k,
                             const float *v, int64_t token_stride, int64_t head_stride) noexcept nogil:
         cdef pp_kv_rows k_rows = pp_kv_rows(k, token_stride, head_stride)
         cdef pp_kv_rows v_rows = pp_kv_rows(v, token_stride, head_stride)
+        if self.c_first_unwritable(slots, num_tokens) >= 0:
+            return PP_INVALID_SLOT
         return c_kv_append_rows(&self.c_pool, layer, slots, num_tokens, k_rows, v_rows, PP_F32)
 
     cdef pp_status c_gather(self, int32_t layer, const int32_t *blocks, int64_t num_blocks, int64_t seq_len, float *k,
@@ -404,9 +423,9 @@ cdef class KvCachePool:
 
         All of them by the buffer protocol or DLPack, tensors of torch for example.
 
-        Checks slots for range, not for liveness. Raises `TypeError` for another dtype, `ValueError` for a wrong shape,
-        stride or layer and for arguments that lie in the pool's own pages, `InvalidSlot` for a slot out of range; then
-        nothing was written. Releases the GIL while it copies.
+        Checks slots for range, and in checked mode that each is in a block with one reference. Raises `TypeError` for
+        another dtype, `ValueError` for a wrong shape, stride or layer and for arguments that lie in the pool's own
+        pages, `InvalidSlot` for a slot that is refused; then nothing was written. Releases the GIL while it copies.
 
         >>> import numpy as np
         >>> from pagepool import KvLayout
@@ -418,14 +437,21 @@ cdef class KvCachePool:
         """
         cdef int32_t number = self.read_layer(layer)
         cdef TokenRows rows = TokenRows.__new__(TokenRows)
-        cdef pp_status status
+        cdef pp_status status = PP_OK
+        cdef int64_t unwritable
         rows.read(slot_mapping, k, v, &self.c_pool)
         self.pin()
         with nogil:
-            status = c_kv_append_rows(
-                &self.c_pool, number, rows.slots, rows.num_tokens, rows.k_rows, rows.v_rows, rows.dtype
-            )
+            unwritable = self.c_first_unwritable(rows.slots, rows.num_tokens)
+            if unwritable < 0:
+                status = c_kv_append_rows(
+                    &self.c_pool, number, rows.slots, rows.num_tokens, rows.k_rows, rows.v_rows, rows.dtype
+                )
         self.unpin()
+        if unwritable >= 0:
+            slot = rows.slots[unwritable]
+            block = slot // self.c_pool.layout.block_size
+            raise unwritable_slot(slot, unwritable, block, self.allocator.c_ref_count(block))
         if status == PP_INVALID_SLOT:
             slots = np.asarray(<const int64_t[:rows.num_tokens]>rows.slots)
             raise invalid_slot(slots, self.c_pool.num_blocks * self.c_pool.layout.block_size)
@@ -538,7 +564,7 @@ cdef class KvCachePool:
 
         Only whole pages of the system are given back, and only whole huge pages by a pool of 2 MiB or more. They are
         zero when they are touched again. Other threads may go on; one that takes or frees blocks waits until at most
-        64 MiB have been given back.
+        64 MiB have been given back. In checked mode nothing is given back, so that free pages stay filled with NaN.
         """
         cdef int64_t page = self.c_pool.layout.block_bytes, given = 0, done = 0, begin, end
         cdef int64_t granule = <int64_t>self.buffer.c_granule()
@@ -548,7 +574,7 @@ cdef class KvCachePool:
         cdef PageBuffer buffer = self.buffer
         self.pin()
         with nogil:
-            while True:
+            while not allocator.checked:
                 pp_lock_acquire(&allocator.lock)
                 length = allocator.c_free_run(&first, limit, most)
                 begin = max(done, (first * page + granule - 1) // granule * granule)
@@ -631,6 +657,16 @@ cdef class KvCachePool:
     def used_pages(self):
         """Blocks of the allocator that are in use."""
         return self.allocator.in_use
+
+    @property
+    def checked(self):
+        """Whether the pool is in checked mode, which finds misuse of blocks.
+
+        `append` refuses slots in blocks that are free or have several references, `decode` and `prefill` refuse tables
+        with free blocks, and pages of freed blocks are filled with bits that are NaN in every float dtype, the scales
+        of quantised pages among them.
+        """
+        return bool(self.allocator.checked)
 
     @property
     def nbytes(self):
