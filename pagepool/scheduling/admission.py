@@ -142,7 +142,7 @@ class Admission:
         elif found:
             self.blocks.truncate(seq, fed)
         seq.fed = fed
-        seq._published = self.blocks.blocks_for(fed)
+        seq._prefix.published = self.blocks.blocks_for(fed)
         return False
 
     def _fits(self, seq: Sequence, now: int) -> bool:

@@ -108,7 +108,7 @@ class Preemption:
         held, free = self.blocks.held(seq), self.blocks.available()
         self.active.remove(seq)
         self.blocks.close([seq])
-        seq.fed = seq._published = 0
+        seq.fed = seq._prefix.published = 0
         self._park(seq)
         self._record("recompute", seq.id, held, free, "its step was given up, and with it its recurrent state")
 
@@ -132,7 +132,7 @@ class Preemption:
         else:
             self.blocks.close([seq])
         seq.fed = keep
-        seq._published = self.blocks.blocks_for(keep)
+        seq._prefix.published = self.blocks.blocks_for(keep)
         if was_active:
             self._park(seq)
         if not self._partial:

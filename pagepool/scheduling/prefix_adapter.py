@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,29 @@ NEEDED = (
     "inserted",
     "match_held",
 )
+
+
+@dataclass(slots=True)
+class SequencePrefix:
+    """What the adapter notes of a sequence.
+
+    key         the key of its salt and extra keys
+    row         its first `row_end` tokens, as an array
+    published   how many of its leading blocks came from the cache or were offered to it
+    all_cached  whether the cache took them all
+    epoch       how many blocks the cache had been told to forget when the sequence began
+    """
+
+    key: bytes
+    row: Any
+    row_end: int
+    published: int = 0
+    all_cached: bool = True
+    epoch: int = 0
+
+    def fork(self) -> SequencePrefix:
+        """The same for a fork, which writes its own outputs into the row."""
+        return replace(self, row=None if self.row is None else self.row[: self.row_end].copy())
 
 
 class PrefixAdapter:
@@ -71,15 +95,15 @@ class PrefixAdapter:
 
         Raises TypeError or ValueError for tokens and keys that no cache takes.
         """
-        seq._key = root_key(seq.cache_salt, seq.extra_keys)
-        if self.cache is not None:
-            seq._row = token_row(np.array(seq.prompt_tokens))
+        key = root_key(seq.cache_salt, seq.extra_keys)
+        row = None if self.cache is None else token_row(np.array(seq.prompt_tokens))
+        seq._prefix = SequencePrefix(key, row, len(seq.prompt_tokens))
 
     def cached(self, seq: Sequence) -> int:
         """Tokens of the prompt of `seq` that are cached."""
         if self.cache is None:
             return 0
-        prompt = seq._row[: len(seq.prompt_tokens)]
+        prompt = seq._prefix.row[: len(seq.prompt_tokens)]
         found = [self.cache.cached_tokens(prompt, **self._keys(seq, group)) for group in range(self._num_groups)]
         return int(min(found))
 
@@ -96,11 +120,11 @@ class PrefixAdapter:
         leader, until = None, 0
         for other in prefills:
             end = min(most, len(other.prompt_tokens) // size * size)
-            if other.fed >= end or other.prompt_tokens[:size] != head or other._key != seq._key:
+            if other.fed >= end or other.prompt_tokens[:size] != head or other._prefix.key != seq._prefix.key:
                 continue
             if other._rank[:2] > seq._rank[:2] or not self.will_publish(other):
                 continue
-            differs = np.flatnonzero(seq._row[:end] != other._row[:end])
+            differs = np.flatnonzero(seq._prefix.row[:end] != other._prefix.row[:end])
             shared = int(differs[0]) // size * size if len(differs) else end
             if shared > max(other.fed, until):
                 leader, until = other, shared
@@ -119,12 +143,12 @@ class PrefixAdapter:
 
     def will_publish(self, seq: Sequence) -> bool:
         """Whether `seq` is reading its prompt, and others may find the blocks that it fills."""
-        return seq.state is SeqState.PREFILLING and bool(seq._cache_epoch == self.cache.forgotten)
+        return seq.state is SeqState.PREFILLING and bool(seq._prefix.epoch == self.cache.forgotten)
 
     def begin(self, seq: Sequence) -> None:
         """`seq` has an empty state: it computes all of its blocks anew."""
         if self.cache is not None:
-            seq._cache_epoch = self.cache.forgotten
+            seq._prefix.epoch = self.cache.forgotten
 
     def adopt(self, seq: Sequence) -> bool:
         """Let `seq` begin with cached blocks where they are more than it has; at least one token is left to compute.
@@ -149,9 +173,9 @@ class PrefixAdapter:
                 return False
             blocks.adopt(seq, [found])
             seq.fed = seq.kv.len
-            seq._published = len(found)
-            seq._all_cached = True
-            seq._cache_epoch = self.cache.forgotten
+            seq._prefix.published = len(found)
+            seq._prefix.all_cached = True
+            seq._prefix.epoch = self.cache.forgotten
         finally:
             blocks.give_back()
         return True
@@ -173,7 +197,7 @@ class PrefixAdapter:
                 seq._stops = [tuple(stop) for stop in self.checkpoints.stops(tokens, known, begin, **keys)]
             if begin:
                 blocks.adopt(seq, [row[: begin // size] for row in found])
-            seq.fed, seq._published, seq._all_cached = begin, begin // size, True
+            seq.fed, seq._prefix.published, seq._prefix.all_cached = begin, begin // size, True
         finally:
             blocks.give_back()
         return bool(begin)
@@ -190,7 +214,7 @@ class PrefixAdapter:
 
     def keep_state(self, seq: Sequence, reason: str) -> None:
         """Keep the recurrent state of `seq`, which has passed over all that it was fed, where it may be kept."""
-        if self.checkpoints is None or seq._cache_epoch != self.cache.forgotten:
+        if self.checkpoints is None or seq._prefix.epoch != self.cache.forgotten:
             return
         if seq.fed and self.checkpoints.index.aligned(seq.fed) == seq.fed:
             tokens, keys = self._tokens(seq, seq.fed), {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
@@ -205,19 +229,19 @@ class PrefixAdapter:
         if self.cache is None:
             return
         full = num_tokens // self._blocks.block_size
-        if full and seq._cache_epoch == self.cache.forgotten:
-            start = min(seq._published, full) if seq._all_cached else 0
+        if full and seq._prefix.epoch == self.cache.forgotten:
+            start = min(seq._prefix.published, full) if seq._prefix.all_cached else 0
             tokens = self._tokens(seq, full * self._blocks.block_size)
             new = [self._publish_group(seq, group, tokens, full, start) for group in range(self._num_groups)]
-            seq._all_cached = all(new)
-        seq._published = full
+            seq._prefix.all_cached = all(new)
+        seq._prefix.published = full
 
     def publish_filled(self, batch: ScheduledBatch) -> None:
         """Publish the blocks that `batch`, which was run, has filled, in the order of ids."""
         if self.cache is None:
             return
         size = self._blocks.block_size
-        filled = [seq for seq in batch._sequences if seq.fed // size > seq._published and seq.kv is not None]
+        filled = [seq for seq in batch._sequences if seq.fed // size > seq._prefix.published and seq.kv is not None]
         for seq in sorted(filled, key=by_id):
             if not seq._has_ended:  # those end anyhow
                 self.publish(seq, seq.fed)
@@ -249,16 +273,16 @@ class PrefixAdapter:
 
     def _tokens(self, seq: Sequence, count: int) -> Any:
         """The first `count` tokens of `seq` as an array."""
-        end = seq._row_end
+        prefix, end = seq._prefix, seq._prefix.row_end
         if count > end:
-            if len(seq._row) < seq.max_tokens:
+            if len(prefix.row) < seq.max_tokens:
                 row = np.empty(seq.max_tokens, np.int32)
-                row[:end] = seq._row[:end]
-                seq._row = row
+                row[:end] = prefix.row[:end]
+                prefix.row = row
             prompt = len(seq.prompt_tokens)
-            seq._row[end:count] = seq.output_tokens[end - prompt : count - prompt]
-            seq._row_end = count
-        return seq._row[:count]
+            prefix.row[end:count] = seq.output_tokens[end - prompt : count - prompt]
+            prefix.row_end = count
+        return prefix.row[:count]
 
 
 def check_has(cache: Any, names: Iterable[str]) -> None:

@@ -86,19 +86,12 @@ class Sequence:
     _prefill_end: int = field(init=False)
     # Whether its tenant's quota counts it.
     _counted: bool = field(default=False, init=False)
-    # For the prefix cache (see prefix_adapter.py): the key of its salt and extra keys, its first `_row_end` tokens as
-    # an array, how many of its leading blocks came from or were offered to the cache, whether the cache took them all,
-    # and how many blocks the cache had been told to forget when it began.
-    _key: bytes = field(default=b"", init=False)
-    _row: Any = field(default=None, init=False)
-    _row_end: int = field(init=False)
-    _published: int = field(default=0, init=False)
-    _all_cached: bool = field(default=True, init=False)
-    _cache_epoch: int = field(default=0, init=False)
+    # What the `PrefixAdapter` notes of it.
+    _prefix: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._max_output = self.max_tokens - len(self.prompt_tokens)
-        self._prefill_end = self._row_end = len(self.prompt_tokens)
+        self._prefill_end = len(self.prompt_tokens)
 
     @property
     def prompt_pos(self) -> int:
@@ -175,11 +168,7 @@ class Sequence:
         fork = dataclasses.replace(self, id=seq_id)
         fork.state, fork.fed, fork.num_cached = self.state, self.fed, self.fed
         fork.output_tokens = self.output_tokens.copy()
-        fork._prefill_end, fork._key = self._prefill_end, self._key
-        if self._row is not None:
-            fork._row = self._row[: self._row_end].copy()  # each writes its outputs into its own
-        fork._row_end, fork._published = self._row_end, self._published
-        fork._all_cached, fork._cache_epoch = self._all_cached, self._cache_epoch
+        fork._prefill_end, fork._prefix = self._prefill_end, self._prefix.fork()
         return fork
 
     def _audit(self, slots: int, has_blocks: bool) -> str | None:
