@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+from pagepool._arguments import wrong
+
 __all__ = ["PagepoolCollector"]
 
 
@@ -26,7 +28,7 @@ class PagepoolCollector:
     `pagepool:prefix_cache_queries`, `pagepool:prefix_cache_hits`, `pagepool:prefix_cache_evictions`; of routers
     `pagepool:router_choices`, `pagepool:router_snapshots`, in tokens `pagepool:router_found_tokens` and
     `pagepool:router_forecast_error_tokens` (by direction: over, under). The label `pool`, `cache` or `router` is the
-    name. Raises `ImportError` when prometheus_client is not installed.
+    name. Raises `ImportError` when prometheus_client is not installed, `TypeError` for other objects.
 
     >>> from prometheus_client import CollectorRegistry, generate_latest
     >>> from pagepool import BlockAllocator
@@ -45,10 +47,12 @@ class PagepoolCollector:
         routers: Mapping[str, Any] | None = None,
     ) -> None:
         self._families = import_module("prometheus_client.core")
+        if scheduler is not None and not hasattr(scheduler, "num_preemptions"):
+            raise wrong("scheduler", "a Scheduler or None", scheduler)
         self._scheduler = scheduler
-        self._pools = dict(pools or {})
-        self._caches = dict(caches or {})
-        self._routers = dict(routers or {})
+        self._pools = _named("pools", pools, "a KvCachePool, BlockAllocator or SsmStatePool", "peak")
+        self._caches = _named("caches", caches, "a PrefixCache", "looked_up")
+        self._routers = _named("routers", routers, "a Router", "choices")
 
     def collect(self) -> Iterator[Any]:
         """The metric families; prometheus_client calls this at each scrape."""
@@ -127,3 +131,15 @@ class PagepoolCollector:
             errors.add_metric([name, "under"], figures[name]["underestimated"])
         if figures:
             yield errors
+
+
+def _named(argument: str, found: Mapping[str, Any] | None, kind: str, figure: str) -> dict[str, Any]:
+    """The objects by name; each must have `figure` in its `stats()`."""
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise wrong(argument, "a mapping of names to objects, or None", found)
+    for name, one in found.items():
+        if not hasattr(one, "stats") or figure not in one.stats():
+            raise wrong(f"{argument}[{name!r}]", kind, one)
+    return dict(found)

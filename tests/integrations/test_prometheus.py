@@ -2,6 +2,7 @@
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from refusals import refuses
 
 from pagepool import (
     BlockAllocator,
@@ -89,3 +90,18 @@ def test_the_forecast_error_of_a_router_is_a_metric():
     assert value("pagepool:router_snapshots_total", name) == 0
     error = "pagepool:router_forecast_error_tokens_total"
     assert value(error, {**name, "direction": "over"}) == 5 and value(error, {**name, "direction": "under"}) == 12
+
+
+def test_what_cannot_be_shown_is_refused_at_once():
+    allocator = BlockAllocator(4)
+    cache, ssm = PrefixCache(allocator), SsmStatePool.from_layout(StateLayout([{"h": ((2,), "float32")}]), 1)
+    for arguments, words in (
+        ({"scheduler": allocator}, ("scheduler", "Scheduler", "BlockAllocator")),
+        ({"pools": [allocator]}, ("pools", "list")),
+        ({"pools": {"kv": cache}}, ("pools", "kv", "BlockAllocator", "PrefixCache")),
+        ({"pools": {"both": SequencePool(ssm=ssm)}}, ("pools", "both", "SequencePool")),
+        ({"caches": {"prompts": allocator}}, ("caches", "prompts", "PrefixCache", "BlockAllocator")),
+        ({"routers": {"front": 5}}, ("routers", "front", "Router", "int", 5)),
+    ):
+        with refuses(TypeError, *words):
+            PagepoolCollector(**arguments)
