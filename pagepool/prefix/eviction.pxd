@@ -4,7 +4,7 @@ from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport CachedRefs
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.events cimport EventLog
-from pagepool.prefix.policies cimport EvictionPolicy
+from pagepool.prefix.policies cimport LruPolicy
 from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 
 
@@ -18,7 +18,7 @@ cdef class CachedBlocks:
     cdef BlockAllocator allocator
     cdef CachedRefs refs
     cdef NodeTable tree
-    cdef EvictionPolicy policy
+    cdef LruPolicy policy
     cdef EventLog log  # or None
     cdef PageBuffer node_memory
     cdef int32_t *node_of

@@ -1,5 +1,5 @@
-from pagepool.prefix.policies import EvictionPolicy
+from pagepool.prefix.policies import LruPolicy
 
 __all__ = ["POLICIES"]
 
-POLICIES: dict[str, type[EvictionPolicy]]
+POLICIES: dict[str, type[LruPolicy]]

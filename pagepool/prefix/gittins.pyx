@@ -17,7 +17,7 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.prefix.policies cimport EvictionPolicy
+from pagepool.prefix.policies cimport LruPolicy
 from pagepool.prefix.radix_tree cimport Node, NodeList, NodeTable, list_clear, list_is_sound, list_push, list_remove
 
 __all__ = ["GittinsPolicy", "ReuseAges"]
@@ -27,11 +27,9 @@ cdef enum:
     AGES = 64
 
 cdef enum:
-    GHOSTS
-    WAITING  # cached nodes found with cached children when their turn came
     COUNT = 7  # bits of node.uses: uses, of which 4 is the most that is counted
     CONTINUED = 8  # the node was made behind a cached prefix
-    WAITS = 16  # it is in WAITING
+    WAITS = 16  # it is in `waiting`
     MOST_USES = 4
     BUDGET = 16
     LESSON = 2000  # uses between two lessons, at least
@@ -209,14 +207,16 @@ cdef inline double slope(const double *hits, const double *time, int first, int 
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class GittinsPolicy(EvictionPolicy):
+cdef class GittinsPolicy(LruPolicy):
     """Evicts the least valuable kind and age first; remembers four times as many ghosts as there can be blocks."""
 
     # node.list is the number of the node's group:
     #   members = the cached nodes and ghosts whose group it is; one without members is in the list `unused`
     #   a group with nodes is in the cell of its kind and of an age class that it had, its own or a lower one
-    #   a cached node that is not aside is in its group's nodes, or in the list WAITING with its flag set
+    #   a cached node that is not aside is in its group's nodes, or in the list `waiting` with its flag set
     #   cached_children = the children of a node that have a block
+    cdef NodeList ghosts
+    cdef NodeList waiting  # cached nodes found with cached children when their turn came
     cdef Group *groups
     cdef int64_t room
     cdef int32_t num_made
@@ -261,7 +261,8 @@ cdef class GittinsPolicy(EvictionPolicy):
 
     cdef void c_clear(self) noexcept:
         cdef int kind, age
-        EvictionPolicy.c_clear(self)
+        list_clear(&self.ghosts)
+        list_clear(&self.waiting)
         PyMem_Free(self.groups)
         self.groups = NULL
         self.room = self.num_made = self.num_live = 0
@@ -315,13 +316,13 @@ cdef class GittinsPolicy(EvictionPolicy):
                 self.victims = self.chosen
                 self.budget = BUDGET
                 if self.victims < 0:
-                    return self.lists[WAITING].head  # their children that stay are in use
+                    return self.waiting.head  # their children that stay are in use
             node = self.groups[self.victims].nodes.tail
             if self.tree.nodes[node].cached_children == 0:
                 return node
             self.c_unlink(node)
             self.tree.nodes[node].uses |= WAITS
-            list_push(&self.lists[WAITING], self.tree.nodes, node)
+            list_push(&self.waiting, self.tree.nodes, node)
 
     cdef void c_evicted(self, int32_t node) noexcept:
         cdef Node *nodes = self.tree.nodes
@@ -341,7 +342,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         cdef int32_t number = nodes[node].list
         if nodes[node].uses & WAITS:
             nodes[node].uses ^= WAITS
-            list_remove(&self.lists[WAITING], nodes, node)
+            list_remove(&self.waiting, nodes, node)
             return
         list_remove(&self.groups[number].nodes, nodes, node)
         if self.groups[number].nodes.size == 0:
@@ -367,7 +368,7 @@ cdef class GittinsPolicy(EvictionPolicy):
         self.c_tick(node)
         if nodes[node].ghost:
             nodes[node].ghost = 0
-            list_remove(&self.lists[GHOSTS], nodes, node)
+            list_remove(&self.ghosts, nodes, node)
             self.c_used(node, False)
         else:
             nodes[node].uses = CONTINUED if self.continued else 0
@@ -379,14 +380,16 @@ cdef class GittinsPolicy(EvictionPolicy):
         cdef Group *group
         cdef int32_t ghost
         nodes[node].ghost = 1
-        list_push(&self.lists[GHOSTS], nodes, node)
-        if self.lists[GHOSTS].size > self.max_ghosts:
-            ghost = self.lists[GHOSTS].head
+        list_push(&self.ghosts, nodes, node)
+        if self.ghosts.size > self.max_ghosts:
+            ghost = self.ghosts.head
             group = &self.groups[nodes[ghost].list]
             self.ages.gone[group.kind][age_class(self.clock - group.time)] += 1.0
             self.shadow.forgotten += 1.0
             self.c_leave(ghost)
-            self.c_forget_oldest(GHOSTS)
+            list_remove(&self.ghosts, nodes, ghost)
+            nodes[ghost].ghost = 0
+            self.tree.c_collect(ghost)
 
     cdef void c_used(self, int32_t node, bint cached) noexcept:
         """The node was used again, and was cached or not: counts the age of its group, and one use more."""
@@ -599,7 +602,7 @@ cdef class GittinsPolicy(EvictionPolicy):
     cdef str audit(self, int32_t num_linked):
         cdef Node *nodes = self.tree.nodes
         cdef Group *group
-        cdef int32_t node, number, linked = self.lists[WAITING].size, in_cells = 0, in_lru = 0, in_order = 0
+        cdef int32_t node, number, linked = self.waiting.size, in_cells = 0, in_lru = 0, in_order = 0
         cdef int kind, age
         members, children = {}, {}
         for node in range(self.tree.num_made):
@@ -621,7 +624,7 @@ cdef class GittinsPolicy(EvictionPolicy):
                     if group.kind != kind or not list_is_sound(&group.nodes, nodes) or group.nodes.size == 0:
                         return f"group {number} does not belong into the cell of kind {kind} and age class {age}"
                     number = group.next
-        if not list_is_sound(&self.lists[WAITING], nodes) or not list_is_sound(&self.lists[GHOSTS], nodes):
+        if not list_is_sound(&self.waiting, nodes) or not list_is_sound(&self.ghosts, nodes):
             return "a list of the policy is broken"
         number = self.shadow.newest
         while number >= 0:

@@ -4,10 +4,10 @@ from typing_extensions import disjoint_base
 
 from pagepool.prefix.radix_tree import NodeTable
 
-__all__ = ["EvictionPolicy", "belady_pass"]
+__all__ = ["LruPolicy", "belady_pass"]
 
 @disjoint_base
-class EvictionPolicy:
-    def __new__(cls, table: NodeTable, capacity: int) -> EvictionPolicy: ...
+class LruPolicy:
+    def __new__(cls, table: NodeTable, capacity: int) -> LruPolicy: ...
 
 def belady_pass(ids: NDArray[np.int32], ends: NDArray[np.int64], capacity: int) -> tuple[int, int]: ...

@@ -1,4 +1,4 @@
-"""The eviction policies: what every policy has, and all of them but `gittins`; and the bound of all, by Belady."""
+"""The eviction policy `lru`, and the bound of all policies, by Belady."""
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -7,7 +7,7 @@ from pagepool.prefix.radix_tree cimport LISTED, Node, NodeTable, list_clear, lis
 
 import numpy as np
 
-__all__ = ["EvictionPolicy", "belady_pass"]
+__all__ = ["LruPolicy", "belady_pass"]
 
 cdef struct Use:
     int64_t next  # where the block is used next, or beyond all uses
@@ -15,87 +15,55 @@ cdef struct Use:
 
 
 @cython.auto_pickle(False)
-cdef class EvictionPolicy:
-    """Decides which cached block goes first. Subclasses, in Cython, override the four methods of the interface.
+cdef class LruPolicy:
+    """Evicts the block that was looked up or cached the longest time ago. The policy `gittins` overrides it.
 
-    Internal: a cache makes the one it is asked for by name; see `POLICIES` in pagepool.prefix.eviction.
+    Internal: a cache makes the policy that it is asked for by name; see `POLICIES` in pagepool.prefix.eviction.
     """
 
     def __cinit__(self, NodeTable tree not None, int64_t capacity):
         self.tree = tree
         self.capacity = capacity
-        self.num_lists = 256
-        self.c_clear()
+        list_clear(&self.order)
 
     cdef int c_reserve(self, int64_t n) except -1:
         return 0
 
     cdef void c_insert(self, int32_t node) noexcept:
-        self.c_push(0, node)
+        list_push(&self.order, self.tree.nodes, node)
 
     cdef void c_touch(self, int32_t node) noexcept:
-        self.c_move(node, 0)
+        list_remove(&self.order, self.tree.nodes, node)
+        list_push(&self.order, self.tree.nodes, node)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
         return False
 
     cdef int32_t c_victim(self) noexcept:
-        return self.lists[0].head
+        return self.order.head
 
     cdef void c_evicted(self, int32_t node) noexcept:
-        self.c_unlink(node)
+        list_remove(&self.order, self.tree.nodes, node)
 
     cdef void c_unlink(self, int32_t node) noexcept:
-        list_remove(&self.lists[self.tree.nodes[node].list], self.tree.nodes, node)
+        list_remove(&self.order, self.tree.nodes, node)
 
     cdef void c_link(self, int32_t node) noexcept:
-        list_push(&self.lists[self.tree.nodes[node].list], self.tree.nodes, node)
-
-    cdef void c_push(self, int list, int32_t node) noexcept:
-        self.tree.nodes[node].list = list
-        list_push(&self.lists[list], self.tree.nodes, node)
-
-    cdef void c_move(self, int32_t node, int list) noexcept:
-        cdef Node *nodes = self.tree.nodes
-        list_remove(&self.lists[nodes[node].list], nodes, node)
-        nodes[node].list = list
-        list_push(&self.lists[list], nodes, node)
-
-    cdef void c_forget_oldest(self, int list) noexcept:
-        """Drops the oldest ghost of a list, and what only the ghost kept alive."""
-        cdef int32_t node = self.lists[list].head
-        list_remove(&self.lists[list], self.tree.nodes, node)
-        self.tree.nodes[node].ghost = 0
-        self.tree.c_collect(node)
+        list_push(&self.order, self.tree.nodes, node)
 
     cdef void c_clear(self) noexcept:
-        cdef int list
-        for list in range(self.num_lists):
-            list_clear(&self.lists[list])
+        list_clear(&self.order)
 
     cdef str audit(self, int32_t num_linked):
-        """The first equation that does not hold, as a sentence, or None. `num_linked`: cached nodes not aside."""
         cdef Node *nodes = self.tree.nodes
-        cdef int32_t node, linked = 0
-        cdef int list
-        for list in range(self.num_lists):
-            if not list_is_sound(&self.lists[list], nodes):
-                return f"list {list} of the policy is broken"
-            node = self.lists[list].head
-            while node >= 0:
-                if nodes[node].list != list or nodes[node].place != LISTED:
-                    return f"node {node} does not belong into list {list} of the policy"
-                if nodes[node].ghost != (nodes[node].block < 0):
-                    return f"node {node} is a ghost with a block, or neither"
-                linked += not nodes[node].ghost
-                node = nodes[node].next
-        return None if linked == num_linked else f"the policy has {linked} nodes, it should have {num_linked}"
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class LruPolicy(EvictionPolicy):
-    """Evicts the block that was looked up or cached the longest time ago: what every policy starts from."""
+        cdef int32_t node = self.order.head
+        if not list_is_sound(&self.order, nodes):
+            return "the list of the policy is broken"
+        while node >= 0:
+            if nodes[node].block < 0 or nodes[node].place != LISTED:
+                return f"node {node} in the list of the policy has no block, or is set aside"
+            node = nodes[node].next
+        return None if self.order.size == num_linked else f"the policy has {self.order.size} nodes, not {num_linked}"
 
 
 def belady_pass(ids, ends, capacity):
