@@ -200,9 +200,23 @@ class StateLayout:
 class Tenant:
     """The limits of one tenant.
 
-    weight       its share under the policy "fair": a tenant with twice the weight is served twice the tokens
-    max_blocks   its quota: an upper bound of the blocks that all its running requests may ever need together; None: no
-                 bound. Cached blocks that nobody uses do not count, since they are evicted when others need room
+    Parameters
+    ----------
+    weight : float
+        Its share under the policy "fair": a tenant with twice the weight is served twice the tokens.
+    max_blocks : int or None
+        Its quota: the most blocks that its running requests may ever need together. None: no bound. Cached blocks that
+        no sequence uses do not count, because they are evicted when a request needs room.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a weight that is not above 0 and finite, or a `max_blocks` below 0.
+
+    Examples
+    --------
+    >>> SchedulerConfig(policy="fair", tenants={"batch": Tenant(max_blocks=16), "chat": Tenant(weight=2.0)}).policy
+    'fair'
     """
 
     weight: float = 1.0
@@ -219,24 +233,42 @@ class Tenant:
 class SchedulerConfig:
     """The budgets and policies of a `Scheduler`.
 
-    max_sequences         the most sequences that are active (prefilling or decoding) at a time
-    max_batch_tokens      the most tokens of one step, prefill and decode together
-    max_batch_sequences   the most sequences of one step; each takes at least one of the step's tokens
-    max_prefill_tokens    the most prompt tokens of one sequence in one step (its chunk)
-    block_size            tokens per block; None: as many as the pool has, or 16 where the pool has no layout
-    watermark             share of the blocks that stays free when a request is admitted while others run
-    policy                which request goes next: "priority" (lower number first, then first come), "fcfs" (first
-                          come), "lpm" (longest cached prefix), "fair" (the tenant that was served the fewest tokens)
-    max_wait_steps        a request that has waited this many steps is not overtaken by a later one, whatever the
-                          policy, nor preempted for one, and waits for no blocks that another computes; None: no bound
-    admission             "prompt": a request is admitted when its prompt fits; "whole": when all that it may ever need
-                          fits beside what the others may need, so that nothing is preempted
-    lookahead             slots for drafted tokens that each decode takes beside its own; see `Scheduler.commit`
-    tenants               a `Tenant` for each tenant's name; a tenant without one has no bounds and weight 1
-    preemption_actions    what a preempted sequence may do besides giving all its blocks to be recomputed. "partial":
-                          it gives only the blocks that are needed, from its end, and keeps the others while it waits;
-                          with a prefix cache this is always so, since the cache keeps the blocks and evicts only what
-                          is needed. Cached blocks that nobody uses are always evicted first
+    Parameters
+    ----------
+    max_sequences : int
+        The most sequences that are active (prefilling or decoding) at a time.
+    max_batch_tokens : int
+        The most tokens of one step, prefill and decode together.
+    max_batch_sequences : int
+        The most sequences of one step; each takes at least one of the step's tokens.
+    max_prefill_tokens : int
+        The most prompt tokens of one sequence in one step (its chunk).
+    block_size : int or None
+        Tokens per block. None: the block size of the pool, or 16 when the pool has none.
+    watermark : float
+        Share of the blocks that stays free when a request is admitted while others run.
+    policy : str
+        Which request goes next: "priority" (lower number first, then first come), "fcfs" (first come), "lpm" (longest
+        cached prefix), "fair" (the tenant that was served the fewest tokens).
+    max_wait_steps : int or None
+        A request that has waited this many steps goes before every later request, whatever the policy. It is not
+        preempted for a later request, and does not wait for blocks that another request computes. None: no bound.
+    admission : str
+        "prompt": a request is admitted when its prompt fits. "whole": when all blocks that it may ever need fit beside
+        the blocks that the active sequences may need, so that no sequence is preempted.
+    lookahead : int
+        Slots for drafted tokens that each decode takes in addition to its own; see `Scheduler.commit`.
+    tenants : mapping
+        A `Tenant` for each tenant's name. A tenant without one has no bounds and weight 1.
+    preemption_actions : tuple of str
+        "partial": a preempted sequence gives only the blocks that are needed, from its end, and keeps the rest while it
+        waits. Otherwise it gives all its blocks and is recomputed. With a prefix cache preemption is always partial:
+        the cache keeps the blocks, and evicts only as many as are needed.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a field that is out of range, or for a policy, admission or action that does not exist.
     """
 
     max_sequences: int = 32

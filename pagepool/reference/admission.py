@@ -18,8 +18,8 @@ SPARE_BLOCKS = 1  # per active request, that stay free when a preempted one come
 
 class Admission(Preemption):
     """From the waiting queue to the active requests: `ring`, the one that has waited longest for a step first, and
-    `admitted`, the same in the order of admission. `short`: the request that was next and did not fit, how many had
-    gone by then, the room, and how much of it was cached."""
+    `admitted`, the same in the order of admission. `short`: the next request when it did not fit, the number of
+    requests that had left by then, the room, and how many of its tokens were cached."""
 
     def __init__(self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, tenants: Tenants) -> None:
         super().__init__(config, allocator, block_size, cache, tenants)

@@ -1,4 +1,4 @@
-"""What gives way when blocks run out, in plain Python."""
+"""Eviction and preemption when blocks run out, in plain Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Preemption"]
 
 
 class Preemption:
-    """The blocks of a scheduler: how many can be taken, and which requests give theirs up.
+    """The blocks of a scheduler: how many can be taken, and which requests are preempted.
 
     `records`: step, action, id, blocks given, blocks wanted, blocks that were free.
     """
@@ -33,7 +33,7 @@ class Preemption:
         self.records: list[tuple[int, str, int, int, int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens; a window has no more than what a step sees and adds."""
+        """Blocks that hold `num_tokens` tokens; a window has at most the blocks that one step sees and adds."""
         if self.groups is None:
             return -(-num_tokens // self.block_size)
         step, total = self.step, 0
@@ -49,7 +49,7 @@ class Preemption:
         return max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
 
     def new_blocks(self, kv: Any, count: int) -> int:
-        """Blocks that `count` more tokens take, less those that windows give back for them; without copies."""
+        """Blocks that `count` more tokens take, less the blocks that windows free for them; without copies."""
         if self.groups is None:
             return self.blocks_for(kv.len + count) - self.blocks_for(kv.len)
         total = 0
@@ -154,7 +154,7 @@ class Preemption:
             tokens = request.all_tokens[: full * self.block_size]
             for group, table in enumerate(getattr(request.kv, "kv", [request.kv])):
                 keys, left = self.keys_of(request, group), tokens[: table.first_block * self.block_size]
-                if self.cache.cached_tokens(left, **keys) == len(left):  # else nobody could find what follows
+                if self.cache.cached_tokens(left, **keys) == len(left):  # otherwise no lookup finds the blocks behind
                     blocks = ([-1] * table.first_block + table.blocks)[:full]
                     self.cache.cache_blocks(tokens, blocks, **keys)
         request.published = full

@@ -1,4 +1,4 @@
-"""What tenants were served, and how many blocks they may use, in plain Python."""
+"""Token counters and quotas of tenants, in plain Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tenants:
         self._idle_at = 0.0
 
     def limit(self, tenant: Any) -> Tenant:
-        """What the config says of a tenant."""
+        """The limits of a tenant in the config."""
         return self._limits.get(tenant, Tenant())
 
     def served(self, tenant: Any) -> float:
@@ -33,7 +33,7 @@ class Tenants:
         return self._counters.get(tenant, 0.0)
 
     def arrive(self, request: Request) -> None:
-        """Before it is one of the requests: who comes back begins no lower than those who are busy."""
+        """Before it is one of the requests: a tenant that comes back begins no lower than the busy tenants."""
         live = Counter(other.tenant for other in self.requests())
         if not live[request.tenant]:
             least = min((self._counters[tenant] for tenant in live), default=self._idle_at)
@@ -55,7 +55,7 @@ class Tenants:
         return request.counted or self.has_room(request.tenant, self._blocks_for(request.max_tokens))
 
     def has_room(self, tenant: Any, needed: int) -> bool:
-        """Whether its running requests may need so many blocks more."""
+        """Whether its running requests may need `needed` blocks more."""
         quota = self.limit(tenant).max_blocks
         counted = [other for other in self.requests() if other.tenant == tenant and other.counted]
         return quota is None or sum(self._blocks_for(other.max_tokens) for other in counted) + needed <= quota

@@ -16,27 +16,28 @@ DECODING, PREFILLING = SeqState.DECODING, SeqState.PREFILLING
 
 
 class ActiveSequences:
-    """Active sequences in a ring: the head has waited longest for a step. A step takes its sequences from the head and
-    puts them back at the tail, prefills and decodes alike, with one exception: the oldest prefill has a place in every
-    step (in every second one when a step has a single place).
+    """Active sequences in a ring: the head has waited longest for a step.
 
-    Why nobody waits longer than 2 * ceil(n / P) steps, with n active sequences and P places: a sequence that was just
-    scheduled has at most n - 1 others ahead, and newcomers join behind. The oldest prefill costs the ring at most one
-    place a step, so with P >= 2 at least P - 1 >= P / 2 leave the head in each step, with P = 1 one in every two steps.
-    The last of n is reached after at most ceil(2 n / P) <= 2 * ceil(n / P) steps.
+    A step takes its sequences from the head and puts them back at the tail, prefills and decodes alike. There is one
+    exception: the oldest prefill has a place in every step, or in every second step when a step has a single place.
 
-    Invariants, between calls: the ring has every active sequence once, `prefills` those that are PREFILLING, by id, in
-    the order of admission. `promised` is the number of blocks that the prefills need for the tokens that they have yet
-    to read. `reserved` is the number of blocks that all active sequences may ever need. `num_gone` sequences have left
-    so far. A step costs O(places), a sequence that leaves O(active).
+    With n active sequences and P places, no sequence waits longer than 2 * ceil(n / P) steps. A sequence that was just
+    scheduled has at most n - 1 others ahead, and new sequences join behind it. The oldest prefill costs the ring at
+    most one place a step. So with P >= 2 at least P - 1 >= P / 2 sequences leave the head in each step, and with P = 1
+    one in every two steps. The last of n is reached after at most ceil(2 n / P) <= 2 * ceil(n / P) steps.
+
+    Invariants, between calls: the ring has every active sequence once. `prefills` has the sequences in the state
+    PREFILLING, by id, in the order of admission. `promised` is the number of blocks that the prefills need for the
+    tokens that they have yet to read. `reserved` is the number of blocks that all active sequences may ever need.
+    `num_gone` sequences have left so far. A step costs O(places), a sequence that leaves O(active).
     """
 
     def __init__(self, config: SchedulerConfig, blocks_for: Callable[[int], int]) -> None:
         self._places = min(config.max_batch_sequences, config.max_batch_tokens)
         self._blocks_for = blocks_for
-        self._taken: list[Sequence] | None = None  # those that a step by turns has taken out of the ring
+        self._taken: list[Sequence] | None = None  # taken out of the ring for a step
         self._prefill_next = True
-        self._decodes: Decodes | None = None  # those in the ring, until one joins or leaves
+        self._decodes: Decodes | None = None  # the decodes in the ring, until one joins or leaves
         self._prefills_before: list[int] = []  # the ids of the prefills before the last step that fed some
         self.ring: deque[Sequence] = deque()
         self.prefills: dict[int, Sequence] = {}
@@ -84,7 +85,7 @@ class ActiveSequences:
         chosen = taken
         if oldest is not None:
             if oldest not in taken:
-                # The last one stands back; the oldest prefill keeps its place in the ring as well.
+                # The last sequence waits instead; the oldest prefill keeps its place in the ring as well.
                 ring.appendleft(taken.pop())
             chosen = [oldest, *[seq for seq in taken if seq is not oldest]]
         self._decodes = None
@@ -117,8 +118,8 @@ class ActiveSequences:
                 self._decodes = None
 
     def take_back(self, fed_before: list[tuple[Sequence, int]]) -> None:
-        """Undo `feed` for sequences that had been fed so many tokens before. Those that have still to read their prompt
-        are prefills again, in the order of admission."""
+        """Undo `feed`: each of these sequences had been fed that number of tokens before. Sequences that still have to
+        read their prompt become prefills again, in the order of admission."""
         again: dict[int, Sequence] = {}
         for seq, fed in fed_before:
             if seq.state is PREFILLING:
@@ -144,5 +145,5 @@ class ActiveSequences:
         }
 
     def _owe(self, seq: Sequence, sign: int) -> None:
-        """Add to the sums, or with -1 take from them, what a prefill has yet to read."""
+        """Add the blocks that a prefill has yet to fill to `promised`, or with -1 subtract them."""
         self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq.fed))

@@ -21,8 +21,13 @@ SPARE_BLOCKS = 1
 
 
 class Refusal(NamedTuple):
-    """The request that was next and did not fit, how many had gone by then, and the room; how much of it was cached
-    when the cache had taken in `inserted` blocks: no more since, while it takes in none."""
+    """The next request, when it did not fit.
+
+    num_gone   sequences that had left the active ones by then
+    room       blocks that were free for it
+    cached     tokens of its prompt that were cached when the cache had inserted `inserted` blocks in all; they are no
+               more as long as `inserted` stays the same
+    """
 
     seq: Sequence
     num_gone: int
@@ -35,11 +40,11 @@ class Refusal(NamedTuple):
 class Admission:
     """Moves sequences from the waiting queue to the active ones, with the blocks that the prefix cache has for them.
 
-    Nobody overtakes the request that is next: a large one is not starved by small ones behind it. Only one whose next
-    blocks another is computing lets others pass: it is deferred until it finds them in the prefix cache. When the next
-    one did not fit, it is tried again when there is more room, when more of its prompt is cached, so that it wants
-    fewer blocks, or when a sequence has gone, which counts for quotas, preempted sequences and admission of whole
-    requests.
+    No request overtakes the next one, so a large request is not starved by small ones behind it. The exception is a
+    request that needs the blocks which another request is computing: it is deferred until they are in the prefix cache,
+    and others pass it. A request that did not fit is tried again when there is more room, when more of its prompt is
+    cached, or when a sequence has left. A sequence that leaves counts for quotas, for preempted sequences and for the
+    admission of whole requests.
     """
 
     config: SchedulerConfig
@@ -56,7 +61,7 @@ class Admission:
         return self.prefix.cached(seq)
 
     def served(self, tenant: Any) -> float:
-        """What a tenant was served, for the policy."""
+        """The counter of a tenant, for the policy."""
         return self.tenants.served(tenant)
 
     def admit(self, now: int) -> None:
@@ -68,7 +73,7 @@ class Admission:
             if seq is None:
                 return
             if self.blocks.free_slots == 0:
-                return  # for whom a slot is freed is decided then
+                return  # which request gets the next slot is decided when one is freed
             room = self.blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
@@ -78,13 +83,13 @@ class Admission:
                 self.prefix.stop_at(*leader)
                 continue
             if not self._start(seq, now):
-                inserted = self.prefix.inserted  # before it is looked up: others may use the cache, too
+                inserted = self.prefix.inserted  # read before the lookup: other threads may use the cache
                 self.refusal = Refusal(seq, active.num_gone, room, self.prefix.cached(seq), inserted)
                 return
             self.refusal = None
             waiting.remove(seq)
             if waiting.is_aged(seq, now):
-                seq._rank = (0, 0, seq.id)  # none that came later is preferred to it any more
+                seq._rank = (0, 0, seq.id)  # goes before every request that came later
             seq.num_cached = seq.fed
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING
@@ -97,7 +102,7 @@ class Admission:
         self.active.add(seq)
 
     def refuses_forks(self, seq: Sequence, n: int) -> str | None:
-        """Why `n` forks of `seq` cannot be active beside all others, or None."""
+        """The reason why `n` forks of `seq` cannot be active, or None."""
         config, active, needed = self.config, len(self.active), n * self.blocks.blocks_for(seq.max_tokens)
         if active + n > config.max_sequences:
             return f"{n} forks do not fit beside {active} active sequences: max_sequences is {config.max_sequences}"
@@ -155,8 +160,8 @@ class Admission:
             return blocks.available() >= wanted or self.preemption.make_room_for(seq, wanted, now)
         if config.admission == "whole" and active.reserved + blocks.blocks_for(seq.max_tokens) > blocks.capacity:
             return False
-        # All of its prompt, beside what prompts already admitted have yet to take: asking for the first chunk alone
-        # would admit more prompts than the pool can hold, only to preempt them.
+        # Room for the whole prompt, and for the blocks that the admitted prompts have yet to take. Asking only for the
+        # first chunk would admit more prompts than the pool can hold, and then preempt them.
         wanted = blocks.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
             wanted += SPARE_BLOCKS * len(active)

@@ -1,4 +1,4 @@
-"""Which waiting request is admitted next, and which running one is preempted first: a few small pure functions each."""
+"""Policies: which waiting request is admitted next, and which running sequence is preempted first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["POLICIES", "Facts", "Policy"]
 
 
 class Facts(Protocol):
-    """What a policy may ask. Nothing changes by being asked."""
+    """The questions of a policy. Asking changes nothing."""
 
     def cached(self, seq: Sequence) -> int:
-        """Tokens of `seq` whose blocks are in the prefix cache."""
+        """Tokens of `seq` that are in the prefix cache."""
 
     def served(self, tenant: Any) -> float:
         """Tokens that a tenant has been served, weighted, over its share. It never falls while one of them waits."""
@@ -53,8 +53,8 @@ class Policy:
     rank    the order in which requests of one tenant wait; a request keeps it for its life. When blocks run out, the
             running sequence with the greatest rank is preempted first. Unique, since it ends with the id
     key     the heads of the queue are the first `window` requests of every tenant and the first one that its quota
-            counts already; the head with the least key is admitted next. Unique; it may grow while a request waits
-    by_cache  the key may fall as well, since it depends on what is cached: all heads are asked each time
+            counts already; the head with the least key is admitted next. Unique. A key can grow while a request waits
+    by_cache  the key depends on the prefix cache, so it can also fall: all heads are asked each time
     """
 
     rank: Callable[[Sequence], Rank]
@@ -68,11 +68,11 @@ POLICIES = {
     "priority": Policy(rank=by_priority),
     # First come, first served; priorities do not count.
     "fcfs": Policy(rank=by_arrival),
-    # Longest prefix match: of those that wait longest, the one with the most cached tokens.
+    # Longest prefix match: of the requests that wait longest, the one with the most cached tokens.
     "lpm": Policy(rank=by_arrival, key=longest_match, window=32, by_cache=True),
     # The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant
     # has a counter of the tokens served to it, prompt tokens once and output tokens twice, over its weight; a tenant
-    # that comes back from idleness begins no lower than those that are busy. While two tenants have requests waiting,
-    # their counters differ by no more than what is admitted at a time can add.
+    # that comes back from idleness begins no lower than the busy tenants. While two tenants have requests waiting,
+    # their counters differ by no more than the tokens that are admitted at a time can add.
     "fair": Policy(rank=by_arrival, key=least_served),
 }

@@ -1,4 +1,4 @@
-"""What is evicted or preempted when the pool is out of blocks."""
+"""Evicts cached blocks and preempts sequences when the pool is out of blocks."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Preemption:
     prefix: PrefixAdapter
 
     def __post_init__(self) -> None:
-        # With a cache, too: what is given goes to the cache, and only as much of it is evicted as is needed.
-        # What a window has given back and a recurrent state cannot be cut: hybrid sequences give all.
+        # A prefix cache makes every preemption partial: the cache keeps the blocks, and evicts only as many as needed.
+        # A hybrid sequence gives all its blocks: neither a window nor a recurrent state can be cut.
         is_partial = "partial" in self.config.preemption_actions or self.prefix.cache is not None
         self._partial = is_partial and self.blocks.can_cut
         self._now = 0
         self._wanted = 0
-        self._evicted = self.blocks.evicted  # of which there are records
+        self._evicted = self.blocks.evicted  # evictions that are in the records
         self.records: deque[PreemptionRecord] = deque(maxlen=MAX_RECORDS)
         self.counts: Counter[str] = Counter()
         self.given: Counter[str] = Counter()
@@ -103,7 +103,7 @@ class Preemption:
         return self.blocks.available() >= wanted
 
     def restart(self, seq: Sequence, now: int) -> None:
-        """Preempt `seq`, whose recurrent state may have passed over tokens that it will be fed again."""
+        """Preempt `seq`: its recurrent state may have passed over tokens that it will be fed again."""
         self._now, self._wanted = now, 0
         held, free = self.blocks.held(seq), self.blocks.available()
         self.active.remove(seq)

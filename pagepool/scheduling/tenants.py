@@ -13,7 +13,7 @@ from pagepool.scheduling.request import Sequence
 
 __all__ = ["Tenants"]
 
-# What a token costs a tenant: one that is read, one that is generated.
+# The cost of a prompt token and of a generated token.
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 ANYONE = Tenant()
@@ -23,9 +23,9 @@ SPARE = 1024  # counters of absent tenants that are left before a sweep
 class Tenants:
     """The virtual token counter and the quota of every tenant.
 
-    Invariants: `_live[t]` is the number of t's requests that wait or are active; `_held[t]` is the sum, over those that
-    have been admitted, of the blocks that they may ever need, and is at most t's `max_blocks`. A preempted sequence
-    keeps its part of the quota, so that it can always come back.
+    Invariants: `_live[t]` is the number of requests of t that wait or are active. `_held[t]` is the number of blocks
+    that the admitted requests of t may ever need together, at most its `max_blocks`. A preempted sequence keeps its
+    part of the quota, so that it can always come back.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -34,7 +34,7 @@ class Tenants:
         self._live: Counter[Any] = Counter()
         self._held: Counter[Any] = Counter()
         self._served: dict[Any, float] = {}
-        self._idle_at = 0.0  # the counter of the last one that was left without requests
+        self._idle_at = 0.0  # the counter of the last tenant that ran out of requests
 
     def count(self, seq: Sequence) -> None:
         """Count a request that waits or is active, for `summary`."""
@@ -43,7 +43,7 @@ class Tenants:
             self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
 
     def refusal(self, tenant: Any, max_tokens: int) -> str | None:
-        """Why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
+        """The reason why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
         needed, (_, quota) = self._blocks_for(max_tokens), self.quota(tenant)
         if needed <= quota:
             return None
@@ -55,7 +55,7 @@ class Tenants:
         return self._held[tenant], inf if quota is None else quota
 
     def arrive(self, seq: Sequence) -> None:
-        """A request came. A tenant that had none begins no lower than the least of those that are busy."""
+        """A request came. The counter of a tenant without requests rises to the least counter of the busy tenants."""
         tenant = seq.tenant
         if not self._live[tenant]:
             busy = [self._served[other] for other, count in self._live.items() if count]
@@ -95,7 +95,7 @@ class Tenants:
     def charge(self, batch: ScheduledBatch, sign: int = 1) -> None:
         """Count the tokens of a step, or with -1 take them back."""
         for row, seq in enumerate(batch._sequences):
-            if seq.tenant in self._served:  # else it has gone since, and was forgotten
+            if seq.tenant in self._served:  # otherwise it has left since, and was forgotten
                 weight = sign * (OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT)
                 share = self._limits.get(seq.tenant, ANYONE).weight
                 self._served[seq.tenant] += weight * len(batch.tokens[row]) / share
@@ -105,7 +105,7 @@ class Tenants:
         return {"live requests of tenants": +self._live, "blocks held by tenants": +self._held}
 
     def _sweep(self) -> None:
-        """Forget absent tenants whose counters say no more than what they would begin with."""
+        """Forget absent tenants that would begin with the same counter without an entry."""
         least = min((self._served[tenant] for tenant in self._live), default=self._idle_at)
         self._served = {
             tenant: served for tenant, served in self._served.items() if tenant in self._live or served > least

@@ -1,4 +1,4 @@
-"""What callers hand in, read and checked before anything changes."""
+"""Reads and checks the arguments of callers, before anything changes."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
 
 
 def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, checkpoints: Any) -> None:
-    """Raises TypeError for what are no checkpoints, ValueError for what does not go together."""
+    """Raises TypeError for wrong checkpoints, ValueError for arguments that contradict each other."""
     states = blocks.states
     if checkpoints is not None:
         if not hasattr(checkpoints, "resume"):
             raise wrong("checkpoints", "StateCheckpoints or None", checkpoints)
         if states is None or checkpoints.pool is not states:
-            raise ValueError("checkpoints must be those of the scheduler's states")
+            raise ValueError("checkpoints must be over the states of the scheduler")
         align = checkpoints.index.align
         if prefix_cache is None or align % blocks.block_size:
             raise ValueError(
-                f"checkpoints need a prefix cache, and an align, now {align}, that is a multiple of the block size, "
-                f"{blocks.block_size}"
+                "checkpoints need a prefix cache, and an align that is a multiple of the block size, "
+                f"{blocks.block_size}, not {align}"
             )
     if prefix_cache is not None and not blocks.sizes:
         raise ValueError("a prefix cache needs a pool with blocks")
     if prefix_cache is not None and states is not None and checkpoints is None:
-        raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of these")
+        raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of the states")
     if config.lookahead and states is not None:
-        raise ValueError(f"a lookahead of {config.lookahead} needs states that can be taken back: these are recurrent")
+        raise ValueError(f"lookahead is {config.lookahead}: recurrent states cannot take drafted tokens back")
 
 
 def read_request(
@@ -64,9 +64,9 @@ def read_request(
 ) -> Sequence:
     """The sequence of a request, without an id yet.
 
-    Raises ValueError for a prompt that is empty, longer than its limit or has a token below 0, a limit of output below
-    0; TypeError for what is no integer, a request without a limit, or a
-    tenant that cannot be hashed.
+    Raises ValueError for a prompt that is empty, is longer than its limit or has a token below 0, and for an output
+    limit below 0. Raises TypeError for numbers that are not integers, a request without a limit, or a tenant that
+    cannot be hashed.
     """
     prompt = _as_row("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
@@ -93,13 +93,13 @@ def read_request(
     if most_new is not None:
         limits.append(len(prompt) + most_new)
     if not limits:
-        raise TypeError("a request needs max_tokens, the limit of prompt + output, or max_new_tokens, that of output")
+        raise TypeError("a request needs max_tokens (limit of prompt + output) or max_new_tokens (limit of output)")
     keys = (cache_salt, tuple(extra_keys))
     return Sequence(0, prompt, min(limits), level, tenant, *keys, frozenset(stops), request_id)
 
 
 def read_token(token: Any) -> int:
-    """A token as an int. Raises TypeError for what is no integer."""
+    """A token as an int. Raises TypeError for anything else."""
     try:
         return operator.index(token)
     except TypeError:
@@ -152,8 +152,8 @@ def check_width(token: int) -> None:
 
 
 def check_results(batch: ScheduledBatch, results: list[Any], for_cache: bool) -> None:
-    """Raises ValueError for a row of drafts that is empty, is longer than the row's slots, or is for a row whose result
-    is no token; and, `for_cache`, for a token that a prefix cache cannot hold. None and numbers below 0 pass."""
+    """Raises ValueError for a list of drafts that is empty, is longer than the slots of its row, or is in a row without
+    a next token. With `for_cache` also for a token that a prefix cache cannot hold. None and numbers below 0 pass."""
     if _all_integers(results):
         if for_cache and results:
             check_width(max(results))
@@ -179,8 +179,8 @@ def up_to_stop(tokens: list[int], stops: Container[int]) -> list[int]:
 
 
 def check_drafts(batch: ScheduledBatch, results: list[Any]) -> None:
-    """Raises ValueError for accepted drafts of a sequence that has got tokens since `batch` was made: the drafts are
-    in the slots of these, and there may be more than the sequence may still get."""
+    """Raises ValueError for accepted drafts of a sequence that has got tokens since `batch` was made. The drafts are in
+    the slots of these tokens, and there can be more drafts than the sequence may still get."""
     for row, (seq, result) in enumerate(zip(batch._sequences, results, strict=True)):
         if type(result) is list and len(result) > 1 and seq.state is not SeqState.FINISHED:
             since = seq.total_tokens - batch._fed_before[row] - len(batch.tokens[row])
@@ -206,7 +206,7 @@ def _as_list(name: str, values: Iterable[Any]) -> list[Any]:
 
 
 def _all_integers(values: list[Any]) -> bool:
-    """Whether all of them are int: their sum is then, which costs less than a look at each one's type."""
+    """Whether all of them are int. Their sum is an int then, which is cheaper to find out than each type."""
     try:
         return type(sum(values)) is int
     except (TypeError, OverflowError):  # None, a row, text; or an int beyond the floats that is added to one

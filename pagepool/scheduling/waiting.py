@@ -17,11 +17,11 @@ SWEEP_FROM = 64
 
 
 class Line:
-    """The requests of one tenant, `live`, by id; `counted` are those that its quota counts already.
+    """The requests of one tenant, `live`, by id. `counted` has the requests that its quota counts already.
 
-    `front` has the first `window` of them or fewer, sorted by rank; `rest` is a heap of ranks, none of which is less
-    than those of the front; `ids` is a heap of all ids. A request that leaves is taken out of the front at once, and
-    out of the heaps when it comes up. A push costs O(log n), a removal O(window) amortised.
+    `_front` has the ranks of the first `window` requests or fewer, sorted. `_rest` is a heap of ranks, and no rank in
+    it is less than a rank of the front. `ids` is a heap of all ids. A request that leaves is removed from the front at
+    once, and from a heap when it comes to its top. A push costs O(log n), a removal O(window) amortised.
     """
 
     def __init__(self, window: int) -> None:
@@ -54,8 +54,8 @@ class Line:
             self.ids = sorted(self.live)
 
     def heads(self) -> list[Sequence]:
-        """The first `window`, in the order of rank; then the first counted one, if it is none of these: the quota never
-        keeps it out, but may keep the others out until it starts."""
+        """The first `window`, in the order of rank, and the first counted request: the quota never keeps it out, but
+        can keep other requests out until it starts."""
         live, front, rest = self.live, self._front, self._rest
         while len(front) < self._window and rest:
             rank = heappop(rest)
@@ -78,14 +78,14 @@ class Line:
         return found
 
     def ranks(self) -> set[Rank]:
-        """The ranks of those that it has an entry for."""
+        """The ranks of the requests that have an entry."""
         return {*self._front, *self._rest} & {seq._rank for seq in self.live.values()}
 
 
 class Followers:
-    """The requests that are deferred until `leader` has read what they share with it, by id.
+    """The requests that are deferred until `leader` has read the tokens that they share with it, by id.
 
-    None of them shares fewer tokens than `least`, and none came before step `arrived`.
+    Each of them shares at least `least` tokens, and came in step `arrived` or later.
     """
 
     def __init__(self, leader: Sequence) -> None:
@@ -102,13 +102,13 @@ class Followers:
 
 
 class TenantHeap:
-    """The best candidate of every tenant, as a heap; only tenants that have `changed` are asked for theirs again.
+    """The best candidate of every tenant, as a heap. Only tenants that have changed are asked again.
 
-    A key may grow by itself, as the counter of a tenant does, and never falls: one that has grown is put back when it
-    comes to the top. A tenant that just waits costs nothing.
+    A key can grow by itself, as the counter of a tenant does, and never falls: an entry with an old key is put back
+    when it comes to the top. A tenant that only waits costs nothing.
 
-    Invariant: of every tenant that is not in `changed`, the candidate with the least key among those that may start has
-    its entry in `entries` and in `heap`, with the key that it had; an entry of `heap` that is not in `entries` is dead.
+    Invariant: for every tenant that is not in `_changed`, the candidate with the least key that may start has its entry
+    in `_entries` and in `_heap`. An entry of `_heap` that is not in `_entries` is dead.
     """
 
     def __init__(self, candidates: Callable[[Any], list[Sequence]]) -> None:
@@ -118,17 +118,17 @@ class TenantHeap:
         self._changed: dict[Any, None] = {}
 
     def change(self, tenant: Any) -> None:
-        """Its line has changed, or which of its requests may start."""
+        """Ask the tenant again: its line has changed, or other requests of it may start."""
         self._changed[tenant] = None
 
     def forget(self, tenant: Any) -> None:
-        """It has no line any more."""
+        """Drop a tenant without requests."""
         self._entries.pop(tenant, None)
         self._changed.pop(tenant, None)
         self._sweep()
 
     def first(self, key: Callable[[Sequence], Any], may_start: Callable[[Sequence], bool]) -> Sequence | None:
-        """The one with the least key of all candidates that may start, or None."""
+        """The candidate with the least key that may start, or None."""
         while True:
             for tenant in self._changed:
                 self._ask(tenant, key, may_start)
@@ -162,9 +162,9 @@ class TenantHeap:
 class WaitingQueue:
     """All requests that wait, preempted ones (`preempted`, by id) and deferred ones included.
 
-    Nobody starves: a request that has waited `max_wait_steps` goes before all that came later, whatever the policy.
+    No request starves: after `max_wait_steps` steps it goes before all later requests, whatever the policy.
 
-    Invariant: each of them is in the line of its tenant, or, while it `_awaits` another, among the followers of that.
+    Invariant: each request is in the line of its tenant, or, while it `_awaits` a leader, among the leader's followers.
     """
 
     def __init__(self, policy: Policy, max_wait_steps: int | None) -> None:
@@ -191,7 +191,7 @@ class WaitingQueue:
             self._follow(seq, *seq._awaits)
 
     def remove(self, seq: Sequence) -> None:
-        """Take out `seq`, wherever it stands."""
+        """Remove `seq`, deferred or not."""
         self._size -= 1
         self.preempted.pop(seq.id, None)
         if seq._awaits is None:
@@ -211,8 +211,9 @@ class WaitingQueue:
         self._follow(seq, leader, until)
 
     def resume(self, now: int, will_publish: Callable[[Sequence], bool]) -> None:
-        """Put those back into line who need not be deferred any more: their leader has read what they share, will not
-        publish it, or they have waited so long that nobody may overtake them. O(leaders) while there are none."""
+        """Put deferred requests back into line: when their leader has read the tokens that they share, when it will not
+        publish them, or when they have waited so long that no request may overtake them. O(leaders) if there are none.
+        """
         if not self._followers:
             return
         for group in list(self._followers.values()):
@@ -233,11 +234,11 @@ class WaitingQueue:
         """Other requests of the tenant may start than before."""
         if tenant in self._lines:
             self._best.change(tenant)
-            if self._max_wait is not None:  # without it nobody asks which is the oldest
+            if self._max_wait is not None:  # without a bound the oldest is never asked for
                 self._oldest.change(tenant)
 
     def peek(self, facts: Facts, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
-        """The request that is next in step `now`, of those that `may_start`; None when there is none."""
+        """The next request in step `now` that `may_start`, or None."""
         if self._max_wait is not None:
             oldest = self._oldest.first(by_id, may_start)
             if oldest is not None and self.is_aged(oldest, now):
@@ -249,7 +250,7 @@ class WaitingQueue:
         return min(heads, key=lambda seq: policy.key(seq, facts), default=None)
 
     def is_aged(self, seq: Sequence, now: int) -> bool:
-        """True when `seq` has waited so long that nobody who came later may overtake it."""
+        """True when `seq` has waited so long that no later request may overtake it."""
         return self._max_wait is not None and now - seq._arrived >= self._max_wait
 
     def summary(self) -> dict[str, Any]:
