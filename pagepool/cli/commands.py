@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from pagepool._version import __version__
-from pagepool.cli import generate, record, replay, replay_options, serve
+from pagepool.cli import config, generate, record, replay, replay_options, serve
 from pagepool.cli.output import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.cli.usage import UsageError
 from pagepool.errors import PoolError
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     generate.add_arguments(commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False))
     summary = "Serve a model of transformers over pagepool's pages to OpenAI's clients."
     serve.add_arguments(commands.add_parser("serve", help=summary, description=summary, allow_abbrev=False))
+    summary = "Print the compiler's flags for programs in C and Cython that use pagepool."
+    config.add_arguments(commands.add_parser("config", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -88,6 +90,8 @@ def _run(chosen: argparse.Namespace) -> int:
             return generate.run(chosen)
         elif chosen.command == "serve":
             return serve.run(chosen)
+        elif chosen.command == "config":
+            config.run(chosen)
         else:
             replay.run(chosen)
         return 0

@@ -23,14 +23,8 @@ if not DOCUMENTS:
     pytest.skip("neither README.md nor docs/ are beside these tests", allow_module_level=True)
 EXAMPLE = re.compile(r"^```(python|cython|c)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 COMPILER = next(filter(shutil.which, ["gcc", "cc", "clang"]), None)
-SETUP = """
-import pagepool
-from Cython.Build import cythonize
-from setuptools import Extension, setup
-
-extension = Extension("example", ["example.pyx"], include_dirs=[pagepool.get_include()])
-setup(name="example", ext_modules=cythonize([extension], language_level=3))
-"""
+SETUP = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CC = re.compile(r"^    cc (.*)$", re.MULTILINE)
 
 
 # What the examples of a document need beside NumPy.
@@ -60,13 +54,12 @@ def run(command, folder):
     return done.stdout
 
 
-def compile_cython(source, folder):
-    """Makes the module `example`, and sees that it refuses None for an object of ours."""
+def compile_cython(path, source, folder):
+    """Makes the module `example` by the setup.py of the document, and imports it."""
     (folder / "example.pyx").write_text(source)
-    (folder / "setup.py").write_text(SETUP)
+    (folder / "setup.py").write_text(*SETUP.findall(path.read_text(encoding="utf-8")))
     run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], folder)
-    name = re.search(r"^def (\w+)", source, re.MULTILINE).group(1)
-    run([sys.executable, "-c", f"import example, pytest; pytest.raises(TypeError, example.{name}, None, 3)"], folder)
+    run([sys.executable, "-c", "import example"], folder)
 
 
 @with_examples("python")
@@ -77,7 +70,10 @@ def test_python_and_cython_examples_print_what_the_text_says(path, tmp_path):
     program, wanted = [], ""
     for number, (language, source, printed) in enumerate(examples_of(path, "python", "cython")):
         if language == "cython":
-            compile_cython(source, tmp_path)
+            compile_cython(path, source, tmp_path)
+            name = re.search(r"^def (\w+)", source, re.MULTILINE).group(1)
+            refuses_none = f"import example, pytest; pytest.raises(TypeError, example.{name}, None, 3)"
+            run([sys.executable, "-c", refuses_none], tmp_path)
             continue
         program += [source, f"print('end of example {number}')\n"]
         wanted += f"{printed}end of example {number}\n"
@@ -115,12 +111,19 @@ def test_the_engine_of_the_first_guide_survives_cancelled_requests_and_a_model_t
 @with_examples("c")
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler is installed")
 def test_c_examples_compile_and_print_what_the_text_says(path, tmp_path):
-    for _, source, printed in examples_of(path, "c"):
+    commands = CC.findall(path.read_text(encoding="utf-8"))
+    for (_, source, printed), command in zip(examples_of(path, "c"), commands, strict=True):
         (tmp_path / "example.c").write_text(source)
-        flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{pagepool.get_include()}"]
-        libraries = [f"-L{pagepool.get_library_dir()}", "-lpagepool", "-lm", "-pthread"]
-        run([COMPILER, *flags, "example.c", *libraries, "-o", "example"], tmp_path)
+        command = command.replace("pagepool config", f"{sys.executable} -m pagepool config")
+        run(["sh", "-c", f"{COMPILER} -Wall -Wextra -Werror {command}"], tmp_path)
         assert run([str(tmp_path / "example")], tmp_path) == printed
+
+
+def test_the_setup_of_the_guide_builds_a_whole_engine(tmp_path):
+    guide, engine = ROOT / "docs/guide/c-and-cython.md", ROOT / "tests/foreign/engine.pyx"
+    if not guide.is_file() or not engine.is_file():
+        pytest.skip("docs/ and tests/foreign are not beside these tests")
+    compile_cython(guide, engine.read_text(), tmp_path)
 
 
 @pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="README.md is not beside these tests")
