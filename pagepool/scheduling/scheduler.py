@@ -44,32 +44,43 @@ DECODING, FINISHED = SeqState.DECODING, SeqState.FINISHED
 class Scheduler:
     """Continuous batching with chunked prefill over a paged pool.
 
-    config        a `SchedulerConfig`; default: its defaults
-    pool          a `KvCachePool`, `SequencePool` or `BlockAllocator` whose blocks the sequences take, or None
-    prefix_cache  a `PrefixCache` over the same allocator: requests begin with the blocks that it has for their first
-                  tokens, and leave their full blocks to it; one whose next blocks another is computing waits for them
-    groups, states  for hybrid models: the `KvGroup`s of each sequence, over the pool's allocator, and the
-                  `SsmStatePool` of its recurrent state. `Sequence.kv` is a `HybridSequence` then. Without `groups`
-                  each sequence has one group over the pool, if there is a pool. `states` do not go with lookahead;
-                  with a prefix cache all groups have its block size
-    checkpoints   `StateCheckpoints` over `states`, for a prefix cache: where recurrent states are kept of what it has.
-                  Their `align` is a multiple of the block size
+    Parameters
+    ----------
+    config : SchedulerConfig or None
+        None: its defaults.
+    pool : KvCachePool, SequencePool, BlockAllocator or None
+        Where sequences take their blocks.
+    prefix_cache : PrefixCache or None
+        A cache over the same allocator. Requests begin with the blocks that it has for their first tokens, and leave
+        their full blocks to it. While one request computes blocks that another one needs next, the other one waits.
+    groups : iterable of KvGroup or None
+        For hybrid models: the groups of each sequence, over the pool's allocator. `Sequence.kv` is a `HybridSequence`
+        then. None: one group, if there is a pool. With a prefix cache all groups have its block size.
+    states : SsmStatePool or None
+        For hybrid models: the pool of recurrent states. Not with lookahead.
+    checkpoints : StateCheckpoints or None
+        For a prefix cache and `states`: keeps recurrent states at some of the cached positions. Its `align` is a
+        multiple of the block size.
 
-    Each step: `schedule()` picks the batch and takes its blocks, all or none; the caller runs it;
-    `commit(batch, tokens)` hands back the new tokens, or `give_up(batch)` the batch itself, if the model has failed.
-    `schedule` refuses to go on before. Only without a prefix cache, and before the first `commit`, it takes the last
-    batch as run: `append_token` and `finish_sequence` are enough then. Blocks are freed when a sequence finishes, is
-    removed or is preempted. When the pool runs out, unused cached blocks are evicted first; then sequences are
-    preempted, the one that comes last in the policy's order first: it gives its last blocks back, or all, waits at the
-    front and is recomputed later. The first in that order is never preempted, so every request ends. `preemptions` is
-    the log.
+    Notes
+    -----
+    One step is `schedule()`, which picks the batch and takes its blocks, all or none; the forward pass, by the caller;
+    and `commit(batch, tokens)` with the new tokens, or `give_up(batch)` if the model has failed. Blocks are freed when
+    a sequence finishes, is removed or is preempted.
 
-    `submit` and `cancel` may be called by any thread at any time. Of the other calls that change a scheduler one is
-    made at a time: a second one meanwhile, by another thread, a finalizer or a signal handler, raises RuntimeError and
-    changes nothing. Arguments are checked before anything changes. Any other exception inside a call, KeyboardInterrupt
-    and MemoryError included, closes the scheduler: methods that change it, and `check()`, raise RuntimeError from then
-    on and name the cause. `close()` frees all blocks, then or at any other time. `check()` audits everything.
+    When the pool runs out of blocks, unused cached blocks are evicted first. Then sequences are preempted, the last
+    one in the policy's order first: it gives up its last blocks, or all, waits at the front of the queue, and computes
+    them again later. The first sequence in that order is never preempted, so every request ends. `preemptions` is the
+    log.
 
+    `submit` and `cancel` may be called by any thread at any time. Only one of the other calls that change a scheduler
+    may run at a time: a second one, by another thread, a finalizer or a signal handler, raises RuntimeError and changes
+    nothing. Wrong arguments change nothing. Any other exception inside a call, KeyboardInterrupt and MemoryError
+    included, closes the scheduler: later calls that change it, and `check()`, raise RuntimeError and name the cause.
+    `close()` frees all blocks, after a failure or at any other time.
+
+    Examples
+    --------
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4))
     >>> scheduler.add_request([11, 12, 13, 14, 15], max_tokens=7)
     1
@@ -131,21 +142,42 @@ class Scheduler:
         cache_salt: str | bytes | int | None = None,
         extra_keys: Iterable[str | bytes | int | None] = (),
     ) -> int:
-        """Queue a request of at most `max_tokens` tokens, prompt + output, and return its id: 1, 2, ...
+        """Queue a request.
 
-        prompt_tokens  token ids from 0 up, at least one; copied
-        max_tokens     limit of prompt + output
-        priority       lower goes first; None is 0; equals go in the order of arrival
-        max_new_tokens limit of output alone, instead of `max_tokens`; of both the one that is reached first counts
-        stop_token_ids token ids that end the sequence when they come as output; they stay in its output
-        request_id     the caller's own id, for `Sequence.request_id` and as the label of its blocks; need not be unique
-        tenant         who sends it, by name; see `Tenant`
-        cache_salt, extra_keys  as in `PrefixCache.match_prefix`; without a salt tenants share cached blocks
+        Parameters
+        ----------
+        prompt_tokens : iterable of int
+            At least one token id, none below 0. Copied.
+        max_tokens : int or None
+            Limit of prompt + output.
+        priority : int or None
+            Lower goes first, equal ones in the order of arrival. None: 0.
+        max_new_tokens : int or None
+            Limit of the output. With both limits, the one that is reached first counts.
+        stop_token_ids : iterable of int
+            Token ids that end the sequence when they are generated. They stay in its output.
+        request_id : int, str or None
+            The caller's own id, for `Sequence.request_id` and as the label of its blocks. Need not be unique.
+        tenant : hashable
+            The name of a `Tenant`.
+        cache_salt, extra_keys
+            As in `PrefixCache.match_prefix`. Without a salt, tenants share cached blocks.
 
-        Raises ValueError when the prompt is empty or longer than `max_tokens`, when its tokens can never fit into the
-        pool or the tenant's quota, and for a token below 0; TypeError for a token that is no integer and for a request
-        without a limit. Then nothing has changed. A request that may get no output is finished at once.
+        Returns
+        -------
+        int
+            The id of the sequence: 1, 2, ... A request without room for output is finished at once.
 
+        Raises
+        ------
+        ValueError
+            The prompt is empty, is longer than `max_tokens` or has a token below 0, or its tokens can never fit into
+            the pool or the tenant's quota. Nothing has changed.
+        TypeError
+            A token is not an integer, or the request has no limit. Nothing has changed.
+
+        Examples
+        --------
         >>> scheduler = Scheduler()
         >>> scheduler.add_request([11, 12], max_new_tokens=8, stop_token_ids=[2], request_id="chat-7")
         1
@@ -179,11 +211,13 @@ class Scheduler:
         priority: int | None = None,
         **request: Any,
     ) -> int:
-        """As `add_request`, from any thread and at any time, also while another call is under way; returns the id.
+        """Queue a request from any thread and at any time, also during another call.
 
-        The arguments and what they raise are those of `add_request`. The request is queued here and taken in when the
-        next `schedule` begins; until then `get_sequence` does not know it, and `has_work` is True.
+        Arguments, result and errors are those of `add_request`. The next `schedule` takes the request in. Until then
+        `get_sequence` does not know it, and `has_work` is True. A closed scheduler raises RuntimeError.
 
+        Examples
+        --------
         >>> scheduler = Scheduler()
         >>> scheduler.submit([11, 12], max_new_tokens=1)
         1
@@ -201,28 +235,43 @@ class Scheduler:
     def cancel(self, seq_id: int) -> None:
         """Stop a sequence from any thread and at any time: it finishes when the next `schedule` begins.
 
-        `drain_finished` returns it then, with `finish_reason` "abort". Unknown and finished ids are ignored. Raises
-        TypeError for what is no integer.
+        `drain_finished` returns it then, with `finish_reason` "abort". Unknown and finished ids are ignored. An id that
+        is not an integer raises TypeError.
         """
         number = integer("seq_id", seq_id)
         if not self._guard.is_closed:
             self._inbox.items.append(number)
 
     def fork(self, seq_id: int, n: int = 1) -> list[int]:
-        """Begin `n` sequences with the tokens and blocks of one that decodes, and return their ids.
+        """Begin `n` sequences with the tokens and blocks of one that decodes.
 
-        For several samples of a prompt, and for beams. They decode from the next step on, with the limits, stop tokens,
-        tenant and `request_id` of the original; each copies a shared block when it first writes to it, so blocks are
-        shared until they part. A beam is dropped by `remove_sequence`, which gives back at once what only it has.
+        For several samples of a prompt, and for beams. The forks decode from the next step on, with the limits, stop
+        tokens, tenant and `request_id` of the original. A shared block is copied when one of them first writes to it.
+        `remove_sequence` drops a beam and frees the blocks that no other sequence shares.
 
-        seq_id  a sequence whose state is DECODING: the last chunk of its prompt has been scheduled
-        n       how many, at least 1
+        Call it after the forward pass and before `commit` to give each fork its own next token: `commit` gives the
+        original its token, `append_token` the forks.
 
-        Call it before `commit`, once the model has run, to give each its own next token: the original gets its token by
-        `commit`, the others theirs by `append_token`. Raises ValueError for a sequence that does not decode, and when
-        `max_sequences`, the tenant's quota or, with the admission "whole", the pool has no room for `n` more,
-        TypeError for what is no integer; then nothing has changed.
+        Parameters
+        ----------
+        seq_id : int
+            A sequence in the state DECODING: the last chunk of its prompt has been scheduled.
+        n : int
+            Number of forks, at least 1.
 
+        Returns
+        -------
+        list of int
+            The ids of the forks.
+
+        Raises
+        ------
+        ValueError
+            The sequence does not decode; or `max_sequences`, the tenant's quota or, with the admission "whole", the
+            pool has no room for `n` more. Nothing has changed.
+
+        Examples
+        --------
         >>> scheduler = Scheduler()
         >>> seq_id = scheduler.add_request([11, 12], max_new_tokens=2)
         >>> batch = scheduler.schedule()
@@ -255,12 +304,10 @@ class Scheduler:
         return [fork.id for fork in forks]
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """Add one output token to a sequence; at its limit or a stop token it finishes.
+        """Add one output token to a sequence, which finishes at its limit or at a stop token.
 
-        Unknown and finished ids are ignored.
-
-        Raises TypeError for a token that is no integer, ValueError for one that is below 0 or that the prefix cache
-        cannot hold; then nothing has changed.
+        Unknown and finished ids are ignored. Raises TypeError for a token that is not an integer, ValueError for a
+        token below 0 and, with a prefix cache, above 2**31 - 1. Then nothing has changed.
         """
         with self._guard:
             seq = self._sequences.get(seq_id)
@@ -303,14 +350,20 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Return the next batch, within all budgets of the config and with its blocks taken.
 
-        Takes in what was submitted and cancelled, admits waiting sequences, picks by turns, shares out the tokens, and
-        preempts when the pool is out of blocks. The batch is empty when there is no work, or when blocks that others
-        hold (forks, another scheduler on the same pool) leave no room for even one sequence; then `has_work` stays
-        True, and the caller frees blocks or waits.
+        Takes in requests that were submitted and ids that were cancelled, admits waiting sequences, picks those of the
+        step by turns, gives each its tokens, and preempts when the pool is out of blocks.
 
-        Raises RuntimeError while a batch is `outstanding`, if the scheduler has a prefix cache or a batch was committed
-        before; then nothing has changed. Without a cache, and before the first `commit`, an outstanding batch counts as
-        run.
+        Returns
+        -------
+        ScheduledBatch
+            Empty when there is no work, or when there is no room even for one sequence, because other users of the
+            pool hold the blocks. Then `has_work` stays True, and the caller frees blocks or waits.
+
+        Raises
+        ------
+        RuntimeError
+            A batch is `outstanding`, and the scheduler has a prefix cache or has committed a batch before. Nothing has
+            changed. Otherwise an outstanding batch counts as run: then `append_token` alone is enough.
         """
         with self._guard:
             step = self.num_steps + 1
@@ -339,17 +392,27 @@ class Scheduler:
             return ScheduledBatch.empty()
 
     def commit(self, batch: ScheduledBatch, tokens: Iterable[Any]) -> None:
-        """Hand back the results of `batch`: one entry per sequence, in its order.
+        """Hand back the results of `batch`. Sequences that reach their limit or a stop token finish.
 
-        An entry that is None or negative adds nothing, nor does the entry of a prompt chunk that is not the last
-        (`wants_token` False) or of a sequence that has finished meanwhile. With lookahead an entry may be a list: the
-        drafts that were accepted, then one token more; the slots of the other drafts are taken back, and what follows
-        a stop token is dropped. Sequences that reach their limit or a stop token finish. With a prefix cache the blocks
-        that the step has filled are published now. An empty batch may be committed any number of times.
+        With a prefix cache the blocks that the step has filled are published now.
 
-        Raises ValueError when the lengths differ, the batch is not `outstanding`, drafts were accepted for a sequence
-        that has got tokens since `schedule`, or a token has more than the 32 bits that a prefix cache holds, TypeError
-        when an entry is not an integer; then nothing has changed.
+        Parameters
+        ----------
+        batch : ScheduledBatch
+            The outstanding batch, or an empty one.
+        tokens : iterable
+            One entry per sequence, in the order of the batch. None or a number below 0 adds nothing; neither does an
+            entry of a prompt chunk that is not the last (`wants_token` is False), or of a sequence that has finished
+            meanwhile. With lookahead an entry may be a list: the accepted drafts, then one token more. The slots of the
+            other drafts are taken back, and tokens behind a stop token are dropped.
+
+        Raises
+        ------
+        ValueError
+            The lengths differ, the batch is not outstanding, drafts were accepted for a sequence that has got tokens
+            since `schedule`, or a token has more than the 32 bits of a prefix cache. Nothing has changed.
+        TypeError
+            An entry is not an integer. Nothing has changed.
         """
         sequences = read_batch(batch)._sequences
         results = read_results(tokens, self.config.lookahead > 0)
@@ -385,15 +448,25 @@ class Scheduler:
                 self._finish(ended)
 
     def give_up(self, batch: ScheduledBatch) -> None:
-        """Take back `batch`, whose step has failed: its tokens are fed again, in a later step.
+        """Take back the batch of a step that has failed: its tokens are fed again in a later step.
 
-        Nothing of the step is published. Its sequences stay active, and forks that were made since `schedule` go back
-        as far as theirs; tokens that they got by `append_token` stay. A recurrent state may have passed over some of
-        the tokens: a sequence that has one is preempted, and goes on from a state that was kept, or from its first
-        token. Sequences that have finished since stay finished. A batch of an empty step may be given up, too.
+        The prefix cache gets nothing of the step. Sequences stay active and keep tokens from `append_token`; forks made
+        since `schedule` also feed the tokens again. A recurrent state may have passed over some of the tokens, so a
+        sequence with one is preempted, and resumes from a state that was kept or from its first token. Sequences that
+        have finished since `schedule` stay finished.
 
-        Raises ValueError when the batch is not `outstanding`, TypeError for what is no batch; then nothing has changed.
+        Parameters
+        ----------
+        batch : ScheduledBatch
+            The outstanding batch, or an empty one.
 
+        Raises
+        ------
+        ValueError
+            The batch is not outstanding. Nothing has changed.
+
+        Examples
+        --------
         >>> scheduler = Scheduler()
         >>> seq_id = scheduler.add_request([11, 12], max_new_tokens=1)
         >>> batch = scheduler.schedule()
@@ -510,13 +583,19 @@ class Scheduler:
             raise PoolError(f"broken invariant: {broken}")
 
     def close(self) -> None:
-        """Free all blocks and recurrent states, whatever has happened. May be called again.
+        """Free all blocks and recurrent states, also after a failure. May be called again.
 
-        Sequences that have not finished end with the `finish_reason` "abort"; `get_sequence` still finds them. Calls
-        that change the scheduler, and `check`, raise RuntimeError from then on; `cancel` does nothing. Raises
-        RuntimeError while another thread is inside a call. Do not call it inside another call, from a finalizer or a
-        signal handler.
+        Sequences that have not finished end with the `finish_reason` "abort"; `get_sequence` still finds them. Later
+        calls that change the scheduler, and `check`, raise RuntimeError; `cancel` does nothing. Do not call it inside
+        another call, from a finalizer or a signal handler.
 
+        Raises
+        ------
+        RuntimeError
+            Another thread is inside a call. Nothing has changed.
+
+        Examples
+        --------
         >>> scheduler = Scheduler()
         >>> seq_id = scheduler.add_request([11, 12], max_new_tokens=4)
         >>> scheduler.close()
@@ -543,11 +622,11 @@ class Scheduler:
         self._prefix.keep_states(batch)
 
     def _finish(self, sequences: list[Sequence]) -> None:
-        """Mark them FINISHED, wherever they stand, in the order of ids, and free their blocks."""
+        """Take the sequences out of all structures, in the order of ids, and free their blocks."""
         sequences.sort(key=by_id)
         for seq in sequences:
             if seq.kv is not None:
-                # What is in a batch that is out may not have been stored yet.
+                # Tokens of the outstanding batch may not be in the pages yet.
                 unsure = self._outstanding.fed_of(seq) if self._outstanding else 0
                 self._prefix.publish(seq, seq.fed - unsure)
                 if not unsure:
