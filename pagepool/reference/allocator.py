@@ -19,22 +19,12 @@ from weakref import WeakSet
 
 import numpy as np
 
+from pagepool._arguments import integer
 from pagepool.errors import InvalidBlock, PoolError, PoolExhausted
 
-__all__ = ["BlockAllocator", "count_of"]
+__all__ = ["BlockAllocator"]
 
 MAX_BLOCKS = 2**31 - 1
-
-
-def count_of(name: str, value: Any, high: int | None = None) -> int:
-    """`value` as an int that is not negative (and at most `high`), or TypeError / ValueError."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
-    if number < 0 or (high is not None and number > high):
-        raise ValueError(f"{name} must be {'at least 0' if high is None else f'from 0 to {high}'}, not {number}")
-    return number
 
 
 class BlockAllocator:
@@ -52,8 +42,8 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, max_blocks: int | None = None) -> None:
-        self.capacity = count_of("num_blocks", num_blocks, MAX_BLOCKS)
-        self.max_capacity = self.capacity if max_blocks is None else count_of("max_blocks", max_blocks, MAX_BLOCKS)
+        self.capacity = integer("num_blocks", num_blocks, 0, MAX_BLOCKS)
+        self.max_capacity = self.capacity if max_blocks is None else integer("max_blocks", max_blocks, 0, MAX_BLOCKS)
         if self.max_capacity < self.capacity:
             raise ValueError(f"max_blocks must be at least {self.capacity}, not {self.max_capacity}")
         self.peak_in_use = 0
@@ -68,8 +58,7 @@ class BlockAllocator:
         pools = max((int(pool.layout.block_size) for pool in self.attached), default=0)
         if block_size is None:
             return pools or 16
-        if not count_of("block_size", block_size, 1024):
-            raise ValueError("block_size must be from 1 to 1024, not 0")
+        integer("block_size", block_size, 1, 1024)
         if pools and block_size != pools:
             raise ValueError(f"block_size must be {pools}, that of the pool with these blocks, not {block_size}")
         return block_size
@@ -91,14 +80,14 @@ class BlockAllocator:
 
     def grow(self, num_blocks: int) -> None:
         """Raises the capacity to `num_blocks`, at least the present one and at most the maximum."""
-        number = count_of("num_blocks", num_blocks, self.max_capacity)
+        number = integer("num_blocks", num_blocks, 0, self.max_capacity)
         if number < self.capacity:
             raise ValueError(f"num_blocks must be from {self.capacity} to {self.max_capacity}, not {number}")
         self.capacity = number
 
     def shrink(self, num_blocks: int = 0) -> int:
         """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns it."""
-        number = count_of("num_blocks", num_blocks, self.capacity)
+        number = integer("num_blocks", num_blocks, 0, self.capacity)
         while self._fresh > number and not self._refs[-1]:
             self._fresh -= 1
             self._refs.pop()
@@ -117,7 +106,7 @@ class BlockAllocator:
 
         Raises `PoolExhausted` when fewer are free, `ValueError` for a negative n.
         """
-        n = count_of("n", n)
+        n = integer("n", n, 0)
         self.demand(n)
         return np.array([self._take() for _ in range(n)], dtype=np.int32)
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from pagepool.reference.allocator import BlockAllocator, count_of
+from pagepool._arguments import integer
+from pagepool.reference.allocator import BlockAllocator
 from pagepool.reference.block_table import PagedSeqState
 
 __all__ = ["append_batch", "release_batch"]
@@ -24,7 +25,7 @@ def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None
     wanted: Counter[BlockAllocator] = Counter()
     dropped: Counter[tuple[BlockAllocator, int]] = Counter()  # references that earlier states will have dropped
     for state, count in zip(states, counts, strict=True):
-        count = count_of("count", count)
+        count = integer("count", count, 0)
         wanted[state.allocator] += state._missing(state.len + count)
         for place in state._shared(count):
             key = (state.allocator, state._blocks[place])

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from pagepool._arguments import integer
 from pagepool.errors import StaleHandle
-from pagepool.reference.allocator import BlockAllocator, count_of
+from pagepool.reference.allocator import BlockAllocator
 
 __all__ = ["BlockTables", "PagedSeqState"]
 
@@ -49,7 +50,7 @@ class PagedSeqState:
         self.label = label
         self.block_size = allocator.read_block_size(block_size)
         limit = allocator.max_capacity if max_blocks_per_seq is None else max_blocks_per_seq
-        self.max_blocks_per_seq = count_of("max_blocks_per_seq", limit)
+        self.max_blocks_per_seq = integer("max_blocks_per_seq", limit, 0)
         self.len = 0
         self.first_block = 0
         self.closed = False
@@ -86,7 +87,7 @@ class PagedSeqState:
 
         Raises `ValueError` past `max_blocks_per_seq`, `PoolExhausted` when the allocator has too few.
         """
-        missing = self._missing(count_of("target_len", target_len))
+        missing = self._missing(integer("target_len", target_len, 0))
         self._extend(missing, iter(self.allocator.allocate_n(missing).tolist()))
 
     def append(self, n: int = 1) -> np.ndarray:
@@ -96,7 +97,7 @@ class PagedSeqState:
         copy of the page in every attached pool if it holds tokens, and then one reference less on the old one. Of the
         new ids, those that replace shared blocks come first. Raises as `ensure_capacity`, and changes nothing then.
         """
-        n = count_of("n", n)
+        n = integer("n", n, 0)
         wanted = self._missing(self.len + n) + len(self._shared(n))
         self.append_taken(n, iter(self.allocator.allocate_n(wanted).tolist()))
         return self.slots(n)
@@ -122,7 +123,7 @@ class PagedSeqState:
         Raises `ValueError` when `len` is negative, above the present one, or within blocks that were given back.
         """
         self._use()
-        tokens = count_of("len", len, self.len)
+        tokens = integer("len", len, 0, self.len)
         if 0 < tokens < self.first_block * self.block_size:
             raise ValueError(f"cannot truncate to {tokens}: {self.first_block * self.block_size} were given back")
         self._keep(tokens)
@@ -130,7 +131,7 @@ class PagedSeqState:
     def drop_before(self, position: int) -> None:
         """Gives back the blocks whose tokens all lie before `position`."""
         self._use()
-        first = min(count_of("position", position), self.len) // self.block_size
+        first = min(integer("position", position, 0), self.len) // self.block_size
         for place in range(self.first_block, first):
             self.allocator.free(self._blocks[place])
             self._blocks[place] = self._table[place] = -1
@@ -155,7 +156,7 @@ class PagedSeqState:
         """
         self._use()
         ids = [int(block) for block in blocks]
-        tokens = count_of("num_tokens", len(ids) * self.block_size if num_tokens is None else num_tokens)
+        tokens = integer("num_tokens", len(ids) * self.block_size if num_tokens is None else num_tokens, 0)
         if self._blocks:
             raise ValueError(f"cannot adopt blocks: the sequence has {len(self._blocks)} of its own")
         if self._needed(tokens) != len(ids):
@@ -232,8 +233,8 @@ class BlockTables:
     """
 
     def __init__(self, max_seqs: int, max_blocks_per_seq: int) -> None:
-        self.max_seqs = count_of("max_seqs", max_seqs)
-        self.max_blocks_per_seq = count_of("max_blocks_per_seq", max_blocks_per_seq)
+        self.max_seqs = integer("max_seqs", max_seqs, 0)
+        self.max_blocks_per_seq = integer("max_blocks_per_seq", max_blocks_per_seq, 0)
         self._set([], [])
 
     def fill(self, states: Any, num_tokens: Sequence[int] | None = None) -> BlockTables:
@@ -258,7 +259,7 @@ class BlockTables:
         if len(num_tokens) != len(states):
             raise ValueError(f"{len(states)} states but {len(num_tokens)} numbers of tokens")
         for state, tokens in zip(states, num_tokens, strict=True):
-            count_of("num_tokens", tokens, state.len)
+            integer("num_tokens", tokens, 0, state.len)
             if state.len - tokens < state.first_block * state.block_size:
                 raise ValueError(f"the first {state.first_block * state.block_size} tokens were given back")
             if state._needed(state.len) > self.max_blocks_per_seq:

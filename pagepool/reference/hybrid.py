@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from pagepool._arguments import integer
 from pagepool.errors import PoolError, StaleHandle
-from pagepool.reference.allocator import count_of
 from pagepool.reference.block_table import PagedSeqState
 
 __all__ = ["Checkpoint", "HybridSequence"]
@@ -77,7 +77,7 @@ class HybridSequence:
 
     def __init__(self, groups: Iterable[Any], states: Any = None, *, label: Any = None, keep: int = 0) -> None:
         self.groups = tuple(groups)
-        self.keep = count_of("keep", keep)
+        self.keep = integer("keep", keep, 0)
         self.label = label
         self.kv = [PagedSeqState(g.allocator, g.block_size, g.most_blocks, label) for g in self.groups]
         request = label if isinstance(label, int) and label else 1
@@ -93,7 +93,7 @@ class HybridSequence:
         groups: of an allocator that is empty, nothing needs to be taken.
         """
         self._use()
-        n = count_of("n", n)
+        n = integer("n", n, 0)
         missing = [state._missing(self.len + n) for state in self.kv]
         plans = []
         for allocator in dict.fromkeys(state.allocator for state in self.kv):
@@ -126,7 +126,7 @@ class HybridSequence:
     def adopt(self, blocks: Iterable[Any], num_tokens: int) -> None:
         """Begins with tokens that are in blocks of every group already."""
         self._use()
-        num_tokens = count_of("num_tokens", num_tokens)
+        num_tokens = integer("num_tokens", num_tokens, 0)
         rows = [[int(block) for block in row] for row in blocks]
         if self.len or len(rows) != len(self.kv):
             raise ValueError(f"{len(rows)} rows of blocks for {len(self.kv)} groups of a sequence of {self.len} tokens")
@@ -173,12 +173,12 @@ class HybridSequence:
         if isinstance(to, Checkpoint):
             return self._return_to(self._known(to).position)
         self._use()
-        return self._return_to(self._state_at(self.len - count_of("tokens", to, self.len)))
+        return self._return_to(self._state_at(self.len - integer("tokens", to, 0, self.len)))
 
     def truncate(self, len: int) -> None:
         """Back to the first `len` tokens, where the state must be known."""
         self._use()
-        if self._state_at(count_of("len", len, self.len)) != len:
+        if self._state_at(integer("len", len, 0, self.len)) != len:
             raise ValueError(f"the state after {len} tokens is not known")
         self._return_to(len)
 

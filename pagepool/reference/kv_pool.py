@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from pagepool._arguments import integer
 from pagepool.config import KV_DTYPES, KvLayout
 from pagepool.errors import InvalidBlock, InvalidSlot, PoolError
-from pagepool.reference.allocator import BlockAllocator, count_of
+from pagepool.reference.allocator import BlockAllocator
 from pagepool.reference.rounding import bf16_bits, f16_bits, float_of
 
 __all__ = ["KvCachePool", "place"]
@@ -63,7 +64,7 @@ class KvCachePool:
     def __init__(self, page_size: int, initial_pages: int, dtype: str = "float32") -> None:
         if dtype not in KV_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(KV_DTYPES)}, not {dtype!r}")
-        self._init(count_of("page_size", page_size), dtype, BlockAllocator(initial_pages), None, initial_pages)
+        self._init(integer("page_size", page_size, 0), dtype, BlockAllocator(initial_pages), None, initial_pages)
 
     def _init(self, page_size: int, dtype: str, allocator: Any, layout: KvLayout | None, pages: int) -> None:
         self.page_size = page_size
@@ -91,7 +92,7 @@ class KvCachePool:
             raise ValueError(f"pages here have one dtype that is not quantised, not K of {layout.dtype}")
         pool = cls.__new__(cls)
         allocator = BlockAllocator(num_blocks, max_blocks) if allocator is None else allocator
-        pages = count_of("num_blocks", num_blocks if max_blocks is None else max_blocks)
+        pages = integer("num_blocks", num_blocks if max_blocks is None else max_blocks, 0)
         pool._init(layout.page_size, layout.dtype, allocator, layout, pages)
         if allocator.max_capacity > pages:
             raise ValueError(f"the allocator has {allocator.max_capacity} blocks, the pool has {pages} pages")
@@ -171,7 +172,7 @@ class KvCachePool:
         Raises `InvalidBlock` for an id out of range that is needed, `ValueError` when there are too few blocks.
         """
         layout = self._layout(layer)
-        seq_len = count_of("seq_len", seq_len)
+        seq_len = integer("seq_len", seq_len, 0)
         needed = [int(block) for block in blocks][: -(-seq_len // layout.block_size)]
         if len(needed) * layout.block_size < seq_len:
             raise ValueError(f"{seq_len} tokens do not fit into {len(needed)} blocks of {layout.block_size}")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from pagepool._arguments import integer
 from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolError, PoolExhausted
-from pagepool.reference.allocator import count_of
 
 __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "SsmStatePool"]
 
@@ -27,7 +27,7 @@ class AttentionSequenceState:
     """
 
     def __init__(self, max_context: int) -> None:
-        self.capacity = count_of("max_context", max_context)
+        self.capacity = integer("max_context", max_context, 0)
         self.step_position = 0
 
     def advance(self) -> None:
@@ -115,7 +115,7 @@ class SsmStatePool:
     """
 
     def __init__(self, capacity: int, make_state: Callable[[int], Any]) -> None:
-        self.capacity = count_of("capacity", capacity)
+        self.capacity = integer("capacity", capacity, 0)
         self._slots = [SequenceSlot(make_state(i)) for i in range(self.capacity)]
         self._free = list(range(self.capacity))[::-1]
         self._in_use: set[int] = set()
