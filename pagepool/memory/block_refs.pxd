@@ -6,12 +6,12 @@ from pagepool.memory.page_buffer cimport PageBuffer
 
 
 cdef class BlockRefs:
-    # References of its own to ids[:count], the last one taken first; none when count is 0.
+    # Holds one reference to each of ids[:count], in reverse order.
     cdef readonly BlockAllocator allocator
     cdef int32_t *ids
     cdef Py_ssize_t count
 
-    # Room for n references: `c_note`, of those that were just taken, cannot fail then.
+    # Makes room for n references, so that c_note cannot fail. c_note stores references that were just taken.
     cdef int c_reserve(self, Py_ssize_t n) except -1
     cdef void c_note(self, const int32_t *blocks, Py_ssize_t n) noexcept
 
@@ -21,31 +21,31 @@ cdef class PrefixMatch:
     cdef readonly object blocks
     cdef readonly int64_t num_tokens
 
-    # Its blocks and tokens, for a sequence over `allocator` that was told `num_tokens`.
+    # Its blocks and tokens, for a sequence that has `allocator`. num_tokens must be None.
     cdef tuple found(self, BlockAllocator allocator, object num_tokens)
 
 
-# One without blocks yet: what takes references for `refs` fills it.
+# A match without blocks. The caller fills `refs`, `blocks` and `num_tokens`.
 cdef PrefixMatch new_match(BlockAllocator allocator)
 
 
 cdef class CachedRefs:
     # The blocks that a prefix cache has one reference to. With the allocator's lock held, for each block b:
-    #   is_cached[b]: it is one of them
-    #   idle = those that nobody else has a reference to: is_cached[b] and ref_count(b) == 1
+    #   is_cached[b]: b is cached
+    #   idle = number of blocks b with is_cached[b] and ref_count(b) == 1
     cdef readonly BlockAllocator allocator
     cdef CachedCounts counts
     cdef PageBuffer memory
 
-    # Takes a free block, whose one reference is the cache's. PP_EXHAUSTED when none is free.
+    # Takes a free block for the cache. PP_EXHAUSTED when no block is free.
     cdef pp_status c_allocate(self, int32_t *block) noexcept nogil
-    # One reference more to each of the blocks, all or none; those below 0 are passed over. PP_INVALID_BLOCK:
+    # Adds one reference to each of the blocks, all or none; skips ids below 0. PP_INVALID_BLOCK:
     # blocks[failed] is free; PP_INVALID_ARGUMENT: it is cached already, or given twice; PP_OVER_MAXIMUM: it has
     # 2^31 - 1 references.
     cdef pp_status c_add_n(self, const int32_t *blocks, int64_t n, int64_t *failed) noexcept nogil
     # Drops the references to n cached blocks, in their order.
     cdef void c_drop_n(self, const int32_t *blocks, int64_t n) noexcept nogil
-    # Those that nobody else has a reference to.
+    # Cached blocks that are referenced only by the cache.
     cdef int64_t c_idle(self) noexcept nogil
     # The first equation that does not hold, as a sentence, or None; there are `cached` of them. O(blocks ever used).
     cdef str audit(self, int64_t cached)

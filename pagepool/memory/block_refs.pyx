@@ -1,4 +1,4 @@
-"""References to blocks that no sequence has: those of a call, and those of a prefix cache."""
+"""References to blocks that no sequence holds: for the length of a call, for a match, for a prefix cache."""
 
 cimport cython
 from cpython.long cimport PyLong_CheckExact
@@ -29,10 +29,10 @@ __all__ = ["BlockRefs", "PrefixMatch"]
 @cython.no_gc
 @cython.auto_pickle(False)
 cdef class BlockRefs:
-    """One reference to each of some blocks, taken at once and given back at once. Internal.
+    """One reference to each block of a list, taken and dropped together. Internal.
 
-    Each call that takes references takes and notes them in one: no exception, and no signal either, comes between. An
-    object that goes gives nothing back.
+    No exception or signal can come between taking references and noting them. A deleted object does not drop its
+    references.
 
     >>> from pagepool import BlockAllocator
     >>> allocator = BlockAllocator(4)
@@ -100,9 +100,9 @@ cdef class BlockRefs:
         return cache.match_held(self, tokens, **keys)
 
     def give_back(self):
-        """Drops the references, the last one first: then the blocks are handed out again in the same order.
+        """Drops the references, the last one first, so that free blocks are handed out again in the same order.
 
-        Raises `InvalidBlock` when one was dropped by someone else; then all the others are held still.
+        Raises `InvalidBlock` when a block was freed by someone else; then nothing has changed.
         """
         cdef Py_ssize_t count = self.count
         if count and self.allocator.c_free_n(self.ids, count) != PP_OK:
@@ -114,13 +114,13 @@ cdef class BlockRefs:
 @cython.no_gc
 @cython.auto_pickle(False)
 cdef class PrefixMatch:
-    """What `PrefixCache.match_tokens` found: blocks with one reference each, which the match gives back by itself.
+    """The result of `PrefixCache.match_tokens`: holds one reference to each block, so the blocks are not evicted.
 
     blocks      int32 (n,): the ids, in order
-    num_tokens  how many tokens they hold; the last block may hold some in part
+    num_tokens  tokens of the prompt in these blocks; the last block may match in part
 
-    `PagedSeqState.adopt(match)` takes the blocks over. `close()`, the end of a `with` block or the last reference to
-    the match gives them back. `blocks, num_tokens = match` hands them to the caller, who frees the blocks then.
+    `PagedSeqState.adopt(match)` takes the references over. `close()`, the end of a `with` block and garbage collection
+    drop them. `blocks, num_tokens = match` passes them to the caller, and the caller frees the blocks.
 
     >>> from pagepool import BlockAllocator, PrefixCache
     >>> cache = PrefixCache(BlockAllocator(8), block_size=4)
@@ -142,15 +142,15 @@ cdef class PrefixMatch:
 
     cdef tuple found(self, BlockAllocator allocator, object num_tokens):
         if num_tokens is not None:
-            raise TypeError(f"num_tokens must be None for a match, which says itself that it has {self.num_tokens}")
+            raise TypeError(f"num_tokens must be None for a match, which has {self.num_tokens} tokens")
         if allocator is not self.refs.allocator:
-            raise ValueError("the match is of another allocator than the sequence")
+            raise ValueError("the match and the sequence have different allocators")
         if self.refs.count != len(self.blocks):
-            raise ValueError(f"the {len(self.blocks)} blocks of the match were given back or taken over")
+            raise ValueError(f"the match is closed: its {len(self.blocks)} blocks were freed or taken over")
         return self.blocks, self.num_tokens
 
     def close(self):
-        """Gives the blocks back; does nothing when they were given back or taken over.
+        """Drops the references; does nothing if they were dropped or taken over before.
 
         Raises `InvalidBlock` when one was freed by someone else; then nothing has changed.
         """
@@ -183,8 +183,8 @@ cdef PrefixMatch new_match(BlockAllocator allocator):
 cdef class CachedRefs:
     """The blocks that a prefix cache holds one reference to. Internal.
 
-    Nobody searches for the idle ones, which have no reference but that one: the allocator counts them whenever a count
-    falls to 1 or rises from it, on whatever thread.
+    Idle blocks are referenced only by the cache. The allocator counts them: it updates `idle` whenever a reference
+    count falls to 1 or rises from 1, on any thread.
 
     >>> from pagepool import BlockAllocator
     >>> CachedRefs(BlockAllocator(4)).allocator.capacity

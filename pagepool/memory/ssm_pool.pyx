@@ -41,13 +41,13 @@ from pagepool.memory.state import SequenceSlot
 
 __all__ = ["SsmStatePool", "StateMemory", "StateRow"]
 
-# Slots are kept in lists of so many, which are made when one of theirs is asked for.
+# SequenceSlot objects per list. A list is made when one of its slots is first used.
 cdef int32_t SLOTS = 1024
 cdef int64_t ALIGNMENT = 64
 
 
 cdef object state_dtype(object dtype):
-    """NumPy's dtype of a state that `StateLayout` has checked, for bfloat16 that of its bits."""
+    """The NumPy dtype of a state that `StateLayout` has checked; uint16 for bfloat16."""
     return np.dtype(np.uint16 if isinstance(dtype, str) and dtype == "bfloat16" else dtype)
 
 
@@ -113,7 +113,7 @@ cdef class StateMemory:
         self.c_zero(row)
 
     def view(self, layer, name):
-        """A view (capacity, *shape) of one state of a layer. Raises `ValueError` for a layer or name that is none."""
+        """A view (capacity, *shape) of one state of a layer. Raises `ValueError` for an unknown layer or name."""
         if not 0 <= layer < len(self.views):
             raise ValueError(f"layer must be from 0 to {len(self.views) - 1}, not {layer}")
         states = self.views[layer]
@@ -174,7 +174,7 @@ cdef bint same_format(const Buffer *own, const Buffer *given) noexcept:
 
 cdef int check_states(str name, object source, const Buffer *given, object states, const Buffer *own,
                       Py_ssize_t n) except -1:
-    """Checks that an array can hold the states of n slots, and lies apart from the pool's own."""
+    """Checks that an array can hold the states of n slots and does not overlap the memory of the pool."""
     cdef Py_ssize_t axis, step = given.view.itemsize
     cdef bint fits
     cdef size_t begin = <size_t>given.view.buf, own_begin = <size_t>own.view.buf
@@ -185,7 +185,7 @@ cdef int check_states(str name, object source, const Buffer *given, object state
         fits = fits and given.view.shape[axis] == own.view.shape[axis]
     if not fits:
         shape, got = (n, *states.shape[1:]), tuple([given.view.shape[axis] for axis in range(given.view.ndim)])
-        raise ValueError(f"{name} must have the shape {shape} (slots, then that of a state), not {got}")
+        raise ValueError(f"{name} must have the shape {shape} (slots, then a state), not {got}")
     for axis in range(given.view.ndim - 1, -1, -1):
         if given.view.shape[axis] > 1 and given.view.strides[axis] != step:
             raise ValueError(
@@ -193,7 +193,7 @@ cdef int check_states(str name, object source, const Buffer *given, object state
             )
         step *= given.view.shape[axis]
     if step and begin < own_begin + <size_t>own.view.len and own_begin < begin + <size_t>step:
-        raise ValueError(f"{name} lies in the pool's own states")
+        raise ValueError(f"{name} overlaps the states of the pool")
     return 0
 
 
@@ -210,11 +210,11 @@ cdef object slot_made_by(object make_state, object i):
 
 @cython.final
 cdef class SsmStatePool:
-    """`capacity` states: `make_state(i)` builds each, at once. Those of a layout cost memory as they are first used.
+    """A pool of `capacity` recurrent states, each made by `make_state(i)`, or by a layout: see `from_layout`.
 
-    A fresh pool gives 0, 1, 2, ...; later the slot released last comes first. Any number of threads may use one pool, a
-    slot belongs to one of them at a time. Raises `ValueError` for a capacity out of range, `TypeError` when
-    `make_state` cannot be called.
+    A fresh pool allocates 0, 1, 2, ...; later the most recently released slot first. The pool is thread-safe, a slot
+    is not. Raises `ValueError` for a capacity out of range, `TypeError` when
+    `make_state` is not callable.
 
     >>> from pagepool import Mamba2SequenceState
     >>> pool = SsmStatePool(2, lambda i: Mamba2SequenceState(n_layers=1, d_state=4, d_inner=8, max_context=16))
@@ -225,7 +225,7 @@ cdef class SsmStatePool:
 
     def __cinit__(self, capacity, make_state):
         number = read_capacity(capacity)
-        # from_layout's
+        # a StateMemory comes from from_layout
         is_memory = isinstance(make_state, StateMemory) and make_state.capacity == number
         if not is_memory and not callable(make_state):
             raise TypeError(f"make_state must be callable, not {type(make_state).__name__}")
@@ -239,7 +239,9 @@ cdef class SsmStatePool:
 
     @staticmethod
     def from_layout(layout, capacity):
-        """Makes a pool whose states lie in one aligned buffer, as a `StateLayout` describes them: see `view`.
+        """Makes a pool with all states in one aligned buffer, described by a `StateLayout`. See `view`.
+
+        A slot takes memory when it is first used.
 
         >>> from pagepool import StateLayout
         >>> layout = StateLayout(layers=[{"conv_states": ((16, 4), "float32")}, {}])
@@ -286,7 +288,7 @@ cdef class SsmStatePool:
         return some[at]
 
     cdef int32_t read_slot(self, object i) except -1:
-        """Wants no memory where that is a slot."""
+        """Needs no memory if `i` is a slot."""
         cdef int overflow = 0
         cdef long long number
         if not PyLong_Check(i):
@@ -321,10 +323,10 @@ cdef class SsmStatePool:
         return number
 
     def release(self, i):
-        """Takes slot i back: its state is reset, so zeroed, its position 0 and its request none.
+        """Frees slot i and resets its state: zeros, position 0, no request.
 
-        Raises `InvalidSlot` when i is out of range or free already; then, and when the state's `reset` raises, the slot
-        stays in use.
+        Raises `InvalidSlot` when i is out of range or already free. If the state's `reset` raises, the slot stays in
+        use.
         """
         cdef int32_t slot = self.read_used(i)
         self.slot_at(slot).reset()
@@ -351,7 +353,7 @@ cdef class SsmStatePool:
         """Takes neighbouring slots, one for each request; returns them as a range. All or nothing.
 
         The states of the requests are then one part of `view`, which a layer can compute as a batch in place. Raises
-        `PoolExhausted` when no so many free slots lie side by side.
+        `PoolExhausted` when there are not enough neighbouring free slots.
 
         >>> from pagepool import StateLayout
         >>> pool = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
@@ -399,7 +401,7 @@ cdef class SsmStatePool:
         layer, name   as for `view`
         slots         slots that are in use: a sequence of ints, or an int32 or int64 array, one dimension
         out           an array to write to, C-contiguous (n, *shape) of the state's dtype, by the buffer protocol or
-                      DLPack, for example a tensor of torch; it may not lie in the pool
+                      DLPack, for example a tensor of torch; it must not overlap the pool
 
         Returns `out`, by default a new array. Raises `InvalidSlot` for a slot out of range or free, `TypeError` for a
         dtype, `ValueError` for a shape or stride; then nothing was written. Releases the GIL while it copies.
@@ -484,10 +486,10 @@ cdef class SsmStatePool:
         warn_of(self.leaks(), "states are in use")
 
     def stats(self):
-        """Returns a dict of slots and bytes; `peak` is the most slots that were in use at any one time. It counts slots
-        that `alloc_run` has passed over, too.
+        """Returns a dict of slots and bytes.
 
-        `bytes` counts the slots in use; it is 0 for states that are Python objects.
+        `peak` is the maximum number of slots in use so far, including slots that `alloc_run` has skipped. `bytes`
+        counts the slots in use; it is 0 for states that are Python objects.
         """
         per_state = 0 if self.memory is None else self.memory.c_row_bytes()
         used = self.used_count

@@ -14,7 +14,7 @@ __all__ = ["append_batch", "release_batch"]
 
 
 def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None:
-    """Appends `counts[i]` tokens to `states[i]`, in order, for all of them or for none.
+    """Appends `counts[i]` tokens to `states[i]`, in order, to all states or to none.
 
     Raises `PoolExhausted` when the allocator has too few blocks for all, `ValueError` when the lists differ in
     length, a state appears twice, a count is negative or a state would pass its maximum.
@@ -39,7 +39,7 @@ def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None
 
 
 def release_batch(states: Sequence[PagedSeqState], close: bool = False) -> None:
-    """Releases every state, with `close` for good. Raises `ValueError`, and releases none, when one appears twice."""
+    """Releases every state, or closes it. Raises `ValueError`, and releases none, when one appears twice."""
     _distinct(states)
     for state in states:
         state._use()

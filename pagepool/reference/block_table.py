@@ -1,11 +1,11 @@
 """Sequences in plain Python: the map from a sequence's tokens to blocks.
 
 logical block   0     1     2          tokens 0 .. len - 1 lie in the first ceil(len / block_size) blocks;
-blocks        [ 7  |  2  |  9  ]       those after them are reserved
+blocks        [ 7  |  2  |  9  ]       later blocks are reserved
 block_table   [ 7  ,  2  ,  9  ,  0, 0, ... ]      zero-padded to max_blocks_per_seq
-slot of token t = blocks[t // block_size] * block_size + t % block_size
+slot of token t: blocks[t // block_size] * block_size + t % block_size
 
-Blocks that a sliding window left behind may be given back: the table has -1 in their places.
+Blocks behind a sliding window may be freed: the table has -1 in their places.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class PagedSeqState:
         allocator.add_owner(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_table"):  # nearly the last thing that __init__ makes
-            if not self.closed:
-                self.release()
+        if hasattr(self, "_table") and not self.closed:  # _table is set last, but for the allocator's list of owners
+            self.release()
 
     @property
     def blocks(self) -> list[int]:
@@ -94,8 +93,9 @@ class PagedSeqState:
         """Adds `n` tokens and returns their slots, int64 `(n,)`.
 
         Reserves what is missing. A block that will be written and that others hold too is replaced: a new block, a
-        copy of the page in every attached pool if it holds tokens, and then one reference less on the old one. Of the
-        new ids, those that replace shared blocks come first. Raises as `ensure_capacity`, and changes nothing then.
+        copy of the page in every attached pool if it holds tokens, and then one reference less on the old one.
+        The first new ids replace shared blocks, the rest extend the table. Raises as `ensure_capacity`, and changes
+        nothing then.
         """
         n = integer("n", n, 0)
         wanted = self._missing(self.len + n) + len(self._shared(n))
@@ -118,18 +118,18 @@ class PagedSeqState:
         return np.array([self.slot(token) for token in range(self.len - n, self.len)], dtype=np.int64)
 
     def truncate(self, len: int) -> None:
-        """Shortens to `len` tokens and gives back every block behind them, reserved ones too.
+        """Keeps the first `len` tokens and frees every block after them, including reserved ones.
 
-        Raises `ValueError` when `len` is negative, above the present one, or within blocks that were given back.
+        Raises `ValueError` when `len` is negative, above the present one, or within freed blocks.
         """
         self._use()
         tokens = integer("len", len, 0, self.len)
         if 0 < tokens < self.first_block * self.block_size:
-            raise ValueError(f"cannot truncate to {tokens}: {self.first_block * self.block_size} were given back")
+            raise ValueError(f"cannot truncate to {tokens}: {self.first_block * self.block_size} were freed")
         self._keep(tokens)
 
     def drop_before(self, position: int) -> None:
-        """Gives back the blocks whose tokens all lie before `position`."""
+        """Frees the blocks that hold only tokens before `position`."""
         self._use()
         first = min(integer("position", position, 0), self.len) // self.block_size
         for place in range(self.first_block, first):
@@ -168,12 +168,12 @@ class PagedSeqState:
         self.len = tokens
 
     def release(self) -> None:
-        """Gives all blocks back; `len` becomes 0 and the sequence can be used again."""
+        """Frees all blocks; `len` becomes 0 and the sequence can be used again."""
         self._use()
         self._keep(0)
 
     def close(self) -> None:
-        """Releases it for good: later uses raise `StaleHandle`."""
+        """Frees all blocks; later uses raise `StaleHandle`."""
         if not self.closed:
             self.release()
             self.closed = True
@@ -242,7 +242,7 @@ class BlockTables:
 
         `slot_mapping` and `query_start_loc` cover the last `num_tokens[i]` tokens of each state (None: one each, none
         of an empty state; a batch brings its own). Raises `ValueError` when there are more states than `max_seqs`, a
-        state has more of those blocks than a row, two states have different allocators, or more tokens are asked for
+        state has more blocks than a row, two states have different allocators, or more tokens are asked for
         than a state has; nothing changes then.
         """
         if hasattr(states, "states"):
@@ -261,7 +261,7 @@ class BlockTables:
         for state, tokens in zip(states, num_tokens, strict=True):
             integer("num_tokens", tokens, 0, state.len)
             if state.len - tokens < state.first_block * state.block_size:
-                raise ValueError(f"the first {state.first_block * state.block_size} tokens were given back")
+                raise ValueError(f"the first {state.first_block * state.block_size} tokens were freed")
             if state._needed(state.len) > self.max_blocks_per_seq:
                 raise ValueError(f"{state.len} tokens do not fit into a row of {self.max_blocks_per_seq} blocks")
         self._set(states, num_tokens)

@@ -1,6 +1,6 @@
 """HybridSequence in plain Python: the block tables of groups of layers, and a recurrent state, moved together.
 
-Of a sequence of `len` tokens, with checkpoints after some of them:
+For a sequence of `len` tokens and its checkpoints:
 
     tables         every one has all `len` tokens; a window's from (anchor - window) on, by whole blocks
     anchor         the least of len - keep and the position of the oldest checkpoint
@@ -23,7 +23,7 @@ __all__ = ["Checkpoint", "HybridSequence"]
 
 
 class HeldSlot:
-    """A slot of a pool of states that a sequence or a checkpoint holds."""
+    """A slot of a pool of states, held by a sequence or a checkpoint."""
 
     def __init__(self, pool: Any, request_id: int) -> None:
         self.pool = pool
@@ -32,13 +32,13 @@ class HeldSlot:
 
     @property
     def slot(self) -> Any:
-        """The slot; `StaleHandle` once it was given back."""
+        """The slot; raises `StaleHandle` after `close`."""
         if self.closed:
-            raise StaleHandle(f"slot {self.index} was given back")
+            raise StaleHandle(f"slot {self.index} was released")
         return self.pool.slot(self.index)
 
     def view(self, layer: int, name: str) -> Any:
-        """The state `name` of a layer, `(*shape)`; `StaleHandle` once it was given back."""
+        """The state `name` of a layer, `(*shape)`; raises `StaleHandle` after `close`."""
         _ = self.slot  # raises
         return self.pool.view(layer, name)[self.index]
 
@@ -49,7 +49,7 @@ class HeldSlot:
         return copy
 
     def close(self) -> None:
-        """Gives the slot back."""
+        """Releases the slot."""
         if not self.closed:
             self.pool.release(self.index)
             self.closed = True
@@ -87,7 +87,7 @@ class HybridSequence:
         self.checkpoints: list[Checkpoint] = []
 
     def append(self, n: int = 1) -> list[np.ndarray]:
-        """Gives back what the windows have left, then adds n tokens; the slots in every group.
+        """Frees the blocks behind the windows, then adds n tokens; returns the slots in every group.
 
         Blocks that only this sequence has go straight from a window's end to the new tokens, in the order of the
         groups: of an allocator that is empty, nothing needs to be taken.
@@ -142,7 +142,7 @@ class HybridSequence:
         self.len = num_tokens
 
     def trim(self) -> None:
-        """Gives back what the windows have left."""
+        """Frees the blocks behind the windows."""
         self._use()
         for state, start in zip(self.kv, self._starts(), strict=True):
             state.drop_before(start)
@@ -164,7 +164,7 @@ class HybridSequence:
         return self.checkpoints[-1]
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Gives a checkpoint up."""
+        """Drops a checkpoint."""
         self._known(checkpoint)
         self._keep_checkpoints([known for known in self.checkpoints if known is not checkpoint])
 
@@ -189,7 +189,7 @@ class HybridSequence:
         self.len = len
 
     def close(self) -> None:
-        """Gives everything back for good."""
+        """Frees all blocks and slots."""
         if not self.closed:
             self._keep_checkpoints([])
             for state in self.kv:
@@ -212,7 +212,7 @@ class HybridSequence:
         return [0 if group.window is None else max(0, anchor - group.window) for group in self.groups]
 
     def _left(self, allocator: Any) -> Iterable[tuple[PagedSeqState, int]]:
-        """The tables of an allocator, and the places in them that lie before what is needed."""
+        """The tables of an allocator, each with the places of blocks that are not needed any longer."""
         for state, start in zip(self.kv, self._starts(), strict=True):
             if state.allocator is allocator:
                 for place in range(state.first_block, start // state.block_size):
@@ -224,14 +224,14 @@ class HybridSequence:
             return length
         known = [0] * (length == 0) + [one.position for one in self.checkpoints if one.position <= length]
         if not known:
-            raise ValueError(f"there is no state checkpoint at or before {length}")
+            raise ValueError(f"no checkpoint is at {length} or before")
         return max(known)
 
     def _return_to(self, length: int) -> int:
         if length < self.len:
             for group, state in zip(self.groups, self.kv, strict=True):
                 if length and state.first_block * state.block_size > max(0, length - (group.window or 0)):
-                    raise ValueError(f"{length} tokens need what block {state.first_block} and those before had")
+                    raise ValueError(f"{length} tokens need blocks before {state.first_block}, which were freed")
             for state in self.kv:
                 state.truncate(length)
             if self.state is not None:

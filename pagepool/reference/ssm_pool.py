@@ -18,7 +18,7 @@ __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "Ssm
 
 
 class AttentionSequenceState:
-    """The state of a sequence whose memory is its KV pages: only how far it has come.
+    """The state of a sequence that has only KV pages: its position.
 
     >>> state = AttentionSequenceState(max_context=8)
     >>> state.advance()
@@ -152,7 +152,7 @@ class SsmStatePool:
         return i
 
     def alloc_run(self, request_ids: Iterable[int]) -> range:
-        """Gives each request one of the first neighbouring slots that are free. Raises `PoolExhausted` without such."""
+        """Takes the first neighbouring free slots, one per request. Raises `PoolExhausted` if there are too few."""
         requests = list(request_ids)
         for first in range(self.capacity - len(requests) + 1):
             run = range(first, first + len(requests))
@@ -188,13 +188,13 @@ class SsmStatePool:
         return self._slots[i]
 
     def copy(self, dst: int, src: int) -> None:
-        """Makes state and position of slot `dst` those of `src`; both are in use, or `InvalidSlot`."""
+        """Copies state and position from slot `src` to `dst`. Raises `InvalidSlot` unless both are in use."""
         self._used(dst), self._used(src)
         self._slots[dst].state.copy_from(self._slots[src].state)
         self._slots[dst].position = self._slots[src].position
 
     def view(self, layer: int, name: str) -> np.ndarray:
-        """State `name` of `layer` for all slots, `(capacity, *shape)`. `ValueError` when there is no such state."""
+        """State `name` of `layer` for all slots, `(capacity, *shape)`. `ValueError` for an unknown state."""
         if not 0 <= layer < len(self._arrays) or name not in self._arrays[layer]:
             raise ValueError(f"layer {layer} has no state {name!r}")
         return self._arrays[layer][name]

@@ -364,7 +364,7 @@ def test_what_gather_and_scatter_refuse():
     pool = filled()
     view = pool.view(0, "h")
     for call in (pool.gather, pool.scatter):
-        with refuses(ValueError, "own"):
+        with refuses(ValueError, "pool"):
             call(0, "h", [0, 1], view[1:3])
         with refuses(ValueError, "layer", 0, "x"):
             call(0, "x", [0], np.zeros(3))

@@ -75,7 +75,7 @@ def test_a_refused_adoption_leaves_the_match_as_it_was(cache):
     for state, words in (
         (busy, "cannot adopt blocks: the sequence has 1 of its own"),
         (small, "8 tokens need 2 blocks, the maximum is 1"),
-        (foreign, "the match is of another allocator"),
+        (foreign, "different allocators"),
         (unequal, "8 tokens do not match 2 blocks of 16"),
         (closed, "closed"),
     ):
