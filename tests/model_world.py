@@ -59,7 +59,7 @@ class Core:
                     cache=cache,
                     states=states,
                     models=[[groups[i] for i in model] for model in MODELS],
-                    checkpoints=checkpoints(STATES, states, budget, grid=8, spacing=2),
+                    checkpoints=checkpoints(STATES, states, budget, grid=8, spacing=2, align=1),
                 )
             )
         ours = self.sides[0]

@@ -32,8 +32,7 @@ from pagepool.config import StateLayout
 from pagepool.errors import InvalidSlot, PoolError, refuse_copy
 from pagepool.memory.ssm_pool import SsmStatePool, StateMemory
 from pagepool.prefix.keys import root_key
-from pagepool.prefix.radix_tree import token_row
-from pagepool.prefix.token_tree import TokenNode, TokenTree
+from pagepool.prefix.radix_tree import PrefixTree, token_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,39 +46,59 @@ MAX_STATES = 2**31 - 1
 PRIOR = 8
 
 
-class Mark:
-    """What the tree has at a position: the slot of the state, and what its priority is made of."""
+class Kept:
+    """A state that is kept, or, without a slot, the root of a key.
 
-    __slots__ = ("age", "birth", "priority", "reason", "slot", "uses", "version")
+    saved tokens = position - above.position        below = the states whose `above` it is
+    """
 
-    def __init__(self, slot: int, birth: int, reason: str, uses: float, age: float) -> None:
+    __slots__ = (
+        "above",
+        "age",
+        "below",
+        "birth",
+        "key",
+        "node",
+        "position",
+        "priority",
+        "reason",
+        "slot",
+        "uses",
+        "version",
+    )
+
+    def __init__(self, key: bytes, node: int = -1, slot: int = -1, position: int = 0) -> None:
+        self.key = key
+        self.node = node
         self.slot = slot
-        self.birth = birth  # of two with one priority, the older goes first
-        self.reason = reason
-        self.uses = uses
-        self.age = age
+        self.position = position
+        self.above: Kept = self
+        self.below: set[Kept] = set()
+        self.birth = 0  # of two with one priority, the older goes first
+        self.reason = ""
+        self.uses = 0.0
+        self.age = 0.0
         self.priority = 0.0
-        self.version = 0
+        self.version = 0  # 0: it is not kept any longer
 
 
-Entry: TypeAlias = tuple[float, int, int, TokenNode]  # priority, birth, version
+Entry: TypeAlias = tuple[float, int, int, Kept]  # priority, birth, version
 
 
 class ValueQueue:
-    """Marked nodes by priority. Of the entries of one node, that with the version of its mark counts."""
+    """States by priority. Of the entries of one state, that with its version counts."""
 
     def __init__(self, state_bytes: int) -> None:
         self.age = 0.0
         self._state_bytes = state_bytes
         self._heap: list[Entry] = []
 
-    def push(self, node: TokenNode, num_states: int) -> None:
+    def push(self, kept: Kept, num_states: int) -> None:
         """Works out the priority anew: after a use, and when the state before it came or went. O(log num_states)."""
-        mark, above = mark_of(node), node.above()
-        saves = node.end - (above.end if above is not None else 0)
-        priority, version = mark.age + self.value(mark.uses, saves), mark.version + 1
-        heappush(self._heap, (priority, mark.birth, version, node))
-        mark.priority, mark.version = priority, version
+        priority = kept.age + self.value(kept.uses, kept.position - kept.above.position)
+        heappush(self._heap, (priority, kept.birth, kept.version + 1, kept))
+        kept.priority = priority
+        kept.version += 1
         if len(self._heap) > 64 + 4 * num_states:
             self._heap = [entry for entry in self._heap if _is_current(entry)]
             heapify(self._heap)
@@ -88,8 +107,8 @@ class ValueQueue:
         """The value of a state that saves so many tokens, per byte of the state and the tokens."""
         return uses * saves / (self._state_bytes + saves * TOKEN_BYTES)
 
-    def least(self) -> TokenNode | None:
-        """The node that goes next; it stays."""
+    def least(self) -> Kept | None:
+        """The state that goes next; it stays."""
         while self._heap and not _is_current(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][3] if self._heap else None
@@ -98,15 +117,8 @@ class ValueQueue:
         return sum(map(_is_current, self._heap))
 
 
-def mark_of(node: TokenNode) -> Mark:
-    """The mark of a marked node."""
-    assert isinstance(node.mark, Mark)
-    return node.mark
-
-
 def _is_current(entry: Entry) -> bool:
-    mark = entry[3].mark
-    return isinstance(mark, Mark) and (mark.birth, mark.version) == entry[1:3]
+    return entry[3].version == entry[2]
 
 
 class Stop(NamedTuple):
@@ -123,12 +135,12 @@ class CheckpointIndex:
     budget_bytes  for states and the tokens that find them; None: no bound
     grid          tokens from one grid position to the next; 0: no grid
     spacing       tokens that a state must at least be away from the one before it
-    align         positions are multiples of it: what the kernels can stop at, or the KV cache can find
+    align         positions are multiples of it: the block size of the prefix cache, or a multiple of that
     prompt_ends   whether `stops` has the end of each prompt, too
 
     The invariants, which `check` audits:
 
-        num_states = marks in the tree = slots in use <= budget_bytes // state_bytes
+        num_states = held nodes of the tree = slots in use <= budget_bytes // state_bytes
         used_bytes = num_states * state_bytes + num_tokens * 4 <= budget_bytes
         saved - dropped = num_states
 
@@ -149,7 +161,7 @@ class CheckpointIndex:
         *,
         grid: int = 16_384,
         spacing: int = 16,
-        align: int = 1,
+        align: int = 16,
         prompt_ends: bool = False,
     ) -> None:
         self.prompt_ends = prompt_ends
@@ -161,8 +173,9 @@ class CheckpointIndex:
         self._forget()
 
     def _forget(self) -> None:
-        self._tree = TokenTree()
-        self._nodes: dict[int, TokenNode] = {}  # by slot
+        self._tree = PrefixTree(self.align)
+        self._roots: dict[bytes, Kept] = {}
+        self._kept: dict[int, Kept] = {}  # by node
         self._free: list[int] = []
         self._queue = ValueQueue(self.state_bytes)
         self.saved = dict.fromkeys(REASONS, 0)
@@ -172,7 +185,7 @@ class CheckpointIndex:
     @property
     def num_states(self) -> int:
         """States kept."""
-        return len(self._nodes)
+        return len(self._kept)
 
     @property
     def used_bytes(self) -> int:
@@ -189,17 +202,15 @@ class CheckpointIndex:
         """
         row = token_row(tokens)
         most = len(row) - 1 if limit is None else min(integer("limit", limit), len(row) - 1)
-        node, _ = self._tree.walk(root_key(cache_salt, extra_keys), row)
-        while node is not None and (node.mark is None or node.end > most):
-            node = node.parent
-        if node is None:
+        _, nodes = self._tree.walk(root_key(cache_salt, extra_keys), row[: max(0, most)])
+        if not nodes:
             return None
-        mark = mark_of(node)
-        mark.uses += 1
-        mark.age = self._queue.age
-        self.used[mark.reason] += 1
-        self._queue.push(node, self.num_states)
-        return node.end, mark.slot
+        kept = self._kept[nodes[-1]]
+        kept.uses += 1
+        kept.age = self._queue.age
+        self.used[kept.reason] += 1
+        self._queue.push(kept, self.num_states)
+        return kept.position, kept.slot
 
     def stops(
         self,
@@ -217,17 +228,17 @@ class CheckpointIndex:
         """
         row = token_row(tokens)
         last, known = len(row) - 1, min(integer("kv_tokens", kv_tokens), len(row) - 1)
-        node, same = self._tree.walk(root_key(cache_salt, extra_keys), row)
-        wanted = {self.aligned(position): "branch" for position in (min(same, last), known) if position > 0}
+        same, nodes = self._tree.walk(root_key(cache_salt, extra_keys), row)
+        wanted = {
+            self.aligned(position): "branch" for position in (min(same * self.align, last), known) if position > 0
+        }
         if self.grid:
             first = (max(known, begin) // self.grid + 1) * self.grid
             for position in range(first, last + 1, self.grid):
                 wanted.setdefault(self.aligned(position), "grid")
         if self.prompt_ends:  # one token is left, to compute logits again
             wanted.setdefault(self.aligned(last), "end")
-        while node is not None and node.mark is None:
-            node = node.parent
-        taken = node.end if node is not None else 0
+        taken = self._kept[nodes[-1]].position if nodes else 0
         stops: list[Stop] = []
         for position in sorted(wanted):
             if position <= begin or taken <= position < taken + self.spacing:
@@ -258,7 +269,7 @@ class CheckpointIndex:
     def asked(
         self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> tuple[bytes, NDArray[np.int32], str]:
-        """What `place` takes, from what `admit` takes. Changes nothing.
+        """What `place` takes, from what `admit` takes. Makes room in the tree, and changes nothing else.
 
         Raises `ValueError` for a position that is no multiple of `align`, or not among the tokens, and for an unknown
         reason.
@@ -268,38 +279,48 @@ class CheckpointIndex:
             raise ValueError(f"position must be a multiple of {self.align} from 1 to {len(row)}, not {at}")
         if reason not in REASONS:
             raise ValueError(f"reason must be one of {', '.join(REASONS)}, not {reason!r}")
-        return root_key(cache_salt, extra_keys), row[:at], reason
+        key = root_key(cache_salt, extra_keys)
+        self._tree.reserve(at)
+        return key, row[:at], reason
 
     def place(self, key: bytes, row: NDArray[np.int32], reason: str) -> int:
         """What `admit` does, once it is asked properly."""
         at = len(row)
         uses = (self.used[reason] + PRIOR) / (self.saved[reason] + PRIOR)
         while True:
-            node, same = self._tree.walk(key, row)
-            if node is not None and node.mark is None:
-                node = node.above()
-            begin = node.end if node is not None else 0
-            if node is not None and at - begin < self.spacing:
+            same, nodes = self._tree.walk(key, row)
+            above = self._kept[nodes[-1]] if nodes else None
+            begin = above.position if above is not None else 0
+            if above is not None and at - begin < self.spacing:
                 return -1
-            size = self.state_bytes + (at - same) * TOKEN_BYTES
+            size = self.state_bytes + (at - same * self.align) * TOKEN_BYTES
             if self.budget_bytes is None or self.used_bytes + size <= self.budget_bytes:
                 break
             priority = self._queue.age + self._queue.value(uses, at - begin)
             victim = self._queue.least()
-            if victim is None or mark_of(victim).priority >= priority:
+            if victim is None or victim.priority >= priority:
                 # As if it had been let in and had gone at once: with time the others grow old beside newcomers.
                 self._queue.age = max(self._queue.age, priority)
                 self.rejected += 1
                 return -1
-            self._queue.age = mark_of(victim).priority
+            self._queue.age = victim.priority
             self._drop(victim)
-        return self._put(self._tree.place(key, row), reason, uses)
-
-    def drop(self, slot: int) -> None:
-        """Forgets the state in a slot. Raises `ValueError` for a slot that has none."""
-        if slot not in self._nodes:
-            raise ValueError(f"slot {slot} has no state; {self.num_states} are kept")
-        self._drop(self._nodes[slot])
+        slot = self._free.pop() if self._free else len(self._kept)
+        kept = Kept(key, self._tree.hold(key, row), slot, at)
+        kept.birth, kept.reason, kept.uses, kept.age = sum(self.saved.values()), reason, uses, self._queue.age
+        kept.above = above or self._roots.setdefault(key, Kept(key))
+        if same * self.align == at:  # on the way to others
+            kept.below = {each for each in kept.above.below if self._is_below(each, kept)}
+        kept.above.below -= kept.below
+        kept.above.below.add(kept)
+        self._kept[kept.node] = kept
+        self.saved[reason] += 1
+        self.peak_states = max(self.peak_states, self.num_states)
+        self._queue.push(kept, self.num_states)
+        for each in kept.below:
+            each.above = kept
+            self._queue.push(each, self.num_states)
+        return slot
 
     def reset(self) -> None:
         """Forgets every state and all counts."""
@@ -321,13 +342,14 @@ class CheckpointIndex:
     def check(self) -> None:
         """Audits the equations above and those of the tree; raises `PoolError` naming a broken one. O(tokens)."""
         self._tree.check()
-        marked = {mark_of(node).slot: node for node in self._tree.nodes() if node.mark is not None}
-        if marked != self._nodes or set(marked) & set(self._free):
-            raise PoolError(
-                f"broken invariant: {len(marked)} marks are in the tree, {self.num_states} slots are in use"
-            )
-        if len(marked) + len(self._free) != (max([-1, *marked, *self._free]) + 1):
-            raise PoolError(f"broken invariant: {len(marked)} slots in use and {len(self._free)} free are not all")
+        below = [kept for one in (*self._roots.values(), *self._kept.values()) for kept in one.below]
+        if len(below) != self.num_states or any(self._kept.get(kept.node) is not kept for kept in below):
+            raise PoolError(f"broken invariant: {len(below)} states are below others, {self.num_states} are kept")
+        if not all(kept.above.position < kept.position and self._is_below(kept, kept.above) for kept in below):
+            raise PoolError("broken invariant: a state is above another and does not begin it")
+        slots = [kept.slot for kept in below] + self._free
+        if sorted(slots) != list(range(len(slots))):
+            raise PoolError(f"broken invariant: {len(below)} slots in use and {len(self._free)} free are not all")
         if self.budget_bytes is not None and self.used_bytes > self.budget_bytes:
             raise PoolError(f"broken invariant: {self.used_bytes} bytes are above the budget of {self.budget_bytes}")
         if sum(self.saved.values()) - self.dropped != self.num_states:
@@ -336,24 +358,25 @@ class CheckpointIndex:
         if queued != self.num_states:
             raise PoolError(f"broken invariant: {queued} states can be dropped, {self.num_states} are kept")
 
-    def _put(self, node: TokenNode, reason: str, uses: float) -> int:
-        slot = self._free.pop() if self._free else len(self._nodes)
-        node.mark = Mark(slot, sum(self.saved.values()), reason, uses, self._queue.age)
-        self._nodes[slot] = node
-        self.saved[reason] += 1
-        self.peak_states = max(self.peak_states, self.num_states)
-        for one in (node, *node.below()):
-            self._queue.push(one, self.num_states)
-        return slot
+    def _is_below(self, kept: Kept, above: Kept) -> bool:
+        """Whether the tokens of `kept` begin with those of `above`, of the same key."""
+        blocks = (kept.position - above.position) // self.align
+        return above.node < 0 or (blocks > 0 and self._tree.is_below(kept.node, above.node, blocks))
 
-    def _drop(self, node: TokenNode) -> None:
-        mark, below = mark_of(node), list(node.below())
-        del self._nodes[mark.slot]
-        self._free.append(mark.slot)
+    def _drop(self, kept: Kept) -> None:
+        kept.version = 0
+        del self._kept[kept.node]
+        self._tree.release(kept.node)
+        self._free.append(kept.slot)
         self.dropped += 1
-        self._tree.unmark(node)
-        for one in below:
-            self._queue.push(one, self.num_states)
+        above = kept.above
+        above.below.remove(kept)
+        above.below |= kept.below
+        for each in kept.below:
+            each.above = above
+            self._queue.push(each, self.num_states)
+        if above.node < 0 and not above.below:
+            del self._roots[above.key]
 
 
 class StateCheckpoints:
@@ -365,7 +388,8 @@ class StateCheckpoints:
                   Memory is committed as it is used
     grid          tokens from one position of the grid to the next; 0: no grid
     spacing       the fewest tokens between two states of one prompt, at least 1
-    align         states are kept only at multiples of this many tokens: where the kernels can stop
+    align         states are kept only at multiples of this many tokens: the block size of the prefix cache, or a
+                  multiple of it where the kernels stop less often
     prompt_ends   whether the state is also kept where each prompt ends, so that the second request with a prompt
                   computes little of it; at the cost of a copy, and of a step more for what `align` leaves
 
@@ -376,14 +400,14 @@ class StateCheckpoints:
 
     A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps its arguments:
 
-        match = cache.match_tokens(tokens)                       # keys and values, parts of a block included
-        n = match.num_tokens
+        blocks = cache.match_prefix(tokens)                      # keys and values
+        n = len(blocks) * cache.block_size
         begin = checkpoints.resume(slot, tokens, n)              # the state: go on from token `begin`
         for position, reason in checkpoints.stops(tokens, n, begin):
             ...                                                  # compute tokens up to `position`
             checkpoints.save(slot, tokens, position, reason)
-        ...                                                      # the rest, and the output
-        checkpoints.save(slot, all_tokens, len(all_tokens), "end")
+        ...                                                      # the rest and the output, up to `position`, the last
+        checkpoints.save(slot, all_tokens, position, "end")      # multiple of `align`; then what is left
 
     Keys and values of the tokens from `begin` on are cached, but the state must pass over them: a model computes them
     once more, or only its recurrent layers where it can.
@@ -395,10 +419,10 @@ class StateCheckpoints:
     >>> checkpoints = StateCheckpoints(layout, pool, budget_bytes=10_000)
     >>> first, second = pool.alloc(1), pool.alloc(2)
     >>> pool.view(0, "ssm")[first] = 7
-    >>> checkpoints.save(first, range(100), 100, "end")
+    >>> checkpoints.save(first, range(100), 96, "end")
     True
     >>> checkpoints.resume(second, range(120), kv_tokens=112), pool.view(0, "ssm")[second]
-    (100, array([7., 7., 7., 7.], dtype=float32))
+    (96, array([7., 7., 7., 7.], dtype=float32))
     """
 
     __reduce__ = refuse_copy
@@ -411,7 +435,7 @@ class StateCheckpoints:
         *,
         grid: int = 16_384,
         spacing: int = 16,
-        align: int = 1,
+        align: int = 16,
         prompt_ends: bool = False,
     ) -> None:
         if not isinstance(layout, StateLayout):

@@ -45,7 +45,7 @@ cdef struct Node:
     int32_t list  # of the policy's
     int32_t cached_children  # of the policy's
     uint8_t uses  # of the policy's
-    uint8_t ghost  # without a block, yet remembered by the policy
+    uint8_t ghost  # without a block, yet remembered by the policy, or held by a PrefixTree
     uint8_t place  # of a node with a block
     uint8_t alive
 

@@ -11,9 +11,10 @@ import os
 import numpy as np
 
 from pagepool._arguments import wrong
+from pagepool.errors import PoolError
 from pagepool.prefix.keys import root_name
 
-__all__ = ["NodeTable", "token_row"]
+__all__ = ["NodeTable", "PrefixTree", "token_row"]
 
 cdef object INT32 = np.dtype(np.int32)
 cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the same in part
@@ -379,6 +380,80 @@ cdef class NodeTable:
                 steps += 1
                 node = nodes[node].next_in_bucket
         return None if hashed == 0 else f"{hashed} more nodes should be in buckets than are"
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class PrefixTree:
+    """Prefixes of whole blocks, some of them held, without blocks of an allocator. One thread at a time.
+
+    Every node is held or before a held one.
+
+    >>> tree = PrefixTree(2)
+    >>> node = tree.hold(b"key", token_row([1, 2, 3, 4]))
+    >>> tree.walk(b"key", token_row([1, 2, 3, 4, 5, 6])) == (2, [node]), tree.num_tokens
+    (True, 4)
+    >>> tree.release(node)
+    >>> tree.num_tokens
+    0
+    """
+
+    cdef NodeTable table
+
+    def __cinit__(self, int32_t block_size):
+        self.table = NodeTable(block_size)
+
+    @property
+    def num_tokens(self):
+        """Tokens in the tree, those of common beginnings once."""
+        return (self.table.num_alive - len(self.table.roots)) * self.table.block_size
+
+    def walk(self, bytes key not None, const int32_t[::1] row):
+        """How many of the first blocks of `row` are in the tree, and the held nodes among them, the shortest first."""
+        cdef int64_t same = 0
+        cdef int32_t node = self.table.roots.get(key, -1), size = self.table.block_size
+        held = []
+        while node >= 0 and same < row.shape[0] // size:
+            node = self.table.c_find(node, &row[same * size])
+            if node >= 0:
+                same += 1
+                if self.table.nodes[node].ghost:
+                    held.append(node)
+        return same, held
+
+    def reserve(self, int64_t num_tokens):
+        """Make room for so many tokens more: `hold` then needs no memory of the tree."""
+        self.table.reserve(num_tokens // self.table.block_size + 1)
+
+    def hold(self, bytes key not None, const int32_t[::1] row):
+        """Hold the prefix that ends with the last full block of `row`, of at least one; return its node."""
+        cdef int64_t i, n = row.shape[0] // self.table.block_size
+        cdef int32_t node, child
+        self.reserve(row.shape[0])
+        node = self.table.root((key, None))
+        for i in range(n):
+            child = self.table.c_find(node, &row[i * self.table.block_size])
+            node = child if child >= 0 else self.table.c_add(node, &row[i * self.table.block_size])
+        self.table.nodes[node].ghost = 1
+        return node
+
+    def release(self, int32_t node):
+        """Hold a node no longer."""
+        self.table.nodes[node].ghost = 0
+        self.table.c_collect(node)
+
+    def is_below(self, int32_t node, int32_t above, int64_t blocks):
+        """Whether `above` is so many blocks before `node`."""
+        while node >= 0 and blocks:
+            node = self.table.nodes[node].parent
+            blocks -= 1
+        return node == above
+
+    def check(self):
+        """Raise PoolError when the tree is broken. O(tokens)."""
+        broken = self.table.audit()
+        if broken is not None:
+            raise PoolError(f"broken invariant: {broken}")
 
 
 def token_row(tokens):

@@ -40,7 +40,7 @@ class CheckpointIndex:
         *,
         grid: int = 16_384,
         spacing: int = 16,
-        align: int = 1,
+        align: int = 16,
         prompt_ends: bool = False,
     ) -> None:
         self.prompt_ends = prompt_ends
@@ -63,8 +63,8 @@ class CheckpointIndex:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the states and of every token of every prefix, those of common beginnings once."""
-        return len(self.states) * self.state_bytes + len(self._prefixes()) * TOKEN_BYTES
+        """Bytes of the states and of every token of every prefix, those of common blocks once."""
+        return len(self.states) * self.state_bytes + len(self._prefixes()) * self.align * TOKEN_BYTES
 
     def find(self, tokens: Any, limit: int | None = None, *, cache_salt: Any = None) -> int | None:
         """The length of the longest kept prefix, which counts as used."""
@@ -113,8 +113,8 @@ class CheckpointIndex:
             if begin and position - begin < self.spacing:
                 return False
             known = self._prefixes()
-            new = sum((cache_salt, row[:end]) not in known for end in range(1, position + 1))
-            size = self.state_bytes + new * TOKEN_BYTES
+            new = sum((cache_salt, row[:end]) not in known for end in range(self.align, position + 1, self.align))
+            size = self.state_bytes + new * self.align * TOKEN_BYTES
             if self.budget_bytes is None or self.used_bytes + size <= self.budget_bytes:
                 self.states[cache_salt, row] = State(sum(self.saved.values()), reason, uses, self.age)
                 self.saved[reason] += 1
@@ -139,7 +139,8 @@ class CheckpointIndex:
         return max((end for end in range(len(row) + 1) if (salt, row[:end]) in self.states), default=0)
 
     def _prefixes(self) -> set[tuple[Any, tuple[int, ...]]]:
-        return {(salt, row[:end]) for salt, row in self.states for end in range(1, len(row) + 1)}
+        size = self.align
+        return {(salt, row[:end]) for salt, row in self.states for end in range(size, len(row) + 1, size)}
 
 
 class StateCheckpoints:

@@ -188,6 +188,7 @@ def hybrid_pass(
         None if options.budget_bytes is None else options.budget_bytes // size,
         grid=-(-options.grid // size),
         spacing=1,
+        align=1,
     )
     hits = usable = peak = 0
     for request in prompts.order:

@@ -58,7 +58,7 @@ class World:
             self.marks.append(self.hybrid.checkpoint())
         self.hybrid.append(6)
         self.match = self.cache.match_tokens(PROMPT[:1120])
-        self.checkpoints = StateCheckpoints(STATES, self.pool, 100_000)
+        self.checkpoints = StateCheckpoints(STATES, self.pool, 100_000, align=4)
         self.pool.view(0, "a")[self.lent] = 5
         self.checkpoints.save(self.lent, PROMPT, 500, "end")
         self.new = HybridSequence(self.groups, self.pool)

@@ -189,7 +189,7 @@ def test_what_hybrid_sequences_do_not_go_with_is_refused():
         ({"checkpoints": kept_of(others), "states": states}, ValueError, ("scheduler",)),
         ({"checkpoints": kept_of(states), "states": states}, ValueError, ("checkpoints",)),
         (
-            {"checkpoints": StateCheckpoints(STATE, states, 999), "states": states, "prefix_cache": cache},
+            {"checkpoints": StateCheckpoints(STATE, states, 999, align=1), "states": states, "prefix_cache": cache},
             ValueError,
             (1, 4),
         ),
