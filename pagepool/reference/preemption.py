@@ -78,7 +78,7 @@ class Preemption:
         wanted = sum(self.blocks_for(length + count) - self.blocks_for(length) for length, count in pairs)
         evicted = 0
         while True:
-            taken = self._append(requests, counts)
+            taken = self.append(requests, counts)
             if taken or self.cache is None:
                 break
             missing = max(1, self.needed(requests, counts) - self.allocator.available)
@@ -91,7 +91,8 @@ class Preemption:
             self._record("evict", 0, evicted, 0)
         return taken
 
-    def _append(self, requests: list[Request], counts: list[int]) -> bool:
+    def append(self, requests: list[Request], counts: list[int]) -> bool:
+        """Append to all of them if the free blocks are enough; else to none, and return False."""
         try:
             if self.groups is None:
                 append_batch([request.kv for request in requests if request.kv is not None], counts)

@@ -32,13 +32,11 @@ class PlainScheduler(reference.Scheduler):
 
     def append(self, requests: list[Any], counts: list[int]) -> bool:
         """See `Preemption`."""
-        before, spent = self.allocator.in_use + self.evicted, self._cache_time()
-        start = perf_counter_ns()
-        try:
-            return super().append(requests, counts)
-        finally:
-            self.nanoseconds += perf_counter_ns() - start - (self._cache_time() - spent)
-            self.block_allocs += self.allocator.in_use + self.evicted - before
+        before, start = self.allocator.in_use, perf_counter_ns()
+        taken = super().append(requests, counts)
+        self.nanoseconds += perf_counter_ns() - start
+        self.block_allocs += self.allocator.in_use - before
+        return taken
 
     def give_back(self, call: Callable[..., None], *given: Any) -> None:
         """Call a method of a state that gives blocks back."""
@@ -49,9 +47,6 @@ class PlainScheduler(reference.Scheduler):
 
     def _open(self, request: Any) -> reference.PagedSeqState:
         return _State(self, self.blocks_for(request.max_tokens))
-
-    def _cache_time(self) -> int:
-        return 0 if self.cache is None else int(self.cache.nanoseconds)
 
 
 class _State(reference.PagedSeqState):
