@@ -83,7 +83,7 @@ class ScheduledBatch:
         self._grow = grow
         self._fed = fed
         self._fed_before = [seq.fed for seq in sequences]
-        self._forks: list[tuple[Sequence, int]] = []  # each with how many of these tokens it has begun with
+        self._forks: list[tuple[Sequence, int]] = []  # forks made since, and how many tokens of this step each has
         self._may_stop = may_stop
 
     @classmethod
@@ -134,7 +134,7 @@ class Decodes:
 def build_batch(
     decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig, feeds_again: bool = True, step: int = 0
 ) -> ScheduledBatch:
-    """The step of these sequences; nothing is changed by it.
+    """The batch of one step. Changes nothing.
 
     `feeds_again`: decodes without a new token are in it; a recurrent state must not pass over a token twice.
     `step`: the most tokens of a decode; 0: no bound.

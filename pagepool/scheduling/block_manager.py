@@ -1,4 +1,4 @@
-"""The blocks of running sequences: the one place that knows which pool a scheduler has."""
+"""The blocks of running sequences. Only this module knows what pool a scheduler has."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class BlockManager:
     """Takes blocks of one allocator for whole batches, all or none, and gives them back.
 
     allocator   the `BlockAllocator`, or None: then everything fits, and sequences have no states
-    block_size  tokens of a block; None: those of the allocator's pools, or 16. Raises ValueError for another size
-    sizes       tokens of a block, for each group of a sequence
+    block_size  tokens of a block; None: the block size of the allocator's pools, or 16. Another size: ValueError
+    sizes       tokens of a block, one entry for each group of a sequence
     states      the `SsmStatePool` of recurrent states, or None
     has_states  whether sequences have a `kv`
     step        the most tokens that a sequence may get at a time; 0 for no bound
     can_cut     whether a sequence can give up its last blocks and keep the others
-    cache       the prefix cache, or None. Blocks that only it holds count as free: they are evicted when needed
+    cache       the prefix cache, or None. Evictable blocks count as free
     num_tokens  the sum of `kv.len` over all sequences
-    evicted     the number of cached blocks that were evicted for `append`
-    block_refs  for each group, the references that are taken and given back within a call
+    evicted     number of cached blocks that `append` has evicted
+    block_refs  references that are taken and dropped within one call, for each group
     """
 
     states: SsmStatePool | None = None
@@ -75,23 +75,23 @@ class BlockManager:
         )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens may have."""
+        """Most blocks of a sequence with `num_tokens` tokens."""
         return 0 if self.allocator is None else -(-num_tokens // self.block_size)
 
     def held(self, seq: Sequence) -> int:
-        """Blocks that `seq` gives when it gives all."""
+        """Blocks of `seq`."""
         return self.blocks_for(seq.fed)
 
     def table(self, seq: Sequence, group: int) -> tuple[Any, int]:
-        """The block table of a group, and the first of its blocks that a window has not left."""
+        """The block table of a group, and the place of the first block that a window has not left."""
         return seq.kv.block_table, seq.kv.first_block
 
     def needed(self, state: Any, count: int) -> int:
-        """The new blocks that `append` would take for `count` tokens of a state, without copies of shared ones."""
+        """New blocks that `append` takes for `count` tokens of a state, without copies of shared blocks."""
         return self.blocks_for(state.len + count) - self.blocks_for(state.len)
 
     def available(self) -> int:
-        """Blocks that nobody uses: free ones, those that the pool may still grow by, and evictable ones."""
+        """Blocks that can be taken: free ones, evictable ones, and those by which the pool may still grow."""
         if self.allocator is None:
             return 0
         available: int = self.allocator.available
@@ -104,7 +104,7 @@ class BlockManager:
             seq.kv.label = seq._label
 
     def adopt(self, seq: Sequence, blocks: list[Any]) -> None:
-        """Let `seq` begin with full blocks that others hold, too, instead of its own; `blocks` has a row per group."""
+        """Replace the blocks of `seq` by full shared ones; `blocks` has a row for each group."""
         self.num_tokens -= seq.kv.len
         self._release_batch([seq.kv], False)
         seq.kv.adopt(blocks[0])
@@ -129,7 +129,7 @@ class BlockManager:
                 self._append_batch(states, counts)
             except PoolExhausted:
                 needed = sum(map(self.needed, states, counts))
-                # At least one: copies of shared blocks are not in `needed`.
+                # At least one: `needed` does not count copies of shared blocks.
                 evicted = 0 if self.cache is None else self.cache.evict(max(1, needed - self.allocator.available))
                 self.evicted += evicted
                 if not evicted:
@@ -145,7 +145,7 @@ class BlockManager:
         self._truncate(seq.kv, num_tokens)
 
     def close(self, sequences: Iterable[Sequence]) -> None:
-        """Free the blocks of `sequences`: they have no states any more, and whoever uses one gets `StaleHandle`."""
+        """Free the blocks of `sequences` and close their states: a later use raises `StaleHandle`."""
         found = [seq for seq in sequences if seq.kv is not None]
         if found:
             states = [seq.kv for seq in found]
@@ -156,12 +156,12 @@ class BlockManager:
                 seq.kv = None
 
     def give_back(self) -> None:
-        """Give back the references of this call."""
+        """Drop the references that this call has taken."""
         for refs in self.block_refs:
             refs.give_back()
 
     def free_all(self, sequences: Iterable[Sequence]) -> None:
-        """Free the blocks of `sequences`, which are all that there are, and what a call that was cut short held."""
+        """Free the blocks of all `sequences`, and the references of a call that was cut short."""
         for seq in sequences:
             if seq.kv is not None:
                 seq.kv.close()
@@ -170,7 +170,7 @@ class BlockManager:
         self.num_tokens = 0
 
     def audit(self, states: list[Any]) -> str | None:
-        """The first equation that does not hold, `states` being those of all sequences, or None."""
+        """The first broken equation, or None; `states` are the states of all sequences."""
         held = sum(map(len, self.block_refs))
         if held:
             return f"{held} references are held outside of a call"
@@ -194,11 +194,12 @@ class BlockManager:
 
 
 class HybridBlocks(BlockManager):
-    """The blocks of `HybridSequence`s, with `groups` over one allocator and recurrent `states` or None, in one account.
+    """The same for `HybridSequence`s: `groups` over one allocator, and the pool of recurrent `states` or None.
 
-    A sequence gets at most `step` tokens at a time. A window of w tokens never has more blocks than
-    ceil((w + step) / block_size) + 1, which is what it is counted with: what its first new token sees, and those new
-    ones. What a window has given back and a recurrent state cannot be cut, so a sequence gives all.
+    The blocks of all groups are counted together. A step adds at most `step` tokens, so a window of w
+    tokens never has more than ceil((w + step) / block_size) + 1 blocks: for the tokens that the first new token sees,
+    and for the new tokens. A recurrent state cannot be cut, nor a window that has given blocks back. So a preempted
+    sequence gives up all of its blocks.
     """
 
     can_cut = False
@@ -247,7 +248,7 @@ class HybridBlocks(BlockManager):
         return total
 
     def needed(self, state: HybridSequence, count: int) -> int:
-        """See `BlockManager`; less what windows give back for these tokens."""
+        """See `BlockManager`; blocks that windows give back for these tokens are subtracted."""
         total = 0
         for table, start in zip(state.kv, state._starts(), strict=True):
             size, length = table.block_size, table.len
@@ -281,7 +282,7 @@ class HybridBlocks(BlockManager):
 
     def _append_batch(self, states: list[HybridSequence], counts: list[int]) -> None:
         before = [state.len for state in states]
-        # At most: each table two blocks more than its tokens fill, and a copy. Saves 12 of 15 us per sequence.
+        # An upper bound: a table takes two blocks more than its tokens fill, and a copy. Saves 12 of 15 us per row.
         most = sum([sum(counts) // size + 3 * len(counts) for size in self.sizes])
         try:
             if self.sizes and most > self.allocator.available:
@@ -294,7 +295,7 @@ class HybridBlocks(BlockManager):
             for state, length in zip(states, before, strict=True):
                 if state.len > length:
                     state.retract(length)
-                state.trim()  # what windows have left and the cache has, too, can be evicted then
+                state.trim()  # cached blocks that windows have left can be evicted then
             raise
 
     def _blocks_and_copies(self, state: HybridSequence, count: int) -> int:
@@ -319,8 +320,8 @@ def open_blocks(
 ) -> BlockManager:
     """The blocks of `pool`: a `KvCachePool`, a `SequencePool` that has one, a `BlockAllocator`, a manager, or None.
 
-    Raises ValueError for a `block_size` other than that of the pool or the groups; None: theirs, or 16 where they have
-    none. With `groups` or `states` the sequences are `HybridSequence`s, which get at most `step` tokens at a time.
+    Raises ValueError for a `block_size` that contradicts the pool or the groups. None: their block size, or 16. With
+    `groups` or `states` the sequences are `HybridSequence`s; each gets at most `step` tokens at a time.
     """
     if isinstance(pool, BlockManager):
         return pool

@@ -1,4 +1,4 @@
-"""What keeps the calls of several threads apart: one at a time is inside a scheduler, the others use its inbox."""
+"""Several threads and one scheduler: only one call is inside at a time; other threads use the inbox."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Guard", "Inbox"]
 
 
 class Guard:
-    """Lets one call at a time into a scheduler, and none into one that is closed.
+    """Lets one call at a time into a scheduler, and no call once it is closed.
 
         with guard:
             ...     check: an exception has changed nothing
@@ -72,7 +72,7 @@ class Guard:
 
 
 class Inbox:
-    """What was handed in since the last step, in its order: `items` has new sequences and ids that are to be cancelled.
+    """New sequences and ids to be cancelled, in the order in which they came since the last step: `items`.
 
     Any thread appends, also a finalizer or a handler in the middle of `number`; only the scheduler takes out.
     """

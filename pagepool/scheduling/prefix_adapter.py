@@ -18,7 +18,7 @@ from pagepool.scheduling.request import SeqState, Sequence, by_id
 
 __all__ = ["PrefixAdapter", "check_has"]
 
-# What a scheduler asks of its prefix cache, whoever made it.
+# The attributes of a prefix cache that a scheduler uses.
 NEEDED = (
     "allocator",
     "block_size",
@@ -34,13 +34,13 @@ NEEDED = (
 
 @dataclass(slots=True)
 class SequencePrefix:
-    """What the adapter notes of a sequence.
+    """The adapter's notes on a sequence.
 
     key         the key of its salt and extra keys
     row         its first `row_end` tokens, as an array
     published   how many of its leading blocks came from the cache or were offered to it
     all_cached  whether the cache took them all
-    epoch       how many blocks the cache had been told to forget when the sequence began
+    epoch       `PrefixCache.forgotten` when the sequence began
     """
 
     key: bytes
@@ -56,15 +56,15 @@ class SequencePrefix:
 
 
 class PrefixAdapter:
-    """What a scheduler does with a `PrefixCache` over its pool; with None nothing is found and nothing published.
+    """Connects a scheduler to the `PrefixCache` over its pool. With None, nothing is found and nothing is published.
 
-    A block is published when its last token is stored for certain: when the step that filled it is committed. A block
-    that a sequence holds is never evicted. After the cache is told to forget blocks, sequences publish nothing more
-    until they begin anew: what they have computed by then may follow from wrong blocks.
+    A block is published when the step that filled it is committed: only then are its tokens stored for certain. A block
+    that a sequence holds is never evicted. When the cache is told to forget blocks, tokens computed from them may be
+    wrong. So sequences that run at that time publish nothing until they start again.
 
-    Of sequences with several groups the cache has the blocks of each under a key of its own, the number of the group,
-    and a prefix is found as far as every group has it. Blocks that a window has left stay cached until others need
-    room.
+    If sequences have several groups, the cache keeps the blocks of each group under a separate key, the number of the
+    group. A prefix is found as far as every group has it. Blocks that a window has left stay cached until room is
+    needed.
     """
 
     def __init__(self, cache: Any, blocks: BlockManager, checkpoints: Any = None) -> None:
@@ -86,14 +86,14 @@ class PrefixAdapter:
 
     @property
     def inserted(self) -> int:
-        """While it stays the same, `cached` gives no more than it did."""
+        """A counter: while it stays the same, `cached` does not rise."""
         count: int = 0 if self.cache is None else self.cache.inserted
         return count
 
     def read(self, seq: Sequence) -> None:
-        """Note the prompt of a new request as the cache reads it.
+        """Note the prompt and the key of a new request.
 
-        Raises TypeError or ValueError for tokens and keys that no cache takes.
+        Raises TypeError or ValueError for tokens and keys that a prefix cache does not take.
         """
         key = root_key(seq.cache_salt, seq.extra_keys)
         row = None if self.cache is None else token_row(np.array(seq.prompt_tokens))
@@ -108,10 +108,10 @@ class PrefixAdapter:
         return int(min(found))
 
     def leader(self, seq: Sequence, prefills: Iterable[Sequence]) -> tuple[Sequence, int] | None:
-        """The one of `prefills` that computes the next blocks of `seq`, and how many tokens it will have read when the
-        last of these is cached; None when none does, or only those of lower priority.
+        """Find the sequence in `prefills` that is computing the next blocks of `seq`, not of lower priority.
 
-        A prompt that shares nothing costs a comparison of one block with each of them.
+        Returns it with the number of tokens that both prompts share in full blocks, or None. Costs a comparison of one
+        block per prefill when nothing is shared.
         """
         if self.cache is None:
             return None
@@ -134,7 +134,7 @@ class PrefixAdapter:
         return (leader, until) if known < until else None
 
     def stop_at(self, seq: Sequence, position: int) -> None:
-        """Let `seq` keep its recurrent state when it has read `position` tokens, for one that shares them."""
+        """Let `seq` keep its recurrent state after `position` tokens, for another sequence that shares them."""
         if self.checkpoints is None:
             return
         position = self.checkpoints.index.aligned(position)
@@ -142,18 +142,18 @@ class PrefixAdapter:
             seq._stops = sorted([*seq._stops, (position, "branch")])
 
     def will_publish(self, seq: Sequence) -> bool:
-        """Whether `seq` is reading its prompt, and others may find the blocks that it fills."""
+        """Whether `seq` is reading its prompt and will publish the blocks that it fills."""
         return seq.state is SeqState.PREFILLING and bool(seq._prefix.epoch == self.cache.forgotten)
 
     def begin(self, seq: Sequence) -> None:
-        """`seq` has an empty state: it computes all of its blocks anew."""
+        """`seq` has an empty state: it will compute all of its blocks."""
         if self.cache is not None:
             seq._prefix.epoch = self.cache.forgotten
 
     def adopt(self, seq: Sequence) -> bool:
-        """Let `seq` begin with cached blocks where they are more than it has; at least one token is left to compute.
+        """Replace the blocks of `seq` by cached ones if there are more of them; at least one token is left to compute.
 
-        True when its state has changed: the tokens that it had are the first of those that it has now.
+        Returns True when its state has changed. It has only gained tokens then.
         """
         if self.cache is None:
             return False
@@ -181,7 +181,7 @@ class PrefixAdapter:
         return True
 
     def _adopt_hybrid(self, seq: Sequence) -> bool:
-        """The same for one that has no tokens: as far as its recurrent state, if it has one, was kept."""
+        """The same for a hybrid sequence without tokens, up to a recurrent state that was kept."""
         blocks, size, tokens = self._blocks, self._blocks.block_size, self._tokens(seq, seq.total_tokens)
         most = tokens[: (len(tokens) - 1) // size * size]
         try:
@@ -203,7 +203,7 @@ class PrefixAdapter:
         return bool(begin)
 
     def keep_states(self, batch: ScheduledBatch) -> None:
-        """Keep the recurrent states of prompts that `batch`, which was run, has brought to a stop."""
+        """Keep the recurrent states of prompts that have reached one of their stops in `batch`, which was run."""
         if self.checkpoints is None:
             return
         for seq in sorted(batch._sequences[batch.num_decodes :], key=by_id):
@@ -213,7 +213,7 @@ class PrefixAdapter:
                     self.keep_state(seq, reason)
 
     def keep_state(self, seq: Sequence, reason: str) -> None:
-        """Keep the recurrent state of `seq`, which has passed over all that it was fed, where it may be kept."""
+        """Keep the recurrent state of `seq`, if its position is aligned. The state has passed over all tokens fed."""
         if self.checkpoints is None or seq._prefix.epoch != self.cache.forgotten:
             return
         if seq.fed and self.checkpoints.index.aligned(seq.fed) == seq.fed:
@@ -221,10 +221,10 @@ class PrefixAdapter:
             self.checkpoints.save(seq.kv.state.index, tokens, seq.fed, reason, **keys)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_tokens` tokens of `seq`.
+        """Cache the full blocks among the first `num_tokens` tokens of `seq`.
 
-        While all those before are cached, only the new ones are looked at: 20 us instead of 110 in each step of a
-        prompt of 200,000 tokens. Otherwise the cache had others for some, which it may have evicted since.
+        If the cache took all blocks so far, only the new ones are offered: 20 us instead of 110 in each step of a
+        prompt of 200,000 tokens. Otherwise it had other blocks for the same tokens, and may have evicted them since.
         """
         if self.cache is None:
             return
@@ -243,13 +243,14 @@ class PrefixAdapter:
         size = self._blocks.block_size
         filled = [seq for seq in batch._sequences if seq.fed // size > seq._prefix.published and seq.kv is not None]
         for seq in sorted(filled, key=by_id):
-            if not seq._has_ended:  # those end anyhow
+            if not seq._has_ended:  # `_finish` publishes these
                 self.publish(seq, seq.fed)
 
     def _publish_group(self, seq: Sequence, group: int, tokens: Any, full: int, start: int) -> bool:
-        """Publish the full blocks of a group from `start` on; returns whether all of these were new to the cache.
+        """Publish the full blocks of a group from `start` on; return whether all of them were new to the cache.
 
-        Where a window has left blocks, with ids of -1, the others can be found while the cache has all of those.
+        Blocks that a window has left have the id -1. The blocks behind them can be found only while the cache has
+        blocks for their tokens.
         """
         table, first = self._blocks.table(seq, group)
         if not first:
@@ -263,7 +264,7 @@ class PrefixAdapter:
         return True
 
     def _keys(self, seq: Sequence, group: int) -> dict[str, Any]:
-        """Under which the cache has the blocks of a group."""
+        """The keys of the blocks of a group in the cache."""
         own = (group,) if self._num_groups > 1 else ()
         return {"cache_salt": seq.cache_salt, "extra_keys": (*seq.extra_keys, *own)}
 
@@ -286,7 +287,7 @@ class PrefixAdapter:
 
 
 def check_has(cache: Any, names: Iterable[str]) -> None:
-    """Raises TypeError for what is no prefix cache, and for one that lacks what will be asked of it in a step."""
+    """Raises TypeError for an object that is not a prefix cache, and for a cache without one of these attributes."""
     missing = [name for name in names if not hasattr(cache, name)]
     if "cache_blocks" in missing:
         raise wrong("prefix_cache", "a PrefixCache or None", cache)

@@ -44,17 +44,17 @@ class Sequence:
     priority        lower goes first
     stop_token_ids  output tokens that end it
     request_id      the caller's own id: an int, a str or None
-    tenant          who sent it: anything hashable, or None
-    cache_salt, extra_keys  only prompts with equal ones share its cached blocks
+    tenant          the name of the tenant: hashable
+    cache_salt, extra_keys  two prompts share cached blocks only if both are equal
     kv              its `PagedSeqState`, or `HybridSequence` where the scheduler has groups or states, while it is
                     active and the scheduler has a pool, else None; after a partial preemption the state with the
                     remaining blocks
-    num_cached      tokens that it did not have to compute when it was last admitted: cached or remaining
+    num_cached      tokens that were in its blocks when it was last admitted: cached ones, or left by a preemption
     fed             tokens whose K and V are in the pages or will be after the current batch; equals `kv.len` minus the
                     slots for drafts
     num_preemptions how often it was preempted
 
-    Invariant while active: `fed <= total_tokens`; the tokens from `fed` to the end are still to be fed.
+    Invariant while active: `fed <= total_tokens`; the tokens from `fed` to the end have yet to be fed.
     """
 
     id: int
@@ -72,21 +72,21 @@ class Sequence:
     fed: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
-    # Positions of its prompt at which its recurrent state is to be kept, and why; they rise.
+    # Rising positions in its prompt at which its recurrent state is to be kept, and why.
     _stops: list[tuple[int, str]] = field(default_factory=list, init=False)
     # "stop" or "abort" once it was stopped by a call.
     _stopped_by: str | None = field(default=None, init=False)
     # Its place in every order, and the step in which it came; set by the scheduler.
     _rank: Rank = field(default=(1, 0, 0), init=False)
     _arrived: int = field(default=0, init=False)
-    # While it is deferred: the one that computes its next blocks, and how many tokens that one is to read first.
+    # While it is deferred: the sequence that computes its next blocks, and how many tokens that one must read first.
     _awaits: tuple[Sequence, int] | None = field(default=None, init=False)
     # The most outputs that it may get; what counts as its prompt since it was admitted, recomputed outputs too.
     _max_output: int = field(init=False)
     _prefill_end: int = field(init=False)
     # Whether its tenant's quota counts it.
     _counted: bool = field(default=False, init=False)
-    # What the `PrefixAdapter` notes of it.
+    # The `SequencePrefix` of the prefix adapter.
     _prefix: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Sequence:
 
     @property
     def prompt_pos(self) -> int:
-        """Prompt tokens scheduled so far; after a preemption those that are still in its blocks."""
+        """Prompt tokens scheduled so far; after a preemption, prompt tokens that are still in its blocks."""
         return min(self.fed, len(self.prompt_tokens))
 
     @property
@@ -115,8 +115,8 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it has ended: "stop" at a stop token or by `finish_sequence`, "length" at its limit, "abort" when it was
-        cancelled or removed; None while it has not."""
+        """Why it has ended: "stop" at a stop token or by `finish_sequence`, "length" at its limit, "abort" by `cancel`,
+        `remove_sequence` or `Scheduler.close`. None before the end."""
         if self.state is not SeqState.FINISHED:
             return None
         if self._at_stop_token:
@@ -130,7 +130,7 @@ class Sequence:
 
     @property
     def _label(self) -> int | str:
-        """What its blocks are labelled with."""
+        """The label of its blocks."""
         return self.id if self.request_id is None else self.request_id
 
     @property
@@ -139,12 +139,12 @@ class Sequence:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether it gets no more tokens, whatever its state says yet."""
+        """Whether it gets no more tokens, even if its state is not FINISHED yet."""
         return self.at_limit or self._at_stop_token or self._stopped_by is not None
 
     @property
     def _next_end(self) -> int:
-        """How far it may read its prompt in the next step, as far as it matters to it."""
+        """The position at which its next chunk must end."""
         return self._stops[0][0] if self._stops else self._prefill_end
 
     @property
@@ -172,7 +172,7 @@ class Sequence:
         return fork
 
     def _audit(self, slots: int, has_blocks: bool) -> str | None:
-        """The first equation that does not hold, or None; `slots`: how many it has for drafts."""
+        """The first broken equation, or None; `slots`: the number of its slots for drafts."""
         held = 0 if self.kv is None else self.kv.len
         is_preempted = self.state is SeqState.PREEMPTED
         if self._awaits is not None and self.state is not SeqState.WAITING and not is_preempted:

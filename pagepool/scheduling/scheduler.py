@@ -73,8 +73,8 @@ class Scheduler:
     them again later. The first sequence in that order is never preempted, so every request ends. `preemptions` is the
     log.
 
-    `submit` and `cancel` may be called by any thread at any time. Only one of the other calls that change a scheduler
-    may run at a time: a second one, by another thread, a finalizer or a signal handler, raises RuntimeError and changes
+    `submit` and `cancel` may be called by any thread at any time. Other calls that change a scheduler run one at a
+    time: a second one meanwhile, by another thread, a finalizer or a signal handler, raises RuntimeError and changes
     nothing. Wrong arguments change nothing. Any other exception inside a call, KeyboardInterrupt and MemoryError
     included, closes the scheduler: later calls that change it, and `check()`, raise RuntimeError and name the cause.
     `close()` frees all blocks, after a failure or at any other time.
@@ -213,7 +213,7 @@ class Scheduler:
     ) -> int:
         """Queue a request from any thread and at any time, also during another call.
 
-        Arguments, result and errors are those of `add_request`. The next `schedule` takes the request in. Until then
+        See `add_request` for arguments, result and errors. The next `schedule` takes the request in. Until then
         `get_sequence` does not know it, and `has_work` is True. A closed scheduler raises RuntimeError.
 
         Examples
@@ -350,8 +350,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Return the next batch, within all budgets of the config and with its blocks taken.
 
-        Takes in requests that were submitted and ids that were cancelled, admits waiting sequences, picks those of the
-        step by turns, gives each its tokens, and preempts when the pool is out of blocks.
+        Accepts submitted requests, stops cancelled ones, and admits waiting sequences. Picks sequences by turns, gives
+        each its tokens, and preempts when the pool is out of blocks.
 
         Returns
         -------
