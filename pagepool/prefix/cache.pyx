@@ -379,23 +379,6 @@ cdef class PrefixCache:
         read_id(block, &number)
         return self.is_block(number) and self.cached.node_of[number] > 0
 
-    def count_cached(self, blocks):
-        """Returns how many of these blocks are cached. Ignores ids that the allocator does not have. O(blocks).
-
-        >>> from pagepool import BlockAllocator, PrefixCache
-        >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
-        >>> cache.cache_blocks([7, 8], cache.allocator.allocate_n(2)), cache.count_cached([0, 1, 2, 99])
-        (2, 2)
-        """
-        cdef IdArray ids
-        cdef int64_t count = 0, i
-        read_ids(blocks, &ids)
-        with cython.critical_section(self):
-            for i in range(ids.count):
-                count += self.is_block(ids.ids[i]) and self.cached.node_of[ids.ids[i]] > 0
-        release_ids(&ids)
-        return count
-
     def stats(self):
         """Returns a dict of counters. O(1).
 

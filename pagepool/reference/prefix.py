@@ -213,10 +213,6 @@ class PrefixCache:
         """Whether the block is cached."""
         return block in self._cached
 
-    def count_cached(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are cached."""
-        return sum(block in self._cached for block in blocks)
-
     def stats(self) -> dict[str, Any]:
         """What it holds and has done, as a dict."""
         return {
