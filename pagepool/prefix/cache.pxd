@@ -25,8 +25,6 @@ cdef class PrefixCache:
     # The rest wants the cache's critical section, or that no other thread is in a call of the cache.
 
     cdef int c_reserve_path(self, int64_t n) except -1
-    # The first n nodes of `path` were found by a look-up.
-    cdef void c_touch_path(self, int64_t n) noexcept
     # `touch`; room for n + 1 nodes must be reserved.
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     # The node of the last of n blocks, the first of which has the first of `tokens`, if it is cached under that root

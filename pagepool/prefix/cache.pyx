@@ -78,9 +78,7 @@ cdef class PrefixCache:
 
     kind = "cache"
 
-    def __cinit__(
-        self, BlockAllocator allocator not None, block_size=None, str policy="gittins", *, max_events=0
-    ):
+    def __cinit__(self, BlockAllocator allocator not None, block_size=None, str policy="gittins", *, max_events=0):
         cdef int32_t size = allocator.read_block_size(block_size)
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
@@ -187,7 +185,8 @@ cdef class PrefixCache:
                         )
                     if held is not None:
                         held.c_note(found, num_found)
-                    self.c_touch_path(num_found)
+                    for i in range(num_found):
+                        cached.c_touch(self.path[i])
                 self.looked_up += n
                 self.hits += num_full
                 return result
@@ -225,7 +224,6 @@ cdef class PrefixCache:
         for a negative token, `TypeError`, `MemoryError`; then nothing has changed.
         """
         cdef const int32_t[::1] row = token_row(tokens)
-        cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size
         cdef IdArray ids
         known = start if PyLong_CheckExact(start) else integer("start", start)
@@ -434,11 +432,6 @@ cdef class PrefixCache:
             self.path = <int32_t *>memory
             self.path_room = n
         return 0
-
-    cdef void c_touch_path(self, int64_t n) noexcept:
-        cdef int64_t i
-        for i in range(n):
-            self.cached.c_touch(self.path[i])
 
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
         """Finds or caches a block after the other; the pin on the last node keeps the path to it alive."""
