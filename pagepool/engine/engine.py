@@ -116,6 +116,8 @@ class Engine(Intake):
                 seq_id = self.scheduler.submit(request.prompt, **limits, **options)
             except ValueError as error:
                 raise RequestRejected(str(error)) from error
+            except RuntimeError as error:  # the scheduler has just failed
+                raise EngineClosed(str(error)) from error
             generation = Generation(len(request.prompt), partial(self.scheduler.cancel, seq_id))
             # `cancel` may be called in a finalizer, which is what this callback is.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
@@ -145,7 +147,8 @@ class Engine(Intake):
         When no request is left, every block in use is one of the prefix cache and no state is in use.
         """
         with self._stepping, self._changed:
-            self.scheduler.check()
+            if not self._is_closing and self._failure is None:  # else the scheduler is closed, or will be soon
+                self.scheduler.check()
             check_memory(self.runner, self.prefix_cache, is_idle=not self._requests)
 
     def drain(self, timeout: float | None = None) -> bool:
