@@ -75,7 +75,7 @@ $(TRANSFER_VENV)/.test: pyproject.toml .ci/requirements.py $(VENV)/.build
 
 # Ray, torch and NIXL together.
 RAY_VENV ?= build/ray-venv
-test-ray: build $(RAY_VENV)/.test  ## engines behind one door, by Ray: streams, and processes that are killed
+test-ray: build $(RAY_VENV)/.test  ## engines behind one front end, by Ray: streams, and processes that are killed
 	$(RAY_VENV)/bin/python -m pytest -q -p no:cacheprovider -rP tests/cluster/test_ray_serve.py tests/cluster/test_ray_start.py
 
 RUNS ?= 1

@@ -1,13 +1,13 @@
 """A burst on a cluster of engines, one of which is killed in the middle: a table and a picture. `make cluster-demo`.
 
     python bench/cluster.py                         # 2 engines that decode, 1 for prompts; one that decodes is killed
-    python bench/cluster.py --kill prefill          # or door, or none
+    python bench/cluster.py --kill prefill          # or front_end, or none
     python bench/cluster.py --runs 10               # in a row; ends with status 1 when one of them is not right
 
 Starts a cluster with the tiny model. Each run streams 48 requests with 6 shared beginnings at once, kills a process
 with SIGKILL when a fourth of the tokens has come (the engine for prompts after the first 15 tokens), repeats what the
-door has cut with the same request ids, and compares all tokens with those of one engine. A token may differ where one
-engine's two best logits are nearer than 0.001. Then all processes must be there again, and every allocator empty.
+front end has cut with the same request ids, and compares all tokens with those of one engine. A token may differ where
+one engine's two best logits are nearer than 0.001. Then all processes must be there again, and every allocator empty.
 Needs the extras `ray`, `transfer` and `plot`, and httpx.
 """
 
@@ -39,7 +39,7 @@ SECONDS = 120
 NUM_REQUESTS, NUM_BEGINNINGS, NUM_TOKENS = 48, 6, 64
 NEAR = 1e-3
 # Of the tokens, what has come when the process is killed: prompts are computed at the beginning.
-SHARE = {"decode": 0.25, "door": 0.25, "prefill": 0.005}
+SHARE = {"decode": 0.25, "front end": 0.25, "prefill": 0.005}
 COLOURS = ["#17479e", "#e0913a", "#8e6bb5", "#c9524f", "#5f9e6e", "#8a8a8a"]
 
 
@@ -92,7 +92,7 @@ async def stream(client: httpx.AsyncClient, text: str, request_id: str, answer: 
                         answer.tokens += logprobs["tokens"]
                         answer.times.append(time.monotonic())
                 answer.is_whole = answer.is_whole or line == "data: [DONE]"
-    except httpx.HTTPError:  # the door is gone
+    except httpx.HTTPError:  # the front end is gone
         answer.is_whole = False
 
 
@@ -120,7 +120,7 @@ async def burst(texts: list[str], answers: list[Answer], name: str, pid: int, sh
         while cut := [number for number, answer in enumerate(answers) if not answer.is_whole]:
             if time.monotonic() > end:
                 break
-            await asyncio.sleep(0.5)  # the door is starting
+            await asyncio.sleep(0.5)  # the front end is starting
             await asyncio.gather(
                 *(stream(client, texts[number], f"{name}-{number}", answers[number]) for number in cut)
             )
@@ -147,7 +147,7 @@ class Running:
 
         self._serve = ray_serve
         engine = {"num_blocks": 1024}
-        self.door = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine=engine)
+        self.front_end = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine=engine)
         self.wait(lambda: len(self.workers()) == 3)
 
     def wait(self, condition: Any) -> None:
@@ -159,8 +159,8 @@ class Running:
             time.sleep(0.2)
 
     def stats(self) -> dict[str, Any]:
-        """`Cluster.stats`"""
-        found: dict[str, Any] = self.door.stats.remote().result(timeout_s=SECONDS)
+        """`FrontEnd.stats`"""
+        found: dict[str, Any] = self.front_end.stats.remote().result(timeout_s=SECONDS)
         return found
 
     def workers(self) -> dict[str, Any]:
@@ -174,9 +174,9 @@ class Running:
         return getattr(handle, method).remote(worker).result(timeout_s=SECONDS)
 
     def victim(self, what: str) -> tuple[str, int]:
-        """The name and the process of a worker of this side, or of the door."""
-        if what == "door":
-            return what, self.door.pid.remote().result(timeout_s=SECONDS)
+        """The name and the process of a worker of this side, or of the front end."""
+        if what == "front end":
+            return what, self.front_end.pid.remote().result(timeout_s=SECONDS)
         name = min(name for name, worker in self.workers().items() if worker["side"] == what)
         return name, self.ask(name, what, "pid")
 
@@ -197,7 +197,7 @@ class Running:
 
 
 def counts_of(stats: dict[str, Any]) -> dict[str, int]:
-    """The counters of a door that a run adds to."""
+    """The counters of a front end that a run adds to."""
     found = {name: stats[name] for name in ("lost_workers", "cached_tokens", "moved_tokens")}
     for name in ("forecast_tokens", "found_tokens"):
         found[name] = sum(router[name] for router in stats["routers"].values())
@@ -219,8 +219,8 @@ def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list
     stats = cluster.stats()
     in_use = {name: cluster.ask(name, w["side"], "check_empty")[1] for name, w in stats["workers"].items()}
     after = counts_of(stats)
-    # Another door has begun to count anew.
-    counts = after if kill == "door" else {name: count - before[name] for name, count in after.items()}
+    # Another front end has begun to count anew.
+    counts = after if kill == "front end" else {name: count - before[name] for name, count in after.items()}
     forecast, found = counts["forecast_tokens"], counts["found_tokens"]
     apart = abs(forecast - found) / max(found, 1)
     cut = sum(answer.asked > 1 for answer in answers)
@@ -229,7 +229,7 @@ def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list
         ["answers that part from one engine's, at a near tie", f"{near}"],
         ["answers that are wrong", f"{wrong}"],
         ["workers lost by requests", f"{counts['lost_workers']}"],
-        ["answers cut with the door, asked for again", f"{cut}"],
+        ["answers cut with the front end, asked for again", f"{cut}"],
         ["tokens found cached, moved between workers", f"{counts['cached_tokens']:,}, {counts['moved_tokens']:,}"],
         ["forecast, found, tokens", f"{forecast:,}, {found:,}"],
         ["forecast and found apart", f"{apart:.2%}"],
@@ -266,7 +266,7 @@ def draw(answers: list[Answer], began: float, killed_at: float, kill: str) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kill", choices=("decode", "prefill", "door", "none"), default="decode")
+    parser.add_argument("--kill", choices=("decode", "prefill", "front end", "none"), default="decode")
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
     texts = prompts()

@@ -1,8 +1,8 @@
-"""Cluster: several workers behind one door, with the interface of an engine.
+"""FrontEnd: several workers behind one front end, with the interface of an engine.
 
 A request is one run, whoever asks for it and however many workers it takes:
 
-    door                     prefill worker            decode worker
+    front_end                     prefill worker            decode worker
     choose ── tokens ──────▶ first token
              first token ◀── offer of pages
     choose ── tokens, offer ────────────────────────▶ reads pages, goes on
@@ -34,7 +34,7 @@ from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
 from pagepool.errors import EngineClosed, PoolError, RequestRejected
 
-__all__ = ["Cluster"]
+__all__ = ["FrontEnd"]
 
 MAX_WORKERS = 256  # of a side that a router knows: those that are gone stay for SILENCE
 MAX_RECORD_TOKENS = 2_000_000  # of prompts and answers in the records: some 100 bytes each
@@ -89,7 +89,7 @@ class WorkerFailed(Exception):
     """The request cannot be served by this worker, and no other one could."""
 
 
-class Cluster(Intake):
+class FrontEnd(Intake):
     """Takes requests as an `Engine` does and has them done by workers, each of which is one.
 
     limits        of the workers
@@ -102,7 +102,7 @@ class Cluster(Intake):
 
     A request whose worker is lost goes on with another one, behind the tokens that have come: the prompt and these
     tokens are computed anew, as far as that worker has not cached them. A request with a `request_id` is computed once
-    while it runs and while its record is kept, however often it is submitted. `epoch` tells this door from the one
+    while it runs and while its record is kept, however often it is submitted. `epoch` tells this front end from the one
     before it. `news` feeds the routers. The other names are those of `Engine`.
 
     >>> from pagepool.engine import SamplingParams
@@ -114,7 +114,7 @@ class Cluster(Intake):
     ...             yield Token(number, "")
     >>> async def main():
     ...     limits = Limits(None, None, vocab_size=100, block_size=16, stop_token_ids=frozenset())
-    ...     cluster = Cluster(limits, None, Counting(), loop=asyncio.get_running_loop())
+    ...     cluster = FrontEnd(limits, None, Counting(), loop=asyncio.get_running_loop())
     ...     is_behind = cluster.news(News("one", False, 1, [], PrefixSnapshot(1, [], 0), load=0, room=8))
     ...     return [token.token_id async for token in cluster.submit([5, 6], SamplingParams(3))]
     >>> asyncio.run(main())
@@ -186,8 +186,11 @@ class Cluster(Intake):
         return len(self._active)
 
     def stats(self) -> dict[str, Any]:
-        """As `Engine.stats`, of the door; and `workers`, name -> the last `stats` of each engine that is heard of, with
-        its `side` and `load`; `routers`, side -> `Router.stats`."""
+        """The counters of the front end, as `Engine.stats`, and those of workers and routers.
+
+        `workers` has the last `stats` of each worker by name, with its `side` and `load`; `routers` has `Router.stats`
+        by side.
+        """
         with self._lock:
             counts = self._stats(*COUNTS)
             workers = {name: found for side in self._sides.values() for name, found in side.stats.items()}
@@ -195,7 +198,7 @@ class Cluster(Intake):
         return {**counts, "workers": workers, "routers": routers}
 
     def observed(self) -> dict[str, Any]:
-        """What `PagepoolCollector` shows of the door, as its arguments."""
+        """What `PagepoolCollector` shows of the front end, as its arguments."""
         return {"routers": {kind: side.router for kind, side in self._sides.items()}}
 
     def close(self) -> None:
@@ -211,8 +214,8 @@ class Cluster(Intake):
     def news(self, news: News) -> bool:
         """Take in what a worker says of itself; returns whether it is to send a snapshot next.
 
-        A worker that is new to this door gets no requests before it has sent one: until then it may still change its
-        cache for the door before.
+        A worker that is new to this front end gets no requests before it has sent one. Until then it may still change
+        its cache for the previous front end.
         """
         kind = "prefill" if news.is_prefill else "decode"
         side = self._sides[kind]

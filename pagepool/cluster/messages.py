@@ -1,4 +1,4 @@
-"""What the door and the workers send each other: plain data that can be pickled."""
+"""What the front end and the workers send each other: plain data that can be pickled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Call:
-    """What the door asks a worker for: go on behind these tokens.
+    """What the front end asks a worker for: go on behind these tokens.
 
     tokens          the prompt, and behind it what earlier runs of the request have generated
     num_generated   how many of the tokens that are
@@ -55,7 +55,7 @@ class Call:
     options         `priority`, `tenant` and `cache_salt` of `Engine.submit`
     offer           pages that may be read instead of computed, or None
     wants_offer     whether the worker is to offer the pages of the prompt when it has ended
-    door            the epoch of the door that asks
+    front_end            the epoch of the front end that asks
     """
 
     tokens: list[int]
@@ -64,7 +64,7 @@ class Call:
     options: dict[str, Any]
     offer: Offer | None
     wants_offer: bool
-    door: int
+    front_end: int
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class News:
     """What a worker says of itself, some times in a second. `Router.update` has the meaning of the first ones.
 
     is_prefill  on which side it works
-    snapshot    instead of events, when the door has asked for it
+    snapshot    instead of events, when the front end has asked for it
     stats       of its engine
     """
 
@@ -112,7 +112,7 @@ class News:
 
 
 class Workers(Protocol):
-    """How the door reaches the workers of one side."""
+    """How the front end reaches the workers of one side."""
 
     def generate(self, worker: str, call: Call) -> AsyncGenerator[Any, None]:
         """The messages of `Worker.generate`: a `Begun`, tokens and an `Ended`. Any exception: the worker is lost."""

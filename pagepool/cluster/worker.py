@@ -1,4 +1,4 @@
-"""Worker: an engine behind the door of a cluster, with the news of its prefix cache and the pages of its prompts."""
+"""Worker: an engine behind the front end of a cluster. It reports its prefix cache and moves pages of prompts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MAX_FETCHES = 16  # reads of pages that wait at a time
 
 @dataclass(eq=False)
 class _Running:
-    """A request that runs: of which door, and how many tokens it has to compute before its first new one."""
+    """A request that runs: of which front end, and how many tokens it has to compute before its first new one."""
 
     generation: Generation
-    door: int
+    front_end: int
     num_tokens: int
 
 
 class Worker:
-    """An engine that takes calls of a door. The transport, such as Ray, is somebody else's.
+    """An engine that takes calls of a front end. The transport, such as Ray, is somebody else's.
 
     engine      an `Engine` with `prefix_events`, which this object closes
     name        of this worker; another one after each restart
@@ -93,7 +93,7 @@ class Worker:
             yield Ended("error", str(error))
             return
         found = 0 if fetched is None else fetched.found_tokens + fetched.moved_tokens
-        running = _Running(generation, call.door, len(call.tokens) - found)
+        running = _Running(generation, call.front_end, len(call.tokens) - found)
         self._running.add(running)
         try:
             is_first = True
@@ -119,10 +119,10 @@ class Worker:
         if self._pages is not None:
             self._pages.release(number)
 
-    def follow(self, door: int) -> None:
-        """Cancel the requests of other doors: those are gone, and nobody waits for what they asked for."""
+    def follow(self, front_end: int) -> None:
+        """Cancel the requests of other front ends: those are gone, and nobody waits for what they asked for."""
         for running in [*self._running]:
-            if running.door != door:
+            if running.front_end != front_end:
                 running.generation.cancel()
 
     def news(self, wants_snapshot: bool = False) -> News:

@@ -1,4 +1,4 @@
-"""The door of a cluster over workers that die, in one process: engines without a model, pages by memcpy. No Ray."""
+"""The front end over workers that die, in one process: engines without a model, pages by memcpy. No Ray."""
 
 import asyncio
 import gc
@@ -12,7 +12,7 @@ from fake_runner import Bytes, FakeRunner
 from refusals import refuses
 
 from pagepool.cluster import front_end as front_end_module
-from pagepool.cluster.front_end import Cluster
+from pagepool.cluster.front_end import FrontEnd
 from pagepool.cluster.messages import Ended, Limits
 from pagepool.cluster.ray import serve
 from pagepool.cluster.worker import Worker
@@ -70,7 +70,7 @@ class Side:
 
 
 class World:
-    """Workers, a door and an event loop. `news()` carries what the workers say to the door."""
+    """Workers, a front end and an event loop. `news()` carries what the workers say to the front end."""
 
     def __init__(self, decode, prefill, **options):
         self.decode, self.prefill = Side(), Side()
@@ -81,7 +81,7 @@ class World:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.lock, self.ends = threading.Lock(), threading.Event()
-        self.new_door()
+        self.new_front_end()
         self.teller = threading.Thread(target=self.tell)
         self.teller.start()
 
@@ -91,13 +91,13 @@ class World:
         kind = {"is_prefill": side is self.prefill, "stop_token_ids": frozenset([0])}
         side.workers[name] = Worker(engine, name, transfer=transfer, **kind)
 
-    def new_door(self, **options):
+    def new_front_end(self, **options):
         limits = next(iter(self.decode.workers.values())).limits()
         prefill = self.prefill if self.prefill.workers else None
-        self.door = Cluster(limits, Bytes(), self.decode, prefill, loop=self.loop, **options)
+        self.front_end = FrontEnd(limits, Bytes(), self.decode, prefill, loop=self.loop, **options)
         with self.lock:
             self.wants = dict.fromkeys(self.workers, False)
-        self.news()  # the door asks for snapshots,
+        self.news()  # the front end asks for snapshots,
         self.news()  # and gets them
 
     @property
@@ -108,8 +108,8 @@ class World:
         with self.lock:
             for name, worker in self.workers.items():
                 if name not in self.decode.dead | self.prefill.dead:
-                    self.wants[name] = self.door.news(worker.news(self.wants.get(name, False)))
-                    worker.follow(self.door.epoch)
+                    self.wants[name] = self.front_end.news(worker.news(self.wants.get(name, False)))
+                    worker.follow(self.front_end.epoch)
 
     def tell(self):
         while not self.ends.wait(0.02):
@@ -118,8 +118,8 @@ class World:
     def close(self):
         self.ends.set()
         self.teller.join()
-        self.door.close()
-        wait_until(lambda: self.door.num_requests == 0)
+        self.front_end.close()
+        wait_until(lambda: self.front_end.num_requests == 0)
         for worker in self.workers.values():
             wait_until(lambda worker=worker: worker.engine.num_requests == 0 and worker.load() == 0)
             assert worker.check_empty() == 0
@@ -158,12 +158,12 @@ SAMPLING = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.7, "top_k": 2
 def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
     with cluster(2, prefill) as world:
         for prompt in (PROMPT, PROMPT + "!", "x", "another"):
-            generation = world.door.submit(prompt, SamplingParams(20, **sampling))
+            generation = world.front_end.submit(prompt, SamplingParams(20, **sampling))
             streamed = list(generation)
             assert answer(generation) == alone(prompt, max_new_tokens=20, **sampling)
             assert [token.token_id for token in streamed] == generation.token_ids
             world.news()
-        assert world.door.stats()["lost_workers"] == 0
+        assert world.front_end.stats()["lost_workers"] == 0
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "seed", "nucleus"])
@@ -171,12 +171,12 @@ def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
 def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sampling):
     with cluster(3) as world:
         world.decode.kills["decode-0"] = world.decode.kills["decode-1"] = after
-        generation = world.door.submit(PROMPT, SamplingParams(20, **sampling))
+        generation = world.front_end.submit(PROMPT, SamplingParams(20, **sampling))
         streamed = list(generation)
         wanted = alone(PROMPT, max_new_tokens=20, **sampling)
         assert answer(generation) == wanted
         assert "".join(token.text for token in streamed) == wanted[1]
-        assert world.door.stats()["lost_workers"] == (2 if after < 20 else 1)  # then one token is left
+        assert world.front_end.stats()["lost_workers"] == (2 if after < 20 else 1)  # then one token is left
         continued = [call.num_generated for _, call in world.decode.calls]
         assert continued == sorted(continued)
 
@@ -185,7 +185,7 @@ def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sa
 def test_a_prefill_worker_that_dies_is_replaced_by_another_one(after):
     with cluster(1, 2) as world:
         world.prefill.kills["prefill-0"] = after
-        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         assert world.prefill.calls[0][0] == "prefill-0"
 
 
@@ -193,16 +193,16 @@ def test_without_any_prefill_worker_left_the_others_compute_prompts_themselves()
     with cluster(1, 1) as world:
         world.prefill.dead.add("prefill-0")
         for _ in range(2):
-            assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+            assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         assert len(world.prefill.calls) == 1
 
 
 def test_pages_move_and_what_both_have_does_not_move_again():
     with cluster(1, 1) as world:
         for _ in range(2):
-            assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+            assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
             world.news()
-        stats = world.door.stats()
+        stats = world.front_end.stats()
         assert stats["moved_tokens"] == len(PROMPT) // 4 * 4
         assert stats["workers"]["decode-0"]["cached_tokens"] == 2 * (len(PROMPT) // 4 * 4)
         for router in stats["routers"].values():
@@ -221,8 +221,8 @@ def test_pages_of_a_worker_that_died_are_computed_instead():
                 yield message
 
         world.decode.generate = generate
-        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
-        assert world.door.stats()["moved_tokens"] == 0 and decode.engine.stats()["cached_tokens"] == 0
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+        assert world.front_end.stats()["moved_tokens"] == 0 and decode.engine.stats()["cached_tokens"] == 0
 
 
 def test_a_text_with_a_stop_string_ends_alike_wherever_a_worker_dies():
@@ -233,14 +233,14 @@ def test_a_text_with_a_stop_string_ends_alike_wherever_a_worker_dies():
     for after in range(1, 12):
         with cluster(2) as world:
             world.decode.kills["decode-0"] = after
-            assert answer(world.door.submit(PROMPT, SamplingParams(20, stop=stop))) == wanted
+            assert answer(world.front_end.submit(PROMPT, SamplingParams(20, stop=stop))) == wanted
 
 
 def test_a_request_that_every_worker_dies_of_fails_with_one_sentence():
     with cluster(3) as world:
-        world.new_door(max_attempts=2)
+        world.new_front_end(max_attempts=2)
         world.decode.kills = dict.fromkeys(world.decode.workers, 3)
-        generation = world.door.submit(PROMPT, SamplingParams(20))
+        generation = world.front_end.submit(PROMPT, SamplingParams(20))
         with refuses(RuntimeError, 2, "decode-1"):
             list(generation)
         assert generation.finish_reason == "error" and len(generation.token_ids) == 2 + 2
@@ -250,82 +250,82 @@ def test_a_request_that_every_worker_dies_of_fails_with_one_sentence():
 def test_a_request_waits_until_there_is_a_worker():
     with cluster(1) as world:
         world.decode.kills["decode-0"] = 4
-        generation = world.door.submit(PROMPT, SamplingParams(9))
-        wait_until(lambda: world.door.stats()["lost_workers"] == 1)
+        generation = world.front_end.submit(PROMPT, SamplingParams(9))
+        wait_until(lambda: world.front_end.stats()["lost_workers"] == 1)
         world.add(world.decode, "decode-1", False)
         assert answer(generation) == alone(PROMPT, max_new_tokens=9)
 
 
 def test_an_id_is_computed_once_while_it_runs_and_after():
     with cluster(2, step_seconds=0.005) as world:
-        first = world.door.submit(PROMPT, SamplingParams(30), request_id="one")
+        first = world.front_end.submit(PROMPT, SamplingParams(30), request_id="one")
         next(first)
-        second = world.door.submit(PROMPT, SamplingParams(30), request_id="one")
+        second = world.front_end.submit(PROMPT, SamplingParams(30), request_id="one")
         first.cancel()
         wanted = alone(PROMPT, max_new_tokens=30)
         streamed = list(second)
         assert answer(second) == wanted and [token.token_id for token in streamed] == wanted[0]
         assert first.result(SECONDS).finish_reason == "abort"
-        assert answer(world.door.submit(PROMPT, SamplingParams(30), request_id="one")) == wanted
-        assert world.door.stats()["repeated_requests"] == 2 and len(world.decode.calls) == 1
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(30), request_id="one")) == wanted
+        assert world.front_end.stats()["repeated_requests"] == 2 and len(world.decode.calls) == 1
         with refuses(RequestRejected, "request_id", "one", 40):
-            world.door.submit(PROMPT, SamplingParams(31), request_id="one")
+            world.front_end.submit(PROMPT, SamplingParams(31), request_id="one")
 
 
 def test_records_are_bounded_and_the_oldest_goes_first():
     with cluster(1) as world:
-        world.new_door(max_records=2)
+        world.new_front_end(max_records=2)
         for name in "abc":
-            world.door.submit("x", SamplingParams(2), request_id=name).result(SECONDS)
+            world.front_end.submit("x", SamplingParams(2), request_id=name).result(SECONDS)
         for name in "cba":
-            world.door.submit("x", SamplingParams(2), request_id=name).result(SECONDS)
+            world.front_end.submit("x", SamplingParams(2), request_id=name).result(SECONDS)
         assert len(world.decode.calls) == 4
-        assert world.door.stats()["repeated_requests"] == 2
+        assert world.front_end.stats()["repeated_requests"] == 2
 
 
 def test_a_cancelled_id_is_computed_anew():
     with cluster(1, step_seconds=0.005) as world:
-        first = world.door.submit(PROMPT, SamplingParams(200), request_id=5)
+        first = world.front_end.submit(PROMPT, SamplingParams(200), request_id=5)
         next(first)
         first.cancel()
         assert first.result(SECONDS).finish_reason == "abort"
-        again = world.door.submit(PROMPT, SamplingParams(200), request_id=5)
+        again = world.front_end.submit(PROMPT, SamplingParams(200), request_id=5)
         next(again)
         assert again.finish_reason is None
 
 
 def test_a_generation_that_nobody_holds_is_cancelled_at_the_worker():
     with cluster(1, step_seconds=0.005) as world:
-        next(world.door.submit(PROMPT, SamplingParams(200)))
+        next(world.front_end.submit(PROMPT, SamplingParams(200)))
         gc.collect()
         wait_until(lambda: world.workers["decode-0"].engine.num_requests == 0)
-        assert world.door.num_requests == 0
+        assert world.front_end.num_requests == 0
 
 
-def test_what_a_dead_door_has_asked_for_is_cancelled():
+def test_what_a_dead_front_end_has_asked_for_is_cancelled():
     with cluster(1, step_seconds=0.005) as world:
-        old = world.door
+        old = world.front_end
         lost = old.submit(PROMPT, SamplingParams(200))
         next(lost)
         worker = world.workers["decode-0"]
-        world.new_door()
+        world.new_front_end()
         wait_until(lambda: worker.engine.stats()["ended"]["abort"] == 1)
-        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
         old.close()
 
 
-def test_a_new_door_knows_what_was_cached_before_it():
+def test_a_new_front_end_knows_what_was_cached_before_it():
     with cluster(2) as world:
-        world.door.submit(PROMPT, SamplingParams(2)).result(SECONDS)
+        world.front_end.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         (name, _), *_ = world.decode.calls
         worker = world.workers[name]
         with world.lock:
-            door = Cluster(worker.limits(), Bytes(), world.decode, loop=world.loop)
-            assert door.news(worker.news()) is True and door.stats()["workers"] == {}
-            assert door.news(worker.news(True)) is False and door.stats()["workers"].keys() == {name}
-        world.new_door()
-        world.door.submit(PROMPT, SamplingParams(2)).result(SECONDS)
-        router = world.door.stats()["routers"]["decode"]
+            front_end = FrontEnd(worker.limits(), Bytes(), world.decode, loop=world.loop)
+            assert front_end.news(worker.news()) is True and front_end.stats()["workers"] == {}
+            assert front_end.news(worker.news(True)) is False and front_end.stats()["workers"].keys() == {name}
+        world.new_front_end()
+        world.front_end.submit(PROMPT, SamplingParams(2)).result(SECONDS)
+        router = world.front_end.stats()["routers"]["decode"]
         assert router["forecast_tokens"] == router["found_tokens"] == len(PROMPT) - 4
         assert world.decode.calls[-1][0] == name
 
@@ -334,14 +334,14 @@ def test_a_model_that_fails_is_not_tried_elsewhere():
     failures = [ArithmeticError("overflow")]
     with cluster(2, fails=lambda batch: failures.pop() if failures else None) as world:
         with pytest.raises(RuntimeError, match="overflow"):
-            list(world.door.submit(PROMPT, SamplingParams(9)))
+            list(world.front_end.submit(PROMPT, SamplingParams(9)))
         assert len(world.decode.calls) == 1
-        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
 
 
 def test_a_worker_that_closes_gives_its_requests_to_others():
     with cluster(2, step_seconds=0.005) as world:
-        generation = world.door.submit(PROMPT, SamplingParams(40))
+        generation = world.front_end.submit(PROMPT, SamplingParams(40))
         next(generation)
         name, _ = world.decode.calls[0]
         with world.lock:
@@ -361,13 +361,13 @@ def test_a_worker_that_ends_without_an_end_is_lost():
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     side = Silent()
-    door = Cluster(Limits(None, None, 256, 4, frozenset()), Bytes(), side, loop=loop, max_attempts=2)
+    front_end = FrontEnd(Limits(None, None, 256, 4, frozenset()), Bytes(), side, loop=loop, max_attempts=2)
     with Engine(FakeRunner(), prefix_events=8) as engine:
         worker = Worker(engine, "only")
-        generation = door.submit("x", SamplingParams(3))
+        generation = front_end.submit("x", SamplingParams(3))
         wants_snapshot = False
         while generation.finish_reason is None:
-            wants_snapshot = door.news(worker.news(wants_snapshot))
+            wants_snapshot = front_end.news(worker.news(wants_snapshot))
             time.sleep(0.01)
         with refuses(RuntimeError, "only"):
             next(generation)
@@ -378,14 +378,14 @@ def test_a_worker_that_ends_without_an_end_is_lost():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
-    """Workers die and are added, callers leave, ask again and share ids, the door is replaced."""
+    """Workers die and are added, callers leave, ask again and share ids, the front end is replaced."""
     random = Random(seed)
     prompts = [f"beginning {number % 3} that some share, and {number}" for number in range(12)]
     options = [{"max_new_tokens": 3 + number, "temperature": 1.0, "seed": number} for number in range(12)]
     wanted = [alone(prompt, **option) for prompt, option in zip(prompts, options, strict=True)]
     with cluster(2, 2, step_seconds=0.001) as world:
-        world.new_door(max_attempts=1000)
-        asked, doors = [], []
+        world.new_front_end(max_attempts=1000)
+        asked, front_ends = [], []
         for step in range(80):
             number, what = random.randrange(12), random.random()
             if what < 0.7:
@@ -393,7 +393,9 @@ def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
                 asked.append(
                     (
                         number,
-                        world.door.submit(prompts[number], SamplingParams(**options[number]), request_id=request_id),
+                        world.front_end.submit(
+                            prompts[number], SamplingParams(**options[number]), request_id=request_id
+                        ),
                     )
                 )
             elif what < 0.8 and asked:
@@ -405,13 +407,13 @@ def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
                     world.add(side, f"{step}", True, step_seconds=0.001)
                 side.kills[random.choice(alive)] = random.randrange(4)
             else:
-                doors.append((world.door, asked))
-                world.new_door(max_attempts=1000)
+                front_ends.append((world.front_end, asked))
+                world.new_front_end(max_attempts=1000)
                 asked = []
             time.sleep(random.random() * 0.01)
         assert [answer(generation) for _, generation in asked] == [wanted[number] for number, _ in asked]
-        for door, _ in doors:
-            door.close()
+        for front_end, _ in front_ends:
+            front_end.close()
 
 
 @pytest.mark.parametrize(
@@ -425,8 +427,8 @@ def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
 def test_the_front_end_refuses_what_no_worker_can_run(prompt, count, words):
     with cluster(1) as world:
         with refuses(RequestRejected, *words):
-            world.door.submit(prompt, SamplingParams(count))
-        assert world.door.num_requests == 0 and world.decode.calls == []
+            world.front_end.submit(prompt, SamplingParams(count))
+        assert world.front_end.num_requests == 0 and world.decode.calls == []
 
 
 def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
@@ -434,11 +436,11 @@ def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
         prompts = [f"shared beginning number {number % 4}, and then {number}" for number in range(40)]
         wanted = [alone(prompt, max_new_tokens=12) for prompt in prompts]
         world.decode.kills["decode-1"] = 6
-        generations = [world.door.submit(prompt, SamplingParams(12)) for prompt in prompts[:20]]
+        generations = [world.front_end.submit(prompt, SamplingParams(12)) for prompt in prompts[:20]]
         world.prefill.kills["prefill-0"] = 0
-        generations += [world.door.submit(prompt, SamplingParams(12)) for prompt in prompts[20:]]
+        generations += [world.front_end.submit(prompt, SamplingParams(12)) for prompt in prompts[20:]]
         assert [answer(generation) for generation in generations] == wanted
-        assert world.door.stats()["lost_workers"] >= 2
+        assert world.front_end.stats()["lost_workers"] >= 2
 
 
 @pytest.mark.parametrize(
@@ -460,17 +462,17 @@ def test_what_cannot_be_served_gets_one_sentence_before_anything_starts(options,
 
 def test_prompts_do_not_wait_for_prefill_workers_that_are_silent(monkeypatch):
     with cluster(1, 1) as world:
-        world.door.submit(PROMPT, SamplingParams(2)).result(SECONDS)
+        world.front_end.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         assert [name for name, _ in world.prefill.calls] == ["prefill-0"]
         world.prefill.dead.add("prefill-0")  # it dies while no request is on it
         later = time.monotonic() + 3600
         monkeypatch.setattr(front_end_module, "monotonic", lambda: later)
         with world.lock:  # news of the other side alone
-            world.door.news(world.workers["decode-0"].news())
-        assert not world.door._sides["prefill"].heard
-        found = answer(world.door.submit(PROMPT + "?", SamplingParams(9)))
+            world.front_end.news(world.workers["decode-0"].news())
+        assert not world.front_end._sides["prefill"].heard
+        found = answer(world.front_end.submit(PROMPT + "?", SamplingParams(9)))
         assert found == alone(PROMPT + "?", max_new_tokens=9) and len(world.prefill.calls) == 1
-        assert world.door.stats()["lost_workers"] == 0
+        assert world.front_end.stats()["lost_workers"] == 0
 
 
 def test_a_tokenizer_that_fails_ends_one_request_and_loses_no_worker(monkeypatch):
@@ -482,18 +484,18 @@ def test_a_tokenizer_that_fails_ends_one_request_and_loses_no_worker(monkeypatch
 
     with cluster(2) as world:
         with monkeypatch.context() as patch:
-            patch.setattr(world.door, "tokenizer", Broken())
+            patch.setattr(world.front_end, "tokenizer", Broken())
             with pytest.raises(RuntimeError, match="no such piece"):
-                list(world.door.submit(PROMPT, SamplingParams(9)))
-        assert answer(world.door.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
-        assert world.door.stats()["lost_workers"] == 0 and len(world.door.stats()["workers"]) == 2
+                list(world.front_end.submit(PROMPT, SamplingParams(9)))
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+        assert world.front_end.stats()["lost_workers"] == 0 and len(world.front_end.stats()["workers"]) == 2
 
 
 def test_records_are_bounded_by_their_tokens(monkeypatch):
     monkeypatch.setattr(front_end_module, "MAX_RECORD_TOKENS", 2 * (len(PROMPT) + 3))
     with cluster(1) as world:
         for name in "abc":
-            world.door.submit(PROMPT, SamplingParams(3, stop_token_ids=()), request_id=name).result(SECONDS)
-        wait_until(lambda: not world.door.num_requests)
-        assert len(world.door._records) <= 2 and "c" in world.door._records
-        assert world.door._record_tokens == sum(run.num_tokens for run in world.door._records.values())
+            world.front_end.submit(PROMPT, SamplingParams(3, stop_token_ids=()), request_id=name).result(SECONDS)
+        wait_until(lambda: not world.front_end.num_requests)
+        assert len(world.front_end._records) <= 2 and "c" in world.front_end._records
+        assert world.front_end._record_tokens == sum(run.num_tokens for run in world.front_end._records.values())

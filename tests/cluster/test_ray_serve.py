@@ -1,4 +1,4 @@
-"""A cluster on Ray Serve: two workers that decode, one that computes prompts, and a door, all of which are killed.
+"""A cluster on Ray Serve: two workers that decode, one that computes prompts, and a front end, all of which are killed.
 
 `make test-ray` makes an environment that has Ray, NIXL and torch.
 """
@@ -41,7 +41,7 @@ pytestmark = MARKS
 
 
 def answers():
-    """Whether the door answers."""
+    """Whether the front end answers."""
     try:
         return httpx.get(f"{URL}/health", timeout=SECONDS).status_code == 200
     except httpx.HTTPError:
@@ -230,16 +230,16 @@ def test_a_request_id_is_answered_again_and_not_computed_again(served):
     assert response.status_code == 400 and "request_id 'once' was another request" in response.text
 
 
-@pytest.mark.parametrize("what", ["door", "proxy"])
-def test_a_door_that_is_killed_ends_its_connections_and_a_retry_is_answered_once(served, what):
-    door = served.handle.pid.remote().result(timeout_s=SECONDS)
-    pid = proxy_of(door) if what == "proxy" else door
+@pytest.mark.parametrize("what", ["front end", "proxy"])
+def test_a_front_end_that_is_killed_ends_its_connections_and_a_retry_is_answered_once(served, what):
+    front_end = served.handle.pid.remote().result(timeout_s=SECONDS)
+    pid = proxy_of(front_end) if what == "proxy" else front_end
     burst = Burst()
     burst.wait_for_share(0.1)
     os.kill(pid, signal.SIGKILL)
     burst.join()
     cut = [number for number, end in enumerate(burst.ends) if end != "data: [DONE]"]
-    assert cut, "the burst was over before the door died"
+    assert cut, "the burst was over before the front end died"
     assert not any(end is None for end in burst.ends)
     wait_until(answers)
     for number in cut:

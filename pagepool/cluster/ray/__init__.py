@@ -1,4 +1,7 @@
-"""Several engines behind one door, as an application of Ray Serve. Needs the extra `ray`. See docs/guide/cluster.md."""
+"""Several engines behind one front end, as an application of Ray Serve. See docs/guide/cluster.md.
+
+Needs the extra `ray`.
+"""
 
 from pagepool.cluster.ray.application import serve
 

@@ -1,4 +1,4 @@
-"""serve: starts workers and a door as an application of Ray Serve."""
+"""serve: starts workers and a front end as an application of Ray Serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(
     engine: dict[str, Any] | None = None,
     app: dict[str, Any] | None = None,
 ) -> Any:
-    """Serve a model with several engines, each in a process of its own; returns Serve's handle of the door.
+    """Serve a model with several engines, each in a process of its own; returns Serve's handle of the front end.
 
     model    a directory in transformers' format, which every machine of the Ray cluster has at the same place
     workers  how many engines decode, up to 64; or (fewest, most): Serve starts and ends them by the tokens that wait
@@ -46,15 +46,15 @@ def serve(
     app      arguments of `create_app`, such as `timeout`
 
     Starts Ray on this machine, without dashboard and usage reports, unless it runs, and Serve. Waits until requests
-    are answered. What was served before is replaced. `ray.serve.shutdown()` ends workers and door, `ray.shutdown()`
-    ends a Ray that this has started.
+    are answered. What was served before is replaced. `ray.serve.shutdown()` ends workers and front end,
+    `ray.shutdown()` ends a Ray that this call has started.
 
     Raises ImportError without the extra `ray` (and with `prefill` without `transfer`), ValueError and TypeError for
     arguments that cannot be, `ModelError` for a directory without a model; then nothing was started. RuntimeError when
-    workers or door cannot start: then a Ray that this has started is ended.
+    workers or front end cannot start: then a Ray that this has started is ended.
 
-        door = serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30})
-        print(door.stats.remote().result()["routers"])
+        front_end = serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30})
+        print(front_end.stats.remote().result()["routers"])
     """
     fewest, most = workers if isinstance(workers, tuple) else (workers, workers)
     integer("the most workers", most, integer("workers", fewest, 1, MAX_WORKERS), MAX_WORKERS)
@@ -81,19 +81,19 @@ def serve(
     router = config.RequestRouterConfig(request_router_class="pagepool.cluster.ray.routing.NamedReplicaRouter")
     common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **LIFE}
     worker = ray_serve.deployment(parts.WorkerReplica).options(request_router_config=router, **common)
-    door = ray_serve.deployment(parts.DoorReplica).options(name=parts.DOOR, num_replicas=1, **common)
+    front_end = ray_serve.deployment(parts.FrontEndReplica).options(name=parts.FRONT_END, num_replicas=1, **common)
     handles = [worker.options(name=DECODE, **_scale(fewest, most)).bind(given, False, prefill > 0)]
     if prefill:
         handles.append(worker.options(name=PREFILL, num_replicas=prefill).bind(given, True, True))
     try:
         ray_serve.start(http_options={"host": host, "port": port})
-        return ray_serve.run(door.bind(given, *handles), name=parts.APPLICATION, route_prefix="/")
+        return ray_serve.run(front_end.bind(given, *handles), name=parts.APPLICATION, route_prefix="/")
     except Exception as error:
         reason = _reason(ray_serve.status(), parts.APPLICATION) or str(error)
         if starts:
             ray_serve.shutdown()
             ray.shutdown()
-        raise RuntimeError(f"the workers or the door did not start: {reason}") from error
+        raise RuntimeError(f"the workers or the front end did not start: {reason}") from error
 
 
 def _reason(status: Any, application: str) -> str:

@@ -1,4 +1,4 @@
-"""The deployments of Ray Serve: workers and the door. Needs the extra `ray`."""
+"""The deployments of Ray Serve: workers and the front end. Needs the extra `ray`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ray import serve
 
 from pagepool.cluster.messages import Call, Limits, News
 
-__all__ = ["APPLICATION", "DOOR", "DoorReplica", "WorkerReplica"]
+__all__ = ["APPLICATION", "FRONT_END", "FrontEndReplica", "WorkerReplica"]
 
-APPLICATION, DOOR = "pagepool", "door"
+APPLICATION, FRONT_END = "pagepool", "front end"
 NEWS_SECONDS = 0.2
 ANSWER_SECONDS = 10.0
 TRANSFER_SECONDS = 5.0
@@ -24,7 +24,7 @@ PREFIX_EVENTS = 65_536
 
 
 class WorkerReplica:
-    """A `Worker` in a process of its own, which tells the door its news.
+    """A `Worker` in a process of its own, which tells the front end its news.
 
     options  `model`, a directory; `dtype`, `engine`: the arguments of `Engine`; `threads` or None
     """
@@ -81,7 +81,7 @@ class WorkerReplica:
         if not self._worker.engine.is_accepting:
             raise RuntimeError("the engine takes no more requests")
         if not self._thread.is_alive():
-            raise RuntimeError("the door gets no more news of this worker")
+            raise RuntimeError("the front end gets no more news of this worker")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls it for autoscaling policies."""
@@ -94,21 +94,21 @@ class WorkerReplica:
         self._worker.close()
 
     def _tell(self) -> None:
-        """The thread that tells the door the news, and hears which door there is."""
+        """The thread that tells the front end the news, and hears which front end there is."""
         wants_snapshot, handle = False, None
         while not self._ends.wait(NEWS_SECONDS):
             news = self._worker.news(wants_snapshot)
             try:
-                handle = handle or serve.get_deployment_handle(DOOR, APPLICATION)
-                door, wants_snapshot = handle.news.remote(news).result(timeout_s=ANSWER_SECONDS)
-                self._worker.follow(door)
+                handle = handle or serve.get_deployment_handle(FRONT_END, APPLICATION)
+                front_end, wants_snapshot = handle.news.remote(news).result(timeout_s=ANSWER_SECONDS)
+                self._worker.follow(front_end)
             except (Exception, CancelledError):
-                # There is no door, or it is starting. What it has missed it asks for, when this worker follows it.
+                # There is no front end, or it is starting. What it has missed it asks for, when this worker follows it.
                 wants_snapshot = False
 
 
 class ReplicasOf:
-    """How the door reaches the replicas of a deployment."""
+    """How the front end reaches the replicas of a deployment."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -128,8 +128,8 @@ class ReplicasOf:
 
 
 @serve.ingress()
-class DoorReplica:
-    """A `Cluster` behind OpenAI's interface.
+class FrontEndReplica:
+    """A `FrontEnd` behind OpenAI's interface.
 
     options  as those of `WorkerReplica`, and `app`: the arguments of `create_app`
     workers, prefill  handles of the deployments
@@ -140,12 +140,12 @@ class DoorReplica:
     ) -> None:
         from transformers import AutoTokenizer
 
-        from pagepool.cluster.front_end import Cluster
+        from pagepool.cluster.front_end import FrontEnd
 
         limits = await workers.limits.remote(None)
         tokenizer = AutoTokenizer.from_pretrained(options["model"], local_files_only=True)
         sides = [ReplicasOf(handle) for handle in (workers, prefill) if handle is not None]
-        self.cluster = Cluster(limits, tokenizer, *sides, loop=asyncio.get_running_loop())
+        self.cluster = FrontEnd(limits, tokenizer, *sides, loop=asyncio.get_running_loop())
         self._options = options
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -154,11 +154,11 @@ class DoorReplica:
         return create_app(self.cluster, self._options["name"], **self._options["app"])
 
     def news(self, news: News) -> tuple[int, bool]:
-        """`Cluster.news`, with the epoch of the door."""
+        """`FrontEnd.news`, with the epoch of the front end."""
         return self.cluster.epoch, self.cluster.news(news)
 
     def stats(self) -> dict[str, Any]:
-        """`Cluster.stats`"""
+        """`FrontEnd.stats`"""
         return self.cluster.stats()
 
     def pid(self) -> int:

@@ -8,7 +8,7 @@ __all__ = ["NamedReplicaRouter"]
 
 
 class NamedReplicaRouter(RequestRouter):
-    """Sends a call to the replica that the door has chosen with its `Router`.
+    """Sends a call to the replica that the front end has chosen with its `Router`.
 
     The choice is made before, where the tokens are, once for each call: Serve may ask several times. A replica that is
     gone is replaced by any other one, which says in its answer who it is.
