@@ -7,7 +7,7 @@ from model_world import Core, Divergence, Sequence
 from pagepool import StaleHandle, reference
 from pagepool.memory import block_tables
 
-# Whatever a closed one is asked for, it says that it is closed.
+# Each must raise StaleHandle on a closed object.
 USES_OF_SEQUENCE = (
     lambda state: state.append(1),
     lambda state: state.ensure_capacity(3),
@@ -139,7 +139,7 @@ class Blocks(Core):
         self.both(lambda side, i: side.allocators[which].grow(n))
 
     def shrink(self):
-        """Our side gives the memory of free pages back, too: what the others hold is compared as ever."""
+        """Our side may also decommit the memory of free pages, which must not change the pages in use."""
         which, with_pages = self.below(2), self.below(2)
         n = self.below(self.sides[1].allocators[which].capacity + 2)
         pool = self.pages if which == 0 else self.pools[1]
@@ -150,7 +150,7 @@ class Blocks(Core):
         self.both(call)
 
     def use_stale(self):
-        """Whatever is stale says so."""
+        """A closed object or dropped checkpoint raises StaleHandle."""
         if not self.stale:
             return
         kind, pair = self.one_of(self.stale)
@@ -165,4 +165,4 @@ class Blocks(Core):
 
     def refused(self, call):
         if self.both(call) is not StaleHandle:
-            raise Divergence("what is closed was used")
+            raise Divergence("a closed object was used")

@@ -1,4 +1,4 @@
-"""Operations of the random program on the prefix cache: hits, publications, priorities for a time, evictions."""
+"""Operations of the random program on the prefix cache: hits, publications, evictions."""
 
 from model_world import Core, Sequence
 
@@ -9,7 +9,7 @@ OPERATIONS = {
 
 class Cached(Core):
     def found(self, prompt):
-        """What is cached of a prompt: blocks, the caller's to free, and the tokens in them."""
+        """The cached blocks of a prompt, which the caller frees, and the number of tokens in them."""
         if self.below(2):
             blocks = self.both(lambda side, i: side.cache.match_prefix(prompt))
             return blocks, len(blocks) * self.block_size
@@ -24,7 +24,7 @@ class Cached(Core):
         self.both(lambda side, i: side.allocator.free(blocks))
 
     def hit(self):
-        """A request begins with what is cached of its prompt."""
+        """A request begins with the cached prefix of its prompt."""
         if len(self.sequences) >= self.MOST:
             return
         prompt = self.prompt()

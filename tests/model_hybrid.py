@@ -4,7 +4,7 @@ from model_world import MODELS, Core, Divergence, Sequence
 
 
 def state_after(tokens):
-    """What a recurrence makes of tokens; 0 before the first."""
+    """The result of a recurrence over tokens; 0 without tokens."""
     value = 0
     for token in tokens:
         value = (value * 31 + token + 1) % 100_003

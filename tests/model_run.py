@@ -3,10 +3,10 @@
 python tests/model_run.py --ops 10000000 --seed 1. The seed is printed first; the same seed runs the same program. At
 the end a table says how often each operation was drawn, and how it went.
 
-One step is one operation on allocators that grow and shrink, on sequences, hybrid sequences, prefix cache,
-recurrent states and their checkpoints, or on what is closed, on both sides. Keys in the pages say which token was
-written and states which tokens they passed over, so that what a sequence reads after forks, copies, cuts, hits in the
-cache and rollbacks is known without any implementation.
+One step is one operation on both sides: on allocators that grow and shrink, sequences, hybrid sequences, the prefix
+cache, recurrent states and their checkpoints, or closed objects. Keys in the pages encode the token, and states the
+tokens that they have seen. So the expected contents of a sequence after forks, copies, cuts, hits in the cache and
+rollbacks are known without any implementation.
 """
 
 import argparse

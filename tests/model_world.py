@@ -1,4 +1,4 @@
-"""What the random program works on: both sides, and what is known without them. The operations are in `model_*`."""
+"""The state of the random program: both implementations, and the expected tokens. `model_*` has the operations."""
 
 from types import SimpleNamespace
 
@@ -11,14 +11,14 @@ from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoi
 
 STATES = StateLayout(layers=[{"h": ((2,), "float32")}])
 SLOTS = 12
-KEYS = np.repeat(np.arange(2, dtype=np.float32), 8).reshape(-1, 1, 8)  # a token's key and value say which it is
-# Groups of layers, as allocator and window: a model has some of them.
+KEYS = np.repeat(np.arange(2, dtype=np.float32), 8).reshape(-1, 1, 8)  # keys and values encode the token
+# Groups of layers: number of the allocator, window. MODELS lists the groups of each model.
 GROUPS = ((0, None), (1, 3), (0, 5), (1, 0))
 MODELS = ((0,), (0, 1), (1,), (0, 2), (0, 1, 2), (3, 1))
 
 
 class Divergence(AssertionError):
-    """The two sides, or what is known and one of them, differ."""
+    """The two implementations differ, or one of them differs from the expected tokens."""
 
 
 class Sequence:
@@ -30,7 +30,7 @@ class Sequence:
 
 
 class Core:
-    """Both sides, and what is known without them."""
+    """Both implementations, and the expected tokens."""
 
     def __init__(self, rng, failing=None):
         self.rng = rng
@@ -107,7 +107,7 @@ class Core:
         return ours
 
     def make(self, call):
-        """What `call(side, index)` makes on both sides, as a pair, or None when it raises."""
+        """The results of `call(side, index)` on both sides as a pair, or None if it raises."""
         pair = [None, None]
 
         def keep(side, i):
@@ -122,7 +122,7 @@ class Core:
         return 1 + self.below(2 * self.block_size + 1)
 
     def prompt(self):
-        """Tokens of a request; one in two begins like a sequence that is there."""
+        """Tokens of a request; every second one has the prefix of an existing sequence."""
         known = self.one_of(self.sequences + self.hybrids).tokens if self.sequences or self.hybrids else []
         begin = known[: self.below(len(known) + 1)] if self.below(2) else []
         return begin[: 4 * self.block_size] + [self.below(2) for _ in range(self.below(2 * self.block_size + 2))]
@@ -133,13 +133,13 @@ class Core:
             pool.append(0, np.array(slots, np.int64), k, k)
 
     def retire(self, kind, pair):
-        """Remembers what may not be used any more, to try it later."""
+        """Stores an object that must refuse every use, to test that later."""
         if len(self.stale) >= 8:
             self.stale.pop(self.below(8))
         self.stale.append((kind, pair))
 
     def picture(self):
-        """All that can be seen of our side, and what is known."""
+        """The visible state of our side, and the expected tokens."""
         ours = self.sides[0]
         view = ours.states.view(0, "h")
         return SimpleNamespace(

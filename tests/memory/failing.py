@@ -13,25 +13,25 @@ mapped = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_mapped")
 
 
 def take_spares():
-    """The objects that CPython keeps to use again, so that what makes one has to ask for memory.
+    """Empties the free lists of CPython, so that making an object allocates memory.
 
-    CPython 3.11 itself does not survive that in the `items` of a dict: only operations without any may want it.
+    CPython 3.11 crashes then in `dict.items`, so operations that call it cannot use this.
     """
     tuples = [[tuple(range(size)) for _ in range(2010)] for size in range(1, 5)]
     return tuples, [[] for _ in range(100)], [{} for _ in range(100)], [float(i) for i in range(200)]
 
 
 class Failing:
-    """World is what the operations, functions of one, work on; its `picture` must not change when one fails."""
+    """Runs operations on objects of the class `world`. `picture()` of a world must not change if one fails."""
 
     def __init__(self, world, plain_python, refused):
-        self.once = getattr(world, "once", False)  # what an operation has worked on serves for no other
+        self.once = getattr(world, "once", False)  # whether each operation needs a new world
         self.world = world
         self.plain_python = plain_python
         self.refused = refused
 
     def attempt(self, operation, world, n):
-        """Whether allocation n failed, and so the operation; whatever it made when it did not is dropped."""
+        """Return True if allocation n failed the operation, "survived" if the operation succeeded without it."""
         spares = take_spares() if self.once else None
         countdown.value = n
         try:
@@ -41,7 +41,7 @@ class Failing:
             return True
         except PoolError:
             assert operation in self.refused
-        except SystemError as error:  # CPython 3.11 itself, where it allocates a frame and loses the MemoryError
+        except SystemError as error:  # CPython 3.11 loses the MemoryError of a frame
             assert operation in self.plain_python and str(error) == "error return without exception set"
             return operation not in self.refused or "survived"
         finally:
@@ -52,7 +52,7 @@ class Failing:
 
     def fail_in_turn(self, operation):
         """How many allocations fail the operation. Raises AssertionError when one changes or loses something."""
-        self.attempt(operation, self.world(), 0)  # what is made on first use is there
+        self.attempt(operation, self.world(), 0)  # makes what is made on first use
         failures = 0
         for n in range(1, 2000):
             world = self.world()
@@ -61,12 +61,12 @@ class Failing:
             if outcome is False:
                 return failures
             if outcome == "survived":
-                continue  # whoever asked could do without
+                continue  # the caller did not need the memory
             failures += 1
             now = world.picture()
             assert now == before, f"allocation {n} failed and something changed"
             if self.once:
-                continue  # CPython 3.11 loses objects itself, as the list that `list(it)` is to copy
+                continue  # CPython 3.11 itself leaks objects here, such as the list in `list(it)`
             start = live.value, mapped.value
             for _ in range(ROUNDS):
                 self.attempt(operation, world, n)

@@ -24,7 +24,7 @@ STATES = StateLayout(layers=[{"h": ((3,), "float64")}])
 
 
 def state_after(tokens):
-    """What a recurrence makes of the tokens; zeros before the first."""
+    """The result of a recurrence over the tokens; zeros without tokens."""
     value = 0
     for token in tokens:
         value = (value * 31 + token + 1) % 100_003
@@ -183,7 +183,7 @@ def test_a_rollback_too_far_says_how_far_it_could_go():
         written.sequence.truncate(30)
     with refuses(ValueError, 41, 40):
         written.sequence.rollback(41)
-    written.roll(5)  # the newest state at or before 35 is that of 20
+    written.roll(5)  # the newest state at or before 35 is at 20
     assert len(written.tokens) == 20
     written.check()
     written.sequence.discard(there)
