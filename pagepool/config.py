@@ -15,7 +15,7 @@ __all__ = ["KV_DTYPES", "KvLayout", "SchedulerConfig", "StateLayout", "Tenant"]
 
 # Bytes of an element of each dtype that pages may have.
 KV_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Bits of an element of each quantised one; a token's row of a head has a float32 scale beside.
+# Bits of an element of each quantised dtype. Each token and head also has a float32 scale.
 QUANTISED_BITS = {"int8": 8, "int4": 4}
 SCALE_BYTES = 4
 GROUP = 16
@@ -47,23 +47,37 @@ def _state_item_bytes(who: str, dtype: Any) -> int:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The shape of a KV pool: what one block holds.
+    """The shape of a KV pool: the contents of one block.
 
-    num_layers    layers that share a block table; a block holds the keys and values of its tokens in all of them
-    num_kv_heads  KV heads of a layer
-    head_dim      dims of queries and keys, a multiple of 8 from 8 to 1,024
-    block_size    tokens per block, from 1 to 1,024; multiples of 16 take the vector path, others are slower
-    dtype         of the stored keys: "float32", "float16" or "bfloat16", or these dtypes of NumPy, ml_dtypes or torch,
-                  whose name it becomes; or quantised: "int8" or "int4", integers that share a float32 scale with the
-                  other dims of a token and head
-    v_dtype       of the stored values; None, as which the keys' own is kept: that of the keys. Where it is another one,
-                  or one of the two is quantised, `block_size` must be a multiple of 16
-    v_head_dim    dims of values and results, by default those of keys
-    v_in_k        whether the first `v_head_dim` dims of a key are its value, stored once: the latent cache of
-                  multi-head latent attention
+    Parameters
+    ----------
+    num_layers : int
+        Layers that share a block table. A block holds the keys and values of its tokens in all of them.
+    num_kv_heads : int
+        KV heads of a layer.
+    head_dim : int
+        Dimensions of queries and keys, a multiple of 8 from 8 to 1,024.
+    block_size : int
+        Tokens per block, from 1 to 1,024. Multiples of 16 take the vector path, other sizes are slower.
+    dtype : str or dtype
+        Dtype of the stored keys: "float32", "float16" or "bfloat16", by name or as a dtype of NumPy, ml_dtypes or
+        torch. Or quantised, "int8" or "int4": the dimensions of a token and head share one float32 scale.
+    v_head_dim : int or None
+        Dimensions of values and results. None: `head_dim`.
+    v_in_k : bool
+        Whether the first `v_head_dim` dimensions of a key are its value, stored once. This is the latent cache of
+        multi-head latent attention.
+    v_dtype : str, dtype or None
+        Dtype of the stored values. None, which an equal dtype becomes: `dtype`. `block_size` must be a multiple of 16
+        if the two differ or one of them is quantised.
 
-    Raises `ValueError` or `TypeError` for a field out of range.
+    Raises
+    ------
+    ValueError, TypeError
+        For a field out of range.
 
+    Examples
+    --------
     >>> KvLayout(num_layers=2, num_kv_heads=2, head_dim=64).page_size
     8192
     >>> KvLayout(num_layers=1, num_kv_heads=1, head_dim=576, v_head_dim=512, v_in_k=True).page_size
@@ -254,8 +268,8 @@ class SchedulerConfig:
         A request that has waited this many steps goes before every later request, whatever the policy. It is not
         preempted for a later request, and does not wait for blocks that another request computes. None: no bound.
     admission : str
-        "prompt": a request is admitted when its prompt fits. "whole": when all blocks that it may ever need fit beside
-        the blocks that the active sequences may need, so that no sequence is preempted.
+        "prompt": a request is admitted when its prompt fits. "whole": when the pool has room for all blocks that it and
+        the active sequences may ever need, so that no sequence is preempted.
     lookahead : int
         Slots for drafted tokens that each decode takes in addition to its own; see `Scheduler.commit`.
     tenants : mapping
@@ -269,6 +283,11 @@ class SchedulerConfig:
     ------
     ValueError, TypeError
         For a field that is out of range, or for a policy, admission or action that does not exist.
+
+    Examples
+    --------
+    >>> SchedulerConfig(max_batch_sequences=32, policy="fcfs").max_sequences
+    32
     """
 
     max_sequences: int = 32
