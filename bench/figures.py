@@ -100,7 +100,7 @@ def figures():
         *(
             Figure(
                 f"scheduler step, 256 running, {waiting:,} waiting",
-                all_sides(workloads.scheduler_step, two, waiting=waiting),
+                ours(workloads.scheduler_step, waiting=waiting),
                 "us",
                 "sequence",
                 goal=1.0,

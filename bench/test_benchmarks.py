@@ -89,6 +89,5 @@ def test_decode_as(measure, dtype):
 
 @pytest.mark.benchmark(group="scheduler step")
 @pytest.mark.parametrize("waiting", [1_000, 100_000])
-@pytest.mark.parametrize("side", ["ours", "reference"])
-def test_scheduler_step(measure, side, waiting):
-    measure(workloads.scheduler_step(side, waiting))
+def test_scheduler_step(measure, waiting):
+    measure(workloads.scheduler_step(waiting))

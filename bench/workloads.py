@@ -324,14 +324,13 @@ def small_decode(python, layers=64, calls=64):
 # ---------------------------------------------------------------------------------------------------- scheduler
 
 
-def scheduler_step(side, waiting, running=SEQS, steps=8):
+def scheduler_step(waiting, running=SEQS, steps=8):
     """schedule + commit with 256 running sequences and `waiting` others; an operation is a sequence and step.
 
     The sequences run for as long as they are measured: nobody finishes and nobody is admitted.
     """
     config = SchedulerConfig(max_sequences=running, max_batch_sequences=running, max_batch_tokens=2 * running)
-    allocator = (reference if side == "reference" else pagepool).BlockAllocator(1_000_000)
-    scheduler = Scheduler(config, allocator)
+    scheduler = Scheduler(config, pagepool.BlockAllocator(1_000_000))
     for _ in range(running + waiting):
         scheduler.add_request([1, 2, 3, 4], max_tokens=1_000_000)
     tokens = [7] * running
