@@ -70,6 +70,18 @@ def test_a_second_call_computes_only_what_is_new(llama):
     assert fed == 70 - 64 + 7
 
 
+def test_a_batch_whose_model_fails_gives_its_blocks_back_and_caches_nothing(llama, monkeypatch):
+    runner = use(llama, num_blocks=64)
+    prompt = prompts((70,))[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", lambda *step: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as raised:
+            llama.generate_batch([prompt], batch_config())
+        assert raised.tb is not None and runner.pool.allocator.in_use == 0
+    _, fed = count_fed(runner, lambda: llama.generate_batch([prompt], batch_config()))
+    assert fed == 70 + 7
+
+
 def test_rows_of_equal_tokens_are_computed_once(llama):
     runner = use(llama, num_blocks=64, prefix_cache=False)
     ids = torch.tensor(prompts((40,)))

@@ -159,7 +159,10 @@ def generate_batch(
             ids = [f"req_{place}", *(f"req_{place}__child#{child}" for child in range(config.num_return_sequences - 1))]
             for request_id in ids:
                 batch.add(request_id, list(prompt), length)
-        with tqdm(total=len(batch.outputs), disable=not progress_bar, unit="request") as bar:
-            while scheduler.has_work:
-                bar.update(batch.step())
+        try:
+            with tqdm(total=len(batch.outputs), disable=not progress_bar, unit="request") as bar:
+                while scheduler.has_work:
+                    bar.update(batch.step())
+        finally:
+            scheduler.close()
     return batch.outputs
