@@ -195,11 +195,12 @@ def test_an_engine_whose_scheduler_fails_ends_everything_and_says_so(monkeypatch
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
         first = engine.submit("x", SamplingParams(200))
         next(first)
-        monkeypatch.setattr(engine.scheduler, "commit", lambda batch, tokens: 1 / 0)
+        monkeypatch.setattr(engine.scheduler._prefix, "publish_filled", lambda batch: 1 / 0)
         assert first.result(SECONDS).finish_reason == "error" and isinstance(first.error, ZeroDivisionError)
         wait_until(lambda: not engine.is_accepting)
         with pytest.raises(RuntimeError, match="takes no more requests"):
             engine.submit("y", SamplingParams(1))
+        assert engine.runner.pool.allocator.in_use == engine.prefix_cache.num_cached
 
 
 def test_stop_strings_end_the_text_wherever_tokens_part():
