@@ -10,7 +10,7 @@ from libc.string cimport memcmp
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
-from pagepool.memory.arrays cimport IdArray, read_id, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
 from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
@@ -370,12 +370,6 @@ cdef class PrefixCache:
     def evictable(self):
         """Cached blocks that nobody else holds: what `evict` could free now. O(1)."""
         return self.cached.refs.c_idle()
-
-    def holds(self, block):
-        """Whether the block is cached; False for an id that the allocator does not have."""
-        cdef int32_t number
-        read_id(block, &number)
-        return self.is_block(number) and self.cached.node_of[number] > 0
 
     def stats(self):
         """Returns a dict of counters. O(1).

@@ -209,10 +209,6 @@ class PrefixCache:
         """Cached blocks that nobody else holds."""
         return sum(not self._in_use(node) for node in self._cached.values())
 
-    def holds(self, block: int) -> bool:
-        """Whether the block is cached."""
-        return block in self._cached
-
     def stats(self) -> dict[str, Any]:
         """What it holds and has done, as a dict."""
         return {

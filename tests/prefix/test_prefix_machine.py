@@ -189,7 +189,7 @@ def test_long_runs_that_part_agree_with_the_reference(policy, urandom):
             side.discard(forgotten)
             side.allocator.free(ended)
         assert (ours.num_cached, ours.evictable) == (plain.num_cached, plain.evictable)
-    assert [ours.holds(block) for block in range(90)] == [plain.holds(block) for block in range(90)]
+    assert sorted(ours.references()) == sorted(plain.references())
     ours.check()
     assert ours.stats()["evicted"] == plain.evicted > 500
     assert longest > 20

@@ -46,7 +46,6 @@ NEW = range(50, 54)
         (lambda w: w.cache.evict(-1), ValueError, (-1,)),
         (lambda w: w.cache.evict(1.0), TypeError, ("n", "float", "1.0")),
         (lambda w: w.cache.discard(["0"]), TypeError, ("str",)),
-        (lambda w: w.cache.holds(2**31), InvalidBlock, ("block", 2147483648, 32, 2147483647)),
         (lambda w: check_snapshot([]), TypeError, ("snapshot", "PrefixSnapshot", "list")),
     ],
 )
