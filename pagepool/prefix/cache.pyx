@@ -1,4 +1,4 @@
-"""PrefixCache: blocks of finished and running prompts, found again by the tokens that they hold."""
+"""PrefixCache: blocks of finished and running prompts, found again by their tokens."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
@@ -45,26 +45,40 @@ cdef int refuse_negative(const int32_t *tokens, int64_t begin, int64_t end) exce
 @cython.auto_pickle(False)
 @cython.final
 cdef class PrefixCache:
-    """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
+    """Keep full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
-    allocator   the allocator of the blocks; the cache holds one reference to each block that it keeps
-    block_size  tokens per block, from 1 to 1,024; by default that of the pool that has these blocks, else 16
-    policy      which block is evicted first: "gittins" or "lru"
-    max_events  how many events wait at most to be drained (see `drain_events`); 0: none are noted
+    A block is found behind the block before it, and only when the salt, the keys and every token from the first of the
+    prompt on are equal. Blocks leave through `evict`, `touch` (which evicts), `discard` and `reset_prefix_cache`, or
+    when `cache_blocks` replaces an idle block by a copy that a sequence holds. A block that a sequence holds is never
+    evicted. Each call is atomic: any number of threads may use one cache, also without the GIL.
 
-    Finds a block behind the one before it, and only when every token, from the first of the prompt on, and the salt and
-    the keys are equal. Blocks leave through `evict` (and `touch`, which evicts), `discard` and `reset_prefix_cache`, or
-    when `cache_blocks` puts a copy in their place; a block that a sequence holds is never evicted. Any number of
-    threads may use one cache, also without the GIL: each call is atomic. Raises `ValueError` for a wrong block size or
-    an unknown policy.
+    Parameters
+    ----------
+    allocator : BlockAllocator
+        The allocator of the blocks. The cache holds one reference to each block that it keeps.
+    block_size : int or None
+        Tokens per block, from 1 to 1,024. None: the block size of the pool of this allocator, 16 without a pool.
+    policy : {"gittins", "lru"}
+        Which block is evicted first.
+    max_events : int
+        How many events are kept until `drain_events` is called. 0: no events are noted.
 
-    The policy "gittins", the default, learns from reuse which kinds of blocks come back after how long. Where it learns
-    nothing it does as LRU. When the traffic turns against what it has learnt it may find less than LRU. Once it has
-    lost a tenth of the allocator's blocks and a fourth of what it had won before, it follows LRU for a while, each time
-    twice as long; until LRU's blocks are back, it may lose as much again. It remembers up to four evicted prefixes for
-    each block of the allocator, at `64 + 4 * block_size` bytes each: 512 bytes more than LRU for a block of 16 tokens.
-    A block costs about twice as much to insert and evict as with LRU.
+    Raises
+    ------
+    ValueError
+        A wrong block size or an unknown policy.
 
+    Notes
+    -----
+    The policy "gittins" learns from reuse which kinds of blocks come back, and after how long. While it has learnt
+    nothing it does as LRU. When the traffic changes it may find less than LRU. Once it has lost a tenth of the
+    allocator's blocks and a fourth of its earlier gain, it follows LRU for a while, each time twice as long. It may
+    lose as much again until the blocks that LRU would keep are cached again. It remembers up to four evicted prefixes
+    for each block of the allocator, at `64 + 4 * block_size` bytes each: 512 bytes more than LRU for a block of 16
+    tokens. Inserting and evicting a block costs about twice as much as with LRU.
+
+    Examples
+    --------
     >>> from pagepool import BlockAllocator
     >>> allocator = BlockAllocator(8)
     >>> cache = PrefixCache(allocator, block_size=2)
@@ -102,26 +116,60 @@ cdef class PrefixCache:
         return f"<{type(self).__name__} {self.policy}: {cached}>"
 
     def match_prefix(self, tokens, *, cache_salt=None, extra_keys=()):
-        """Returns the cached blocks of the longest prefix of `tokens`: int32 `(n,)`, for `n * block_size` tokens.
+        """Return the cached blocks of the longest prefix of `tokens`, and mark them as used.
 
-        tokens      ids (n_tokens,), from 0 on: a sequence of integers or an array; an int32 array is read in place
-        cache_salt  str, bytes, int or None: finds only blocks cached with an equal salt of the same type
-        extra_keys  what else the keys and values depend on, such as an adapter or the hash of an image; as the salt
+        Each block gets one more reference, which the caller frees. Until then the block is not evicted.
 
-        Adds one reference to each block, which the caller frees; until then the block is not evicted. Marks all of them
-        as used, from the first to the last. Raises `TypeError` and `ValueError` for wrong tokens or keys, `PoolError`
-        when someone else freed a cached block; then nothing has changed.
+        Parameters
+        ----------
+        tokens : sequence of int or integer array (n_tokens,)
+            Token ids of at least 0. An int32 array is read in place.
+        cache_salt : str, bytes, int or None
+            Find only blocks that were cached with an equal salt of the same type.
+        extra_keys : sequence of str, bytes, int or None
+            What else the keys and values depend on, such as an adapter or the hash of an image.
+
+        Returns
+        -------
+        int32 array (n,)
+            The ids of the blocks of the first `n * block_size` tokens.
+
+        Raises
+        ------
+        TypeError
+            The tokens are not integers, or a key has another type.
+        ValueError
+            A token is negative or has more than 32 bits.
+        PoolError
+            A cached block was freed by another owner. Nothing has changed.
         """
         return self.match(tokens, cache_salt, extra_keys, False, None)[0]
 
     def match_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
-        """Does as `match_prefix`, and also finds a last block that agrees only in part; returns a `PrefixMatch`.
+        """Do as `match_prefix`, and also find a last block that agrees only in part.
 
-        The last block is the one that shares the most tokens, among those cached behind the full ones; if there are
-        more than 1,024, only the most recent are compared. Each block has one reference more, which the match has:
-        `PagedSeqState.adopt(match)` begins a sequence with them, else they go with it. The sequence's first `append`
-        into a shared block copies the page.
+        The last block is the one that shares the most tokens, among the blocks cached behind the full ones. If there
+        are more than 1,024, only the most recent are compared.
 
+        Parameters
+        ----------
+        tokens, cache_salt, extra_keys
+            As in `match_prefix`.
+
+        Returns
+        -------
+        PrefixMatch
+            Holds one more reference to each block until it is closed or dropped, so these blocks are not evicted.
+            `PagedSeqState.adopt(match)` begins a sequence with them. The first `append` of the sequence into a shared
+            block copies the page.
+
+        Raises
+        ------
+        TypeError, ValueError, PoolError
+            As in `match_prefix`.
+
+        Examples
+        --------
         >>> from pagepool import BlockAllocator, PagedSeqState
         >>> allocator = BlockAllocator(8)
         >>> cache = PrefixCache(allocator, block_size=4)
@@ -141,11 +189,11 @@ cdef class PrefixCache:
         return found
 
     def match_held(self, BlockRefs held not None, tokens, cache_salt=None, extra_keys=()):
-        """As `match_prefix`; it is `held`, of the same allocator, that has the references. Internal."""
+        """Do as `match_prefix`; `held`, of the same allocator, gets the references. Internal."""
         return self.match(tokens, cache_salt, extra_keys, False, held)[0]
 
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held):
-        """Blocks and number of tokens. All that can fail is done before anything changes."""
+        """Return blocks and the number of tokens. Everything that can fail is done before anything changes."""
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size, num_full = 0, num_found, i
@@ -194,9 +242,9 @@ cdef class PrefixCache:
                 resume_collector(paused)
 
     def cached_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
-        """Returns how many of the first tokens `match_prefix` would find. Changes nothing.
+        """Return how many of the first tokens `match_prefix` would find. Changes nothing.
 
-        Arguments and errors are those of `match_prefix`.
+        Parameters and errors as in `match_prefix`.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, found = 0
@@ -210,18 +258,39 @@ cdef class PrefixCache:
             return found
 
     def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0):
-        """Caches the full blocks of a sequence; returns how many of them are new to the cache.
-
-        tokens    all tokens of the sequence, from its first on, as in `match_prefix`
-        blocks    ids of its blocks, at least `len(tokens) // block_size`; those behind the last full one are ignored
-        start     how many of the first blocks are cached already, from `match_prefix` or an earlier call. If the last
-                  of them is still cached for these tokens, salt and keys, the blocks before it are not looked at
+        """Cache the full blocks of a sequence; return how many of them are new to the cache.
 
         The cache takes one reference to each block that it keeps. If another block is cached for the same tokens and in
-        use, it stays, and the sequence's own is not cached. If it is idle, the sequence's block takes its place and it
-        is freed, since a block that a sequence holds is not evicted. Raises `InvalidBlock` for a block that is free,
-        out of range or cached for other tokens, `ValueError` for too few blocks or a `start` behind the last full one,
-        for a negative token, `TypeError`, `MemoryError`; then nothing has changed.
+        use, that block stays, and the block of this sequence is not cached. If the other block is idle, it is freed and
+        the block of the sequence takes its place, since a block that a sequence holds is not evicted.
+
+        Parameters
+        ----------
+        tokens : sequence of int or integer array (n_tokens,)
+            All tokens of the sequence from the first one on, as in `match_prefix`.
+        blocks : sequence of int or integer array
+            The ids of its blocks, at least `len(tokens) // block_size`. Blocks behind the last full one are ignored.
+        cache_salt, extra_keys
+            As in `match_prefix`.
+        start : int
+            How many of the first blocks are cached already, from `match_prefix` or an earlier call. If the last of them
+            is still cached for these tokens, salt and keys, the blocks before it are not looked at.
+
+        Returns
+        -------
+        int
+            The number of blocks to which the cache has taken a reference.
+
+        Raises
+        ------
+        InvalidBlock
+            A block is free, out of range or cached for other tokens. Nothing has changed.
+        ValueError
+            Too few blocks, a `start` behind the last full block, or a negative token. Nothing has changed.
+        TypeError
+            The tokens, ids or keys have another type.
+        MemoryError
+            Nothing has changed.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size
@@ -243,11 +312,12 @@ cdef class PrefixCache:
             release_ids(&ids)
 
     def touch(self, tokens, *, cache_salt=None, extra_keys=()):
-        """Passes one prompt through the cache without a sequence; returns how many leading full blocks were cached.
+        """Pass one prompt through the cache without a sequence; return how many leading full blocks were cached.
 
-        This is for simulations. From the first block to the last, a cached block is marked as used, and any other is
-        cached in a free block or else in an evicted one. The prompt holds no block, so one longer than the cache evicts
-        its own beginning. Stops where nothing can be evicted. Arguments and errors are those of `match_prefix`.
+        This is for simulations. From the first block to the last, a cached block is marked as used, and any other block
+        is cached in a free block or else in an evicted one. The prompt holds no block, so a prompt longer than the
+        cache evicts its own beginning. Stops where nothing can be evicted. Parameters and errors as in
+        `match_prefix`.
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, leading = 0
@@ -268,11 +338,27 @@ cdef class PrefixCache:
                 resume_collector(paused)
 
     def evict(self, n):
-        """Gives up to n blocks that nobody else holds back to the allocator; returns how many, fewer when it has fewer.
+        """Give up to `n` blocks that only the cache holds back to the allocator, in the order of the policy.
 
-        O(1) a block, in the order of the policy. A block in use waits aside until a later call finds it free, as if
-        used just then. Raises `ValueError` when n is below 0.
+        O(1) per block. A block in use waits aside until a later call finds it idle, as if used just then.
 
+        Parameters
+        ----------
+        n : int
+            At least 0.
+
+        Returns
+        -------
+        int
+            How many blocks were freed, fewer than `n` when the cache has fewer idle ones.
+
+        Raises
+        ------
+        ValueError
+            `n` is below 0.
+
+        Examples
+        --------
         >>> from pagepool import BlockAllocator
         >>> PrefixCache(BlockAllocator(4)).evict(1)
         0
@@ -284,12 +370,14 @@ cdef class PrefixCache:
             return self.cached.c_evict(min(number, INT32_MAX))
 
     def discard(self, blocks):
-        """Forgets these blocks, in use or not; returns how many of them were cached. Ignores other ids.
+        """Forget these blocks, in use or not; return how many of them were cached. Other ids are ignored.
 
-        Use it for blocks whose keys and values are wrong or were never written. Sequences keep their blocks. Blocks
-        cached behind a forgotten one are not found until that one is cached again. A `Scheduler` caches nothing more of
-        a sequence that holds a forgotten block.
+        Use it when the keys and values of blocks are wrong or were never written. Sequences keep their blocks. Blocks
+        cached behind a forgotten block are not found until that block is cached again. A `Scheduler` caches nothing
+        more of a sequence that holds a forgotten block.
 
+        Examples
+        --------
         >>> from pagepool import BlockAllocator
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1)
         >>> cache.cache_blocks([7, 8], cache.allocator.allocate_n(2))
@@ -308,11 +396,21 @@ cdef class PrefixCache:
         return count
 
     def drain_events(self):
-        """Returns what was stored and removed since the last call: a list of at most `max_events` `PrefixEvent`.
+        """Return what was stored and removed since the last call.
 
-        If there were more, the first ones are missing, as the `sequence` of the next one shows: begin with `snapshot`.
-        Raises `ValueError` without `max_events`.
+        Returns
+        -------
+        list of PrefixEvent
+            At most `max_events`. If there were more, the first ones are missing, as the `sequence` of the next event
+            shows. Begin with `snapshot` then.
 
+        Raises
+        ------
+        ValueError
+            The cache was made without `max_events`.
+
+        Examples
+        --------
         >>> from pagepool import BlockAllocator
         >>> cache = PrefixCache(BlockAllocator(4), block_size=1, max_events=8)
         >>> cache.touch([7]), cache.evict(1)
@@ -324,7 +422,7 @@ cdef class PrefixCache:
         return self.atomically(lambda: log.drain())
 
     def snapshot(self):
-        """Returns a `PrefixSnapshot` of all that is cached. O(nodes). Raises as `drain_events`."""
+        """Return a `PrefixSnapshot` of every cached block. O(nodes). Raises as `drain_events`."""
         cdef EventLog log = self.log()
         return self.atomically(lambda: log.snapshot())
 
@@ -334,7 +432,7 @@ cdef class PrefixCache:
         return self.cached.log
 
     def reset_prefix_cache(self):
-        """Forgets everything and drops every reference of the cache. Sequences keep their blocks.
+        """Forget everything and drop every reference of the cache. Sequences keep their blocks.
 
         Sequences of a `Scheduler` do not cache again what they held before. The lowest free id is then the next to be
         handed out. O(n log n).
@@ -343,11 +441,11 @@ cdef class PrefixCache:
 
     @property
     def label(self):
-        """Its label in `BlockAllocator.owners`: the policy."""
+        """The label in `BlockAllocator.owners`: the policy."""
         return self.policy
 
     def references(self):
-        """Returns a list of the ids of its blocks; it holds one reference to each."""
+        """Return a list of the ids of the cached blocks. The cache holds one reference to each."""
         return self.atomically(lambda: self.cached.list_blocks())
 
     @property
@@ -368,14 +466,14 @@ cdef class PrefixCache:
 
     @property
     def evictable(self):
-        """Cached blocks that nobody else holds: what `evict` could free now. O(1)."""
+        """Cached blocks that only the cache holds: what `evict` could free now. O(1)."""
         return self.cached.refs.c_idle()
 
     def stats(self):
-        """Returns a dict of counters. O(1).
+        """Return a dict of counters. O(1).
 
         `looked_up` and `hits` are full blocks asked for and found; `inserted` = `cached` + `evicted` + `cleared`;
-        `nodes` are the prefixes that it knows, cached or not; `collisions` are equal hashes of different blocks.
+        `nodes` are the known prefixes, cached or not; `collisions` are equal hashes of different blocks.
         """
         cdef int64_t capacity, free, evictable
         with cython.critical_section(self):
@@ -398,7 +496,7 @@ cdef class PrefixCache:
             }
 
     def check(self):
-        """Audits tree, policy, allocator and counters. Raises `PoolError` that names a broken equation.
+        """Audit tree, policy, allocator and counters. Raises `PoolError` that names a broken equation.
 
         O(nodes + tokens cached). Changes nothing.
         """
@@ -407,8 +505,8 @@ cdef class PrefixCache:
             raise PoolError(f"broken invariant: {broken}")
 
     cdef object atomically(self, function):
-        """What the function returns, called with the cache locked and the garbage collector paused: otherwise
-        finalizers and other threads could run in between."""
+        """Call the function with the cache locked and the garbage collector paused: otherwise finalizers and other
+        threads could run in between."""
         cdef int paused
         with cython.critical_section(self):
             paused = pause_collector()
@@ -428,7 +526,7 @@ cdef class PrefixCache:
         return 0
 
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
-        """Finds or caches a block after the other; the pin on the last node keeps the path to it alive."""
+        """Find or cache one block after the other. The pin on the last node keeps the path to it alive."""
         cdef CachedBlocks cached = self.cached
         cdef NodeTable tree = cached.tree
         cdef int64_t i, leading = 0
@@ -498,7 +596,7 @@ cdef class PrefixCache:
         """All references are taken, or none, before anything changes."""
         cdef CachedBlocks cached = self.cached
         cdef NodeTable tree = cached.tree
-        cdef int32_t *taken = self.path + n  # what the cache takes of `blocks`, -1 for each other one
+        cdef int32_t *taken = self.path + n  # the ids that the cache takes from `blocks`, -1 for the rest
         cdef int64_t known, i, failed = 0, fresh = 0
         cdef int32_t node = self.c_last_of(root, tokens, blocks, start), last
         cdef pp_status status
@@ -521,7 +619,7 @@ cdef class PrefixCache:
         if status != PP_OK:
             raise self.refused(start + failed, blocks[failed], status)
         last = self.path[known - 1] if known else node
-        tree.c_pin(last)  # the policy may forget ghosts: whatever is on the path stays
+        tree.c_pin(last)  # the policy may forget ghosts: keep every node on the path
         for i in range(n):
             node = self.path[i] if i < known else tree.c_add(node, tokens + i * self.block_size)
             if taken[i] >= 0:
