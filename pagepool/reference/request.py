@@ -8,20 +8,20 @@ from typing import Any
 
 __all__ = ["WINDOW", "Batch", "Request", "pick", "rank"]
 
-WINDOW = {"lpm": 32}  # how many of each tenant's requests a policy looks at, if not one
+WINDOW = {"lpm": 32}  # requests of each tenant that a policy looks at; default 1
 
 
 @dataclass(eq=False)
 class Request:
-    """`state` is one of waiting, prefilling, decoding, preempted, finished. While it has blocks, `kv.len == fed`,
-    but for slots of drafts."""
+    """`state` is one of waiting, prefilling, decoding, preempted, finished. With blocks, `kv.len == fed` plus the
+    slots for drafts."""
 
     id: int
     prompt_tokens: list[int]
     max_tokens: int
     priority: int = 0
     tenant: Any = None
-    keys: dict[str, Any] = field(default_factory=dict)  # of the prefix cache: salt and extra keys
+    keys: dict[str, Any] = field(default_factory=dict)  # salt and extra keys for the prefix cache
     arrived: int = 0
     output_tokens: list[int] = field(default_factory=list)
     state: str = "waiting"
@@ -31,10 +31,10 @@ class Request:
     kv: Any = None
     fed: int = 0
     published: int = 0
-    epoch: int = 0  # how many blocks the cache had been told to forget when it began
+    epoch: int = 0  # `PrefixCache.forgotten` when it began
     prefill_end: int = 0
-    awaits: tuple[Request, int] | None = None  # while deferred: whom, and how many tokens that one is to read first
-    stops: list[tuple[int, str]] = field(default_factory=list)  # where its recurrent state is to be kept, and why
+    awaits: tuple[Request, int] | None = None  # while deferred: its leader and the tokens that it must read
+    stops: list[tuple[int, str]] = field(default_factory=list)  # positions to keep its recurrent state, and why
     counted: bool = False
     num_cached: int = 0
     num_preemptions: int = 0
@@ -42,12 +42,12 @@ class Request:
 
     @property
     def all_tokens(self) -> list[int]:
-        """Prompt and output."""
+        """Prompt and output tokens."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def total_tokens(self) -> int:
-        """How many tokens these are."""
+        """The number of prompt and output tokens."""
         return len(self.prompt_tokens) + len(self.output_tokens)
 
     @property
@@ -67,19 +67,19 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it has ended, if it has."""
+        """Why it has ended, or None."""
         if self.state != "finished":
             return None
         return "stop" if self.at_stop_token else "length" if self.at_limit else self.stopped_by
 
     def next_tokens(self, count: int) -> list[int]:
-        """The next tokens to feed; for 0, the last one once more."""
+        """The next tokens to feed; for 0, the last token again."""
         return self.all_tokens[self.fed : self.fed + count] if count else self.all_tokens[-1:]
 
 
 @dataclass
 class Batch:
-    """What one step runs, a row for each sequence: decodes, then prefills. The lists are those of `ScheduledBatch`."""
+    """The batch of one step, a row for each sequence: decodes, then prefills. See `ScheduledBatch` for the lists."""
 
     requests: list[Request] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -87,12 +87,12 @@ class Batch:
     lookahead: list[int] = field(default_factory=list)
     wants_token: list[bool] = field(default_factory=list)
     grow: list[int] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)  # how many tokens each had
+    known: list[int] = field(default_factory=list)  # tokens of each request when it was scheduled
     num_decodes: int = 0
-    forked: list[tuple[Request, int]] = field(default_factory=list)  # with how many of these tokens each has begun
+    forked: list[tuple[Request, int]] = field(default_factory=list)  # forks, and their tokens in this step
 
     def add(self, request: Request, fed: int, grow: int, drafts: int, wants: bool) -> None:
-        """A row: `fed` tokens, and by how many its state grows, slots for `drafts` in it."""
+        """Add a row of `fed` tokens; the state grows by `grow`, slots for `drafts` included."""
         self.requests.append(request)
         self.tokens.append(request.next_tokens(fed))
         self.grow.append(grow)
@@ -117,7 +117,7 @@ class Batch:
 
     @property
     def total_tokens(self) -> int:
-        """Of all rows, slots for drafts included."""
+        """Tokens of all rows, slots for drafts included."""
         return sum(self.num_tokens)
 
     @property

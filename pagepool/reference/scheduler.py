@@ -1,8 +1,8 @@
 """The scheduler in plain Python: the same decisions, each made from scratch in every step.
 
-What runs, with which tokens, what is evicted and what is preempted follows here from lists that are sorted and filtered
-when they are needed; the scheduler of `pagepool.scheduling` has the same control flow over a heap, a ring and running
-sums. The tests compare the two step by step.
+Each decision is computed from lists that are sorted and filtered when they are needed. The scheduler of
+`pagepool.scheduling` has the same control flow over a heap, a ring and running sums. The tests compare the two step by
+step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOO_WIDE = f"token {{}} has more than 32 bits: {MAX_TOKEN} is the largest that t
 
 
 class Scheduler(Admission):
-    """Continuous batching over a pool or allocator; arguments as those of `pagepool.Scheduler`, `states` with `groups`.
+    """Continuous batching over a pool or allocator. See `pagepool.Scheduler`; `states` need `groups`.
 
     >>> from pagepool.reference import BlockAllocator
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4), BlockAllocator(8))
@@ -127,7 +127,7 @@ class Scheduler(Admission):
             self.finished.remove(request)
 
     def drain_finished(self) -> list[Request]:
-        """Those that have ended since the last call."""
+        """Requests that have ended since the last call."""
         drained, self.finished = self.finished, []
         for request in drained:
             del self.known[request.id]
@@ -139,11 +139,11 @@ class Scheduler(Admission):
 
     @property
     def has_work(self) -> bool:
-        """While somebody waits or is active, or will."""
+        """True while a request waits or is active, or is in the inbox."""
         return bool(self.requests() or self.inbox)
 
     def schedule(self) -> Batch:
-        """The next step; RuntimeError while one is outstanding that is to be committed."""
+        """The next step. RuntimeError while a batch is outstanding, with a cache or after the first commit."""
         if self.outstanding is not None and (self.cache is not None or self.has_committed):
             raise RuntimeError(f"a batch of {len(self.outstanding)} sequences is outstanding")
         for item in self.inbox:
@@ -214,7 +214,7 @@ class Scheduler(Admission):
             raise ValueError(f"the batch of {len(batch)} sequences is not outstanding")
 
     def requests(self) -> list[Request]:
-        """Those that have not ended."""
+        """Requests that have not ended."""
         return [request for request in self.known.values() if request.state != "finished"]
 
     def _make(
@@ -230,7 +230,7 @@ class Scheduler(Admission):
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
     ) -> Request:
-        """A new request, of which only the tokens are checked."""
+        """A new request. Only its tokens are checked."""
         prompt = list(prompt_tokens)
         limits = (max_tokens, None if max_new_tokens is None else len(prompt) + max_new_tokens)
         limit = min(limit for limit in limits if limit is not None)
@@ -259,7 +259,7 @@ class Scheduler(Admission):
                 self._finish([request])
 
     def _close(self, batch: Batch) -> None:
-        """It was run: slots of drafts go back, and the blocks that it filled are published, in the order of ids."""
+        """It was run: take back slots of drafts and publish the blocks that it filled, in the order of ids."""
         self.outstanding = None
         for request in sorted(batch.requests, key=lambda request: request.id):
             if request.kv is None:
@@ -274,7 +274,7 @@ class Scheduler(Admission):
                     self._keep_state(request, reason)
 
     def _keep_state(self, request: Request, reason: str) -> None:
-        """Of one whose state has passed over all that it was fed."""
+        """Keep the recurrent state, which has passed over all tokens fed."""
         if self.checkpoints is not None and request.epoch == self.cache.forgotten:
             if request.fed and request.fed % self.checkpoints.index.align == 0:
                 tokens, salt = request.all_tokens, request.keys["cache_salt"]
@@ -299,14 +299,14 @@ class Scheduler(Admission):
             self.tenants.leave(request)
 
     def _cut(self, request: Request) -> None:
-        """Slots of drafts go back."""
+        """Take back slots of drafts."""
         if self.groups is None:
             request.kv.truncate(request.fed)
         elif request.kv.len > request.fed:
             request.kv.retract(request.fed)
 
     def _unsure(self, request: Request) -> int:
-        """How many of its tokens are in the batch that is out, and may not have been stored yet."""
+        """The number of its tokens in the outstanding batch: they may not be stored yet."""
         if self.outstanding is None:
             return 0
         out = self.outstanding
@@ -315,7 +315,7 @@ class Scheduler(Admission):
         return sum(count for other, count in found if other is request)
 
     def _plan(self) -> Batch:
-        """Pick sequences, share out the tokens, take the blocks; what is preempted is left out of the next try."""
+        """Pick sequences, share out the tokens, take the blocks. Preempt and retry while blocks are missing."""
         while self.ring:
             decodes, prefills, taken = self._pick()
             batch = self._rows(decodes, prefills)
@@ -334,7 +334,7 @@ class Scheduler(Admission):
         return Batch()
 
     def _pick(self) -> tuple[list[Request], list[Request], list[Request] | None]:
-        """Decodes and prefills of the step; and when not all have a place, those that go to the end of the ring."""
+        """Decodes and prefills of the step; and, if places are short, the requests that left the ring for it."""
         prefills = self._prefills()
         places = min(self.config.max_batch_sequences, self.config.max_batch_tokens)
         if len(self.ring) <= places:
@@ -368,14 +368,15 @@ class Scheduler(Admission):
 
 
 def check_token(token: int) -> None:
-    """ValueError for one below 0; -1 is no token in the results of a step only."""
+    """ValueError for a token below 0. In the results of a step, -1 means no token."""
     if token < 0:
         raise ValueError(f"a token must be 0 or more, not {token}")
 
 
 def decode_rows(decodes: list[Request], lookahead: int) -> list[tuple[int, int]]:
-    """For each how many tokens it has to feed, and how many slots for drafts it can use: with one token only, and one
-    token comes without a draft."""
+    """For each decode the tokens that it has to feed, and the slots for drafts that it can use.
+
+    Drafts follow a single token only, and the last token of a sequence needs no draft."""
     rows = []
     for request in decodes:
         new = request.total_tokens - request.fed
@@ -385,7 +386,7 @@ def decode_rows(decodes: list[Request], lookahead: int) -> list[tuple[int, int]]
 
 
 def share_tokens(decodes: list[int], prefills: list[int], config: SchedulerConfig) -> list[int]:
-    """Everyone one token; what is left to decodes that have more to feed, then to prompts, each up to its chunk."""
+    """One token for each sequence, the rest to decodes with more tokens and then to prompts, each up to its chunk."""
     counts, left = [], config.max_batch_tokens - len(decodes) - len(prefills)
     for most in [*decodes, *(min(unread, config.max_prefill_tokens) for unread in prefills)]:
         extra = max(0, min(most - 1, left))
