@@ -21,6 +21,7 @@ in the end.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -46,40 +47,25 @@ MAX_STATES = 2**31 - 1
 PRIOR = 8
 
 
+@dataclass(eq=False, slots=True)
 class Kept:
     """A state that is kept, or, without a slot, the root of a key.
 
     saved tokens = position - above.position        below = the states whose `above` it is
     """
 
-    __slots__ = (
-        "above",
-        "age",
-        "below",
-        "birth",
-        "key",
-        "node",
-        "position",
-        "priority",
-        "reason",
-        "slot",
-        "uses",
-        "version",
-    )
-
-    def __init__(self, key: bytes, node: int = -1, slot: int = -1, position: int = 0) -> None:
-        self.key = key
-        self.node = node
-        self.slot = slot
-        self.position = position
-        self.above: Kept = self
-        self.below: set[Kept] = set()
-        self.birth = 0  # of two with one priority, the older goes first
-        self.reason = ""
-        self.uses = 0.0
-        self.age = 0.0
-        self.priority = 0.0
-        self.version = 0  # 0: it is not kept any longer
+    key: bytes
+    node: int = -1
+    slot: int = -1
+    position: int = 0
+    birth: int = 0  # of two states with one priority, the older goes first
+    reason: str = ""
+    uses: float = 0.0
+    age: float = 0.0
+    above: Kept = field(init=False)
+    below: set[Kept] = field(default_factory=set)
+    priority: float = 0.0
+    version: int = 0  # 0: it is not kept any longer
 
 
 Entry: TypeAlias = tuple[float, int, int, Kept]  # priority, birth, version
@@ -306,8 +292,8 @@ class CheckpointIndex:
             self._queue.age = victim.priority
             self._drop(victim)
         slot = self._free.pop() if self._free else len(self._kept)
-        kept = Kept(key, self._tree.hold(key, row), slot, at)
-        kept.birth, kept.reason, kept.uses, kept.age = sum(self.saved.values()), reason, uses, self._queue.age
+        birth = sum(self.saved.values())
+        kept = Kept(key, self._tree.hold(key, row), slot, at, birth, reason, uses, self._queue.age)
         kept.above = above or self._roots.setdefault(key, Kept(key))
         if same * self.align == at:  # on the way to others
             kept.below = {each for each in kept.above.below if self._is_below(each, kept)}
