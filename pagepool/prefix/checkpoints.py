@@ -1,20 +1,20 @@
-"""Checkpoints: at which positions of which prompts recurrent states are kept, and which go when room is needed.
+"""Checkpoints: which recurrent states to keep for later prompts, and which state to drop for lack of room.
 
-Keys and values of a prefix are there for each of its tokens; a recurrent state is there only where somebody copied it,
-and it is as large for ten tokens as for a million. A hybrid model can go on from the longest cached prefix at whose
-end a state was kept, so the question is where to keep one. Three kinds of places earn it:
+A cached prefix has keys and values for each of its tokens. It has a recurrent state only at positions where the state
+was copied, and a state is as large for ten tokens as for a million. A hybrid model can continue only from a position
+that has a state. States are kept at three kinds of positions:
 
-    branch  where a prompt leaves those before it: found when the second such prompt comes, used from the third on
-    end     where a request ended: the next turn of a conversation goes on from there. And, if asked for, where its
-            prompt ended: the same prompt and longer ones go on from there
+    branch  where a prompt differs from earlier prompts: found by the second such prompt, used from the third on
+    end     where a request ended, for the next turn of a conversation. With `prompt_ends` also where its prompt ended,
+            for the same prompt and longer ones
     grid    every `grid` tokens of a prompt: bounds what the second prompt must compute again
 
-Its value is the tokens that it saves, those from the state before it on, times the times that it will be used: those
-counted since, and before any the mean of its kind so far. It is weighed by the byte, and the priority is that of
-GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998): the age of the cache is added, so that what was once valuable goes
-in the end.
+The value of a state is the number of tokens that it saves, counted from the state before it, times the expected number
+of uses: the uses so far, and at first the mean of its kind. Value is divided by bytes. As in GreedyDual-Size-Frequency
+(Cherkasova, HP Labs 1998), the age of the cache is added to the priority, so that a state that was valuable long ago is
+dropped in the end.
 
-    priority = age when it was used last + uses * saved tokens / (state bytes + 4 * saved tokens)
+    priority = age at the last use + uses * saved tokens / (state bytes + 4 * saved tokens)
     age      = the priority of the state dropped last
 """
 
@@ -43,15 +43,15 @@ __all__ = ["REASONS", "CheckpointIndex", "StateCheckpoints", "Stop"]
 REASONS = ("branch", "end", "grid")
 TOKEN_BYTES = 4
 MAX_STATES = 2**31 - 1
-# A kind's mean of uses begins at 1 and moves as if so many states had been used once each before.
+# The mean of uses of a kind starts at 1, as if this many states had been used once each before.
 PRIOR = 8
 
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """A state that is kept, or, without a slot, the root of a key.
+    """A kept state, or, without a slot, the root of a key.
 
-    saved tokens = position - above.position        below = the states whose `above` it is
+    saved tokens = position - above.position        below = {state: state.above is this one}
     """
 
     key: bytes
@@ -72,7 +72,7 @@ Entry: TypeAlias = tuple[float, int, int, Kept]  # priority, birth, version
 
 
 class ValueQueue:
-    """States by priority. Of the entries of one state, that with its version counts."""
+    """States by priority. A state may have several entries; the entry with its current version counts."""
 
     def __init__(self, state_bytes: int) -> None:
         self.age = 0.0
@@ -80,7 +80,7 @@ class ValueQueue:
         self._heap: list[Entry] = []
 
     def push(self, kept: Kept, num_states: int) -> None:
-        """Works out the priority anew: after a use, and when the state before it came or went. O(log num_states)."""
+        """Compute the priority again: after a use, and when the state before it came or went. O(log num_states)."""
         priority = kept.age + self.value(kept.uses, kept.position - kept.above.position)
         heappush(self._heap, (priority, kept.birth, kept.version + 1, kept))
         kept.priority = priority
@@ -90,11 +90,11 @@ class ValueQueue:
             heapify(self._heap)
 
     def value(self, uses: float, saves: int) -> float:
-        """The value of a state that saves so many tokens, per byte of the state and the tokens."""
+        """Value per byte of a state that saves `saves` tokens. The bytes are those of the state and of the tokens."""
         return uses * saves / (self._state_bytes + saves * TOKEN_BYTES)
 
     def least(self) -> Kept | None:
-        """The state that goes next; it stays."""
+        """Return the state that is dropped next. It stays."""
         while self._heap and not _is_current(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][3] if self._heap else None
@@ -115,26 +115,38 @@ class Stop(NamedTuple):
 
 
 class CheckpointIndex:
-    """Which states are kept, by the exact tokens before them. It owns no state, only the numbers of their slots.
+    """Which states are kept, by the exact tokens before them. Owns no state, only the numbers of their slots.
 
-    state_bytes   bytes of one state
-    budget_bytes  for states and the tokens that find them; None: no bound
-    grid          tokens from one grid position to the next; 0: no grid
-    spacing       tokens that a state must at least be away from the one before it
-    align         positions are multiples of it: the block size of the prefix cache, or a multiple of that
-    prompt_ends   whether `stops` has the end of each prompt, too
+    Parameters
+    ----------
+    state_bytes : int
+        Bytes of one state.
+    budget_bytes : int or None
+        For states and the tokens that find them. None: no bound.
+    grid : int
+        Tokens from one grid position to the next. 0: no grid.
+    spacing : int
+        The fewest tokens between a state and the state before it.
+    align : int
+        Positions are multiples of it: the block size of the prefix cache, or a multiple of the block size.
+    prompt_ends : bool
+        Whether `stops` includes the end of each prompt.
 
+    Notes
+    -----
     The invariants, which `check` audits:
 
         num_states = held nodes of the tree = slots in use <= budget_bytes // state_bytes
         used_bytes = num_states * state_bytes + num_tokens * 4 <= budget_bytes
         saved - dropped = num_states
 
+    Examples
+    --------
     >>> index = CheckpointIndex(state_bytes=1000, budget_bytes=10_000)
     >>> prompts = [[*range(480), user, 7] for user in (1, 2, 3)]
     >>> index.stops(prompts[0], kv_tokens=0)  # nothing is known yet
     []
-    >>> index.stops(prompts[1], kv_tokens=480)  # the second one leaves the first there
+    >>> index.stops(prompts[1], kv_tokens=480)  # the second prompt differs from the first there
     [Stop(position=480, reason='branch')]
     >>> index.admit(prompts[1], 480, "branch"), index.find(prompts[2], limit=480)
     (0, (480, 0))
@@ -181,10 +193,15 @@ class CheckpointIndex:
     def find(
         self, tokens: Any, limit: int | None = None, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> tuple[int, int] | None:
-        """Position and slot of the longest prefix of `tokens` whose state is kept, or None; it counts as used.
+        """Return position and slot of the longest prefix of `tokens` with a kept state, or None. Counts as a use.
 
-        tokens  those of the prompt, as `PrefixCache.match_prefix` takes them, salt and keys as well
-        limit   no position beyond it: how many tokens have their keys and values. One token at least is left to compute
+        Parameters
+        ----------
+        tokens, cache_salt, extra_keys
+            The prompt, as in `PrefixCache.match_prefix`.
+        limit : int or None
+            The number of tokens that have keys and values: no position beyond it is returned. At least one token is
+            left to compute.
         """
         row = token_row(tokens)
         most = len(row) - 1 if limit is None else min(integer("limit", limit), len(row) - 1)
@@ -207,10 +224,18 @@ class CheckpointIndex:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
     ) -> list[Stop]:
-        """Where to stop while a prompt is read, and keep its state: in order, each beyond `begin`. Changes nothing.
+        """Return where to stop while a prompt is read, to keep its state: in order, each beyond `begin`.
 
-        kv_tokens  leading tokens whose keys and values were cached: where the prompt leaves those before it
-        begin      the position from which it is computed, that of the state found
+        Changes nothing.
+
+        Parameters
+        ----------
+        tokens, cache_salt, extra_keys
+            The prompt, as in `PrefixCache.match_prefix`.
+        kv_tokens : int
+            The number of leading tokens with cached keys and values: there the prompt differs from earlier prompts.
+        begin : int
+            The position from which the prompt is computed: the position that `find` returned.
         """
         row = token_row(tokens)
         last, known = len(row) - 1, min(integer("kv_tokens", kv_tokens), len(row) - 1)
@@ -229,8 +254,8 @@ class CheckpointIndex:
         for position in sorted(wanted):
             if position <= begin or taken <= position < taken + self.spacing:
                 continue
-            # Of two that are too close the shorter prefix stays, as keys and values may reach no further; one of the
-            # grid gives way.
+            # Two stops are too close: the shorter prefix stays, since keys and values may reach no further. A grid stop
+            # is dropped in any case.
             if stops and position < stops[-1].position + self.spacing:
                 if wanted[position] == "grid" or stops[-1].reason == "branch":
                     continue
@@ -239,26 +264,27 @@ class CheckpointIndex:
         return stops
 
     def aligned(self, position: int) -> int:
-        """The last position up to this one that is a multiple of `align`."""
+        """Return the last position up to this one that is a multiple of `align`."""
         return position - position % self.align
 
     def admit(
         self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> int:
-        """The slot that the state after `tokens[:position]` is to be copied to now, or -1 when it is not worth one.
+        """Return the slot to which the state after `tokens[:position]` is to be copied now, or -1.
 
-        It is not when it is kept already, or another is less than `spacing` before it, or only states of more value
-        would have to go. Those of the least value go until there is room. Raises as `asked`; then nothing has changed.
+        -1 means that the state is kept already, that another state is less than `spacing` before it, or that only
+        states of more value could make room. States of the least value are dropped until there is room. Raises as
+        `asked`; then nothing has changed.
         """
         return self.place(*self.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys))
 
     def asked(
         self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> tuple[bytes, NDArray[np.int32], str]:
-        """What `place` takes, from what `admit` takes. Makes room in the tree, and changes nothing else.
+        """Check the arguments of `admit`; return the arguments of `place`. Reserves memory in the tree.
 
-        Raises `ValueError` for a position that is no multiple of `align`, or not among the tokens, and for an unknown
-        reason.
+        Raises `ValueError` for an unknown reason, and for a position that is not among the tokens or not a multiple of
+        `align`.
         """
         row, at = token_row(tokens), integer("position", position)
         if not 1 <= at <= len(row) or at % self.align:
@@ -270,7 +296,7 @@ class CheckpointIndex:
         return key, row[:at], reason
 
     def place(self, key: bytes, row: NDArray[np.int32], reason: str) -> int:
-        """What `admit` does, once it is asked properly."""
+        """Do as `admit`, with checked arguments."""
         at = len(row)
         uses = (self.used[reason] + PRIOR) / (self.saved[reason] + PRIOR)
         while True:
@@ -285,7 +311,7 @@ class CheckpointIndex:
             priority = self._queue.age + self._queue.value(uses, at - begin)
             victim = self._queue.least()
             if victim is None or victim.priority >= priority:
-                # As if it had been let in and had gone at once: with time the others grow old beside newcomers.
+                # As if it had been kept and dropped at once: other states lose value while new ones arrive.
                 self._queue.age = max(self._queue.age, priority)
                 self.rejected += 1
                 return -1
@@ -295,7 +321,7 @@ class CheckpointIndex:
         birth = sum(self.saved.values())
         kept = Kept(key, self._tree.hold(key, row), slot, at, birth, reason, uses, self._queue.age)
         kept.above = above or self._roots.setdefault(key, Kept(key))
-        if same * self.align == at:  # on the way to others
+        if same * self.align == at:  # a prefix of other states
             kept.below = {each for each in kept.above.below if self._is_below(each, kept)}
         kept.above.below -= kept.below
         kept.above.below.add(kept)
@@ -309,11 +335,11 @@ class CheckpointIndex:
         return slot
 
     def reset(self) -> None:
-        """Forgets every state and all counts."""
+        """Forget every state and all counts."""
         self._forget()
 
     def stats(self) -> dict[str, Any]:
-        """What is kept and what was done, as a dict; `saved` and `used` by reason."""
+        """Return a dict of counters; `saved` and `used` by reason."""
         return {
             "states": self.num_states,
             "peak_states": self.peak_states,
@@ -326,7 +352,7 @@ class CheckpointIndex:
         }
 
     def check(self) -> None:
-        """Audits the equations above and those of the tree; raises `PoolError` naming a broken one. O(tokens)."""
+        """Audit the equations above and the tree. Raises `PoolError` that names a broken one. O(tokens)."""
         self._tree.check()
         below = [kept for one in (*self._roots.values(), *self._kept.values()) for kept in one.below]
         if len(below) != self.num_states or any(self._kept.get(kept.node) is not kept for kept in below):
@@ -345,7 +371,7 @@ class CheckpointIndex:
             raise PoolError(f"broken invariant: {queued} states can be dropped, {self.num_states} are kept")
 
     def _is_below(self, kept: Kept, above: Kept) -> bool:
-        """Whether the tokens of `kept` begin with those of `above`, of the same key."""
+        """Whether `above`, of the same key, is a shorter prefix of `kept`."""
         blocks = (kept.position - above.position) // self.align
         return above.node < 0 or (blocks > 0 and self._tree.is_below(kept.node, above.node, blocks))
 
@@ -366,38 +392,59 @@ class CheckpointIndex:
 
 
 class StateCheckpoints:
-    """Keeps recurrent states where they save most, so that a hybrid model can go on from a cached prefix.
+    """Keep recurrent states where they save most, so that a hybrid model can continue from a cached prefix.
 
-    layout        the `StateLayout` of one sequence's states
-    pool          the engine's `SsmStatePool.from_layout(layout, ...)`: states are copied out of its slots and into them
-    budget_bytes  bytes for the copies and for the tokens by which they are found, at most those of 2**31 - 1 states.
-                  Memory is committed as it is used
-    grid          tokens from one position of the grid to the next; 0: no grid
-    spacing       the fewest tokens between two states of one prompt, at least 1
-    align         states are kept only at multiples of this many tokens: the block size of the prefix cache, or a
-                  multiple of it where the kernels stop less often
-    prompt_ends   whether the state is also kept where each prompt ends, so that the second request with a prompt
-                  computes little of it; at the cost of a copy, and of a step more for what `align` leaves
+    States are kept at the end of requests, where prompts differ, and on a sparse grid. When the budget is full, the
+    states that save the fewest tokens per byte are dropped first. States that were used often or recently are dropped
+    later. The size of a state does not depend on the size of a KV block. Not thread-safe.
 
-    States are kept at the end of requests, where prompts part, and on a sparse grid. When the budget is full, the
-    states that save the fewest tokens per byte are dropped first, those that were used often or lately later. The size
-    of a state is independent of that of a KV block. Raises `ValueError` when the layout has no state or is not that of
-    the pool, and for a number out of range, `TypeError` for anything else, `MemoryError`.
+    Parameters
+    ----------
+    layout : StateLayout
+        The states of one sequence.
+    pool : SsmStatePool
+        The pool of the engine, made by `from_layout(layout, ...)`. States are copied from and to its slots.
+    budget_bytes : int
+        Bytes for the copies and for the tokens by which they are found, enough for at most 2**31 - 1 states. Memory is
+        committed when it is first used.
+    grid : int
+        Tokens from one grid position to the next. 0: no grid.
+    spacing : int
+        The fewest tokens between two states of one prompt, at least 1.
+    align : int
+        States are kept only at multiples of this many tokens: the block size of the prefix cache, or a multiple of it
+        where the kernels stop less often.
+    prompt_ends : bool
+        Whether the state is also kept where each prompt ends, so that the second request with a prompt computes little
+        of it. Costs a copy, and one more step for the tokens behind the last multiple of `align`.
 
-    A request of a hybrid model takes these steps, one thread at a time; none of the calls keeps its arguments:
+    Raises
+    ------
+    ValueError
+        The layout has no state, the pool has another layout, or a number is out of range.
+    TypeError
+        An argument has another type.
+    MemoryError
+        Not enough memory for the copies.
+
+    Notes
+    -----
+    A request of a hybrid model takes these steps. None of the calls keeps its arguments:
 
         blocks = cache.match_prefix(tokens)                      # keys and values
         n = len(blocks) * cache.block_size
-        begin = checkpoints.resume(slot, tokens, n)              # the state: go on from token `begin`
+        begin = checkpoints.resume(slot, tokens, n)              # the state: continue from token `begin`
         for position, reason in checkpoints.stops(tokens, n, begin):
             ...                                                  # compute tokens up to `position`
             checkpoints.save(slot, tokens, position, reason)
-        ...                                                      # the rest and the output, up to `position`, the last
-        checkpoints.save(slot, all_tokens, position, "end")      # multiple of `align`; then what is left
+        ...                                                      # compute the rest and the output up to `position`,
+        checkpoints.save(slot, all_tokens, position, "end")      # the last multiple of `align`
 
-    Keys and values of the tokens from `begin` on are cached, but the state must pass over them: a model computes them
-    once more, or only its recurrent layers where it can.
+    Keys and values of the tokens from `begin` to `n` are cached, but the state must pass over these tokens: a model
+    computes them again, or only its recurrent layers where it can.
 
+    Examples
+    --------
     >>> import numpy as np
     >>> from pagepool import SsmStatePool, StateLayout
     >>> layout = StateLayout(layers=[{"ssm": ((4,), "float32")}])
@@ -445,35 +492,54 @@ class StateCheckpoints:
         most = budget // self.state_bytes
         if most > MAX_STATES:
             raise ValueError(
-                f"budget_bytes must be at most {(MAX_STATES + 1) * self.state_bytes - 1}, that of {MAX_STATES} states "
+                f"budget_bytes must be at most {(MAX_STATES + 1) * self.state_bytes - 1}, for {MAX_STATES} states "
                 f"of {self.state_bytes} bytes, not {budget}"
             )
         self.index = CheckpointIndex(
             self.state_bytes, budget, grid=grid, spacing=spacing, align=align, prompt_ends=prompt_ends
         )
         self._pool = pool
-        self._followed: tuple[Any, int] | None = None  # a cache, and how often it had forgotten
+        self._followed: tuple[Any, int] | None = None  # the cache of the last `follow`, and its `forgotten`
         copies = StateMemory(layout, most)
         self._copies = [copies.view(layer, name) for layer, name in names]
 
     @property
     def pool(self) -> SsmStatePool:
-        """The pool whose states are kept."""
+        """The pool that has the slots."""
         return self._pool
 
     def resume(
         self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> int:
-        """Copies the state of the longest kept prefix of `tokens` within `kv_tokens` into `slot`; returns its length.
+        """Copy the state of the longest kept prefix of `tokens` within `kv_tokens` into `slot`.
 
-        slot       a slot of the pool that a request has
-        tokens     the tokens of the prompt, as `PrefixCache.match_prefix` takes them, `cache_salt` and `extra_keys` too
-        kv_tokens  the first tokens whose keys and values are there: no longer prefix is taken
+        The copy counts as a use of the state, and the position of the slot becomes its length. Without a kept prefix
+        the slot stays as it was.
 
-        Returns 0, and leaves the slot as it was, when there is none. The slot's position becomes the length. At least
-        one token is left to compute. The state counts as used. Raises `InvalidSlot` for a slot that is out of range or
-        free, `TypeError` for a `kv_tokens` that is no integer; then nothing has changed. A signal or `MemoryError`
-        during the copy resets the slot.
+        Parameters
+        ----------
+        slot : int
+            A slot of the pool that a request has.
+        tokens, cache_salt, extra_keys
+            The prompt, as in `PrefixCache.match_prefix`. At least one token is left to compute.
+        kv_tokens : int
+            The number of leading tokens with keys and values. No longer prefix is taken.
+
+        Returns
+        -------
+        int
+            The length of the prefix, or 0.
+
+        Raises
+        ------
+        InvalidSlot
+            The slot is out of range or free. Nothing has changed.
+        TypeError
+            `kv_tokens` is not an integer. Nothing has changed.
+
+        Notes
+        -----
+        A signal or `MemoryError` during the copy resets the slot.
         """
         theirs = self._acquired(slot)
         found = self.index.find(tokens, integer("kv_tokens", kv_tokens), cache_salt=cache_salt, extra_keys=extra_keys)
@@ -499,14 +565,27 @@ class StateCheckpoints:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
     ) -> list[Stop]:
-        """Returns the positions beyond `begin` at which to `save` while this prompt is read, in order.
+        """Return the positions beyond `begin` at which to `save` while this prompt is read, in order. Changes nothing.
 
-        tokens, cache_salt, extra_keys  those of the prompt, as in `resume`
-        kv_tokens  leading tokens that the prefix cache had; 0 without a cache
-        begin      what `resume` returned
+        Parameters
+        ----------
+        tokens, cache_salt, extra_keys
+            The prompt, as in `resume`.
+        kv_tokens : int
+            The number of leading tokens that the prefix cache had; 0 without a cache.
+        begin : int
+            The result of `resume`.
 
-        Returns a list of `Stop`, each with the `position` and the `reason` that `save` takes: as many as the grid has,
-        and at most three more. Changes nothing. Raises `TypeError` and `ValueError` for wrong tokens, keys or numbers.
+        Returns
+        -------
+        list of Stop
+            Each has the `position` and the `reason` that `save` takes: all positions of the grid and at most three
+            more.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Wrong tokens, keys or numbers.
         """
         return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt, extra_keys=extra_keys)
 
@@ -520,18 +599,37 @@ class StateCheckpoints:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
     ) -> bool:
-        """Copies the state in `slot`, which has passed over exactly `tokens[:position]`; False if it is not kept.
+        """Copy the state in `slot`, which has passed over exactly `tokens[:position]`, if it is worth keeping.
 
-        slot      a slot of the pool that a request has
-        tokens    at least the first `position` tokens of the request, outputs included, as in `resume`
-        position  a multiple of `align`
-        reason    the reason of the stop, or "end" when the request has ended
+        States of less value are dropped when the budget is full.
 
-        It is not kept when the same state is there, another one is fewer than `spacing` tokens before it, or only
-        states of more value could make room. Drops states of less value when the budget is full. Raises `InvalidSlot`
-        for a slot that is out of range or free, `ValueError` for a wrong position or reason; then nothing has changed.
-        A signal or `MemoryError` during the copy makes it forget every state, so that none is kept that was copied in
-        part.
+        Parameters
+        ----------
+        slot : int
+            A slot of the pool that a request has.
+        tokens, cache_salt, extra_keys
+            At least the first `position` tokens of the request, output included, as in `resume`.
+        position : int
+            A multiple of `align`.
+        reason : {"branch", "end", "grid"}
+            The reason of the stop, or "end" when the request has ended.
+
+        Returns
+        -------
+        bool
+            False if the state is not kept: the same state is kept already, another one is fewer than `spacing` tokens
+            before it, or only states of more value could make room.
+
+        Raises
+        ------
+        InvalidSlot
+            The slot is out of range or free. Nothing has changed.
+        ValueError
+            A wrong position or reason. Nothing has changed.
+
+        Notes
+        -----
+        A signal or `MemoryError` during the copy forgets every state, so that no partial copy is kept.
         """
         self._acquired(slot)
         asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
@@ -547,26 +645,25 @@ class StateCheckpoints:
         return True
 
     def reset(self) -> None:
-        """Forgets every state."""
+        """Forget every state."""
         self.index.reset()
 
     def follow(self, cache: Any) -> None:
-        """Forgets every state when the `PrefixCache` was told to forget blocks since the last call, or is another one.
+        """Forget every state if the `PrefixCache` was told to forget blocks since the last call, or is another cache.
 
-        What was computed from blocks that are to be forgotten may be as wrong as they. A `Scheduler` calls it before it
-        looks for a state.
+        States that were computed from wrong blocks may be wrong, too. A `Scheduler` calls this before it looks for a
+        state.
         """
         followed, self._followed = self._followed, (cache, cache.forgotten)
         if followed is not None and (followed[0] is not cache or followed[1] != cache.forgotten):
             self.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Returns a dict of counters: what is kept, bytes and states, and how many were saved and used for each reason,
-        dropped and rejected."""
+        """Return a dict of counters: bytes and states kept, saved and used by reason, dropped and rejected."""
         return {"state_bytes": self.state_bytes, **self.index.stats()}
 
     def check(self) -> None:
-        """Raises `PoolError` naming an equation of the index that is broken."""
+        """Raise `PoolError` that names a broken equation of the index."""
         self.index.check()
 
     def _acquired(self, slot: int) -> Any:
