@@ -198,7 +198,7 @@ def test_keys_and_values_are_right_whoever_waits_for_whom(seed):
         watermark=0,
     )
     scheduler = Scheduler(config, engine.pool, cache)
-    for number in range(300):
+    for number in range(1000):  # the slowest known seed, 18723, takes 311
         if number < 40 and rng.random() < 0.5:
             for _ in range(rng.randint(1, 4)):
                 prompt = [rng.randrange(2)] * rng.choice([4, 16, 24]) + [rng.randrange(2) for _ in range(8)]
