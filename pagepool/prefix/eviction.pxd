@@ -27,12 +27,12 @@ cdef class CachedBlocks:
     cdef long long inserted
     cdef long long evicted
     cdef long long cleared
-    cdef long long forgotten  # those of `cleared` that did not give their place to another
+    cdef long long forgotten  # blocks in `cleared` that were not replaced by another block
 
     cdef int reset(self) except -1
     # The ids of all cached blocks.
     cdef list list_blocks(self)
-    # Whether somebody else has a reference to the node's block.
+    # Whether another reference to the node's block exists.
     cdef bint c_in_use(self, int32_t node) noexcept
     # Caches a block at a node. The cache must hold its reference to the block already.
     cdef void c_put(self, int32_t node, int32_t block) noexcept
@@ -48,7 +48,7 @@ cdef class CachedBlocks:
     # Moves a node from the policy's lists to `in_use`, and back.
     cdef void c_set_aside(self, int32_t node) noexcept
     cdef void c_bring_back(self, int32_t node) noexcept
-    # Looks at up to `most` nodes of `in_use`, the longest there first; those that nobody uses go back to the policy.
+    # Looks at up to `most` nodes of `in_use`, the longest there first; unused nodes return to the policy.
     cdef void c_return_unused(self, int32_t most) noexcept
     # The next candidate for eviction, or -1; all_seen: whether this call of c_evict has looked through all of `in_use`.
     cdef int32_t c_victim(self, bint *all_seen) noexcept

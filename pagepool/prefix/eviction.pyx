@@ -1,10 +1,10 @@
-"""Which block is evicted when room is needed.
+"""Eviction: the blocks that a prefix cache holds, and which of them is evicted first.
 
-A cached block is in use, when somebody else has a reference to it, or evictable. The policy's lists have both kinds,
-since a block becomes evictable when its last user frees it, on any thread and without a call of the cache. When the
-policy chooses a node whose block is in use, the node moves to the list `in_use`. Each eviction looks at two nodes of
-that list and returns those whose blocks are no longer used to the policy. When the policy has no node left although
-some block is evictable, a call looks through the whole list, once.
+A cached block is either in use (another reference to it exists) or evictable. The policy's lists have both kinds: a
+block becomes evictable when its last user frees it, on any thread and without a call of the cache. If the policy
+chooses a node with a block in use, the node moves to the list `in_use`. Each eviction looks at two nodes of that list
+and returns the unused ones to the policy. If the policy has no node left although some block is evictable, a call looks
+through the whole list, once.
 """
 
 cimport cython

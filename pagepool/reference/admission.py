@@ -97,8 +97,8 @@ class Admission(Preemption):
         return most is not None and self.num_steps - request.arrived >= most
 
     def _leader(self, request: Request) -> tuple[Request, int] | None:
-        """Whom it waits for, and until that one has read how many tokens: of those that compute its next blocks the one
-        that has most of them, and none of lower priority."""
+        """The prefill to wait for, and how many tokens it has to read first. It computes most of the next blocks of the
+        request, and its priority is not lower."""
         known = max(request.fed, self._cached(request))
         leader = None
         for other in self._prefills():
@@ -190,7 +190,7 @@ class Admission(Preemption):
         return begin > 0
 
     def _stop_at(self, leader: Request, until: int) -> None:
-        """It keeps its recurrent state there, for one that shares so many tokens."""
+        """The leader keeps its recurrent state there, for a request that shares these tokens."""
         if self.checkpoints is not None:
             position = until - until % self.checkpoints.index.align
             if position > leader.fed and position not in [known for known, _ in leader.stops]:
