@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ class Guard:
 
     def __init__(self) -> None:
         # The call that is under way: "call" leads to its own tuple, of its thread. dict.setdefault is atomic with and
-        # without the GIL, so a call is never seen without its thread; a lock could not be copied.
+        # without the GIL, so a call is never seen without its thread.
         self._inside: dict[str, tuple[int]] = {}
         self.is_changing = False
         self.is_closed = False
@@ -77,9 +76,9 @@ class Inbox:
     Any thread appends, also a finalizer or a handler in the middle of `number`; only the scheduler takes out.
     """
 
-    def __init__(self, first: int = 1) -> None:
+    def __init__(self) -> None:
         self.items: deque[Sequence | int] = deque()
-        self._numbers = count(first)
+        self._numbers = count(1)
         # Without a GIL two threads could be given one number.
         self._lock = RLock()
 
@@ -87,11 +86,3 @@ class Inbox:
         """The id of the next sequence: 1, 2, ..."""
         with self._lock:
             return next(self._numbers)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Inbox:
-        with self._lock:
-            first = next(self._numbers)
-            self._numbers = count(first)
-        other = Inbox(first)
-        other.items = copy.deepcopy(self.items, memo)
-        return other

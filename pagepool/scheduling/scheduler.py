@@ -95,8 +95,7 @@ class Scheduler:
     [[11, 12, 13, 14, 15, 99, 99]]
     """
 
-    # A deep copy is refused by what owns the blocks; without any it is another scheduler in the same state.
-    __copy__ = refuse_copy
+    __reduce__ = refuse_copy
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ from pagepool import (
     PagedSeqState,
     PrefixCache,
     Scheduler,
-    SchedulerConfig,
     SequencePool,
     SsmStatePool,
     StateCheckpoints,
@@ -45,6 +44,7 @@ def owners():
         HybridSequence([], states).state,
         SequencePool(pool, states),
         StateCheckpoints(STATES, states, 1000),
+        Scheduler(None, allocator),
     ]
 
 
@@ -57,21 +57,3 @@ def test_owners_are_neither_pickled_nor_copied(way):
             way(owner)
     assert allocator.stats() == before
     allocator.check()
-
-
-def test_a_scheduler_is_not_copied_with_its_pool():
-    scheduler = Scheduler(SchedulerConfig(), BlockAllocator(4))
-    with refuses(TypeError, "BlockAllocator"):
-        copy.deepcopy(scheduler)
-    with refuses(TypeError, "Scheduler"):
-        copy.copy(scheduler)
-
-
-def test_a_scheduler_without_blocks_is_copied_as_a_whole():
-    scheduler = Scheduler()
-    scheduler.add_request([1, 2, 3], 5)
-    other = copy.deepcopy(scheduler)
-    other.schedule()
-    assert (scheduler.waiting_count, other.waiting_count) == (1, 0)
-    scheduler.check()
-    other.check()
