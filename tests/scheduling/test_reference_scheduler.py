@@ -289,7 +289,7 @@ def test_the_same_plan_with_forks(seed):
     run(seed, forks=0.1, forget=0.05, max_sequences=20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([None, [None], [0], [None, 8]]))
 def test_the_same_plan_when_steps_are_given_up(seed, windows):
     memory = windows and {"windows": windows}
