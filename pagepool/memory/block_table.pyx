@@ -19,7 +19,7 @@ from pagepool.memory.arrays cimport IdArray, list_ids, new_int64, read_count, re
 from pagepool.memory.block_refs cimport PrefixMatch
 from pagepool.memory.page_buffer cimport PageBuffer
 
-from pagepool.errors import InvalidBlock, PoolError, StaleHandle, refuse_copy
+from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool._arguments import integer
 from pagepool.memory.explain import closed, exhausted
 
