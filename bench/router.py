@@ -16,9 +16,8 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
 
-from pagepool import PrefixEvent
 from pagepool.cluster.router import Router
-from pagepool.prefix.events import prefix_names
+from pagepool.prefix.events import PrefixEvent, prefix_names
 from pagepool.prefix.keys import root_key, root_name
 
 BLOCK_SIZE, PROMPT_BLOCKS, VOCABULARY = 16, 512, 30_000

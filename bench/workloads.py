@@ -24,6 +24,7 @@ import pagepool
 from pagepool import KvLayout, Scheduler, SchedulerConfig, reference
 from pagepool.cli import main
 from pagepool.memory import batch
+from pagepool.memory.generations import BlockGenerations
 
 BLOCKS = 16_384
 SEQS = 256
@@ -126,7 +127,7 @@ def allocator_of(side, generations=False):
     allocator = make(BLOCKS)
     allocator.free(allocator.allocate_n(BLOCKS // 2))  # no longer fresh
     if generations:
-        pagepool.BlockGenerations(allocator)  # the allocator keeps its words from now on
+        BlockGenerations(allocator)  # the allocator keeps its words from now on
     return allocator
 
 

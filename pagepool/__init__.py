@@ -7,7 +7,7 @@ from pagepool._paths import get_include, get_library_dir
 from pagepool._version import __version__
 from pagepool.attention.cpu import cpu_info
 from pagepool.attention.decode import decode, prefill
-from pagepool.attention.merge import merge_state, merge_states
+from pagepool.attention.merge import merge_states
 from pagepool.config import KvLayout, SchedulerConfig, StateLayout, Tenant
 from pagepool.errors import (
     EngineClosed,
@@ -23,10 +23,8 @@ from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import PrefixMatch
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.block_tables import BlockTables
-from pagepool.memory.generations import BlockGenerations
-from pagepool.memory.hybrid import Checkpoint, HybridSequence, KvGroup
+from pagepool.memory.hybrid import HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
-from pagepool.memory.quantisation import calibrate_channels, widen_fp8
 from pagepool.memory.sequence_pool import SequencePool
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.memory.state import (
@@ -37,8 +35,6 @@ from pagepool.memory.state import (
 )
 from pagepool.prefix import (
     PrefixCache,
-    PrefixEvent,
-    PrefixSnapshot,
     StateCheckpoints,
 )
 from pagepool.scheduling import (
@@ -47,7 +43,6 @@ from pagepool.scheduling import (
     SeqState,
     Sequence,
 )
-from pagepool.scheduling.recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from pagepool.engine import Engine, Generation, SamplingParams
@@ -55,9 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionSequenceState",
     "BlockAllocator",
-    "BlockGenerations",
     "BlockTables",
-    "Checkpoint",
     "Engine",
     "EngineClosed",
     "Generation",
@@ -72,9 +65,7 @@ __all__ = [
     "PoolError",
     "PoolExhausted",
     "PrefixCache",
-    "PrefixEvent",
     "PrefixMatch",
-    "PrefixSnapshot",
     "RequestRejected",
     "SamplingParams",
     "ScheduledBatch",
@@ -90,18 +81,14 @@ __all__ = [
     "StateCheckpoints",
     "StateLayout",
     "Tenant",
-    "TraceRecorder",
     "TransferError",
     "__version__",
-    "calibrate_channels",
     "cpu_info",
     "decode",
     "get_include",
     "get_library_dir",
-    "merge_state",
     "merge_states",
     "prefill",
-    "widen_fp8",
 ]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the checkout, where no pagepool is installed
 
 import pagepool
+from pagepool.memory.quantisation import calibrate_channels
 from sides.common import Call
 from sides.common import Side as Base
 
@@ -24,7 +25,7 @@ class Side(Base):
         self.tables = case.tables(BLOCK_SIZE)
         scale = None
         if case.dtype == "int4":  # keys need one for each channel
-            one = pagepool.calibrate_channels(case.k[0] * case.UNIT)
+            one = calibrate_channels(case.k[0] * case.UNIT)
             scale = np.broadcast_to(one, (case.copies, *one.shape[1:]))
         self.pool = pagepool.KvCachePool.from_layout(layout, self.tables.size, k_channel_scale=scale)
         self.lens = np.full(num_seqs, context, np.int32)

@@ -13,7 +13,8 @@ from test_decode_accuracy import GROUPS, HEAD_DIMS
 from test_decode_bits import VARIANTS, assert_canonical, per_head
 from test_several_queries import COUNTS, lone, random_masks, trees
 
-from pagepool import KvLayout, cpu_info, decode, merge_state, reference
+from pagepool import KvLayout, cpu_info, decode, reference
+from pagepool.attention.merge import merge_state
 from pagepool.reference.views import views
 
 ROUNDED = {"arithmetic": "bf16"}

@@ -7,7 +7,8 @@ import pytest
 from paged_cases import assert_close, assert_same_bits, make_case
 from refusals import refuses
 
-from pagepool import KvLayout, decode, merge_state, merge_states
+from pagepool import KvLayout, decode, merge_states
+from pagepool.attention.merge import merge_state
 
 SIZE = 16
 

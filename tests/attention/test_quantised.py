@@ -22,17 +22,8 @@ from test_decode_bits import VARIANTS, per_head
 from test_prefill import by_lone_decodes, by_prefill, by_records
 from test_several_queries import OPTIONS, options_of, random_masks, trees
 
-from pagepool import (
-    KvCachePool,
-    KvLayout,
-    PagedSeqState,
-    calibrate_channels,
-    cpu_info,
-    decode,
-    prefill,
-    reference,
-    widen_fp8,
-)
+from pagepool import KvCachePool, KvLayout, PagedSeqState, cpu_info, decode, prefill, reference
+from pagepool.memory.quantisation import calibrate_channels, widen_fp8
 
 KINDS = [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("bfloat16", "int8"), ("int8", "float32")]
 OTHERS = [("float16", "bfloat16"), ("float32", "int4"), ("int4", "float16"), ("float32", "float16")]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refuses
 
-from pagepool import BlockAllocator, PoolError, PrefixCache, PrefixEvent, PrefixSnapshot
+from pagepool import BlockAllocator, PoolError, PrefixCache
 from pagepool.cluster.router import Choice, Router
-from pagepool.prefix.events import prefix_names
+from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, prefix_names
 from pagepool.prefix.keys import root_key, root_name
 
 SALTS = (None, "a", 0)

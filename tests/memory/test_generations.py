@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refuses
 
-from pagepool import BlockAllocator, BlockGenerations, InvalidBlock, KvCachePool, KvLayout, PagedSeqState, PrefixCache
+from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout, PagedSeqState, PrefixCache
+from pagepool.memory.generations import BlockGenerations
 
 
 def words_of(generations):

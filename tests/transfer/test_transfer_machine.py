@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 )
 from stepped import LAYOUT, SteppedTransfer
 
-from pagepool import BlockGenerations, KvCachePool
+from pagepool import KvCachePool
+from pagepool.memory.generations import BlockGenerations
 from pagepool.transfer import TransferError, protocol
 
 HALF = LAYOUT.page_size // 2

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagepool import BlockGenerations, KvCachePool
+from pagepool import KvCachePool
+from pagepool.memory.generations import BlockGenerations
 from pagepool.transfer import protocol
 from pagepool.transfer.nixl import NixlTransfer
 
