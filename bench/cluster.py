@@ -39,7 +39,7 @@ SECONDS = 120
 NUM_REQUESTS, NUM_BEGINNINGS, NUM_TOKENS = 48, 6, 64
 NEAR = 1e-3
 # Of the tokens, what has come when the process is killed: prompts are computed at the beginning.
-SHARE = {"decode": 0.25, "front end": 0.25, "prefill": 0.005}
+SHARE = {"decode": 0.25, "front_end": 0.25, "prefill": 0.005}
 COLOURS = ["#17479e", "#e0913a", "#8e6bb5", "#c9524f", "#5f9e6e", "#8a8a8a"]
 
 
@@ -175,7 +175,7 @@ class Running:
 
     def victim(self, what: str) -> tuple[str, int]:
         """The name and the process of a worker of this side, or of the front end."""
-        if what == "front end":
+        if what == "front_end":
             return what, self.front_end.pid.remote().result(timeout_s=SECONDS)
         name = min(name for name, worker in self.workers().items() if worker["side"] == what)
         return name, self.ask(name, what, "pid")
@@ -220,7 +220,7 @@ def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list
     in_use = {name: cluster.ask(name, w["side"], "check_empty")[1] for name, w in stats["workers"].items()}
     after = counts_of(stats)
     # Another front end has begun to count anew.
-    counts = after if kill == "front end" else {name: count - before[name] for name, count in after.items()}
+    counts = after if kill == "front_end" else {name: count - before[name] for name, count in after.items()}
     forecast, found = counts["forecast_tokens"], counts["found_tokens"]
     apart = abs(forecast - found) / max(found, 1)
     cut = sum(answer.asked > 1 for answer in answers)
@@ -266,7 +266,7 @@ def draw(answers: list[Answer], began: float, killed_at: float, kill: str) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kill", choices=("decode", "prefill", "front end", "none"), default="decode")
+    parser.add_argument("--kill", choices=("decode", "prefill", "front_end", "none"), default="decode")
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
     texts = prompts()

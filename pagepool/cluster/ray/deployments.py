@@ -16,7 +16,7 @@ from pagepool.cluster.messages import Call, Limits, News
 
 __all__ = ["APPLICATION", "FRONT_END", "FrontEndReplica", "WorkerReplica"]
 
-APPLICATION, FRONT_END = "pagepool", "front end"
+APPLICATION, FRONT_END = "pagepool", "front_end"
 NEWS_SECONDS = 0.2
 ANSWER_SECONDS = 10.0
 TRANSFER_SECONDS = 5.0
