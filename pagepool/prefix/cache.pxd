@@ -22,16 +22,15 @@ cdef class PrefixCache:
     cdef object atomically(self, function)
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held)
 
-    # The rest wants the cache's critical section, or that no other thread is in a call of the cache.
+    # The functions below require the critical section of the cache, or that no other thread calls the cache.
 
     cdef int c_reserve_path(self, int64_t n) except -1
     # `touch`; room for n + 1 nodes must be reserved.
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
-    # The node of the last of n blocks, the first of which has the first of `tokens`, if it is cached under that root
-    # and has these tokens; else -1.
+    # The node of the last one of n blocks of a sequence, if that block is cached below `root` for its tokens; else -1.
     cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
-    # Whether another block, in use and not cached, is to take the place of the node's, which nobody uses. The other may
-    # be anything: a caller may have given back the first of its blocks.
+    # Whether `block` replaces the block of the node: the new one is in use and not cached, the old one is idle. `block`
+    # may have any count: callers may have freed the first blocks of a sequence.
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
     # All of `PrefixCache.cache_blocks` but its arguments, with a named key.
     cdef int64_t keep(

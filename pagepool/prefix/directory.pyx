@@ -15,7 +15,7 @@ from pagepool.errors import PoolError, refuse_copy
 __all__ = ["PrefixDirectory"]
 
 cdef int64_t LEAST = 64  # rows of the smallest table
-cdef int64_t AHEAD = 8  # names whose rows are on their way from memory
+cdef int64_t AHEAD = 8  # how many names ahead rows are prefetched
 
 
 cdef extern from "block_hash.h" nogil:
@@ -30,12 +30,12 @@ cdef extern from *:
 @cython.final
 @cython.auto_pickle(False)
 cdef class PrefixDirectory:
-    """A hash table from the name of a prefix to the set of caches that hold it. For one thread at a time.
+    """A hash table from the name of a prefix to the set of caches that hold it. Not thread-safe.
 
     num_caches  how many caches there may be; they are numbered from 0
 
-    Names come as bytes, 16 for each prefix, one behind the other. `add` and `replace` raise `MemoryError` and change
-    nothing when there is no memory; `IndexError` is for a cache and `ValueError` for bytes that cannot be.
+    Names come as bytes, 16 for each prefix, one behind the other. When `add` or `replace`
+    raises `MemoryError`, nothing has changed. A wrong cache raises `IndexError`, a wrong number of bytes `ValueError`.
 
     >>> from pagepool.prefix.events import name_row
     >>> directory, names = PrefixDirectory(2), name_row(range(8), 2, bytes(16))
@@ -60,7 +60,7 @@ cdef class PrefixDirectory:
             raise ValueError(f"a directory is of 1 cache or more, not {num_caches}")
         self.words = (num_caches + 63) // 64
         self.counts = np.zeros(num_caches, np.int64)
-        # Names follow from tokens: without a secret, prompts could be made whose names all have one home.
+        # Names follow from tokens. Without a secret, an attacker could make prompts whose names all have one home.
         secret = os.urandom(16)
         memcpy(self.seed, PyBytes_AS_STRING(secret), 16)
 
@@ -119,7 +119,7 @@ cdef class PrefixDirectory:
         self.c_add_all(cache, <const uint64_t *>PyBytes_AS_STRING(names), n)
 
     def prefix_lengths(self, bytes names not None):
-        """For each cache how many of these prefixes, from the first on, it holds without a gap: int32 (num_caches,)."""
+        """Return the number of leading prefixes that each cache holds without a gap: int32 (num_caches,)."""
         cdef int64_t n = self.see(0, names), i, at = 0
         cdef int word, num_caches = <int>self.counts.shape[0]
         cdef const uint64_t *name = <const uint64_t *>PyBytes_AS_STRING(names)
@@ -171,9 +171,9 @@ cdef class PrefixDirectory:
     cdef int64_t see(self, int cache, bytes names) except -1:
         """How many names these are."""
         if not 0 <= cache < self.counts.shape[0]:
-            raise IndexError(f"cache {cache} is none of {self.counts.shape[0]}")
+            raise IndexError(f"cache {cache} is out of range: there are {self.counts.shape[0]} caches")
         if PyBytes_GET_SIZE(names) % 16:
-            raise ValueError(f"names have 16 bytes each, {PyBytes_GET_SIZE(names)} bytes are none of them")
+            raise ValueError(f"names must be a multiple of 16 bytes, got {PyBytes_GET_SIZE(names)}")
         return PyBytes_GET_SIZE(names) // 16
 
     def reserve(self, int64_t n):
@@ -229,7 +229,7 @@ cdef class PrefixDirectory:
         return True
 
     cdef void c_close_gap(self, int64_t gap) noexcept nogil:
-        """Moves into an empty row the next one that may lie there, and so on, up to an empty one."""
+        """Fill a gap with the next row that may lie there, and repeat for the gap that this row leaves."""
         cdef int64_t last = self.room - 1, at = gap, home
         cdef size_t size = (2 + self.words) * sizeof(uint64_t)
         while True:

@@ -26,7 +26,7 @@ cdef class EventLog:
     cdef int64_t first
     cdef int64_t next
 
-    # When there is no room the oldest is dropped. Cannot fail.
+    # Drops the oldest event when the log is full. Cannot fail.
     cdef void c_add(self, int kind, int32_t node, int32_t block) noexcept
     cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept
     cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens)

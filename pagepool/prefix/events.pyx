@@ -26,10 +26,10 @@ cdef extern from "block_hash.h" nogil:
 class PrefixEvent(NamedTuple):
     """One change of a cache, in plain types that any channel carries.
 
-    sequence  1, 2, ...: one that is missing was dropped because nobody drained the events in time
-    kind      "stored", "removed" or "cleared": everything went
+    sequence  1, 2, ...: a missing number is an event that was dropped, because the events were not drained in time
+    kind      "stored", "removed" or "cleared": all blocks were removed
     block     the id, -1 with "cleared"
-    name      16 bytes that stand for salt, keys and all tokens up to the end of the block; b"" with "cleared"
+    name      16 bytes, a hash of salt, keys and all tokens up to the end of the block; b"" with "cleared"
     parent    the name of the prefix before the block, or of salt and keys alone; b"" with "cleared"
     tokens    of the block itself, as int32 in this machine's byte order; b"" but with "stored"
     """
@@ -55,7 +55,7 @@ class PrefixSnapshot(NamedTuple):
 
 
 def check_snapshot(snapshot):
-    """Raises `TypeError` for what is not a `PrefixSnapshot`, `PoolError` for one that was cut short on its way."""
+    """Raise `TypeError` if it is not a `PrefixSnapshot`, `PoolError` if blocks were lost on the way."""
     if not isinstance(snapshot, PrefixSnapshot):
         raise wrong("snapshot", "a PrefixSnapshot", snapshot)
     if len(snapshot.stored) != snapshot.num_blocks:
@@ -69,7 +69,7 @@ cdef object new_tuple = tuple.__new__
 @cython.final
 @cython.auto_pickle(False)
 cdef class EventLog:
-    """The last `max_events` events of a cache that nobody has drained yet. Internal: see `PrefixCache.drain_events`."""
+    """The last `max_events` events of a cache, until they are drained. Internal: see `PrefixCache.drain_events`."""
 
     def __cinit__(self, NodeTable tree not None, int64_t max_events):
         self.tree = tree
@@ -114,7 +114,7 @@ cdef class EventLog:
         return new_tuple(PrefixEvent, (sequence, KINDS[event.kind], event.block, name, parent, row))
 
     cdef list drain(self):
-        """All that there are, which are then forgotten; none is when memory runs out."""
+        """Return all events and forget them. When memory runs out, none is forgotten."""
         cdef int64_t sequence, place
         cdef list drained = []
         for sequence in range(self.first, self.next):
@@ -124,7 +124,7 @@ cdef class EventLog:
         return drained
 
     cdef object snapshot(self):
-        """Every cached block as an event; what is noted from now on comes after it."""
+        """Every cached block as an event. Later events follow it."""
         cdef Event event
         cdef int32_t node
         cdef list stored = []

@@ -1,4 +1,4 @@
-"""What a look-up is given beside its tokens, in the one form that the cache compares: bytes."""
+"""Salt and extra keys of a look-up, in the form that the cache compares: bytes."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ cdef class NodeTable:
     #   a span has ids in a row, and nodes before and behind it that are alive, or were never made. Its first node has
     #   its size in num_children, and in previous and next the spans before and behind it; its last node has the first
     #   one in parent
-    #   num_children = the live nodes whose parent it is
+    #   num_children = the number of live children
     #   alive while it has a block, a child, a ghost or a pin; a pin counts as a child
     #   a node with siblings is in the bucket of its hash, once; one without may be: its parent leads to it
     #   roots = {key: node} have no parent
@@ -114,7 +114,7 @@ cdef class NodeTable:
     cdef Node *nodes
     cdef int32_t *tokens  # block_size of each node's own
     cdef int32_t *buckets
-    cdef uint64_t *names  # two words of each node, for events; NULL where nobody asked for any
+    cdef uint64_t *names  # two words of each node, for events; NULL without events
     cdef bint named
     cdef int64_t num_buckets
     cdef int64_t room
@@ -136,13 +136,13 @@ cdef class NodeTable:
     cdef int32_t root(self, tuple named_key) except -1
     # The child with these tokens, every one compared, or -1.
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil
-    # Writes the nodes of the leading blocks of n, one behind the other from `node` on, to `path`, as far as there are
-    # any, or any with a block; returns how many.
+    # Walks down from `node` along n blocks of tokens, as far as there are nodes (`cached_only`: nodes with a block).
+    # Writes them to `path` and returns their number.
     cdef int64_t c_walk(
         self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only, int32_t *path
     ) noexcept nogil
-    # The child with a block whose first tokens, of at most n, are the same for longest, or -1, and for how long; of
-    # several the one in the lowest block. The 1,024 youngest children are looked at.
+    # Returns the cached child that shares the most leading tokens with `tokens` (n of them), or -1, and writes their
+    # number to `common`. The lowest block wins a tie. Only the 1,024 youngest children are compared.
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept
     # A new child; `parent` has none with these tokens.
     cdef int32_t c_add(self, int32_t parent, const int32_t *tokens) noexcept
