@@ -77,8 +77,7 @@ def model_directory(name: str | None) -> Path:
         return Path(name)
     if not (TINY_LLAMA / "model.safetensors").is_file():
         raise UsageError(
-            "there is no model: give one with --model DIR; a tiny one is in bench/tiny_llama of a checkout and of the "
-            "source distribution (pip download --no-deps --no-binary pagepool pagepool)"
+            "there is no model: give one with --model DIR; a checkout of pagepool has a tiny one in bench/tiny_llama"
         )
     return TINY_LLAMA
 
