@@ -29,7 +29,7 @@ EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
 
 @dataclass(slots=True)
 class _Running:
-    """What the stepping thread has of a request. Only its caller holds the generation."""
+    """State of a request in the stepping thread. Only the caller keeps the generation alive."""
 
     generation: weakref.ref[Generation]
     sampler: Sampler
@@ -39,24 +39,40 @@ class _Running:
 class Engine(Intake):
     """Generates text with a model over pagepool's pages; any thread may call it.
 
-    model         a causal LM of transformers, in evaluation mode on the CPU; or what has the methods of
-                  `pagepool.integrations.transformers.ModelRunner`, whose memory it then uses
-    tokenizer     its tokenizer; None: prompts are token ids, and there is no text
-    pool_bytes, num_blocks  the size of the pool: one of them, or None for what `ModelRunner` takes by default
-    dtype         of the pages; None: the model's
-    config        a `SchedulerConfig`; None: one whose steps have up to 32 sequences
-    prefix_cache  whether prompts begin with the pages of earlier ones, and with the recurrent states kept of them
-    prefix_events how many events of that cache wait at most to be drained, for a `Router`; 0: none are noted
+    One thread makes all steps: schedule, run the model, sample, commit. Close the engine at the end, or use it as a
+    context manager. `runner`, `scheduler`, `prefix_cache`, `tokenizer`, `encoder`, `max_model_len` and `is_accepting`
+    are attributes.
 
-    One thread makes all steps: schedule, run the model, sample, commit. `submit` and `cancel` reach the scheduler by
-    its own calls for other threads. `close` it at the end, or use it as a context manager. `runner`, `scheduler`,
-    `prefix_cache`, `tokenizer`, `encoder` and `is_accepting`, whether it takes requests, are attributes.
+    Parameters
+    ----------
+    model : object
+        A causal language model of transformers, in evaluation mode on the CPU; or an object with the methods of
+        `pagepool.integrations.transformers.ModelRunner`. The engine then uses the memory of that object.
+    tokenizer : object or None
+        The tokenizer of the model. None: prompts are token ids, and generations have no text.
+    pool_bytes, num_blocks : int or None
+        Size of the pool. Give one of them, or none for the default of `ModelRunner`.
+    dtype : str or None
+        dtype of the pages. None: the dtype of the model.
+    config : SchedulerConfig or None
+        None: the default, with steps of up to 32 sequences.
+    prefix_cache : bool
+        Whether prompts reuse pages and recurrent states of earlier prompts.
+    prefix_events : int
+        Maximum number of undrained events of the prefix cache, for a `Router`. 0: no events.
 
-    Raises ImportError where torch or transformers is missing, ValueError for a model that cannot run over pages.
+    Raises
+    ------
+    ImportError
+        torch or transformers is missing.
+    ValueError
+        The model cannot run over pages.
 
-        with Engine(model, tokenizer, pool_bytes=1 << 30) as engine:
-            for token in engine.submit("def main():", SamplingParams(max_new_tokens=64)):
-                print(token.text, end="", flush=True)
+    Examples
+    --------
+    >>> with Engine(model, tokenizer, pool_bytes=1 << 30) as engine:  # doctest: +SKIP
+    ...     for token in engine.submit("def main():", SamplingParams(max_new_tokens=64)):
+    ...         print(token.text, end="", flush=True)
     """
 
     def __init__(
@@ -127,8 +143,11 @@ class Engine(Intake):
         return generation
 
     def stats(self) -> dict[str, Any]:
-        """A dict of counters: requests that run and wait, have ended by their `finish_reason`, tokens, and seconds in
-        all steps and in the model; `scheduler` has those of the scheduler."""
+        """Return the counters as a dict.
+
+        `requests` counts the requests that run or wait, `ended` the ended ones by `finish_reason`; tokens; seconds of
+        all steps and of the model. `scheduler` has the counters of the scheduler.
+        """
         return {**self._stats(), **self._seconds, "scheduler": self.scheduler.stats()}
 
     def observed(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a caller gets for a request: its tokens as they come, from any thread or event loop."""
+"""Generation: the tokens of a request as they come, for any thread or event loop."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Generation:
                         "error" when the model failed; None while it runs
     error               the exception of a failed model, or None
 
-    A generation that nobody holds any more is cancelled. Each token is handed out once; `token_ids` and `text` have all
-    of them. Iteration raises RuntimeError, with `error` as its cause, where the model has failed.
+    A generation is cancelled when no reference to it is left. Each token is handed out once; `token_ids` and `text`
+    have all of them. Iteration raises RuntimeError, with `error` as its cause, where the model has failed.
     """
 
     def __init__(self, num_prompt_tokens: int, cancel: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class Generation:
         self._texts: list[str] = []
         self._pending: deque[Token] = deque()
         self._changed = Condition()
-        self._ended = Event()  # for who waits for the end alone: each token would wake it
+        self._ended = Event()  # for threads that wait for the end only: a token does not wake them
         self._futures: list[asyncio.Future[None]] = []  # of coroutines that wait for a change
 
     @property
@@ -136,7 +136,7 @@ class Generation:
         self._changed.notify_all()
         futures, self._futures = self._futures, []
         for future in futures:
-            with suppress(RuntimeError):  # its event loop is closed: nobody waits there any more
+            with suppress(RuntimeError):  # its event loop is closed: no coroutine waits there
                 future.get_loop().call_soon_threadsafe(_wake, future)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Intake: what an `Engine` and the front end of a cluster share: they read, count and refuse requests alike."""
+"""Intake: an `Engine` and the front end of a cluster read, count and refuse requests with the same code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOO_LONG = "context_length_exceeded"
 class Request:
     """A request that was read: its prompt, how it goes on, and the text of its tokens.
 
-    `params` has a number of `max_new_tokens`, and all stop tokens, those of the model included.
+    `params.max_new_tokens` is a number, and `params.stop_token_ids` includes the stop tokens of the model.
     """
 
     prompt: list[int]
@@ -34,7 +34,7 @@ class Request:
 
     def text_of(self, token: int, reason: str | None) -> tuple[str, str | None]:
         """Return the text of the next token, and why the request ends with it: `reason`, "stop" or None."""
-        text = "" if reason == "stop" else self.detokenizer.add(token)  # a stop token is no text
+        text = "" if reason == "stop" else self.detokenizer.add(token)  # a stop token has no text
         if reason is not None:
             text += self.detokenizer.flush()
         return text, "stop" if self.detokenizer.stopped else reason
@@ -46,7 +46,7 @@ class Intake(ABC):
     Parameters
     ----------
     tokenizer : object or None
-        A tokenizer of transformers. None: prompts are token ids, and there is no text.
+        A tokenizer of transformers. None: prompts are token ids, and generations have no text.
     vocab_size : int
         Number of tokens that the model knows.
     stop_token_ids : frozenset of int
@@ -104,7 +104,7 @@ class Intake(ABC):
         EngineClosed
             No more requests are taken. It is a RuntimeError.
         TypeError, ValueError
-            An argument has a wrong type or value. Nothing has changed after any of these.
+            An argument has a wrong type or value. A failed call changes nothing.
         """
         options = {"request_id": request_id, "priority": priority, "tenant": tenant, "cache_salt": cache_salt}
         return self._submit(self._read(prompt, params), **options)

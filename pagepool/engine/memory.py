@@ -12,9 +12,9 @@ __all__ = ["check_memory", "pool_tokens", "present"]
 def check_memory(runner: Any, prefix_cache: Any, *, is_idle: bool) -> None:
     """Audit prefix cache, checkpoints and pools; raises `PoolError` that names what is wrong.
 
-    runner        a `ModelRunner`, or what has its methods
-    prefix_cache  over its pools, or None
-    is_idle       whether no request is left: then every block in use is one of the prefix cache and no state is in use
+    runner        a `ModelRunner`, or an object with its methods
+    prefix_cache  the cache over its pools, or None
+    is_idle       whether no request is left. Then the prefix cache owns every block in use, and no state is in use
     """
     cached = 0
     if prefix_cache is not None:

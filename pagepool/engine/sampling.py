@@ -15,9 +15,9 @@ from pagepool.engine.drawing import draw
 
 __all__ = ["Sampler", "SamplingParams"]
 
-LOWEST = 1e-30  # temperature that float32 has; one below does the same, and so at the other end
-MAX_LOGPROBS = 20  # as OpenAI's API has it
-ROW = 128  # logits whose maximum is taken before the largest of all are looked for
+LOWEST = 1e-30  # smallest temperature in float32; smaller ones give the same result, as do ones above its inverse
+MAX_LOGPROBS = 20  # the limit of OpenAI's API
+ROW = 128  # logits per row: the maxima of rows bound the search for the largest logits
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class SamplingParams:
     temperature     logits are divided by it; 0: always the most likely token
     top_k           only the k most likely tokens are drawn; 0: all
     top_p           only the most likely tokens are drawn that together have this probability, above 0 and up to 1
-    seed            of the request's own generator: the same seed draws the same numbers, whatever runs beside it. None:
-                    another one each time
+    seed            seed of the request's own generator: the same seed draws the same numbers, whatever else runs.
+                    None: a new seed for each request
     stop            strings that end the text when they come; they are not part of it. One string or several
-    stop_token_ids  tokens that end it, beside those that end every text of the model
+    stop_token_ids  more tokens that end the text, besides the stop tokens of the model
     logprobs        None, or how many of the most likely tokens are reported with each token, from 0 to 20
 
     Raises TypeError and ValueError for a field of a wrong type or out of range.
@@ -146,7 +146,7 @@ class Sampler:
 def _largest(values: Any, count: int) -> Any:
     """The indices of the `count` largest, rising; of equal ones the lower indices."""
     rows = len(values) // ROW
-    if count <= rows:  # so many rows have a value that is as large as the maximum of each of these rows: few values do
+    if count <= rows:  # `count` rows have a maximum of at least `bound`, and few other values reach it
         bound = np.partition(values[: rows * ROW].reshape(rows, ROW).max(1), -count)[-count]
         found = np.flatnonzero(values >= bound)
     else:
@@ -160,6 +160,6 @@ def _largest(values: Any, count: int) -> Any:
 
 
 def _check(logits: Any, most: Any) -> None:
-    """Raises ValueError when the largest logit is no finite number: where one is NaN, that is the largest."""
+    """Raise ValueError if the largest logit is not finite. NumPy takes NaN for the largest."""
     if not isfinite(most):
         raise ValueError(f"the logit of token {logits.argmax()} is {most}: the model's result is of no use")

@@ -11,9 +11,9 @@ from pagepool.errors import RequestRejected
 
 __all__ = ["Detokenizer", "Encoder", "stop_token_ids_of"]
 
-# A tokenizer may write a token differently at the beginning of a text: so many of the prompt's last ones go before.
+# A tokenizer may write a token differently at the beginning of a text: decode it behind this many tokens of the prompt.
 CONTEXT = 6
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole character
+REPLACEMENT = "\ufffd"  # decoders write it for an incomplete character
 
 
 class Encoder:
@@ -25,15 +25,15 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self._lock = Lock()  # tokenizers are for one thread at a time
+        self._lock = Lock()  # only one thread at a time may call a tokenizer
 
     def encode(self, prompt: str | Iterable[int], **options: Any) -> list[int]:
-        """The token ids of a text, as a new list; those of a prompt of token ids are its own.
+        """Return the token ids of a prompt, as a new list.
 
         options  of the tokenizer's call, such as `add_special_tokens`
 
-        Raises TypeError for a text without a tokenizer and for what is no prompt, `RequestRejected` for a prompt
-        without tokens, a text that UTF-8 does not have and a token that the model does not know.
+        Raises TypeError for a text without a tokenizer and for a prompt of a wrong type, `RequestRejected` for a
+        prompt without tokens, a text that UTF-8 cannot encode and a token that the model does not know.
 
         >>> Encoder(None, vocab_size=100).encode(range(3))
         [0, 1, 2]
@@ -81,7 +81,7 @@ class Encoder:
 class Detokenizer:
     """Turns the tokens of one request into text, piece by piece.
 
-    tokenizer  has `decode(ids, skip_special_tokens=True)`, as those of transformers; None: all text is empty
+    tokenizer  has `decode(ids, skip_special_tokens=True)`, like a tokenizer of transformers; None: all text is empty
     prompt     the tokens before
     stop       strings that end the text
 
@@ -105,7 +105,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = stop
         self._held = ""
-        # Tokens whose text is known, then those whose text is not complete; and the text of the first part.
+        # First the tokens with known text, then the tokens of an incomplete character; `_known` is the known text.
         self._ids = list(prompt[-CONTEXT:]) if tokenizer is not None else []
         self._num_known = len(self._ids)
         self._known = self._decode(self._ids)
@@ -135,7 +135,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
 
     def _up_to_stop(self, new: str) -> str:
-        """`new` behind what was held back, as far as it belongs to the text and no stop string can begin in it."""
+        """Return the text that was held back and `new`, up to where a stop string is or may begin."""
         if not self._stop or self.stopped:
             return "" if self.stopped else new
         text = self._held + new
