@@ -1,6 +1,6 @@
 """FrontEnd: several workers behind one front end, with the interface of an engine.
 
-A request is one run, whoever asks for it and however many workers it takes:
+Each request is one run, which several workers may compute and several callers may wait for:
 
     front_end                     prefill worker            decode worker
     choose ── tokens ──────▶ first token
@@ -10,8 +10,8 @@ A request is one run, whoever asks for it and however many workers it takes:
                                                        dies
     choose ── tokens and those that came ───────────▶ another one goes on
 
-Tokens are counted, stopped and turned into text here, so that what a worker leaves undone another one goes on with, and
-nothing that was handed out comes again.
+The front end counts tokens, ends requests and turns tokens into text. So another worker can take over from a lost one,
+and no token is handed out twice.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from pagepool.errors import EngineClosed, PoolError, RequestRejected
 
 __all__ = ["FrontEnd"]
 
-MAX_WORKERS = 256  # of a side that a router knows: those that are gone stay for SILENCE
-MAX_RECORD_TOKENS = 2_000_000  # of prompts and answers in the records: some 100 bytes each
+MAX_WORKERS = 256  # that a router knows on one side; lost ones stay for SILENCE
+MAX_RECORD_TOKENS = 2_000_000  # of prompts and answers in the records: about 100 bytes each
 NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
-PREFILL_SILENCE = 3.0  # seconds: prompts do not wait for workers of which none was heard of for so long
-SILENCE = 30.0  # seconds after which a worker that is not heard of is forgotten
+PREFILL_SILENCE = 3.0  # seconds without news of any prefill worker until prompts no longer wait for one
+SILENCE = 30.0  # seconds without news until a worker is forgotten
 COUNTS = ("moved_tokens", "lost_workers", "repeated_requests")
 
 
@@ -50,13 +50,13 @@ class _Side:
 
     workers: Workers
     router: Router
-    heard: dict[str, float] = field(default_factory=dict)  # when each was heard of last
-    stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has said of itself then
+    heard: dict[str, float] = field(default_factory=dict)  # time of the last news of each
+    stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # the counters in these news
 
 
 @dataclass(eq=False)
 class _Run:
-    """One request. `generations` are what those hold who have asked for it; each gets all of its tokens."""
+    """One request. Each caller that asked for it holds one of `generations`, which gets all tokens."""
 
     request_id: int | str | None
     request: Request
@@ -64,14 +64,14 @@ class _Run:
     tokens: list[Token] = field(default_factory=list)
     generations: list[weakref.ref[Generation]] = field(default_factory=list)
     num_cached: int = 0
-    offer: Offer | None = None  # pages that nobody has read yet
+    offer: Offer | None = None  # pages that no worker has read yet
     reason: str | None = None
     error: BaseException | None = None
     task: Any = None  # the concurrent future of `_follow`
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """Tokens of prompt and answer."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
@@ -90,21 +90,32 @@ class WorkerFailed(Exception):
 
 
 class FrontEnd(Intake):
-    """Takes requests as an `Engine` does and has them done by workers, each of which is one.
+    """Takes requests like an `Engine`, and calls workers to run them. Each worker is an `Engine`.
 
-    limits        of the workers
-    tokenizer     one of transformers, or None: prompts are token ids, and there is no text
-    workers       how to reach those that decode
-    prefill       how to reach those that compute prompts for them, or None: each worker computes its own
-    loop          the running event loop on which requests are followed
-    max_attempts  how many workers a request may lose before it fails
-    max_records   finished requests whose answer is given again to who asks with the same `request_id`
+    When a worker is lost, another one continues the request after the last token that was handed out. It computes the
+    prompt and these tokens again, except for the part that its prefix cache has. A request with a `request_id` is
+    computed once while it runs and while its record is kept, however often it is submitted. `epoch` tells this front
+    end from the previous one. `news` feeds the routers. The other names are described at `Engine`.
 
-    A request whose worker is lost goes on with another one, behind the tokens that have come: the prompt and these
-    tokens are computed anew, as far as that worker has not cached them. A request with a `request_id` is computed once
-    while it runs and while its record is kept, however often it is submitted. `epoch` tells this front end from the one
-    before it. `news` feeds the routers. The other names are those of `Engine`.
+    Parameters
+    ----------
+    limits : Limits
+        Limits of the workers.
+    tokenizer : object or None
+        A tokenizer of transformers. None: prompts are token ids, and generations have no text.
+    workers : Workers
+        Reaches the workers that decode.
+    prefill : Workers or None
+        Reaches the workers that compute prompts for them. None: each worker computes its own prompts.
+    loop : asyncio.AbstractEventLoop
+        The running event loop, on which requests are followed.
+    max_attempts : int
+        Number of workers that a request may lose before it fails.
+    max_records : int
+        Number of finished requests whose answer is repeated for the same `request_id`.
 
+    Examples
+    --------
     >>> from pagepool.engine import SamplingParams
     >>> from pagepool.prefix.events import PrefixSnapshot
     >>> class Counting:
@@ -144,7 +155,7 @@ class FrontEnd(Intake):
         self._lock = Lock()  # guards what follows
         self._active: set[_Run] = set()
         self._running: dict[int | str, _Run] = {}  # by request_id
-        self._records: OrderedDict[int | str, _Run] = OrderedDict()  # of those that finished, by request_id
+        self._records: OrderedDict[int | str, _Run] = OrderedDict()  # finished requests, by request_id
         self._record_tokens = 0  # sum of their num_tokens
         self._background: set[Any] = set()
 
@@ -186,7 +197,7 @@ class FrontEnd(Intake):
         return len(self._active)
 
     def stats(self) -> dict[str, Any]:
-        """The counters of the front end, as `Engine.stats`, and those of workers and routers.
+        """The counters of the front end, like `Engine.stats`, with the counters of workers and routers.
 
         `workers` has the last `stats` of each worker by name, with its `side` and `load`; `routers` has `Router.stats`
         by side.
@@ -212,7 +223,7 @@ class FrontEnd(Intake):
     # For the workers.
 
     def news(self, news: News) -> bool:
-        """Take in what a worker says of itself; returns whether it is to send a snapshot next.
+        """Take the news of a worker. Return whether it must send a snapshot next.
 
         A worker that is new to this front end gets no requests before it has sent one. Until then it may still change
         its cache for the previous front end.
@@ -314,13 +325,13 @@ class FrontEnd(Intake):
         with self._lock:
             self._counts["moved_tokens"] += begun.moved_tokens
         if call.offer is not None:
-            run.offer = None  # its lease ends: who takes the request over computes what it has not cached
+            run.offer = None  # its lease ends: the next worker computes the tokens that it has not cached
             releasing = self._loop.create_task(self._release(call.offer))
             self._background.add(releasing)
             releasing.add_done_callback(self._background.discard)
 
     async def _release(self, offer: Offer) -> None:
-        with suppress(Exception):  # of a worker that is gone; else the offer expires
+        with suppress(Exception):  # the worker is gone, or the offer expires
             await self._sides["prefill"].workers.release(offer.worker, offer.number)
 
     async def _choose(self, side: _Side, tokens: list[int], cache_salt: Any) -> Choice:
@@ -347,7 +358,7 @@ class FrontEnd(Intake):
             side.router.remove_worker(worker)
 
     def _deliver(self, run: _Run, token: Token) -> None:
-        """Hand a token out to all who have asked for the request; sets its reason when it is the last one."""
+        """Hand a token out to all generations of the request. Set the reason if it is the last one."""
         reason = None
         if token.token_id in run.request.params.stop_token_ids:
             reason = "stop"
@@ -378,16 +389,16 @@ class FrontEnd(Intake):
             run.generations.clear()
 
     def _forget_id(self, run: _Run) -> int | str | None:
-        """Let nobody join a request any more; returns its id, None where it has none or another request has it now."""
+        """Let no more callers join a request. Return its id, or None if it has none or another request has it now."""
         if run.request_id is None or self._running.get(run.request_id) is not run:
             return None
         del self._running[run.request_id]
         return run.request_id
 
-    # Who asks for a request.
+    # Callers that wait for a request.
 
     def _join(self, run: _Run) -> Generation:
-        """Give all tokens so far, and those to come, to one more who asks."""
+        """Return a generation for one more caller. It gets all tokens of the request, past and future."""
         generation = Generation(len(run.request.prompt), lambda: self._call_soon(self._leave, run, reference))
         # A finalizer may call it, in the middle of whatever a thread does: it takes no lock.
         reference = weakref.ref(generation, lambda reference: self._call_soon(self._leave, run, reference))
@@ -400,7 +411,7 @@ class FrontEnd(Intake):
         return generation
 
     def _leave(self, run: _Run, reference: weakref.ref[Generation]) -> None:
-        """One of those who asked has cancelled; when all have, the request ends."""
+        """A caller has cancelled. The request ends when no caller is left."""
         with self._lock:
             if reference not in run.generations:
                 return
@@ -409,11 +420,11 @@ class FrontEnd(Intake):
             if generation is not None:
                 generation._end("abort")
             if not run.generations:
-                self._forget_id(run)  # who asks again does not join what ends
+                self._forget_id(run)  # a new caller must not join a request that ends
                 run.task.cancel()
 
     def _call_soon(self, function: Any, *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nothing runs any more
+        with suppress(RuntimeError):  # the event loop is closed, and no request runs
             self._loop.call_soon_threadsafe(function, *arguments)
 
 

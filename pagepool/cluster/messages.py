@@ -1,4 +1,4 @@
-"""What the front end and the workers send each other: plain data that can be pickled."""
+"""Messages between the front end and the workers: plain data that can be pickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Workers"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker can take; all workers of a cluster have the same.
+    """Limits of a worker, which are the same for all workers of a cluster.
 
     max_model_len   tokens of prompt and output, or None
     pool_tokens     tokens that its pool has room for, or None for a model without pages
@@ -36,7 +36,7 @@ class Offer:
     """Pages of a prompt that a worker holds for another one.
 
     number  of the lease, for `Worker.release`
-    worker  who holds them
+    worker  name of the worker that holds them
     """
 
     ticket: Ticket
@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Call:
-    """What the front end asks a worker for: go on behind these tokens.
+    """A call of a worker: generate the tokens that follow these.
 
     tokens          the prompt, and behind it what earlier runs of the request have generated
     num_generated   how many of the tokens that are
@@ -71,9 +71,9 @@ class Call:
 class Begun:
     """Comes before the first token.
 
-    worker        who runs the request
-    found_tokens  what its prefix cache had of the tokens
-    moved_tokens  what was read from another worker
+    worker        name of the worker that runs the request
+    found_tokens  tokens found in its prefix cache
+    moved_tokens  tokens whose pages were read from another worker
     error         why pages of the offer could not be read, or ""
     """
 
@@ -94,7 +94,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class News:
-    """What a worker says of itself, some times in a second. `Router.update` has the meaning of the first ones.
+    """State of a worker, sent several times a second. `Router.update` explains the first fields.
 
     is_prefill  on which side it works
     snapshot    instead of events, when the front end has asked for it

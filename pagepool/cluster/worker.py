@@ -21,12 +21,12 @@ from pagepool.transfer import Transfer
 
 __all__ = ["Worker"]
 
-MAX_FETCHES = 16  # reads of pages that wait at a time
+MAX_FETCHES = 16  # concurrent reads of pages
 
 
 @dataclass(eq=False)
 class _Running:
-    """A request that runs: of which front end, and how many tokens it has to compute before its first new one."""
+    """A running request: its front end, and the number of tokens to compute before its first new one."""
 
     generation: Generation
     front_end: int
@@ -34,14 +34,14 @@ class _Running:
 
 
 class Worker:
-    """An engine that takes calls of a front end. The transport, such as Ray, is somebody else's.
+    """An engine that takes calls of a front end. It knows nothing of the transport, such as Ray.
 
     engine      an `Engine` with `prefix_events`, which this object closes
     name        of this worker; another one after each restart
     is_prefill  whether it computes prompts for others
     transfer    a `Transfer` without a pool, which this object closes; None: pages do not move
     model       a name of the model and its weights, for the transfer
-    stop_token_ids  tokens that end every text, beside those that the engine knows of
+    stop_token_ids  more tokens that end every text, besides the stop tokens of the engine
 
     Raises ValueError for a transfer of a model that has not one block table with full attention, or no prefix cache.
     """
@@ -72,7 +72,7 @@ class Worker:
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "pagepool-fetch")
 
     def limits(self) -> Limits:
-        """What it can take."""
+        """Return the limits of this worker."""
         runner, cache = self.engine.runner, self.engine.prefix_cache
         block_size = 1 if cache is None else cache.block_size
         return Limits(runner.max_model_len, pool_tokens(runner), runner.vocab_size, block_size, self.stop_token_ids)
@@ -120,13 +120,13 @@ class Worker:
             self._pages.release(number)
 
     def follow(self, front_end: int) -> None:
-        """Cancel the requests of other front ends: those are gone, and nobody waits for what they asked for."""
+        """Cancel the requests of other front ends: these are gone, and no client waits for the tokens."""
         for running in [*self._running]:
             if running.front_end != front_end:
                 running.generation.cancel()
 
     def news(self, wants_snapshot: bool = False) -> News:
-        """What has happened since the last call; a snapshot instead of events if it is wanted. Ends late offers."""
+        """Return the news since the last call, with a snapshot instead of events if wanted. End expired offers."""
         engine, cache = self.engine, self.engine.prefix_cache
         if self._pages is not None:
             self._pages.poll()

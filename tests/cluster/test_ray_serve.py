@@ -189,7 +189,7 @@ def test_openai_s_client_gets_chats_and_errors(served):
     assert answer.usage.completion_tokens == 8
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
         served.openai.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="5000 .* 1024"):
+    with pytest.raises(openai.BadRequestError, match=r"5000 .* 1024"):
         served.openai.completions.create(model="tiny_llama", prompt="x", max_tokens=5000)
     assert "pagepool:router_choices_total" in httpx.get(f"{URL}/metrics").text
 
