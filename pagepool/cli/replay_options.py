@@ -32,7 +32,7 @@ def _several(parse: Any) -> Any:
 
 def _policy(text: str) -> str:
     if text not in (*NAMES, BELADY):
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join((*NAMES, BELADY))}")
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is not one of {', '.join((*NAMES, BELADY))}")
     return text
 
 
@@ -45,7 +45,7 @@ def _cost(text: str) -> CostModel:
 
 def _route(text: str) -> str:
     if text not in ROUTES:
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is none of {', '.join(ROUTES)}")
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is not one of {', '.join(ROUTES)}")
     return text
 
 
@@ -53,7 +53,7 @@ def _link(text: str) -> tuple[float, int]:
     """GB/s and microseconds."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?),([0-9]{1,12})", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is no link such as 12.5,100: GB in a second, microseconds")
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is not a link such as 12.5,100: GB per second, microseconds")
     return float(match[1]), int(match[2])
 
 

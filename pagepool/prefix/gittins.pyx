@@ -406,7 +406,7 @@ cdef class GittinsPolicy(LruPolicy):
         self.c_leave(node)
 
     cdef void c_tick(self, int32_t node) noexcept:
-        """Time passes by a node used; one whose parent was not used just before begins a request."""
+        """Counts one use. A new request begins if the parent of the node was not the node used just before."""
         cdef bint followed
         cdef int kind
         self.clock += 1
@@ -432,7 +432,7 @@ cdef class GittinsPolicy(LruPolicy):
             if group.members:
                 self.ages.alive[group.kind][age_class(self.clock - group.time)] += group.members
         self.ages.c_learn(self.clock)
-        # Of what is forgotten, a tenth is taken to come back unseen.
+        # Assumes that a tenth of the forgotten nodes come back unseen.
         self.shadow.idle = self.shadow.misses + 0.1 * self.shadow.forgotten < 0.03 * self.shadow.hits
         self.shadow.hits *= FADE
         self.shadow.misses *= FADE
@@ -481,7 +481,7 @@ cdef class GittinsPolicy(LruPolicy):
             self.shadow.oldest = group.newer
 
     cdef void c_leave(self, int32_t node) noexcept:
-        """No member of its group any more, of whose nodes it is none."""
+        """Removes the node, which is not in the list of its group, from the group."""
         cdef int32_t number = self.tree.nodes[node].list
         cdef Group *group = &self.groups[number]
         group.members -= 1

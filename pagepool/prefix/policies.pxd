@@ -19,7 +19,7 @@ cdef class LruPolicy:
     cdef void c_touch(self, int32_t node) noexcept
     # Room must be made for this node: whether it had better stay out, as if it came and went at once.
     cdef bint c_refuses(self, int32_t node) noexcept
-    # The node to be evicted next, or -1 when there is none; it stays where it is.
+    # The node to be evicted next, or -1 without nodes; the node stays in its list.
     cdef int32_t c_victim(self) noexcept
     # The node has lost its block; the policy may keep it as a ghost.
     cdef void c_evicted(self, int32_t node) noexcept

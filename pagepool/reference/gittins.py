@@ -1,7 +1,7 @@
 """Our own eviction policy in plain Python; `pagepool/prefix/gittins.pyx` says what it is about.
 
-A group: the nodes of one kind that one request used, and none has used since, with the time of that.
-A node is in the list of its group, or waits for its cached children, or is held, or is a ghost: always a member.
+A group has the nodes of one kind that one request used last, and the time of that use. Each node is a member of one
+group: it is in the list of the group, waits for its cached children, is held, or is a ghost.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def best_ratios(reused: list[float], waited: list[float]) -> list[float]:
 
 
 class ShadowLru:
-    """What LRU would have found, and whether to do as it does: `pagepool/prefix/gittins.pxd` says when, and why.
+    """What LRU would have found, and whether to do as it does: `pagepool/prefix/gittins.pyx` says when, and why.
 
-    It has the newest groups whose members fit: `inside`, oldest first, `size` members in all.
+    `inside`: the newest groups that fit, oldest first; they have `size` members together.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -117,7 +117,7 @@ class ShadowLru:
         self.misses += group not in self.inside
 
     def learn(self, fade: float) -> None:
-        """Whether there is too little to be won; of what is forgotten, a tenth is taken to come back unseen."""
+        """Update `idle`: too little can be won. Assumes that a tenth of the forgotten nodes come back unseen."""
         self.idle = self.misses + 0.1 * self.forgotten < 0.03 * self.hits
         self.hits *= fade
         self.misses *= fade
@@ -153,7 +153,7 @@ class Group:
 
 
 class Gittins(Lru):
-    """Evicts the group whose kind and age have the lowest value, from its tail, 16 blocks before it looks again."""
+    """Evicts from the tail of the group with the lowest value by kind and age, 16 blocks before it looks again."""
 
     GHOSTS, WAITING = range(2)
     BUDGET, LESSON, DOUBLINGS, CLEAR, NO_VALUE = 16, 2000, 6, 1.25, 1e-4
@@ -263,7 +263,7 @@ class Gittins(Lru):
         return [self.lists[self.WAITING], *(group.nodes for group in self.groups)]
 
     def tick(self, node: Any) -> None:
-        """Time passes by a node used; one whose parent was not used just before begins a request."""
+        """Count one use. A new request begins if the parent of the node was not the node used just before."""
         self.clock += 1
         if self.clock >= self.next_lesson:
             alive = [[0.0] * AGES for _ in range(KINDS)]
@@ -302,7 +302,7 @@ class Gittins(Lru):
         self.leave(node)
 
     def leave(self, node: Any) -> None:
-        """No member of its group any more."""
+        """Remove the node from its group."""
         group = self.group.pop(node)
         group.members.remove(node)
         self.shadow.size -= group in self.shadow.inside

@@ -1,8 +1,8 @@
-"""Eviction policies in plain Python: who goes first when a prefix cache must make room.
+"""Eviction policies in plain Python: which node a prefix cache evicts first.
 
-A policy is told, from the head of a prefix to its tail, that a node was cached (`insert`), looked up (`touch`), that
-it lost its block (`evicted`), that it was found in use (`unlink`) and is free again (`link`); `victim` names who goes
-next. Each list is a dict in the order of age, the oldest first. S3-FIFO and ARC remember evicted nodes: ghosts.
+The cache tells a policy, from the head of a prefix to its tail, that a node was cached (`insert`) or looked up
+(`touch`), lost its block (`evicted`), was found in use (`unlink`), and is free again (`link`). `victim` returns the
+node to evict next. Each list is a dict, the oldest node first. S3-FIFO and ARC remember evicted nodes: ghosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def oldest(nodes: dict[Any, None]) -> Any:
 
 
 class Lru:
-    """Least recently used; what the others build on: some lists, and the list that each node is in."""
+    """Least recently used. Base class of all policies: some lists, and the list that each node is in."""
 
     def __init__(self, capacity: int, num_lists: int = 1) -> None:
         self.capacity = capacity
@@ -39,7 +39,7 @@ class Lru:
         return False
 
     def victim(self) -> Any:
-        """Who goes next, or None."""
+        """The node to evict next, or None."""
         return oldest(self.lists[0]) if self.lists[0] else None
 
     def evicted(self, node: Any) -> None:

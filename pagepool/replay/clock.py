@@ -1,4 +1,4 @@
-"""Virtual time: what a step costs, and when requests arrive.
+"""Virtual time: the cost of a step, and the times at which requests arrive.
 
 All times are whole microseconds that follow from the work of each step, so every run gives the same numbers.
 """

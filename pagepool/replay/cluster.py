@@ -1,4 +1,4 @@
-"""Many engines under one virtual clock, each with a scheduler and a pool, and a route that says who gets what."""
+"""Many engines under one virtual clock, each with a scheduler and a pool, and a route for the requests."""
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ class Link:
     token_bytes: int = 32 << 10  # of llama-3.2-1b in 16 bits
 
     def cost(self, tokens: int) -> int:
-        """Microseconds for the pages of so many tokens."""
+        """Microseconds to move the pages of `tokens` tokens."""
         return self.latency + round(tokens * self.token_bytes / (1e3 * self.gb_per_s))
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Of a run: how many workers, who gets what (one of `ROUTES`), when the router hears of a step, microseconds after
-    its end, and the link between workers or None."""
+    """Options of a run.
+
+    workers    number of workers
+    route      how a request finds its worker: one of `ROUTES`
+    staleness  microseconds from the end of a step until the router hears of it
+    link       the link between workers, or None
+    """
 
     workers: int
     route: str
@@ -67,7 +72,7 @@ class Inbox:
         heappush(self._items, item)
 
     def next_time(self) -> int | None:
-        """When the next request can be used; None when there is none."""
+        """When the next request can be used; None if the inbox is empty."""
         return self._items[0][0] if self._items else None
 
     def take(self) -> tuple[int, int]:
@@ -147,8 +152,10 @@ class Worker(Replay):
 class Cluster:
     """A replay of a trace by many workers, which `run` runs.
 
-    Of `prompt_tokens`, those of all requests that have begun, `found_tokens` were in the worker's cache. `moved_tokens`
-    had been moved there, in `moved_us` microseconds of the links, and are among them unless they were evicted before.
+    prompt_tokens  prompt tokens of all requests that have begun
+    found_tokens   prompt tokens that were in the worker's cache
+    moved_tokens   tokens that were moved to the worker's cache; they are found unless they were evicted before
+    moved_us       microseconds that the links took for them
     """
 
     def __init__(
@@ -208,7 +215,7 @@ class Cluster:
         return self.tokens.of(index)[0]
 
     def began(self, index: int, found: int) -> None:
-        """Request `index` has begun at its worker, which found so many tokens of it in its cache."""
+        """Request `index` has begun at its worker, which found `found` of its tokens in the cache."""
         self.prompt_tokens += self.trace.prompt[index]
         self.found_tokens += found
         choice = self._choices.pop(index, None)

@@ -193,7 +193,7 @@ class Replay:
         totals.latency.tokens(ids, totals.time_us)
 
     def check_end(self) -> None:
-        """Raise `ReplayFailed` unless every block is free, once the cache has given back its own."""
+        """Reset the cache; raise `ReplayFailed` unless every block is free then."""
         allocator = self.block_manager.allocator
         allocator.check()
         if self.cache is not None:
@@ -206,9 +206,8 @@ class Replay:
 class MeteredBlockManager(BlockManager):
     """Counts blocks allocated and freed, and the wall time of the calls that do it.
 
-    The time is that of `append_batch` and `release_batch` as the scheduler calls them: taking and freeing ids, filling
-    the block tables, and the appends that find room in their last block and take none. The loop that totals the
-    lengths of released states is not in it.
+    It measures the calls of `append_batch` and `release_batch`: taking and freeing ids, filling the block tables, and
+    appends that find room in their last block. The loop that adds up the lengths of released states does not count.
     """
 
     def __init__(self, allocator: Any, block_size: int) -> None:
@@ -243,7 +242,7 @@ class MeteredBlockManager(BlockManager):
 
 
 class MeteredCache:
-    """A `PrefixCache` whose calls by the scheduler are timed; everything else is the cache's own."""
+    """A `PrefixCache` that measures the time of the scheduler's calls."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache

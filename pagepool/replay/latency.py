@@ -8,7 +8,7 @@ __all__ = ["LatencyLog", "percentile"]
 
 
 def percentile(counts: Counter[int], share: float) -> int:
-    """The smallest value that at least `share` of all values do not exceed (nearest rank); 0 when there are none.
+    """The smallest value that at least `share` of all values do not exceed (nearest rank); 0 without values.
 
     >>> percentile(Counter({10: 99, 500: 1}), 0.99), percentile(Counter({10: 98, 500: 2}), 0.99)
     (10, 500)
@@ -43,7 +43,7 @@ class LatencyLog:
         self._time = 0
 
     def arrive(self, seq_id: int, time: int) -> None:
-        """A request has arrived at `time`, which may lie before the current step."""
+        """A request has arrived at `time`, which may be before the current step."""
         self._arrival[seq_id] = time
 
     def tokens(self, seq_ids: list[int], time: int) -> None:

@@ -4,8 +4,8 @@ A block is in an LRU cache of C blocks exactly when its stack distance is at mos
 blocks touched since its last touch (Mattson et al., "Evaluation techniques for storage hierarchies", 1970). A prompt
 touches its blocks from head to tail, so a block is a hit when the largest distance from the head to it is at most C.
 
-The stack has an entry per prompt, not per block. Blocks that the same prompt touched last lie side by side, and because
-block ids form a tree, a later prompt takes them away from their head on:
+The stack has an entry per prompt, not per block. Blocks that the same prompt touched last form one part of the stack.
+Block ids form a tree, so a later prompt removes blocks from a part beginning at its head:
 
     newest  | prompt 9: all its blocks | prompt 7: the tail that 9 did not touch | prompt 4: ... |  oldest
     weights[p]  blocks in the part of prompt p        last[block]  the prompt whose part has it, -1 for none

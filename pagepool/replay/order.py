@@ -36,7 +36,7 @@ def in_order(trace: Trace, users: int | None = None) -> list[int]:
 
 
 def _by_turns(sessions: list[list[int]], users: int) -> Iterator[int]:
-    """A user whose session has ended asks the first request of the next one when its turn comes."""
+    """At the end of a session the user asks the first request of the next session at the next turn."""
     free = iter(sessions[users:])
     line = deque(deque(session) for session in sessions[:users])
     while line:

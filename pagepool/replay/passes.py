@@ -1,6 +1,6 @@
 """`--clock none`: prompts through the prefix cache alone, one after the other, without time.
 
-A hybrid model resumes at the last cached block where a recurrent state is kept, too; `hybrid_pass` counts both.
+A hybrid model resumes at the last cached block that also has a recurrent state; `hybrid_pass` counts both.
 """
 
 from __future__ import annotations
@@ -151,8 +151,11 @@ class StateOptions:
 
 @dataclass(frozen=True)
 class HybridPass:
-    """The counts of one pass, in full blocks. `every_block` and `peak_blocks` are the states that one at the end of
-    every cached block would have been: in all, and at a time."""
+    """The counts of one pass, in full blocks.
+
+    For comparison with a state at the end of every cached block: `every_block` is how many such states would have been
+    saved, `peak_blocks` the most at one time.
+    """
 
     policy: str
     capacity: int | None
@@ -172,14 +175,14 @@ def hybrid_pass(
     options: StateOptions,
     watch: Watch | None = None,
 ) -> HybridPass:
-    """One pass through a cache of `capacity` blocks with recurrent states beside it.
+    """One pass through a cache of `capacity` blocks and an index of recurrent states.
 
     Each prompt resumes at the longest prefix with both a cached block and a state. It saves states where the index asks
     for them, and one at its last full block. As in a model, the last token of a prompt is always computed. The index
     counts blocks in place of tokens: sizes and grid are divided by the block size.
 
-    `watch` is called after each prompt with its full blocks, its hits, the usable ones of these, and the numbers of
-    states and of cached blocks. Raises `PoolError` if an invariant is broken at the end.
+    `watch` is called after each prompt: with its number of full blocks, hits and usable hits, and with the numbers of
+    states and cached blocks. Raises `PoolError` if an invariant is broken at the end.
     """
     size = prompts.block_size
     cache = _make_cache(memory, prompts, policy, capacity)

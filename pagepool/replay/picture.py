@@ -301,7 +301,7 @@ def recorded_passes(
 
 
 def _budgets(memory: Any, prompts: Prompts, one: HybridPass, options: StateOptions) -> list[tuple[int, int]]:
-    """Usable blocks of the same pass with budgets: what the states of `one` take, then half of that, and so on."""
+    """Usable blocks of the same pass with budgets for all states: the peak bytes of `one`, then half, and so on."""
     most = one.states["peak_states"] * options.state_bytes
     found = [(most, one.usable_blocks)] if most else []
     for budget in [most >> halves for halves in range(1, HALVES + 1)]:
@@ -312,8 +312,11 @@ def _budgets(memory: Any, prompts: Prompts, one: HybridPass, options: StateOptio
 
 
 def hybrid_picture(numbers: dict[str, Any], found: list[tuple[HybridPass, HybridRecord]]) -> dict[str, Any]:
-    """The picture of passes with states. For each pass: shares of full blocks, of all of them over the budget and of
-    those of a window over the trace, and the states that are saved, beside a state at the end of every cached block."""
+    """The picture of passes with states.
+
+    For each pass it shows the share of full blocks that are usable, over the budget and over the trace, and the number
+    of states, compared with a state at the end of every cached block.
+    """
     several = len({one.policy for one, _ in found}) > 1
     lines = [
         {

@@ -12,7 +12,7 @@ __all__ = ["PlainBlockManager", "PlainScheduler"]
 
 
 class PlainScheduler(reference.Scheduler):
-    """The reference scheduler; it counts blocks taken and given back and times the calls that do it.
+    """The reference scheduler; it counts blocks allocated and freed and measures the time of these calls.
 
     As in `MeteredBlockManager`, a call is a whole batch of appends, or a state that ends or is cut. Evictions do not
     count.
@@ -50,7 +50,7 @@ class PlainScheduler(reference.Scheduler):
 
 
 class _State(reference.PagedSeqState):
-    """A sequence whose scheduler counts the blocks that it gives back."""
+    """A sequence that tells its scheduler how many blocks it frees."""
 
     def __init__(self, scheduler: PlainScheduler, max_blocks: int) -> None:
         super().__init__(scheduler.allocator, scheduler.block_size, max_blocks)
@@ -86,7 +86,7 @@ class PlainBlockManager:
 
     @property
     def block_frees(self) -> int:
-        """Blocks given back so far, without those of the cache."""
+        """Blocks that sequences have freed so far; evictions by the cache do not count."""
         return self._scheduler.block_frees
 
     @property

@@ -66,7 +66,7 @@ class Prompts:
     def flat(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The ids of all prompts in one row, different for different sessions, and where each prompt ends.
 
-        Raises `PassError` when so many ids do not fit 31 bits.
+        Raises `PassError` when the ids need more than 31 bits.
         """
         first, size = self.id_ranges()
         if size > MAX_IDS:
@@ -76,7 +76,7 @@ class Prompts:
         return np.concatenate(rows) if rows else np.empty(0, np.int32), ends
 
     def id_ranges(self) -> tuple[dict[int, int], int]:
-        """Where the ids of each session would begin with those of all sessions side by side, and their number."""
+        """The first id of each session if each session gets a range of its own, and the number of ids in all."""
         ends: dict[int, int] = {}
         for runs, session in zip(self.trace.runs or [], self.trace.session, strict=True):
             ends[session] = max(ends.get(session, 0), _last_id([runs]) * self._cuts)
@@ -148,6 +148,6 @@ def _ids(runs: list[int], cuts: int = 1) -> NDArray[np.int32]:
 
 
 def _last_id(rows: list[list[int]]) -> int:
-    """The number after the highest block id of these runs; 0 where there are none."""
+    """One more than the highest block id in these runs; 0 without runs."""
     pairs = (pair for runs in rows for pair in zip(runs[::2], runs[1::2], strict=True))
     return max((start + length for start, length in pairs), default=0)

@@ -27,7 +27,7 @@ __all__ = [
     "title",
 ]
 
-# Traces whose licence asks for a name.
+# Traces with a licence that asks for attribution.
 ATTRIBUTION = {
     "azure2023_conv": "Trace: Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv (Splitwise, ISCA'24), CC-BY-4.0.",
     "mooncake_synthetic": "Trace: kvcache-ai/Mooncake, FAST25-release, Apache-2.0.",
@@ -233,8 +233,8 @@ def hybrid_results(
 ) -> dict[str, Any]:
     """Everything counted, the same in every run. `hybrid` is an object for one pass, a list for several.
 
-    `usable_share` is `usable_blocks` of `hit_blocks`; `state_share` is `states_saved` of `every_block_states`, one
-    at the end of every cached block, and `peak_state_share` the same for the states at a time.
+    `usable_share` is `usable_blocks / hit_blocks`. `state_share` is `states_saved / every_block_states`: the states
+    compared with one at the end of every cached block; `peak_state_share` compares the peaks.
     """
     rows = [
         {

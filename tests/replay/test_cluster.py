@@ -221,9 +221,9 @@ def test_options_that_do_not_go_together(make_trace, capsys, arguments, message)
     ("arguments", "message"),
     [
         (["--workers", "0"], "must be from 1 to 65536, not 0"),
-        (["--route", "nearest"], "'nearest' is none of prefix, least-loaded, round-robin, random"),
-        (["--link", "0,5"], "'0,5' is no link such as 12.5,100"),
-        (["--link", "5"], "'5' is no link such as 12.5,100"),
+        (["--route", "nearest"], "'nearest' is not one of prefix, least-loaded, round-robin, random"),
+        (["--link", "0,5"], "'0,5' is not a link"),
+        (["--link", "5"], "'5' is not a link"),
         (["--staleness", "-1"], "must be from 0 to"),
     ],
 )

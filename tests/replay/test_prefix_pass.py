@@ -90,7 +90,7 @@ def test_the_options_of_the_pass_need_it(make_trace, capsys):
     assert "--capacity needs --clock none" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["replay", "--clock", "none", "--policy", "lru,fifo"])
-    assert "'fifo' is none of lru, gittins, arc" in capsys.readouterr().err
+    assert "'fifo' is not one of lru, gittins, arc" in capsys.readouterr().err
 
 
 @needs_traces
