@@ -90,7 +90,8 @@ cdef Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, 
 @cython.final
 @cython.no_gc
 cdef class BlockAllocator:
-    """Hands out block ids 0 to num_blocks - 1 and counts the references to each.
+    """BlockAllocator(num_blocks, max_blocks=None)\n--\n
+    Hands out block ids 0 to num_blocks - 1 and counts the references to each.
 
     With `max_blocks` the capacity starts at `num_blocks` and may grow to `max_blocks`: by itself when no block is free,
     or by `grow`; `shrink` lowers it again.
@@ -661,9 +662,8 @@ cdef class BlockAllocator:
         >>> [leak[:4] for leak in allocator.leaks()]
         [('sequence', 7, [0, 1], [0, 1])]
         """
-        found, loose = [], []
+        found, loose, by_holder = [], [], {}
         mapped = self.owners()
-        by_holder = {}
         for number, owners in mapped.items():
             for owner in owners:
                 if owner.kind == "other":

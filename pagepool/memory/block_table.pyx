@@ -34,7 +34,8 @@ cdef int64_t INVALID = -1, OVER_MAXIMUM = -2
 @cython.final
 @cython.no_gc
 cdef class PagedSeqState:
-    """The block table of one sequence.
+    """PagedSeqState(allocator, block_size=None, max_blocks_per_seq=None, label=None)\n--\n
+    The block table of one sequence.
 
     allocator            the `BlockAllocator` of its blocks
     block_size           tokens per block, from 1 to 1,024; by default the block size of the allocator's pool, else 16

@@ -24,7 +24,8 @@ MOST_CELLS = 2**60  # as many int32 have an address
 
 @cython.final
 cdef class BlockTables:
-    """The arrays that describe a batch to kernels, allocated once for `max_seqs` rows of `max_blocks_per_seq` blocks.
+    """BlockTables(max_seqs, max_blocks_per_seq)\n--\n
+    The arrays that describe a batch to kernels, allocated once for `max_seqs` rows of `max_blocks_per_seq` blocks.
 
     The arrays are copies: writing into them changes no sequence. They are writable because torch warns of read-only
     ones. One thread at a time may use them. Raises `ValueError` when a size is below 0 or has more than 31 bits,

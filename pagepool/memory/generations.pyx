@@ -19,7 +19,8 @@ __all__ = ["BlockGenerations"]
 @cython.no_gc
 @cython.auto_pickle(False)
 cdef class BlockGenerations:
-    """Keeps a word for each block of an allocator: {generation : 32 bits | holders : 32 bits}.
+    """BlockGenerations(allocator)\n--\n
+    Keeps a word for each block of an allocator: {generation : 32 bits | holders : 32 bits}.
 
     allocator  a `BlockAllocator`; from now on it keeps the words, those of blocks in use begin with generation 1
 

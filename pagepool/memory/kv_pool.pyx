@@ -233,7 +233,8 @@ cdef class TokenRows:
 @cython.final
 @cython.no_gc_clear
 cdef class KvCachePool:
-    """Pages of K and V in one buffer whose address never changes, committed as they are touched.
+    """KvCachePool(page_size, initial_pages, dtype="float32", checked=None)\n--\n
+    Pages of K and V in one buffer whose address never changes, committed as they are touched.
 
     page_size       elements per page
     initial_pages   the number of pages
@@ -514,9 +515,8 @@ cdef class KvCachePool:
         read_id(i, &number)
         if not 0 <= number < self.c_pool.num_blocks:
             raise InvalidBlock(f"page {number} is out of range: the pool has {self.c_pool.num_blocks} pages")
-        elements = np.frombuffer(
-            self.buffer, VIEWS[self.kind], self.page_size, number * self.c_pool.layout.block_bytes
-        )
+        offset = number * self.c_pool.layout.block_bytes
+        elements = np.frombuffer(self.buffer, VIEWS[self.kind], self.page_size, offset)
         return elements.view(BFloat16Bits) if self.kind == PP_BF16 else elements
 
     def numpy(self):

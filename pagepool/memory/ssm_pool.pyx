@@ -210,7 +210,8 @@ cdef object slot_made_by(object make_state, object i):
 
 @cython.final
 cdef class SsmStatePool:
-    """A pool of `capacity` recurrent states, each made by `make_state(i)`, or by a layout: see `from_layout`.
+    """SsmStatePool(capacity, make_state)\n--\n
+    A pool of `capacity` recurrent states, each made by `make_state(i)`, or by a layout: see `from_layout`.
 
     A fresh pool allocates 0, 1, 2, ...; later the most recently released slot first. The pool is thread-safe, a slot
     is not. Raises `ValueError` for a capacity out of range, `TypeError` when

@@ -45,7 +45,8 @@ cdef int refuse_negative(const int32_t *tokens, int64_t begin, int64_t end) exce
 @cython.auto_pickle(False)
 @cython.final
 cdef class PrefixCache:
-    """Keep full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
+    """PrefixCache(allocator, block_size=None, policy="gittins", *, max_events=0)\n--\n
+    Keep full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     A block is found behind the block before it, and only when the salt, the keys and every token from the first of the
     prompt on are equal. Blocks leave through `evict`, `touch` (which evicts), `discard` and `reset_prefix_cache`, or

@@ -30,7 +30,8 @@ cdef extern from *:
 @cython.final
 @cython.auto_pickle(False)
 cdef class PrefixDirectory:
-    """A hash table from the name of a prefix to the set of caches that hold it. Not thread-safe.
+    """PrefixDirectory(num_caches)\n--\n
+    A hash table from the name of a prefix to the set of caches that hold it. Not thread-safe.
 
     num_caches  how many caches there may be; they are numbered from 0
 

@@ -1,11 +1,13 @@
 """Every example in a docstring runs, in compiled modules too, and every public name has a docstring."""
 
+import ast
 import doctest
 import importlib
 import importlib.util
 import inspect
 import pkgutil
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,11 @@ NEEDS = {
     "pagepool.serve.app": "starlette",
     "pagepool.serve.metrics": "prometheus_client",
 }
+
+
+def module_file(thing):
+    """The file of a thing's module, "" for what has none."""
+    return getattr(importlib.import_module(getattr(thing, "__module__", "sys")), "__file__", "") or ""
 
 
 @pytest.mark.parametrize("name", ["pagepool", *NAMES])
@@ -54,6 +61,42 @@ def test_public_names_are_documented(name):
         if not member.startswith("_") and (callable(value) or isinstance(value, property)) and not inspect.getdoc(value)
     ]
     assert not bare, f"{name} has members without a docstring: {', '.join(bare)}"
+
+
+def parameters_of(function):
+    """A function of a stub: {parameter: whether it must be given}."""
+    args = function.args
+    positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+    required = {name: i < len(positional) - len(args.defaults) for i, name in enumerate(positional)}
+    required |= {arg.arg: default is None for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
+    return {name: must for name, must in required.items() if name not in ("self", "cls")}
+
+
+def stub_of(thing):
+    """What the stub says of a compiled function, or of each method of a compiled class; overloads in one."""
+    stub = Path(module_file(thing).partition(".")[0] + ".pyi")
+    (node,) = [node for node in ast.parse(stub.read_text()).body if getattr(node, "name", None) == thing.__name__][:1]
+    found = {}
+    for function in node.body if inspect.isclass(thing) else [node]:
+        decorators = [getattr(decorator, "id", None) for decorator in getattr(function, "decorator_list", ())]
+        if isinstance(function, ast.FunctionDef) and "property" not in decorators:
+            given = parameters_of(function)
+            found[function.name] = {
+                name: found.get(function.name, given)[name] and must for name, must in given.items()
+            }
+    return found
+
+
+COMPILED = [getattr(pagepool, name) for name in pagepool.__all__ if ".so" in module_file(getattr(pagepool, name))]
+
+
+@pytest.mark.parametrize("thing", COMPILED, ids=lambda thing: thing.__name__)
+def test_compiled_names_have_the_signatures_of_their_stubs(thing):
+    for name, wanted in stub_of(thing).items():
+        if name.startswith("__") and name != "__new__":
+            continue
+        shown = inspect.signature(getattr(thing, name, thing) if name != "__new__" else thing).parameters.values()
+        assert {each.name: each.default is each.empty for each in shown if each.name != "self"} == wanted, name
 
 
 def test_all_is_sorted_and_complete():
