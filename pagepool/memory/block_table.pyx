@@ -361,6 +361,8 @@ cdef class PagedSeqState:
         """
         cdef int64_t number = read_count(position)
         cdef pp_status status = self.c_drop_before(number)
+        if number < 0 and not self.is_closed:
+            raise ValueError(f"position must be 0 or more, not {position}")
         if status != PP_OK:
             raise self.failed(status, number, 0)
 

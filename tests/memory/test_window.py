@@ -58,7 +58,7 @@ def test_the_window_moves_on_and_the_rest_stays_in_place():
 def test_a_bad_position_changes_nothing():
     state = PagedSeqState(BlockAllocator(8), 4)
     state.append(9)
-    with refuses(ValueError, -1):
+    with refuses(ValueError, "position", -1):
         state.drop_before(-1)
     state.allocator.free(state.blocks[0])
     with pytest.raises(InvalidBlock, match="freed by someone else"):
