@@ -4,7 +4,8 @@ cimport cython
 from cpython.buffer cimport Py_buffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
-from libc.string cimport memcpy
+from libc.stdlib cimport getenv
+from libc.string cimport memcpy, strcmp
 
 from pagepool.csrc cimport (
     PP_BF16,
@@ -48,8 +49,6 @@ from pagepool.memory.arrays cimport (
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, PP_DL_UINT, export_capsule
 from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
-
-import os
 
 import numpy as np
 
@@ -254,6 +253,7 @@ cdef class KvCachePool:
     """
 
     def __cinit__(self, page_size, initial_pages, dtype="float32", checked=None):
+        cdef const char *asked = getenv("PAGEPOOL_CHECK")  # os.environ would need memory
         name = dtype_name("dtype", dtype)
         if name not in ELEMENTS:
             raise ValueError(f"dtype must be one of {', '.join(ELEMENTS)}, not {name!r}")
@@ -267,7 +267,7 @@ cdef class KvCachePool:
         if elements * pages * item >= 1 << 62:
             raise MemoryError(f"the system has no room for {pages} pages of {elements * item} bytes")
         if checked is None:
-            checked = os.environ.get("PAGEPOOL_CHECK", "0") not in ("", "0")
+            checked = asked != NULL and asked[0] != 0 and strcmp(asked, "0") != 0
         cdef BlockAllocator allocator = BlockAllocator(pages)
         allocator.checked = bool(checked)
         self.buffer = PageBuffer(elements * pages, FORMATS[self.kind], True)
