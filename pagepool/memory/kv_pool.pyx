@@ -318,7 +318,8 @@ cdef class KvCachePool:
                     f"not {layout.block_size}"
                 )
         if self.allocator is not None:
-            allocator.checked = allocator.checked or self.allocator.checked
+            if self.allocator.checked:  # written only then: other threads may be reading it
+                allocator.checked = True
             self.allocator.c_detach(&self.c_pool)
         self.allocator = allocator
         self.layout = layout
