@@ -1,0 +1,328 @@
+"""Sessions with an environment of their own, other builds of the C, packages. `make` starts them; `nox -l` lists them.
+
+nox runs in .venv, after `make build`. Arguments after -- run Python in the environment of a session instead of its
+tests: `nox -s test-models -- bench/load.py`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.envdir = "build/nox"
+nox.options.sessions = []
+
+ROOT = Path(__file__).parent
+PY = sys.executable
+CC = os.environ.get("CC", "gcc")
+CFLAGS = "-std=c11 -D_POSIX_C_SOURCE=200809L -g -O1 -Wall -Wextra -ffp-contract=off -pthread -Iinclude -Ipagepool/csrc"
+AARCH64 = "aarch64-linux-gnu"
+FREE_THREADED = os.environ.get("PYTHON_FREE_THREADED") or shutil.which("python3.14t") or shutil.which("python3.13t")
+TORCH = os.environ.get("TORCH", "torch")  # TORCH=torch==... chooses the version
+TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
+NIXL = os.environ.get("NIXL", "nixl==1.5.1 nixl-cu12==1.5.1").split()
+PYTHONS = os.environ.get("PYTHONS", "3.10 3.11 3.12 3.13 3.14").split()
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+GROUPS = {
+    "build": PROJECT["build-system"]["requires"],
+    "run": PROJECT["project"]["dependencies"],
+    **PROJECT["project"]["optional-dependencies"],
+}
+# torch is large, and its builds for CPUs have an index of their own, which is asked for torch alone.
+WITH_TORCH = [*(["--extra-index-url", TORCH_INDEX] if TORCH_INDEX else []), TORCH]
+
+
+def folder(variant):
+    """The folder of a variant of the build, as setup.py names it."""
+    return ROOT / "build" / "-".join([variant, *([Path(CC).name] if "CC" in os.environ else [])])
+
+
+def tests_of(*names):
+    return [str(Path("tests", name)) for name in names]
+
+
+def install(session, *groups, without_dependencies=(), options=()):
+    """Installs groups of pyproject.toml, and again only when they change."""
+    wanted = [requirement for group in groups for requirement in GROUPS[group]]
+    stamp = Path(session.virtualenv.location, ".installed")
+    state = repr((wanted, without_dependencies))
+    if stamp.is_file() and stamp.read_text() == state:
+        return
+    try:
+        for packages in without_dependencies:
+            session.install("--no-deps", *packages)
+        session.install(*options, *wanted)
+    except CommandFailed:
+        if "CI" in os.environ:
+            session.skip("its packages cannot be installed here")
+        raise
+    stamp.write_text(state)
+
+
+def run_in(session, *arguments):
+    """Runs pytest with these arguments, or Python with those after --."""
+    if session.posargs:
+        session.run("python", *session.posargs, env={"PYTHONPATH": str(ROOT)})
+    else:
+        session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+@nox.session(name="test-torch")
+def test_torch(session):
+    """The tests that hand torch's tensors to every call."""
+    install(session, "run", "test", "test-torch", without_dependencies=[WITH_TORCH])
+    run_in(session, "tests/integrations/test_torch.py")
+
+
+@nox.session(name="test-models")
+def test_models(session):
+    """Models of transformers over pages, beside transformers alone; QUICK=1 takes one family of each kind."""
+    install(session, "run", "test", "transformers", "serve", "test-models", without_dependencies=[WITH_TORCH])
+    run_in(session, *(["-m", "not slow"] if os.environ.get("QUICK") else []), *tests_of("models", "engine"))
+
+
+@nox.session(name="test-transfer")
+def test_transfer(session):
+    """Pages between processes by NIXL, whose peers stop, die and leave."""
+    # NIXL's metadata asks for torch, which its transfer engine does not use.
+    install(session, "run", "test", without_dependencies=[NIXL])
+    session.run("python", "-c", "import nixl._api")
+    run_in(session, "-rP", "tests/transfer/test_transfer_processes.py")
+
+
+@nox.session(name="test-ray")
+def test_ray(session):
+    """Engines behind one front end, by Ray: streams, and processes that are killed."""
+    install(session, "run", "test", "ray", "test-models", "plot", without_dependencies=[WITH_TORCH, NIXL])
+    run_in(session, "-rP", *tests_of("cluster/test_ray_serve.py", "cluster/test_ray_start.py"))
+
+
+def build(session, variant, python=PY, **env):
+    session.run(python, "setup.py", "-q", "build", "--build-lib", str(folder(variant) / "lib"), env=env)
+
+
+def test_build(session, variant, *arguments, command=(PY,), **env):
+    """Runs tests against the build in a folder, from there."""
+    place = folder(variant)
+    shutil.rmtree(place / "tests", ignore_errors=True)
+    shutil.copytree(ROOT / "tests", place / "tests")
+    with session.chdir(place):
+        session.run(
+            *command, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, env={"PYTHONPATH": "lib", **env}
+        )
+
+
+# Another build repeats the tests that its difference can make fail: those that run our C. What every instruction set
+# does under assertions the sanitizers see.
+@nox.session(python=False)
+def debug(session):
+    """The tests that run our C, with assertions, where warnings are errors."""
+    build(session, "debug", PAGEPOOL_DEBUG="1")
+    names = "attention engine foreign memory prefix test_model.py test_state_machine.py test_threads.py"
+    names = os.environ.get("DEBUG_TESTS", names).split()
+    test_build(session, "debug", "--ignore=tests/attention/test_isas.py", *tests_of(*names))
+
+
+@nox.session(python=False)
+def clang(session):
+    """Compiles the C with clang; warnings are errors."""
+    if not shutil.which("clang"):
+        session.skip("clang is not installed (Debian: apt install clang)")
+    session.run(PY, "setup.py", "-q", "build_clib", env={"PAGEPOOL_DEBUG": "1", "CC": "clang"})
+
+
+def compile_c(session, sanitize, names):
+    """Compiles programs of tests/capi with the library of a sanitizer; returns their folder."""
+    place = folder(sanitize.replace(",", "-"))
+
+    def compile_one(name):
+        command = [CC, *CFLAGS.split(), f"-fsanitize={sanitize}", f"tests/capi/{name}.c"]
+        return subprocess.run([*command, str(place / "clib/libpagepool.a"), "-lm", "-o", str(place / name)]).returncode
+
+    with ThreadPoolExecutor(2) as pool:
+        if any(pool.map(compile_one, names)):
+            session.error(f"a program does not compile with -fsanitize={sanitize}")
+    return place
+
+
+def without_random_addresses():
+    """TSan does not start where addresses are laid out at random in a wide range."""
+    works = shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    return ["setarch", "-R"] if works else []
+
+
+@nox.session(name="san-c", python=False)
+def san_c(session):
+    """The C programs under ASan, UBSan and TSan, on every instruction set."""
+    asan = compile_c(
+        session,
+        "address,undefined",
+        ["program", "variants", "quantised", "plans", "cascade", "prefill", "stress", "workspace"],
+    )
+    tsan = compile_c(session, "thread", ["stress", "quantised", "plans", "cascade", "prefill", "threads"])
+    halt = {"UBSAN_OPTIONS": "halt_on_error=1"}
+    said = subprocess.run([asan / "program"], capture_output=True, text=True, check=True, env={**os.environ, **halt})
+    for isa in said.stdout.split()[2:]:
+        on = {**halt, "PAGEPOOL_ISA": isa}
+        for name, *arguments in (["program"], ["variants"], ["quantised", "2"], ["cascade"], ["prefill"]):
+            session.run(str(asan / name), *arguments, env=on)
+        for mode in ("none", "once", "twice"):
+            session.run(str(asan / "plans"), "20", env={**on, "PAGEPOOL_PREFETCH": mode})
+    session.run(str(asan / "stress"), "3", env=halt)
+    session.run(str(asan / "workspace"), env={**halt, "ASAN_OPTIONS": "allocator_may_return_null=1"})
+    plain = without_random_addresses()
+    for name, *arguments in (["stress", "2"], ["plans", "40"], ["cascade"], ["quantised", "8"], ["prefill", "4"]):
+        session.run(*plain, str(tsan / name), *arguments)
+    session.run(*plain, str(tsan / "threads"), "40", env={"TSAN_OPTIONS": "die_after_fork=0"})
+
+
+def runtime(*names):
+    """The libraries of a sanitizer, to be loaded before Python."""
+    found = [subprocess.run([CC, f"-print-file-name={name}"], capture_output=True, text=True) for name in names]
+    return " ".join(done.stdout.strip() for done in found)
+
+
+# What a sanitizer reports goes to the descriptor of standard error: pytest must not keep it. The C programs above run
+# every instruction set; what is compared with the canonical order in plain Python reaches no other code.
+@nox.session(name="san-python", python=False)
+def san_python(session):
+    """The tests of memory, kernels and prefix cache under ASan and UBSan."""
+    build(session, "address-undefined", PAGEPOOL_SANITIZE="address,undefined")
+    names = os.environ.get("SAN_TESTS", "memory attention prefix engine/test_sampling.py").split()
+    options = ["--capture=sys", "-k", "not canonical_order", "--ignore=tests/attention/test_isas.py"]
+    env = {"PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}
+    env["LD_PRELOAD"] = runtime("libasan.so", "libubsan.so")
+    test_build(session, "address-undefined", *options, *tests_of(*names), **env)
+
+
+@nox.session(name="san-threads", python=False)
+def san_threads(session):
+    """The tests of threads under TSan."""
+    build(session, "thread", PAGEPOOL_SANITIZE="thread")
+    names = os.environ.get("THREAD_TESTS", "test_threads.py memory/test_nogil.py").split()
+    env = {"PAGEPOOL_SANITIZE": "thread", "LD_PRELOAD": runtime("libtsan.so")}
+    command = (*without_random_addresses(), PY)
+    test_build(session, "thread", "--capture=sys", *tests_of(*names), command=command, **env)
+
+
+@nox.session(python=False)
+def aarch64(session):
+    """Compiles the C for aarch64 with warnings as errors, and runs it where qemu-user is installed."""
+    if os.environ.get("CI"):  # it has root and apt
+        packages = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+        install_them = f"apt-get -qq update && apt-get -qq install -y --no-install-recommends {packages}"
+        have = f"command -v {AARCH64}-gcc && command -v qemu-aarch64"
+        env = {"DEBIAN_FRONTEND": "noninteractive"}
+        session.run("sh", "-c", f"({have} || timeout 300 sh -c '{install_them}') >build/apt.log 2>&1 || true", env=env)
+    if not shutil.which(f"{AARCH64}-gcc"):
+        session.skip(f"{AARCH64}-gcc is not installed (Debian: apt install gcc-aarch64-linux-gnu qemu-user)")
+    place = ROOT / "build" / "aarch64"
+    place.mkdir(parents=True, exist_ok=True)
+    compiler = [f"{AARCH64}-gcc", *CFLAGS.split(), "-Werror"]
+    sources = sorted(Path("pagepool/csrc").glob("*.c"))
+    objects = [str(place / f"{source.stem}.o") for source in sources]
+    commands = [[*compiler, "-c", str(source), "-o", target] for source, target in zip(sources, objects, strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        if any(pool.map(lambda command: subprocess.run(command).returncode, commands)):
+            session.error("the C does not compile for aarch64")
+    for name in ("program", "quantised"):
+        session.run(*compiler, f"tests/capi/{name}.c", *objects, "-lm", "-o", str(place / name))
+    if not shutil.which("qemu-aarch64"):
+        session.skip("compiled, not run: qemu-aarch64 is not installed (Debian: apt install qemu-user)")
+    # A CPU without dot products of 8-bit integers and one with them: each gets its own kernels, with the bits of this
+    # machine's in every 24th case, int8 and int4 of K and of V among them.
+    native = str(place / "native-quantised")
+    session.run(CC, *CFLAGS.split(), "tests/capi/quantised.c", "pagepool/lib/libpagepool.a", "-o", native, "-lm")
+    bits = session.run(native, "24", silent=True).split()[2]
+    for cpu, isa in (("cortex-a53", "neon"), ("max", "neon_dotprod")):
+        on = ["qemu-aarch64", "-L", f"/usr/{AARCH64}", "-cpu", cpu]
+        session.run(*on, str(place / "program"))
+        said = session.run(*on, str(place / "quantised"), "24", silent=True).strip()
+        if said != f"ok {isa} {bits}":
+            session.error(f"{cpu} said {said!r}, not 'ok {isa} {bits}'")
+
+
+# The sdist is unpacked once: its C, which knows nothing of Python, is compiled for the wheel and serves every Python.
+@nox.session(python=False)
+def wheel(session):
+    """An sdist in dist/, and a wheel built from it in isolation; both are complete."""
+    for name in ("dist", "build/sdist"):
+        shutil.rmtree(ROOT / name, ignore_errors=True)
+    (ROOT / "build/sdist").mkdir(parents=True)
+    session.run(PY, "-m", "build", "--sdist", "--outdir", "dist", ".", silent=True)
+    [sdist] = Path("dist").glob("*.tar.gz")
+    session.run("tar", "-xzf", str(sdist), "-C", "build/sdist", "--strip-components=1")
+    session.run(PY, "-m", "build", "--wheel", "--outdir", "dist", "build/sdist", silent=True)
+    session.run(PY, ".ci/check_dist.py", "dist")
+
+
+# The code is that of `make test`; what may be missing or lie elsewhere are modules, all of which smoke.py imports,
+# headers, the library and data.
+@nox.session(name="test-wheel", reuse_venv=False)
+def test_wheel(session):
+    """What users do with the built wheel, in a clean environment and from another directory."""
+    [built] = Path("dist").glob("*.whl")
+    session.install(*GROUPS["test"], str(built))
+    names = os.environ.get("WHEEL_TESTS", "capi cluster foreign integrations packaging replay transfer").split()
+    with tempfile.TemporaryDirectory() as elsewhere:
+        for name in ("tests", "docs"):
+            shutil.copytree(ROOT / name, Path(elsewhere, name))
+        for name in ("README.md", "pyproject.toml"):
+            shutil.copy(ROOT / name, elsewhere)
+        with session.chdir(elsewhere):
+            session.run("python", str(ROOT / ".ci/smoke.py"))
+            names = [name for name in tests_of(*names) if Path(name).exists()]
+            chosen = "not every_variant and not plans_at_random"
+            session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *names)
+
+
+def find_python(version):
+    """A CPython of this version that can make environments, or None."""
+    asked = f"import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '{version}')"
+    for path in (shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")):
+        if path and subprocess.run([path, "-c", asked], capture_output=True).returncode == 0:
+            return str(path)
+    return None
+
+
+@nox.session(name="test-sdist", python=False)
+def test_sdist(session):
+    """Builds the sdist on every other Python from 3.10 to 3.14 that is here, and uses it."""
+    for version in PYTHONS:
+        if version == f"{sys.version_info.major}.{sys.version_info.minor}":  # .venv has built the wheel
+            continue
+        found = find_python(version)
+        if found is None:
+            session.log(f"Python {version}: not on this machine, not tried")
+            continue
+        place = ROOT / "build" / f"python{version}"
+        shutil.rmtree(place, ignore_errors=True)
+        session.run(found, "-m", "venv", str(place))
+        python = str(place / "bin/python")
+        session.run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "./build/sdist")
+        with session.chdir(place):
+            session.run(python, str(ROOT / ".ci/smoke.py"))
+
+
+# Of each package it takes the newest that is built for this Python. Warnings are errors: a module that does not declare
+# that it needs no GIL fails. So does the test in which the GIL comes back on (tests/conftest.py), in whatever way.
+@nox.session(name="test-free-threaded", python=FREE_THREADED or False)
+def test_free_threaded(session):
+    """Every test on a CPython without a GIL: PYTHON_FREE_THREADED=/path/to/python3.13t, or what is found."""
+    if not FREE_THREADED:
+        session.skip("there is no python3.14t or python3.13t")
+    install(session, "build", "run", "progress", "test", options=("--only-binary", ":all:"))
+    python = str(Path(session.virtualenv.location).resolve() / "bin/python")
+    build(session, "free-threaded", python)
+    names = os.environ.get("FREE_TESTS", ".").split()
+    test_build(session, "free-threaded", "-n", "auto", "--maxprocesses", "8", *tests_of(*names), command=(python,))
