@@ -7,6 +7,8 @@ Flags stay at the ABI floor: the kernels choose their instruction set at run tim
 
 import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +24,7 @@ DEBUG = os.environ.get("PAGEPOOL_DEBUG", "") not in ("", "0")
 SANITIZE = os.environ.get("PAGEPOOL_SANITIZE", "")
 CC = Path(os.environ.get("CC", "").split(" ")[0]).name
 VARIANT = "-".join(filter(None, ["debug" if DEBUG else "", SANITIZE.replace(",", "-"), CC]))
-JOBS = min(8, len(os.sched_getaffinity(0)))
+JOBS = min(8, os.cpu_count() or 1)
 
 COMMON = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-fPIC"]
 # -g1 names the lines of a report; -g doubles the time that kernels take to compile.
@@ -30,7 +32,7 @@ OPTIMISE = ["-O1", "-g1", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3", "-g0", "
 WARN = ["-Wall", "-Wextra", *(["-Werror"] if DEBUG else [])]
 SAN = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
 # Each module keeps its copy of the library to itself, so that two of them in one process never mix.
-LINK = ["-pthread", *SAN, "-Wl,--exclude-libs,libpagepool.a", *([] if DEBUG or SANITIZE else ["-Wl,-s"])]
+LINK = ["-pthread", *SAN, "-Wl,--exclude-libs,libpagepool.a"]
 # What Cython writes is not ours to mend: its own unused functions and signed comparisons stay quiet.
 CYTHON_QUIET = ["-Wno-unused-function", "-Wno-sign-compare", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
 
@@ -53,6 +55,13 @@ DIRECTIVES = {
     "embedsignature": False,
     "freethreading_compatible": True,  # CPython without a GIL leaves it off when these modules are imported
 }
+
+
+def check_platform():
+    """Ends with one sentence where the C cannot be compiled."""
+    bits = 64 if sys.maxsize > 2**32 else 32
+    if sys.platform != "linux" or bits != 64:
+        sys.exit(f"pagepool needs 64-bit Linux, and this is a {bits}-bit Python on {sys.platform}")
 
 
 class Build(build):
@@ -89,6 +98,10 @@ class BuildClib(build_clib):
         self.build_clib = self.build_clib or str(Path(base, "clib"))
         self.build_temp = self.build_temp or str(Path(base, "clib"))
         super().finalize_options()
+
+    def run(self):
+        check_platform()
+        super().run()
 
     def build_libraries(self, libraries):
         archive = Path(self.build_clib, ARCHIVE)
@@ -132,6 +145,13 @@ class BuildExt(build_ext):
         super().run()
         if self.inplace:
             remove_old_modules()
+        elif not (DEBUG or SANITIZE):
+            self.strip()
+
+    def strip(self):
+        """Removes the symbols that only a debugger reads: a wheel is a third of the size without them."""
+        if tool := shutil.which("strip"):
+            subprocess.run([tool, "--strip-unneeded", *self.get_outputs()], check=True)
 
     def translate(self, archive):
         """Turns .pyx into .c below build/cython; one whose directives may have changed is written anew."""
