@@ -313,10 +313,8 @@ cdef class KvCachePool:
         for holder in allocator.holders() if layout is not None else ():  # made before, when there was no pool to ask
             if getattr(holder, "block_size", layout.block_size) != layout.block_size:
                 allocator.c_detach(&self.c_pool)
-                raise ValueError(
-                    f"block_size must be {holder.block_size}, that of a {holder.kind} of the allocator, "
-                    f"not {layout.block_size}"
-                )
+                wanted = f"{holder.block_size}, that of a {holder.kind} of the allocator"
+                raise ValueError(f"block_size must be {wanted}, not {layout.block_size}")
         if self.allocator is not None:
             if self.allocator.checked:  # written only then: other threads may be reading it
                 allocator.checked = True

@@ -23,7 +23,7 @@ HEADS, DIM, SIZE, SLOTS = 6, 5, 7, 9
 FAMILIES = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"]
 
 
-def arguments(rows, groups, gated):
+def arguments(rows, groups, gated, heads=HEADS, dim=DIM):
     """What a mixer hands over for one token of each sequence, expanded as it expands them."""
 
     def random(*shape):
@@ -31,14 +31,14 @@ def arguments(rows, groups, gated):
 
     generator = torch.Generator().manual_seed(rows)
     return {
-        "hidden_states": random(rows, HEADS, DIM),
-        "dt": random(rows, HEADS, 1).expand(-1, -1, DIM),
-        "A": -random(HEADS).exp()[:, None, None].expand(-1, DIM, SIZE),
+        "hidden_states": random(rows, heads, dim),
+        "dt": random(rows, heads, 1).expand(-1, -1, dim),
+        "A": -random(heads).exp()[:, None, None].expand(-1, dim, SIZE),
         "B": random(rows, groups, SIZE),
         "C": random(rows, groups, SIZE),
-        "D": random(HEADS)[:, None].expand(-1, DIM),
-        "dt_bias": random(HEADS)[:, None].expand(-1, DIM),
-        "z": random(rows, HEADS, DIM) if gated else None,
+        "D": random(heads)[:, None].expand(-1, dim),
+        "dt_bias": random(heads)[:, None].expand(-1, dim),
+        "z": random(rows, heads, dim) if gated else None,
     }
 
 
@@ -65,8 +65,10 @@ def test_a_step_is_that_of_transformers_in_any_slots(slots, groups, gated):
 
 
 def test_bits_of_a_sequence_do_not_depend_on_the_others():
-    given = arguments(4, 2, True)
-    states = torch.randn(SLOTS, HEADS, DIM, SIZE, generator=torch.Generator().manual_seed(0))
+    # Whole pairs of vectors, as in real models: torch computes the elements after the last pair by another exp.
+    heads, dim = 32, 16
+    given = arguments(4, 2, True, heads, dim)
+    states = torch.randn(SLOTS, heads, dim, SIZE, generator=torch.Generator().manual_seed(0))
     alone = states.clone()
     together = stepped(states, [8, 0, 5, 1], given)
     of_row = {name: value if name in ("A", "D", "dt_bias") else value[2:3] for name, value in given.items()}

@@ -74,7 +74,8 @@ def parameters_of(function):
 
 def stub_of(thing):
     """What the stub says of a compiled function, or of each method of a compiled class; overloads in one."""
-    stub = Path(module_file(thing).partition(".")[0] + ".pyi")
+    compiled = Path(module_file(thing))
+    stub = compiled.with_name(compiled.name.partition(".")[0] + ".pyi")
     (node,) = [node for node in ast.parse(stub.read_text()).body if getattr(node, "name", None) == thing.__name__][:1]
     found = {}
     for function in node.body if inspect.isclass(thing) else [node]:
