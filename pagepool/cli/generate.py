@@ -7,12 +7,14 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from pagepool.cli.model_options import add_model_arguments, memory_of, open_engine, require
+from pagepool.cli.chat import Chat
+from pagepool.cli.model_options import add_model_arguments, memory_of, model_directory, open_engine
 from pagepool.cli.output import STDOUT, check_writable, written_to
 from pagepool.cli.usage import UsageError, between, file_name
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="texts to write on from; they run together")
     add("--file", type=file_name, metavar="FILE", help="more prompts, one a line, in UTF-8; - is standard input")
-    add("--chat", action="store_true", help="talk to the model, a message a line; needs a chat template")
+    add("--chat", action="store_true", help="talk to the model, one message per line; needs a chat template")
     add("--system", metavar="TEXT", help="with --chat, what the conversation begins with")
     add(
         "--max-new-tokens",
@@ -64,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.json)
     with open_engine(options, "pagepool generate") as engine:
         if options.chat:
-            Chat(engine, options).run()
+            name = str(options.model or model_directory(None).name)
+            new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
+            Chat(engine, partial(submit, engine, options=options), name, options.system, new_tokens).run()
             return 0
         began = monotonic()
         outputs = generate(engine, prompts, options)
@@ -78,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_prompts(prompts: list[str], file: str | None) -> list[str]:
-    """The prompts of the command line, then those of the file. Raises `UsageError` for none, an empty one, no UTF-8."""
+    """The prompts of the command line and of the file. Raises `UsageError` for none, an empty one, and no UTF-8."""
     found = list(prompts)
     if file is not None:
         try:
@@ -212,61 +216,3 @@ def report(numbers: dict[str, Any]) -> None:
         lines.insert(1, f"first token after {first['median']:.3f} s (median), {first['max']:.3f} s at most")
     for line in lines:
         print(f"pagepool: {line}", file=sys.stderr)
-
-
-class Chat:
-    """A conversation on the terminal: reads a message a line, streams the answer; Ctrl-C ends an answer."""
-
-    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
-        require("--chat", "transformers", "jinja2")
-        if getattr(engine.tokenizer, "chat_template", None) is None:
-            raise UsageError(f"{options.model}: its tokenizer has no chat template: --chat needs one")
-        self._engine, self._options = engine, options
-        self._messages: list[dict[str, str]] = []
-        if options.system is not None:
-            self._messages.append({"role": "system", "content": options.system})
-
-    def run(self) -> None:
-        """Talk until the input ends."""
-        while (line := self._read()) is not None:
-            if line.strip():
-                self._answer(line)
-
-    def _read(self) -> str | None:
-        """The next line of standard input; None at its end."""
-        if not sys.stdin.isatty():
-            line = sys.stdin.readline()
-            return line.rstrip("\n") if line else None
-        try:
-            return input("> ")
-        except EOFError:
-            print()
-            return None
-
-    def _answer(self, line: str) -> None:
-        messages = [*self._messages, {"role": "user", "content": line}]
-        began = monotonic()
-        try:
-            generation = submit(self._engine, self._engine.encoder.encode_chat(messages), self._options)
-        except ValueError as error:
-            print(f"pagepool: {error}", file=sys.stderr)
-            return
-        with written_to(STDOUT):
-            try:
-                for token in generation:
-                    print(token.text, end="", flush=True)
-            except KeyboardInterrupt:
-                generation.cancel()
-                generation.result()
-            except RuntimeError as error:
-                print(f"pagepool: {error}", file=sys.stderr)
-                return
-            print(flush=True)
-        self._messages = [*messages, {"role": "assistant", "content": generation.text}]
-        seconds, count = monotonic() - began, len(generation.token_ids)
-        print(
-            f"pagepool: {count} tokens, {count / seconds:,.1f} tokens/s, first after "
-            f"{generation.time_to_first_token or seconds:.3f} s; {generation.num_cached} of "
-            f"{generation.num_prompt_tokens} prompt tokens cached",
-            file=sys.stderr,
-        )

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -41,9 +42,10 @@ def run(capsys, *arguments):
     return code, found.out, found.err
 
 
-def start(*arguments, **options):
+def start(*arguments, env=None, **options):
     """`pagepool` in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    environment.update(env or {})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-m", "pagepool", *arguments], env=environment, **{**pipes, **options})
 
@@ -226,6 +228,58 @@ def test_a_chat_says_what_does_not_fit_and_goes_on():
     out, err = process.communicate("x = 1; " * 900 + "\nshort\n", SECONDS)
     assert process.returncode == 0 and out
     assert "1024" in err and "8 tokens" in err
+
+
+def test_a_chat_forgets_its_oldest_turns_when_the_context_is_full():
+    process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--system", "write code")
+    _, err = process.communicate(("x = 1; " * 40 + "\n") * 6, SECONDS)
+    assert process.returncode == 0, err
+    lengths = [int(length) for length in re.findall(r"of (\d+) prompt tokens cached", err)]
+    dropped = re.findall(r"the context is full: the oldest (\d+) of (\d+) turns are forgotten", err)
+    assert len(lengths) == 6 and all(length + 8 <= 1024 for length in lengths)
+    assert lengths[0] < lengths[1] < lengths[2] and dropped
+    turn = lengths[1] - lengths[0]
+    assert lengths[-1] + turn + 8 > 1024  # no more turns are dropped than must be
+
+
+def test_a_chat_begins_anew_after_reset():
+    process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--system", "write code")
+    _, err = process.communicate("open a file\nread it\n/reset\nopen a file\n", SECONDS)
+    assert process.returncode == 0, err
+    first, second, third = (int(length) for length in re.findall(r"of (\d+) prompt tokens cached", err))
+    assert first == third < second
+
+
+def test_a_chat_on_a_terminal_greets_and_edits_lines():
+    pytest.importorskip("readline", reason="this Python has no readline")
+    ours, theirs = os.openpty()
+    arguments = ("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--stop", "> ")
+    process = start(*arguments, stdin=theirs, stdout=theirs, env={"TERM": "xterm"})
+    os.close(theirs)
+    shown = ""
+
+    def type_in(keys):
+        """Wait for the prompt, then press these keys."""
+        nonlocal shown
+        while not shown.endswith("> "):
+            assert select.select([ours], [], [], SECONDS)[0], shown
+            shown += os.read(ours, 1 << 12).decode()
+        os.write(ours, keys)
+        shown += "|"
+
+    try:
+        greeting = process.stderr.readline()
+        assert "tiny_llama" in greeting and "Ctrl-D" in greeting and "/reset" in greeting
+        type_in(b"pen a file\x01o\r")  # Ctrl-A: to the beginning of the line
+        type_in(b"\x1b[A\r")  # the arrow up: the line before
+        type_in(b"\x04")
+        assert process.wait(SECONDS) == 0
+        first, second = re.findall(r"of (\d+) prompt tokens cached", process.stderr.read())
+        assert int(second) > int(first) and "|open a file" in shown and "^[" not in shown, shown
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(ours)
 
 
 def test_ctrl_c_ends_an_answer_and_then_the_chat():

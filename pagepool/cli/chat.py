@@ -1,0 +1,118 @@
+"""`pagepool generate --chat`: a conversation with a model on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from pagepool.cli.model_options import require
+from pagepool.cli.output import STDOUT, written_to
+from pagepool.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from pagepool.engine import Engine
+    from pagepool.engine.generation import Generation
+
+__all__ = ["Chat"]
+
+RESET = "/reset"
+
+
+class Chat:
+    """A conversation: reads one message per line and streams the answers.
+
+    engine      runs the model
+    submit      hands the tokens of a conversation to the engine; raises ValueError for a prompt that it cannot run
+    name        of the model, for messages
+    system      text of the system message, or None
+    new_tokens  room that an answer gets as long as there are older turns to drop for it
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        submit: Callable[[list[int]], Generation],
+        name: str,
+        system: str | None,
+        new_tokens: int,
+    ) -> None:
+        require("--chat", "transformers", "jinja2")
+        if getattr(engine.tokenizer, "chat_template", None) is None:
+            raise UsageError(f"{name}: its tokenizer has no chat template: --chat needs one")
+        self._engine, self._submit, self._name, self._new_tokens = engine, submit, name, new_tokens
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[list[dict[str, str]]] = []  # each a message of the user and the answer
+
+    def run(self) -> None:
+        """Talk until the input ends."""
+        if sys.stdin.isatty():
+            with suppress(ImportError):  # gives `input` line editing and a history
+                import_module("readline")
+            say(f"{self._name}. Ctrl-C ends an answer, Ctrl-D ends the chat, {RESET} forgets the conversation.")
+        while (line := self._read()) is not None:
+            if line.strip() == RESET:
+                self._turns = []
+                say("the conversation is forgotten")
+            elif line.strip():
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        """The next line of standard input; None at its end."""
+        if not sys.stdin.isatty():
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+
+    def _answer(self, line: str) -> None:
+        message = {"role": "user", "content": line}
+        began = monotonic()
+        try:
+            turns, tokens = self._fit(message)
+            generation = self._submit(tokens)
+        except ValueError as error:
+            say(str(error))
+            return
+        with written_to(STDOUT):
+            try:
+                for token in generation:
+                    print(token.text, end="", flush=True)
+            except KeyboardInterrupt:
+                generation.cancel()
+                generation.result()
+            except RuntimeError as error:
+                say(str(error))
+                return
+            print(flush=True)
+        if dropped := len(self._turns) - len(turns):
+            say(f"the context is full: the oldest {dropped} of {len(self._turns)} turns are forgotten")
+        self._turns = [*turns, [message, {"role": "assistant", "content": generation.text}]]
+        seconds, count = monotonic() - began, len(generation.token_ids)
+        say(
+            f"{count} tokens, {count / seconds:,.1f} tokens/s, first after "
+            f"{generation.time_to_first_token or seconds:.3f} s; {generation.num_cached} of "
+            f"{generation.num_prompt_tokens} prompt tokens cached"
+        )
+
+    def _fit(self, message: dict[str, str]) -> tuple[list[list[dict[str, str]]], list[int]]:
+        """The latest turns that leave room for an answer to this message, and the tokens of the conversation."""
+        room = self._engine.max_new_tokens(0) - self._new_tokens
+        turns = self._turns
+        while True:
+            messages = [*self._system, *(one for turn in turns for one in turn), message]
+            tokens = self._engine.encoder.encode_chat(messages)
+            if len(tokens) <= room or not turns:
+                return turns, tokens
+            turns = turns[1:]
+
+
+def say(line: str) -> None:
+    """Print a message that is not part of the conversation, on standard error."""
+    print(f"pagepool: {line}", file=sys.stderr, flush=True)
