@@ -24,6 +24,7 @@ cdef class PrefixCache:
 
     # The functions below require the critical section of the cache, or that no other thread calls the cache.
 
+    cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1
     cdef int c_reserve_path(self, int64_t n) except -1
     # `touch`; room for n + 1 nodes must be reserved.
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept

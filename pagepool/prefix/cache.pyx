@@ -140,7 +140,7 @@ cdef class PrefixCache:
         TypeError
             The tokens are not integers, or a key has another type.
         ValueError
-            A token is negative or has more than 32 bits.
+            A token of the found blocks or of the block after them is negative, or a token has more than 32 bits.
         PoolError
             A cached block was freed by another owner. Nothing has changed.
         """
@@ -215,8 +215,7 @@ cdef class PrefixCache:
                         node = self.path[num_full - 1] if num_full else root
                         i = num_full * self.block_size
                         self.path[num_full] = cached.tree.c_find_part(node, &row[i], row.shape[0] - i, &common)
-                # No cached token is negative, so the tokens found are not.
-                refuse_negative(&row[0], num_full * self.block_size, row.shape[0])
+                self.refuse_next(row, num_full)
                 num_found = num_full + (common > 0)
                 blocks = empty(num_found, INT32)
                 result = blocks, num_full * self.block_size + common
@@ -254,9 +253,9 @@ cdef class PrefixCache:
             root = self.cached.tree.roots.get(key)
             if root is not None and n:
                 self.c_reserve_path(n)
-                found = self.cached.tree.c_walk(root, &row[0], n, True, self.path) * self.block_size
-            refuse_negative(&row[0], found, row.shape[0])
-            return found
+                found = self.cached.tree.c_walk(root, &row[0], n, True, self.path)
+            self.refuse_next(row, found)
+            return found * self.block_size
 
     def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0):
         """Cache the full blocks of a sequence; return how many of them are new to the cache.
@@ -515,6 +514,12 @@ cdef class PrefixCache:
                 return function()
             finally:
                 resume_collector(paused)
+
+    cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1:
+        """Raise ValueError for a negative token in the block after the `found` ones, which have none since all cached
+        tokens are 0 or more. Checking all of a prompt of 8,192 tokens would take 1.2 us more than 1.5."""
+        cdef int64_t begin = found * self.block_size
+        return refuse_negative(&row[0], begin, min(begin + self.block_size, row.shape[0]))
 
     cdef int c_reserve_path(self, int64_t n) except -1:
         cdef void *memory

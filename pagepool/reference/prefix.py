@@ -71,6 +71,7 @@ class PrefixCache:
         """The cached blocks of the longest prefix of `tokens`, each with one reference more, the caller's to free."""
         keys = keys_of(tokens, self.block_size)
         found = cached_path(self._root(cache_salt, extra_keys), keys)
+        refuse_negative(tokens, (len(found) + 1) * self.block_size)
         blocks = [node.block for node in found]
         self.allocator.share(blocks)
         for node in found:
@@ -96,6 +97,7 @@ class PrefixCache:
     def cached_tokens(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """How many of the first of `tokens` `match_prefix` would find."""
         path = cached_path(self._root(cache_salt, extra_keys), keys_of(tokens, self.block_size))
+        refuse_negative(tokens, (len(path) + 1) * self.block_size)
         return len(path) * self.block_size
 
     def cache_blocks(
@@ -108,6 +110,7 @@ class PrefixCache:
         start: int = 0,
     ) -> int:
         """Keeps the full blocks of a sequence; returns how many of them it has taken now."""
+        refuse_negative(tokens)
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
         if len(ids) < len(keys):
             raise ValueError(f"{len(keys)} blocks are full, here are {len(ids)}")
@@ -132,6 +135,7 @@ class PrefixCache:
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""
+        refuse_negative(tokens)
         keys, leading = keys_of(tokens, self.block_size), 0
         for index, node in enumerate(path_of(self._root(cache_salt, extra_keys), keys)):
             if node.block is not None:
@@ -299,10 +303,14 @@ def keys_of(tokens: Any, size: int) -> list[tuple[int, ...]]:
     [(1, 2), (3, 4)]
     """
     row = np.asarray(tokens).tolist()
-    negative = next((place for place, token in enumerate(row) if token < 0), None)
-    if negative is not None:
-        raise ValueError(f"tokens must be at least 0; tokens[{negative}] is {row[negative]}")
     return [tuple(row[at : at + size]) for at in range(0, len(row) - size + 1, size)]
+
+
+def refuse_negative(tokens: Any, end: int | None = None) -> None:
+    """Raise ValueError for the first negative token before `end`."""
+    for place, token in enumerate(np.asarray(tokens).tolist()[:end]):
+        if token < 0:
+            raise ValueError(f"tokens must be at least 0; tokens[{place}] is {token}")
 
 
 def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:

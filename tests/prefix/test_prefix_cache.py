@@ -340,11 +340,24 @@ def test_a_negative_token_is_refused_wherever_it_is(cache, make, place):
             lambda each=each: each.match_prefix(row),
             lambda each=each: each.match_tokens(row),
             lambda each=each: each.cached_tokens(row),
-            lambda each=each: each.match_prefix(row, cache_salt="new"),
         ):
             with refuses(ValueError, "tokens", place, -7):
                 call()
     assert cache.stats() == before
+    cache.check()
+
+
+@pytest.mark.parametrize("make", [list, lambda row: np.array(row, np.int32)], ids=["list", "int32"])
+def test_look_ups_read_no_token_behind_the_first_block_that_is_not_cached(cache, make):
+    plain = reference.PrefixCache(reference.BlockAllocator(32), 4)
+    for each in (cache, plain):
+        each.cache_blocks(range(1, 9), each.allocator.allocate_n(3))
+        for call in (each.match_prefix, each.match_tokens, each.cached_tokens):
+            for row, salt in ([*range(1, 13), -7], None), ([*range(1, 5), -7], "new"):
+                call(make(row), cache_salt=salt)
+            for row, place in ([*range(1, 9), -7], 8), ([9, -7], 1):
+                with refuses(ValueError, "tokens", place, -7):
+                    call(make(row))
     cache.check()
 
 
