@@ -170,19 +170,6 @@ cdef class BlockAllocator:
     # their number, 0 when there is none, and the first in first[0].
     cdef int32_t c_free_run(self, int32_t *first, int32_t limit, int32_t most) noexcept nogil
 
-    # With the lock held: takes a part of such a run, n ids from `first` on.
-    cdef inline void c_take_run(self, int32_t first, int32_t n) noexcept nogil:
-        cdef int32_t i, kept = 0
-        for i in range(self.num_freed):  # the others stay in their order
-            self.c_freed[kept] = self.c_freed[i]
-            kept += not first <= self.c_freed[i] < first + n
-        self.num_freed = kept
-        self.taken = max(self.taken, first + n)
-        for i in range(first, first + n):
-            self.c_counts[i] = 1
-            if self.words != NULL:
-                pp_word_taken(&self.words[i])
-
     # All n or PP_EXHAUSTED; PP_INVALID_ARGUMENT for n < 0.
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil
     # PP_INVALID_BLOCK for one that is out of range or free.

@@ -35,11 +35,6 @@ cdef class SsmStatePool:
     # Copies the states of one slot in use to another; PP_INVALID_SLOT, PP_INVALID_ARGUMENT as c_release.
     cdef pp_status c_copy(self, int32_t dst, int32_t src) noexcept nogil
 
-    # Takes slots first[0] to first[0] + n - 1, or PP_EXHAUSTED; `longest` is then the longest run of free ones. It
-    # alone takes fresh ids while freed ones are left: `peak_in_use` then counts those as well.
-    cdef pp_status c_alloc_run(self, int32_t n, int32_t *first, int32_t *longest) noexcept nogil
-    cdef object copy_rows(self, object layer, object name, object slots, str what, object source, bint scatters)
-
     cdef object slot_at(self, int32_t i)
     cdef int32_t read_slot(self, object i) except -1
     cdef int32_t read_used(self, object i) except -1

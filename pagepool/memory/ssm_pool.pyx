@@ -3,28 +3,15 @@
 cimport cython
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
-from libc.string cimport memcpy, memset, strcmp
+from libc.string cimport memcpy, memset
 
 from pagepool.csrc cimport (
-    PP_EXHAUSTED,
     PP_INVALID_ARGUMENT,
     PP_INVALID_SLOT,
     PP_OK,
-    pp_lock_acquire,
-    pp_lock_release,
     pp_status,
 )
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.arrays cimport (
-    Buffer,
-    IdArray,
-    dtype_of,
-    get_buffer,
-    has_format,
-    read_ids,
-    release_buffer,
-    release_ids,
-)
 from pagepool.memory.page_buffer cimport PageBuffer
 
 import sys
@@ -33,7 +20,7 @@ from math import prod
 import numpy as np
 
 from pagepool.config import StateLayout
-from pagepool.errors import InvalidBlock, InvalidSlot, PoolExhausted, refuse_copy
+from pagepool.errors import InvalidSlot, PoolExhausted, refuse_copy
 from pagepool._arguments import integer
 from pagepool.memory.dlpack import BFloat16Bits
 from pagepool.memory.owners import Leak, warn_of
@@ -160,41 +147,6 @@ class StateRow:
     def view(self, layer, name):
         """A view (*shape) of this sequence's state `name` of a layer."""
         return self._memory.view(layer, name)[self._row]
-
-
-cdef bint same_format(const Buffer *own, const Buffer *given) noexcept:
-    """Whether an array has the dtype of a state; bfloat16 also comes as its bits, and int64 has two letters."""
-    cdef const char *letter = own.view.format
-    if has_format(letter, b"EH"):
-        return has_format(given.view.format, b"EH")
-    if own.view.itemsize == 8 and has_format(letter, b"lq"):
-        return has_format(given.view.format, b"lq") and given.view.itemsize == 8
-    return letter[0] and given.view.itemsize == own.view.itemsize and strcmp(letter, given.view.format) == 0
-
-
-cdef int check_states(str name, object source, const Buffer *given, object states, const Buffer *own,
-                      Py_ssize_t n) except -1:
-    """Checks that an array can hold the states of n slots and does not overlap the memory of the pool."""
-    cdef Py_ssize_t axis, step = given.view.itemsize
-    cdef bint fits
-    cdef size_t begin = <size_t>given.view.buf, own_begin = <size_t>own.view.buf
-    if not same_format(own, given):
-        raise TypeError(f"{name} must have the dtype of the state, {states.dtype}, not {dtype_of(source)}")
-    fits = given.view.ndim == own.view.ndim and given.view.shape[0] == n
-    for axis in range(1, own.view.ndim):
-        fits = fits and given.view.shape[axis] == own.view.shape[axis]
-    if not fits:
-        shape, got = (n, *states.shape[1:]), tuple([given.view.shape[axis] for axis in range(given.view.ndim)])
-        raise ValueError(f"{name} must have the shape {shape} (slots, then a state), not {got}")
-    for axis in range(given.view.ndim - 1, -1, -1):
-        if given.view.shape[axis] > 1 and given.view.strides[axis] != step:
-            raise ValueError(
-                f"{name} must be C-contiguous: axis {axis} steps {given.view.strides[axis]} bytes, not {step}"
-            )
-        step *= given.view.shape[axis]
-    if step and begin < own_begin + <size_t>own.view.len and own_begin < begin + <size_t>step:
-        raise ValueError(f"{name} overlaps the states of the pool")
-    return 0
 
 
 cdef object read_capacity(object capacity):
@@ -350,125 +302,6 @@ cdef class SsmStatePool:
         cdef int32_t target = self.read_used(dst), source = self.read_used(src)
         self.slot_at(target).copy_from(self.slot_at(source))
 
-    def alloc_run(self, request_ids):
-        """Takes neighbouring slots, one for each request; returns them as a range. All or nothing.
-
-        The states of the requests are then one part of `view`, which a layer can compute as a batch in place. Raises
-        `PoolExhausted` when there are not enough neighbouring free slots.
-
-        >>> from pagepool import StateLayout
-        >>> pool = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
-        >>> run = pool.alloc_run([7, 8, 9])
-        >>> run, pool.view(0, "h")[run.start:run.stop].shape
-        (range(0, 3), (3, 2))
-        """
-        cdef list requests = list(request_ids)
-        cdef int32_t first = 0, longest = 0, i
-        cdef int32_t n = <int32_t>min(len(requests), INT32_MAX)
-        for i in range(n):  # no comprehension, see list_ids
-            requests[i] = integer("request_id", requests[i])
-        slots = [None] * n
-        if self.c_alloc_run(n, &first, &longest) != PP_OK:
-            raise PoolExhausted(f"asked for {n} slots side by side, {longest} of the {self.free_count} free ones are")
-        try:
-            for i in range(n):
-                slots[i] = self.slot_at(first + i)
-            run = range(first, first + n)
-        except BaseException:  # no memory for a slot
-            for i in range(n):
-                self.ids.c_free(first + i)
-            raise
-        for i in range(n):
-            slots[i].request_id = requests[i]
-        return run
-
-    cdef pp_status c_alloc_run(self, int32_t n, int32_t *first, int32_t *longest) noexcept nogil:
-        cdef int32_t length
-        first[0] = longest[0] = 0
-        pp_lock_acquire(&self.ids.lock)
-        length = self.ids.c_free_run(first, self.ids.limit, max(n, 1))
-        while 0 < length < n:
-            longest[0] = max(longest[0], length)
-            first[0] += length
-            length = self.ids.c_free_run(first, self.ids.limit, n)
-        if length >= n:
-            self.ids.c_take_run(first[0], n)
-        pp_lock_release(&self.ids.lock)
-        return PP_OK if length >= n else PP_EXHAUSTED
-
-    def gather(self, layer, name, slots, out=None):
-        """Copies the states `name` of a layer out of some slots, in their order, for a batch of sequences.
-
-        layer, name   as for `view`
-        slots         slots that are in use: a sequence of ints, or an int32 or int64 array, one dimension
-        out           an array to write to, C-contiguous (n, *shape) of the state's dtype, by the buffer protocol or
-                      DLPack, for example a tensor of torch; it must not overlap the pool
-
-        Returns `out`, by default a new array. Raises `InvalidSlot` for a slot out of range or free, `TypeError` for a
-        dtype, `ValueError` for a shape or stride; then nothing was written. Releases the GIL while it copies.
-
-        >>> from pagepool import StateLayout
-        >>> pool = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
-        >>> for request in (7, 8, 9):
-        ...     pool.view(0, "h")[pool.alloc(request)] = request
-        >>> states = pool.gather(0, "h", [2, 0])
-        >>> states.tolist()
-        [[9.0, 9.0], [7.0, 7.0]]
-        >>> pool.scatter(0, "h", [2, 0], states + 1)
-        >>> pool.view(0, "h")[:3, 0].tolist()
-        [8.0, 8.0, 10.0]
-        """
-        return self.copy_rows(layer, name, slots, "out", out, False)
-
-    def scatter(self, layer, name, slots, states):
-        """Copies a batch of states `name` of a layer into their slots: what `gather` undoes.
-
-        states   (n, *shape), C-contiguous, of the state's dtype, by the buffer protocol or DLPack
-
-        All else is as for `gather`. A slot that comes twice keeps the later state.
-        """
-        self.copy_rows(layer, name, slots, "states", states, True)
-
-    cdef object copy_rows(self, object layer, object name, object slots, str what, object source, bint scatters):
-        cdef IdArray rows
-        cdef Buffer own, given
-        cdef Py_ssize_t i, size
-        cdef char *inside
-        cdef char *outside
-        states = self.view(layer, name)
-        try:
-            read_ids(slots, &rows)
-        except InvalidBlock as error:  # beyond 32 bits
-            raise InvalidSlot(f"a slot is out of range: the pool has {self.ids.capacity} slots") from error
-        try:
-            for i in range(rows.count):
-                self.read_used(rows.ids[i])
-            if source is None and not scatters:
-                source = np.empty((rows.count, *states.shape[1:]), states.dtype).view(type(states))
-            get_buffer(states, &own)
-            try:
-                if not get_buffer(source, &given, what):
-                    raise TypeError(f"{what} must be an array of {states.dtype}, not {type(source).__name__}")
-                try:
-                    check_states(what, source, &given, states, &own, rows.count)
-                    if not scatters and given.view.readonly:
-                        raise ValueError("out is read-only: it is where the states are written")
-                    size = given.view.len // max(rows.count, 1)
-                    inside, outside = <char *>own.view.buf, <char *>given.view.buf
-                    with nogil:
-                        for i in range(rows.count):
-                            if scatters:
-                                memcpy(inside + rows.ids[i] * size, outside + i * size, <size_t>size)
-                            else:
-                                memcpy(outside + i * size, inside + rows.ids[i] * size, <size_t>size)
-                finally:
-                    release_buffer(&given)
-            finally:
-                release_buffer(&own)
-        finally:
-            release_ids(&rows)
-        return source
-
     def leaks(self):
         """The slots that are in use, as `BlockAllocator.leaks`: `("state", request_id, [i], [i], slot)`, in order.
 
@@ -489,8 +322,8 @@ cdef class SsmStatePool:
     def stats(self):
         """Returns a dict of slots and bytes.
 
-        `peak` is the maximum number of slots in use so far, including slots that `alloc_run` has skipped. `bytes`
-        counts the slots in use; it is 0 for states that are Python objects.
+        `peak` is the maximum number of slots in use so far. `bytes` counts the slots in use; it is 0 for states that
+        are Python objects.
         """
         per_state = 0 if self.memory is None else self.memory.c_row_bytes()
         used = self.used_count

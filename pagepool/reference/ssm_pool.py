@@ -5,7 +5,7 @@ Invariant, which `check()` verifies: every slot is either in the free list, once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -150,30 +150,6 @@ class SsmStatePool:
         self._in_use.add(i)
         self._slots[i].request_id = request_id
         return i
-
-    def alloc_run(self, request_ids: Iterable[int]) -> range:
-        """Takes the first neighbouring free slots, one per request. Raises `PoolExhausted` if there are too few."""
-        requests = list(request_ids)
-        for first in range(self.capacity - len(requests) + 1):
-            run = range(first, first + len(requests))
-            if self._in_use.isdisjoint(run):
-                break
-        else:
-            raise PoolExhausted(f"asked for {len(requests)} slots side by side of {self.capacity}")
-        self._free = [i for i in self._free if i not in run]
-        self._in_use.update(run)
-        for i, request in zip(run, requests, strict=True):
-            self._slots[i].request_id = request
-        return run
-
-    def gather(self, layer: int, name: str, slots: Sequence[int]) -> np.ndarray:
-        """Copies of state `name` of `layer` of some slots in use, `(n, *shape)`."""
-        return np.array([self.view(layer, name)[self._used(i)] for i in slots])
-
-    def scatter(self, layer: int, name: str, slots: Sequence[int], states: np.ndarray) -> None:
-        """Writes what `gather` has read."""
-        for i, state in zip([self._used(i) for i in slots], states, strict=True):
-            self.view(layer, name)[i] = state
 
     def release(self, i: int) -> None:
         """Zeroes slot `i` and gives it back. Raises `InvalidSlot` when it is out of range or free."""

@@ -250,19 +250,6 @@ def test_views_are_the_same_with_ml_dtypes_and_without():
     assert with_it.stdout == without.stdout == "uint16 torch.uint16 torch.bfloat16\n" * 3
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_batches_of_states(dtype):
-    states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2, 3), dtype)}]), 6)
-    slots = torch.tensor(states.alloc_run(range(1, 6)))[[3, 0, 4]]
-    values = torch.randn(3, 2, 3).to(dtype)
-    states.scatter(0, "h", slots, values)
-    assert torch.equal(torch.from_dlpack(states.view(0, "h"))[slots], values)
-    out = torch.zeros_like(values)
-    assert states.gather(0, "h", slots.int(), out) is out
-    assert torch.equal(out, values)
-    assert torch.equal(torch.from_dlpack(states.gather(0, "h", slots)), values)
-
-
 def test_ids_of_blocks():
     allocator = BlockAllocator(8)
     ids = torch.from_numpy(allocator.allocate_n(6))

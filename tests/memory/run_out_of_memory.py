@@ -64,7 +64,7 @@ class World:
         self.shown = [Shown(array) for array in (self.slots.astype(np.int32), self.k, self.k)]
         self.large = KvCachePool.from_layout(LARGE, 2)
         self.ssm = SsmStatePool.from_layout(STATES, 3)
-        self.used = [self.ssm.alloc(1)]
+        self.ssm.alloc(1)
         self.cache = PrefixCache(self.allocator, 4, "gittins", max_events=8)
         self.cache.cache_blocks(PROMPT[:40], self.many)
         self.directory = PrefixDirectory(3)
@@ -161,9 +161,6 @@ OPERATIONS = {
     "states of a layout": lambda world: SsmStatePool.from_layout(STATES, 3),
     "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
     "lend": lambda world: world.ssm.alloc(5000),
-    "lend neighbours": lambda world: world.ssm.alloc_run([5000, 5001]),
-    "gather states": lambda world: world.ssm.gather(1, "b", world.used * 100),
-    "scatter states": lambda world: world.ssm.scatter(0, "a", world.used, np.ones((1, 4), np.float32)),
     "append by dlpack": lambda world: world.pool.append(0, *world.shown),
     "numpy and its dlpack": lambda world: world.pool.numpy().__dlpack__(),
 }

@@ -381,20 +381,3 @@ def test_views_of_bfloat16_show_it_by_dlpack():
     assert np.from_dlpack(numbers).dtype == np.float32  # no bits any more
     assert np.from_dlpack(states_of("uint16").view(0, "s")).dtype == np.uint16  # never were
     assert np.from_dlpack(states_of("float32").view(0, "s")).shape == (2, 3, 4)
-
-
-@PRODUCERS
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64"])
-def test_batches_of_states_by_dlpack(producer, dtype):
-    states = states_of(dtype)
-    view = states.view(0, "s")
-    view[:] = np.arange(24).reshape(view.shape)
-    before = view.copy()
-    out = np.zeros_like(np.asarray(view))
-    shown = producer(out)
-    assert states.gather(0, "s", producer(np.array([1, 0])), shown) is shown
-    np.testing.assert_array_equal(out, before[::-1])
-    states.scatter(0, "s", producer(np.array([0, 1])), shown)
-    np.testing.assert_array_equal(view, before[::-1])
-    with refuses(TypeError, "dtype", view.dtype, "float64"):
-        states.scatter(0, "s", [0, 1], producer(np.zeros((2, 3, 4))))

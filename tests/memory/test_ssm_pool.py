@@ -279,175 +279,21 @@ def test_equal_layouts_of_states_are_one_key():
     assert len({layouts[0]: 1, layouts[1]: 2, StateLayout(layers=[{}]): 3}) == 2
 
 
-STATES = StateLayout(
-    layers=[
-        {"h": ((2, 3), "float32"), "conv": ((5,), "bfloat16")},
-        {"d": ((2,), "float64"), "i": ((1, 1, 1, 2), "int64"), "c": ((3,), "complex64"), "r": ((2,), [("x", "i4")])},
-    ]
-)
-
-
-def filled(capacity=6, used=6):
-    """A pool of which some slots are in use, and every state filled with its slot's number."""
-    pool = SsmStatePool.from_layout(STATES, capacity)
-    for i in range(used):
-        pool.alloc(i + 1)
-        for layer, states in enumerate(STATES.layers):
-            for name in states:
-                pool.view(layer, name)[i] = i + 1
-    return pool
-
-
-@pytest.mark.parametrize("slots", [[4, 0, 5], (4, 0, 5), np.array([4, 0, 5]), np.array([4, 0, 5], np.int32), []])
-def test_gather_and_scatter(slots):
-    pool = filled()
-    expected = {}
-    for layer, states in enumerate(STATES.layers):
-        for name in states:
-            view = pool.view(layer, name)
-            batch = pool.gather(layer, name, slots)
-            assert batch.dtype == view.dtype and type(batch) is type(view) and batch.flags.c_contiguous
-            np.testing.assert_array_equal(batch, view[list(slots)])
-            out = np.empty_like(batch)
-            assert pool.gather(layer, name, slots, out=out) is out
-            np.testing.assert_array_equal(out, batch)
-            expected[layer, name] = view.copy()
-            expected[layer, name][list(slots)] = batch[::-1]
-            pool.scatter(layer, name, slots, np.ascontiguousarray(batch[::-1]))
-    for (layer, name), states in expected.items():
-        np.testing.assert_array_equal(pool.view(layer, name), states)
-
-
-def test_gather_and_scatter_take_bfloat16_in_every_form():
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its arrays are what is tested")
-    pool = filled()
-    out = np.zeros((2, 5), ml_dtypes.bfloat16)
-    pool.gather(0, "conv", [1, 3], out)
-    assert out.view(np.uint16)[:, 0].tolist() == [2, 4]
-    pool.scatter(0, "conv", [1, 3], out[::-1].copy())
-    pool.scatter(0, "conv", [2, 2], np.array([[7] * 5, [8] * 5], np.uint16))
-    assert pool.view(0, "conv")[:4, 0].tolist() == [1, 4, 8, 2]
-
-
-READ_ONLY = np.zeros((2, 2, 3), np.float32)
-READ_ONLY.flags.writeable = False
-
-
-@pytest.mark.parametrize(("slots", "batch", "error", "words"), [
-    ([0, 6], None, InvalidSlot, ('slot', 6)),
-    ([-1, 0], None, InvalidSlot, ('slot', -1)),
-    ([0, 2**40], None, InvalidSlot, (6,)),
-    ([0, 5], None, InvalidSlot, ('slot', 5, 6)),
-    ([0, "1"], None, TypeError, ('str',)),
-    ([0, 1], np.zeros((2, 2, 3), np.float64), TypeError, ('dtype', 'float32', 'float64')),
-    ([0, 1], np.zeros((2, 2, 3), np.int32), TypeError, ('dtype', 'float32', 'int32')),
-    ([0, 1], np.zeros((2, 2, 3), "M8[s]"), TypeError, ('dtype', 'float32')),
-    ([0, 1], [[1.0]], TypeError, ('float32', 'list')),
-    ([0, 1], np.zeros((3, 2, 3), np.float32), ValueError, ('(2, 2, 3)', '(3, 2, 3)')),
-    ([0, 1], np.zeros((2, 6), np.float32), ValueError, ('(2, 2, 3)', '(2, 6)')),
-    ([0, 1], np.zeros((2, 3, 2), np.float32).transpose(0, 2, 1), ValueError, ('axis', 2, 8, 'bytes', 4)),
-    ([0, 1], np.zeros((4, 2, 3), np.float32)[::2], ValueError, ('axis', 0, 48, 'bytes', 24)),
-])  # fmt: skip
-def test_a_wrong_batch_of_states_changes_nothing(slots, batch, error, words):
-    pool = filled(used=5)
-    before = pool.view(0, "h").copy()
-    for call in (pool.gather, pool.scatter):
-        states = np.zeros((2, 2, 3), np.float32) if batch is None else batch
-        kept = np.array(states, copy=True)
-        with refuses(error, *words):
-            call(0, "h", slots, states)
-        np.testing.assert_array_equal(states, kept)
-        np.testing.assert_array_equal(pool.view(0, "h"), before)
-
-
-def test_what_gather_and_scatter_refuse():
-    pool = filled()
-    view = pool.view(0, "h")
-    for call in (pool.gather, pool.scatter):
-        with refuses(ValueError, "pool"):
-            call(0, "h", [0, 1], view[1:3])
-        with refuses(ValueError, "layer", 0, "x"):
-            call(0, "x", [0], np.zeros(3))
-        with refuses(ValueError, "layout"):
-            next(iter(pools(2))).gather(0, "h", [0])
-    with refuses(ValueError, "out"):
-        pool.gather(0, "h", [0, 1], READ_ONLY)
-    with refuses(TypeError, "states", "float32", "NoneType"):
-        pool.scatter(0, "h", [0, 1], None)
-    pool.scatter(0, "h", [0, 1], READ_ONLY)
-    assert not view[:2].any()
-
-
-def test_neighbouring_slots():
-    pool = SsmStatePool.from_layout(STATES, 8)
-    assert pool.alloc_run([]) == range(0)
-    assert [pool.alloc(i + 1) for i in range(6)] == list(range(6))
-    for i in (4, 0, 2, 1):
-        pool.release(i)
-    with refuses(PoolExhausted, 4, 3, 6):
-        pool.alloc_run([7, 7, 7, 7])
-    with refuses(TypeError, "request_id"):
-        pool.alloc_run([7, "8"])
-    assert (pool.used_count, pool.alloc(9)) == (2, 1)  # nothing changed: the one released last
-    pool.release(1)
-    assert pool.alloc_run([11, 12]) == range(2)
-    assert [pool.slot(i).request_id for i in range(3)] == [11, 12, 0]
-    pool.check()
-    assert [pool.alloc(20) for _ in range(2)] == [2, 4]  # the others in their order
-    assert pool.alloc_run([13, 14]) == range(6, 8)
-    pool.check()
-    with refuses(PoolExhausted, 1, 0):
-        pool.alloc_run([15])
-    for i in range(8):
-        pool.release(i)
-    pool.check()
-    assert pool.alloc_run(range(1, 9)) == range(8)
-
-
-def test_neighbouring_slots_that_were_never_used():
-    pool = SsmStatePool.from_layout(STATES, 2000)
-    assert [pool.alloc(1) for _ in range(3)] == [0, 1, 2]
-    pool.release(1)
-    pool.release(2)
-    assert pool.alloc_run(range(1, 1501)) == range(1, 1501)  # both kinds
-    pool.check()
-    pool.release(0)
-    assert pool.alloc_run([1, 2]) == range(1501, 1503)  # past one that is free
-    assert pool.slot(1502).request_id == 2
-    pool.check()
-    assert [pool.alloc(1) for _ in range(2)] == [0, 1503]
-    pool.check()
-    of_python = SsmStatePool(3, lambda i: AttentionSequenceState(8))
-    assert of_python.alloc_run([5, 6]) == range(2) and of_python.slot(1).request_id == 6
-
-
 def test_slots_at_random_as_in_the_reference():
     layout = StateLayout(layers=[{"h": ((2,), "float32")}])
     rng, taken = random.Random(7), []
     pool, model = SsmStatePool.from_layout(layout, 40), reference.SsmStatePool.from_layout(layout, 40)
     for step in range(3000):
-        n = rng.choice([1, 1, 2, 3, 8])
         if rng.random() < 0.5 and taken:
             slot = taken.pop(rng.randrange(len(taken)))
             pool.release(slot)
             model.release(slot)
-        elif rng.random() < 0.5 and model.free_count:
+        elif model.free_count:
             taken.append(pool.alloc(step))
             assert model.alloc(step) == taken[-1]
-        else:
-            try:
-                run = model.alloc_run([step] * n)
-            except PoolExhausted:
-                with refuses(PoolExhausted, n):
-                    pool.alloc_run([step] * n)
-                continue
-            assert pool.alloc_run([step] * n) == run
-            taken.extend(run)
-        slots = rng.sample(taken, min(len(taken), 3))
-        states = np.full((len(slots), 2), step, np.float32)
-        pool.scatter(0, "h", slots, states)
-        model.scatter(0, "h", slots, states)
-        if taken:
-            np.testing.assert_array_equal(pool.gather(0, "h", taken), model.gather(0, "h", taken))
+        for each in (pool, model) if taken else ():
+            each.copy(taken[-1], taken[0])
+            each.view(0, "h")[taken[step % len(taken)]] = step
+        np.testing.assert_array_equal(pool.view(0, "h"), model.view(0, "h"))
     pool.check()
     model.check()
