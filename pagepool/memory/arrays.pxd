@@ -52,8 +52,6 @@ cdef struct IdArray:
     int32_t room[64]
 
 
-# Whether a buffer's format is one of these codes in this machine's byte order.
-cdef bint has_format(const char *format, const char *codes) noexcept
 # 4 or 8 for int32 or int64, else 0.
 cdef Py_ssize_t int_bytes(const Py_buffer *view) noexcept
 # A pp_dtype or TENSOR_BITS16, else -1.
