@@ -131,7 +131,7 @@ def test_out_of_another_dtype(call, dtype):
     ],
 )
 def test_wrong_shapes(call, name, shape):
-    refused(call, ValueError, (), **{name: lambda array: np.ones(shape, array.dtype)})
+    refused(call, ValueError, name, **{name: lambda array: np.ones(shape, array.dtype)})
 
 
 @pytest.mark.parametrize("heads", [1, 3, 5])

@@ -10,8 +10,11 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free
 from posix.stdlib cimport posix_memalign
 
+from pagepool.attention.decode cimport c_decode
 from pagepool.csrc cimport (
     PP_EXHAUSTED,
+    PP_INVALID_BLOCK,
+    PP_INVALID_SLOT,
     PP_NO_MEMORY,
     PP_OK,
     pp_decode_args,
@@ -26,7 +29,26 @@ from pagepool.memory.block_table cimport PagedSeqState
 
 import numpy as np
 
-OK, EXHAUSTED = PP_OK, PP_EXHAUSTED
+OK, EXHAUSTED, INVALID_BLOCK, INVALID_SLOT = PP_OK, PP_EXHAUSTED, PP_INVALID_BLOCK, PP_INVALID_SLOT
+
+
+def append_one(KvCachePool pool not None, int64_t slot, const float[:, ::1] row not None):
+    """The status of `c_append`: writes `row`, (num_kv_heads, head_dim), as K and V of layer 0 to a slot."""
+    cdef pp_status status
+    with nogil:
+        status = pool.c_append(0, &slot, 1, &row[0, 0], &row[0, 0], row.shape[0] * row.shape[1], row.shape[1])
+    return status
+
+
+def decode_one(KvCachePool pool not None, int32_t block, int32_t seq_len, float[:, ::1] out not None):
+    """The status of `c_decode` in layer 0: one sequence of one block attends with the query `out` and writes to it."""
+    cdef const float[:, ::1] q = np.array(out)
+    cdef pp_status status
+    with nogil:
+        status = c_decode(
+            pool, 0, &q[0, 0], 1, <int32_t>q.shape[0], &block, 1, &seq_len, 1.0, &out[0, 0], NULL, 1
+        )
+    return status
 
 
 cdef class Worker:

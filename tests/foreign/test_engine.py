@@ -65,3 +65,23 @@ def test_an_exhausted_pool_is_a_status_and_leaves_nothing_behind(engine):
     assert worker.status == engine.EXHAUSTED
     assert pool.allocator.in_use == 0
     pool.allocator.check()
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_checked_pool_refuses_misuse_without_the_gil(engine, checked):
+    pool = KvCachePool.from_layout(KvLayout(LAYERS, KV_HEADS, DIM, dtype="float32"), 2, checked=checked)
+    row, out = np.ones((KV_HEADS, DIM), np.float32), np.ones((QO_HEADS, DIM), np.float32)
+    block = pool.allocator.allocate()
+    assert engine.append_one(pool, block * 16, row) == engine.OK
+    assert (engine.decode_one(pool, block, 1, out), out.min(), out.max()) == (engine.OK, 1, 1)
+    pool.allocator.share(block)
+    refused_slot, refused_block = (engine.INVALID_SLOT, engine.INVALID_BLOCK) if checked else (engine.OK, engine.OK)
+    assert engine.append_one(pool, block * 16, 2 * row) == refused_slot
+    assert pool.gather(0, [block], 1)[0].max() == (1 if checked else 2)
+    assert engine.decode_one(pool, block, 1, out) == engine.OK
+    pool.allocator.free([block, block])
+    before = out.copy()
+    assert engine.append_one(pool, block * 16, row) == refused_slot
+    assert engine.decode_one(pool, block, 1, out) == refused_block
+    assert not checked or (out == before).all()
+    assert engine.decode_one(pool, block, 0, out) == engine.OK  # no block of an empty sequence is read
