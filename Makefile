@@ -8,8 +8,8 @@ PY := $(VENV)/bin/python
 NOX := $(VENV)/bin/nox -s
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
-SESSIONS := test-torch test-models test-transfer test-ray debug clang san-c san-python san-threads aarch64 wheel \
-	test-wheel test-sdist test-free-threaded
+SESSIONS := test-torch test-models test-clients test-transfer test-ray debug clang san-c san-python san-threads aarch64 \
+	wheel test-wheel test-sdist test-free-threaded
 
 .PHONY: help demo demo-generate test ci-models cluster-demo load-test model-test preemption-test build bench figures \
 	lint docs format san san-libraries sessions ci clean $(SESSIONS)

