@@ -148,8 +148,10 @@ def check_length(num_prompt_tokens: int, max_new_tokens: int, whose: str, limit:
 
     >>> check_length(90, 20, "the model", 100)
     Traceback (most recent call last):
-    pagepool.errors.RequestRejected: a prompt of 90 tokens and 20 new ones: the limit of the model is 100
+    pagepool.errors.RequestRejected: the prompt is too long: 90 tokens and 20 new ones, the limit of the model is 100
     """
     if limit is not None and num_prompt_tokens + max_new_tokens > limit:
         new = f" and {max_new_tokens} new ones" if max_new_tokens else ""
-        raise RequestRejected(f"a prompt of {num_prompt_tokens} tokens{new}: the limit of {whose} is {limit}", TOO_LONG)
+        # Clients such as litellm find "prompt is too long" in the text.
+        sentence = f"the prompt is too long: {num_prompt_tokens} tokens{new}, the limit of {whose} is {limit}"
+        raise RequestRejected(sentence, TOO_LONG)

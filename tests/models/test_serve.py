@@ -203,8 +203,11 @@ BAD = [
     ({"prompt": [999]}, "must be from 0 to 255, not 999"),
     ({"prompt": ["x", ""]}, "a prompt needs at least 1 token, got 0"),
     ({"prompt": "\ud800"}, "character 0 is a surrogate"),
-    ({"prompt": "x" * 400}, "a prompt of 400 tokens and 16 new ones: the limit of the model is 400"),
-    ({"prompt": "x" * 390, "max_tokens": 20}, "a prompt of 390 tokens and 20 new ones: the limit of the model is 400"),
+    ({"prompt": "x" * 400}, "the prompt is too long: 400 tokens and 16 new ones, the limit of the model is 400"),
+    (
+        {"prompt": "x" * 390, "max_tokens": 20},
+        "the prompt is too long: 390 tokens and 20 new ones, the limit of the model is 400",
+    ),
     ({"prompt": "x", "max_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     ({"prompt": "x", "max_tokens": "9"}, "max_tokens must be of type int, not str"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens must be of type int, not bool"),
@@ -444,7 +447,7 @@ def test_a_limit_of_prompts_can_be_set():
     with serving(FakeRunner(), max_prompt_tokens=10) as served:
         assert served.post(prompt="x" * 10, max_tokens=1).status_code == 200
         error = served.post(prompt="x" * 11).json()["error"]
-        assert error["message"] == "a prompt of 11 tokens: the limit of the server is 10"
+        assert error["message"] == "the prompt is too long: 11 tokens, the limit of the server is 10"
         assert error["code"] == "context_length_exceeded"
         error = served.post(prompt="x" * 10, max_tokens=1000).json()["error"]
         assert "256" in error["message"]  # tokens of the pool
