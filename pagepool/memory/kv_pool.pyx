@@ -58,6 +58,7 @@ from pagepool.memory.dlpack import BFloat16Bits
 from pagepool._arguments import dtype_name, integer
 from pagepool.memory.owners import warn_of
 from pagepool.memory.explain import invalid_slot, unwritable_slot
+from pagepool.memory.quantisation import read_channel_scale
 
 __all__ = ["KvCachePool"]
 
@@ -69,8 +70,6 @@ cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H", PP_INT8: "B"}
 # What NumPy sees of a page: it has no bfloat16 of its own.
 cdef dict VIEWS = {kind: np.dtype(format) for kind, format in FORMATS.items()}
 cdef dict DLPACK_CODES = {PP_F32: PP_DL_FLOAT, PP_F16: PP_DL_FLOAT, PP_BF16: PP_DL_BFLOAT, PP_INT8: PP_DL_UINT}
-# What is divided by a channel's scale, and multiplied by it, stays within float32 for all usual numbers.
-cdef double MIN_CHANNEL_SCALE = 1e-15, MAX_CHANNEL_SCALE = 1e15
 cdef Py_ssize_t MAX_PAGE_SIZE = <Py_ssize_t>1 << 40
 # Given back with the allocator's lock held, so that nobody takes a page that goes: not too much at a time.
 cdef int64_t MOST_BYTES = <int64_t>64 << 20
@@ -84,27 +83,6 @@ cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -
         return kind
     own = "" if pool_dtype == PP_F32 else f" or {NAMES[pool_dtype]}"
     raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
-
-
-cdef object read_channel_scale(object scale, object layout):
-    """A C-contiguous copy in float32, checked; None stays None."""
-    if scale is None:
-        if layout.dtype == "int4":
-            raise ValueError("K of int4 needs a k_channel_scale: calibrate_channels makes one")
-        return None
-    if layout.dtype not in ("int8", "int4"):
-        raise ValueError(f"k_channel_scale is for K of int8 or int4, and the layout has {layout.dtype}")
-    copy = np.array(scale, np.float32, order="C")
-    wanted = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
-    if copy.shape != wanted:
-        raise ValueError(f"k_channel_scale must have shape {wanted} (layers, num_kv_heads, head_dim), not {copy.shape}")
-    bad = copy[~((copy >= MIN_CHANNEL_SCALE) & (copy <= MAX_CHANNEL_SCALE))]
-    if bad.size:
-        raise ValueError(
-            f"each k_channel_scale must be from {MIN_CHANNEL_SCALE:g} to {MAX_CHANNEL_SCALE:g}, not {bad[0]}"
-        )
-    copy.flags.writeable = False
-    return copy
 
 
 cdef int check_apart(str name, const void *data, Py_ssize_t num_bytes, const pp_kv_pool *pool) except -1:

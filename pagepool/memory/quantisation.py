@@ -11,7 +11,12 @@ from pagepool._arguments import real
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["calibrate_channels", "widen_fp8"]
+    from pagepool.config import KvLayout
+
+__all__ = ["calibrate_channels", "read_channel_scale", "widen_fp8"]
+
+# Keys of usual size divided by a scale, and queries multiplied by it, stay within float32.
+MIN_SCALE, MAX_SCALE = 1e-15, 1e15
 
 
 def calibrate_channels(keys: Any) -> NDArray[np.float32]:
@@ -48,6 +53,29 @@ def calibrate_channels(keys: Any) -> NDArray[np.float32]:
     scale = np.divide(largest, head, out=np.ones_like(largest), where=head > 0)
     clamped: NDArray[np.float32] = np.maximum(scale, np.float32(2.0**-10))
     return clamped
+
+
+def read_channel_scale(scale: Any, layout: KvLayout) -> NDArray[np.float32] | None:
+    """Return a checked, read-only, C-contiguous float32 copy of the scale of a pool's keys; None stays None.
+
+    Raises `ValueError` for another shape, a scale out of range, and when the keys of the layout need a scale or take
+    none.
+    """
+    if scale is None:
+        if layout.dtype == "int4":
+            raise ValueError("K of int4 needs a k_channel_scale: calibrate_channels makes one")
+        return None
+    if layout.dtype not in ("int8", "int4"):
+        raise ValueError(f"k_channel_scale is for K of int8 or int4, and the layout has {layout.dtype}")
+    copy = np.array(scale, np.float32, order="C")
+    wanted = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    if copy.shape != wanted:
+        raise ValueError(f"k_channel_scale must have shape {wanted} (layers, num_kv_heads, head_dim), not {copy.shape}")
+    bad = copy[~((copy >= MIN_SCALE) & (copy <= MAX_SCALE))]
+    if bad.size:
+        raise ValueError(f"each k_channel_scale must be from {MIN_SCALE:g} to {MAX_SCALE:g}, not {bad[0]}")
+    copy.flags.writeable = False
+    return copy
 
 
 def _fp8_values(kind: str) -> NDArray[np.float32]:
