@@ -101,7 +101,7 @@ cdef class PrefixCache:
         self.policy = policy
         self.block_size = size
         self.cached = CachedBlocks(allocator, size, policy)
-        events = integer("max_events", max_events, 0)
+        events = integer("max_events", max_events, 0, INT32_MAX)
         if events:
             self.cached.log = EventLog(self.cached.tree, events)
         allocator.add_owner(self)

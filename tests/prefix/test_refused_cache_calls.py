@@ -32,6 +32,7 @@ NEW = range(50, 54)
     [
         (lambda w: PrefixCache(w.allocator, 0), ValueError, ("block_size", 1, 1024, 0)),
         (lambda w: PrefixCache(w.allocator, max_events=-1), ValueError, ("max_events", 0, -1)),
+        (lambda w: PrefixCache(w.allocator, max_events=HUGE), ValueError, ("max_events", 2147483647, HUGE)),
         (lambda w: PrefixCache(w.allocator, max_events="x"), TypeError, ("max_events", "str", "x")),
         (lambda w: w.cache.match_prefix([[1, 2]]), ValueError, ("tokens", 1, 2)),
         (lambda w: w.cache.match_prefix([1.5]), TypeError, ("tokens", "float64")),
