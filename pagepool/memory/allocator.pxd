@@ -219,13 +219,11 @@ cdef class BlockAllocator:
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil
     # Pools that are attached, for who holds the GIL.
     cdef int32_t c_num_pools(self) noexcept nogil
-    cdef Audit c_audit(self) noexcept nogil
     cdef object invalid(self, IdArray *array, verb)
     cdef int c_enlist(self, Link *link, object sequence) except -1
     cdef void c_delist(self, Link *link) noexcept
     # All holders that live, sequences first.
     cdef list holders(self)
-    cdef int check_references(self, object others) except -1
     # Ids below this were handed out at least once.
     cdef int32_t c_ids_used(self) noexcept nogil
     # 0 for a free block, -1 for an id out of range.

@@ -323,7 +323,7 @@ cdef class BlockAllocator:
         return taken
 
     cdef bint c_is_shared(self, int32_t block) noexcept nogil:
-        return pp_get_count(&self.ref_counts[block]) > 1
+        return pp_get_count(&self.c_counts[block]) > 1
 
     cdef void c_copy_page(self, int32_t dst, int32_t src) noexcept nogil:
         pp_regions_copy_block(self.regions, &self.lock, dst, src)
@@ -696,28 +696,16 @@ cdef class BlockAllocator:
 
         >>> BlockAllocator(8).check(others=0)
         """
+        cdef int32_t number
         cdef Audit audit
         with nogil:
-            audit = self.c_audit()
+            pp_lock_acquire(&self.lock)
+            audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.limit, self.c_counts)
+            if audit.equation == NULL and self.words != NULL:
+                audit = audit_words(self.words, self.c_counts, self.taken)
+            pp_lock_release(&self.lock)
         if audit.equation != NULL:
             raise PoolError(f"broken invariant: {audit.equation.decode()}, but {audit.left} and {audit.right}")
-        self.check_references(others)
-
-    cdef Audit c_audit(self) noexcept nogil:
-        cdef Audit audit
-        pp_lock_acquire(&self.lock)
-        audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.limit, self.c_counts)
-        if audit.equation == NULL and self.words != NULL:
-            audit = audit_words(self.words, self.c_counts, self.taken)
-        pp_lock_release(&self.lock)
-        return audit
-
-    cdef int check_references(self, object others) except -1:
-        """Audits the equation for every block; raises PoolError naming one that breaks it.
-
-        others: how many references belong to no holder, or None for any number.
-        """
-        cdef int32_t used = self.c_ids_used(), number
         references = Counter()
         for holder in self.holders():
             references.update(holder.references())
@@ -726,10 +714,10 @@ cdef class BlockAllocator:
             if times > count:
                 raise PoolError(f"broken invariant: block {block} has {count} references, its holders have {times}")
         if others is not None:
-            surplus = sum([self.c_ref_count(number) for number in range(used)]) - sum(references.values())
+            total = sum([self.c_ref_count(number) for number in range(self.c_ids_used())])
+            surplus = total - sum(references.values())
             if surplus != others:
                 raise PoolError(f"broken invariant: {surplus} references belong to no holder, not {others}")
-        return 0
 
     cdef object invalid(self, IdArray *array, verb):
         """The InvalidBlock that says which of the ids is wrong, and why."""
