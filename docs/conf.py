@@ -1,15 +1,16 @@
 """How `make docs` builds these pages: MyST Markdown, the Furo theme, and the reference from the docstrings.
 
-Docstrings are written to be read in a terminal: names in `backticks`, and tables of arguments aligned in columns. The
-hooks below turn both into reStructuredText, and take the constructors of compiled classes, which have no signature at
-run time, from the stubs.
+Docstrings follow numpydoc and are also read in a terminal: names are in `backticks`, and some docstrings have tables of
+arguments aligned in columns. The hook below makes links of the names and definition lists of the tables; napoleon turns
+the sections into reStructuredText.
 """
 
-import ast
 import inspect
 import re
 import sys
 from pathlib import Path
+
+from sphinx.ext.napoleon import Config, NumpyDocstring
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,13 +33,16 @@ html_static_path = ["static"]
 html_css_files = ["pages.css"]
 html_show_copyright = False
 html_show_sphinx = False
-# The new implementation of Sphinx 9.0 drops the result of autodoc-process-signature where a class has no signature.
-autodoc_use_legacy_class_based = True
 autodoc_typehints = "none"
 autodoc_inherit_docstrings = False
 toc_object_entries_show_parents = "hide"
 
 ROW = re.compile(r"(?P<names>[a-z_][\w, ]*?) {2,}(?P<text>\S.*)")
+SECTION = re.compile(r"-{3,}")
+# Types and exceptions are prose ("sequence of int or integer array"), not names to link.
+NUMPYDOC = Config(
+    napoleon_use_param=False, napoleon_use_rtype=False, napoleon_custom_sections=[("Raises", "returns_style")]
+)
 CODE = re.compile(r"`([^`\n]+)`")
 
 
@@ -119,34 +123,23 @@ def rewrite(lines, owner):
     return made
 
 
+def link(lines, owner):
+    """The lines of numpydoc sections with their names linked; indentation, examples and literal blocks stay."""
+    made, example, before = [], False, ""
+    for line in lines:
+        text = line.lstrip()
+        example = bool(text) and (example or text.startswith(">>>") or before.endswith("::"))
+        before = text or before
+        made.append(line if example else line[: len(line) - len(text)] + prose(text, owner))
+    return made
+
+
 def process_docstring(app, what, name, obj, options, lines):
     owner = name.removeprefix("pagepool.").split(".")[0]
-    lines[:] = rewrite(lines, owner)
-
-
-def stub_of(thing):
-    """The tree of the stub of a compiled class, or None."""
-    path = ROOT.joinpath(*thing.__module__.split(".")).with_suffix(".pyi")
-    if not path.is_file():
-        return None
-    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-    return next((node for node in classes if node.name == thing.__name__), None)
-
-
-def process_signature(app, what, name, obj, options, signature, return_annotation):
-    """A compiled class has the signature of `__new__` or `__init__` in its stub, without the types."""
-    if what != "class" or signature or (stub := stub_of(obj)) is None:
-        return None
-    for node in stub.body:
-        if isinstance(node, ast.FunctionDef) and node.name in {"__new__", "__init__"}:
-            arguments = node.args
-            (arguments.posonlyargs or arguments.args).pop(0)
-            for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
-                argument.annotation = None
-            return f"({ast.unparse(arguments)})", None
-    return None
+    first = next((i - 1 for i, line in enumerate(lines) if SECTION.fullmatch(line)), len(lines))
+    sections = NumpyDocstring(link(lines[first:], owner), NUMPYDOC, app, "method", name, obj, options).lines()
+    lines[:] = [*rewrite(lines[:first], owner), *sections]
 
 
 def setup(app):
     app.connect("autodoc-process-docstring", process_docstring)
-    app.connect("autodoc-process-signature", process_signature)

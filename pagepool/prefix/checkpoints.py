@@ -429,7 +429,7 @@ class StateCheckpoints:
 
     Notes
     -----
-    A request of a hybrid model takes these steps. None of the calls keeps its arguments:
+    A request of a hybrid model takes these steps. None of the calls keeps its arguments::
 
         blocks = cache.match_prefix(tokens)                      # keys and values
         n = len(blocks) * cache.block_size
