@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pagepool._arguments import wrong
 from pagepool.engine.generation import Generation
 from pagepool.engine.sampling import SamplingParams
-from pagepool.engine.tokenizing import Detokenizer, Encoder
+from pagepool.engine.tokenizing import TOO_LONG, Detokenizer, Encoder
 from pagepool.errors import RequestRejected
 
 __all__ = ["Intake", "Request", "check_length"]
 
 UNBOUNDED = 4096  # tokens of a text of a model that has no bound
 ENDINGS = ("stop", "length", "abort", "error")
-TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +119,12 @@ class Intake(ABC):
         room = longest if self._pool_tokens is None else self._pool_tokens
         return max(1, min(longest, room) - num_prompt_tokens)
 
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """The most tokens of a prompt, which leave room for one more; None: no limit."""
+        limits = [self.max_model_len, self._pool_tokens if self._is_exact else None]
+        return min((limit - 1 for limit in limits if limit is not None), default=None)
+
     @abstractmethod
     def _submit(self, request: Request, **options: Any) -> Generation:
         """Queue a request that was read."""
@@ -129,12 +134,20 @@ class Intake(ABC):
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise wrong("params", "SamplingParams or None", params)
-        tokens = self.encoder.encode(prompt)
-        most = self.max_new_tokens(len(tokens)) if params.max_new_tokens is None else params.max_new_tokens
-        check_length(len(tokens), most, "the model", self.max_model_len)
-        check_length(len(tokens), most, "the pool", self._pool_tokens if self._is_exact else None)
+        if isinstance(prompt, Sized) and not isinstance(prompt, str):
+            self._check_length(len(prompt), params)  # before each token is looked at
+        tokens = self.encoder.encode(prompt, self.max_prompt_tokens)
+        most = self._check_length(len(tokens), params)
         params = replace(params, max_new_tokens=most, stop_token_ids=params.stop_token_ids | self.stop_token_ids)
         return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
+
+    def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """How many tokens the prompt gets. Raises `RequestRejected` when there is no room for them."""
+        most = params.max_new_tokens
+        most = self.max_new_tokens(num_prompt_tokens) if most is None else most
+        check_length(num_prompt_tokens, most, "the model", self.max_model_len)
+        check_length(num_prompt_tokens, most, "the pool", self._pool_tokens if self._is_exact else None)
+        return most
 
     def _stats(self, *names: str) -> dict[str, Any]:
         """The counters of requests and of tokens, and those with these names."""

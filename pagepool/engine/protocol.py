@@ -24,6 +24,10 @@ class TextEngine(Protocol):
     is_accepting: bool
 
     @property
+    def max_prompt_tokens(self) -> int | None:
+        """The most tokens of a prompt; None: no limit."""
+
+    @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
 

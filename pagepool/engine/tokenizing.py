@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from threading import Lock
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cached_property
+from threading import Semaphore
 from typing import Any
 
 from pagepool._arguments import integer
 from pagepool.errors import RequestRejected
 
-__all__ = ["Detokenizer", "Encoder", "stop_token_ids_of"]
+__all__ = ["MAX_TOKENIZERS", "TOO_LONG", "Detokenizer", "Encoder", "stop_token_ids_of"]
+
+TOO_LONG = "context_length_exceeded"
+MAX_TOKENIZERS = 2  # prompts that are tokenized at the same time, each by a tokenizer of its own
 
 # A tokenizer may write a token differently at the beginning of a text: decode it behind this many tokens of the prompt.
 CONTEXT = 6
@@ -19,26 +25,37 @@ REPLACEMENT = "\ufffd"  # decoders write it for an incomplete character
 class Encoder:
     """Turns prompts into tokens. Any thread may call it.
 
+    Up to `MAX_TOKENIZERS` threads tokenize at the same time. The second one makes a copy of the tokenizer, which is
+    kept.
+
     tokenizer   one of transformers, or None: prompts are token ids then
     vocab_size  how many tokens the model knows
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self._lock = Lock()  # only one thread at a time may call a tokenizer
+        self._free = [tokenizer]
+        self._room = Semaphore(MAX_TOKENIZERS)
 
-    def encode(self, prompt: str | Iterable[int], **options: Any) -> list[int]:
+    def encode(self, prompt: str | Iterable[int], max_tokens: int | None = None, **options: Any) -> list[int]:
         """Return the token ids of a prompt, as a new list.
 
-        options  of the tokenizer's call, such as `add_special_tokens`
+        max_tokens  a text with so many characters that it must have more tokens is refused before it is tokenized. A
+                    text that passes may still have more tokens
+        options     of the tokenizer's call, such as `add_special_tokens`
 
         Raises TypeError for a text without a tokenizer and for a prompt of a wrong type, `RequestRejected` for a
-        prompt without tokens, a text that UTF-8 cannot encode and a token that the model does not know.
+        prompt without tokens, a text that is too long, a text that UTF-8 cannot encode and a token that the model does
+        not know.
 
         >>> Encoder(None, vocab_size=100).encode(range(3))
         [0, 1, 2]
         """
-        tokens = self._tokens_of(prompt, options) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            self._check_size(prompt, max_tokens)
+            tokens = self._tokens_of(prompt, options)
+        else:
+            tokens = list(prompt)
         try:
             for token in tokens:
                 integer("a token of the prompt", token, 0, self.vocab_size - 1)
@@ -48,23 +65,24 @@ class Encoder:
             raise RequestRejected("a prompt needs at least 1 token, got 0")
         return tokens
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
         """The token ids of a conversation, up to where the assistant's next message begins.
 
-        messages  each has "role" and "content", as the tokenizer's chat template wants them
+        messages    each has "role" and "content", as the tokenizer's chat template wants them
+        max_tokens  as in `encode`
 
         Raises `RequestRejected` where the tokenizer has no chat template, and for messages that it does not take.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise RequestRejected("the model's tokenizer has no chat template")
         try:
-            with self._lock:
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            with self._own_tokenizer() as tokenizer:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ImportError:
             raise
         except Exception as error:  # whatever the template raises
             raise RequestRejected(f"the chat template does not take these messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, max_tokens, add_special_tokens=False)
 
     def _tokens_of(self, prompt: str, options: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
@@ -73,9 +91,36 @@ class Encoder:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise RequestRejected(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
-        with self._lock:
-            found: list[int] = self.tokenizer(prompt, **options)["input_ids"]
+        with self._own_tokenizer() as tokenizer:
+            found: list[int] = tokenizer(prompt, **options)["input_ids"]
         return found
+
+    @contextmanager
+    def _own_tokenizer(self) -> Iterator[Any]:
+        """A tokenizer that no other thread calls meanwhile."""
+        with self._room:
+            try:
+                tokenizer = self._free.pop()
+            except IndexError:
+                tokenizer = deepcopy(self.tokenizer)
+            try:
+                yield tokenizer
+            finally:
+                self._free.append(tokenizer)
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Characters of the longest token, or None where the tokenizer does not list its tokens."""
+        vocabulary: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
+        return max(map(len, vocabulary), default=None)
+
+    def _check_size(self, prompt: str, max_tokens: int | None) -> None:
+        if max_tokens is None or len(prompt) <= max_tokens or self._longest_token is None:
+            return
+        least = -(-len(prompt) // self._longest_token)
+        if least > max_tokens:
+            sentence = f"the prompt is too long: {len(prompt)} characters are at least {least} tokens"
+            raise RequestRejected(f"{sentence}, the limit is {max_tokens}", TOO_LONG)
 
 
 class Detokenizer:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Lock
 from time import monotonic, time
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,6 +23,7 @@ from starlette.routing import Route
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
+from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.protocol import (
@@ -38,6 +40,8 @@ __all__ = ["create_app"]
 
 MAX_BODY_BYTES = 16 << 20
 MAX_ID_LENGTH = 256
+LARGE_BODY_BYTES = 256 << 10  # a larger body is parsed outside the event loop
+Found = TypeVar("Found")
 
 
 def create_app(
@@ -52,7 +56,7 @@ def create_app(
 
     model              the name under which clients ask for it
     max_prompt_tokens  longer prompts get status 400; None: what the model and the pool have room for
-    max_requests       choices that run and wait; more get status 429
+    max_requests       choices that run, wait or are tokenized; more get status 429
     timeout            seconds after which a request that has not ended gets status 503 and is cancelled
 
     A client that disconnects cancels its request. The header `X-Request-Id` is the `request_id` of its choices, with
@@ -87,9 +91,11 @@ class Server:
         self, engine: TextEngine, model: str, max_prompt_tokens: int | None, max_requests: int, timeout: float
     ) -> None:
         self._engine, self._model = engine, model
-        self._max_prompt_tokens, self._max_requests, self._timeout = max_prompt_tokens, max_requests, timeout
+        self._max_prompt_tokens, self._timeout = max_prompt_tokens, timeout
         self.metrics = Metrics(engine)
-        self._submitting = Lock()
+        self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
+        self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
+        self._places = Places(engine, max_requests)
         self._created = int(time())
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -129,60 +135,118 @@ class Server:
 
     async def _answer(self, http: HttpRequest, is_chat: bool) -> Response:
         began = monotonic()
-        request = read_request(read_body(await read_all(http)), is_chat)
+        body = await read_all(http)
+        if len(body) > LARGE_BODY_BYTES:
+            request = await asyncio.to_thread(lambda: read_request(read_body(body), is_chat))
+        else:
+            request = read_request(read_body(body), is_chat)
         self._check_model(request.model)
-        generations = await asyncio.to_thread(self._submit, request, read_id(http))
+        generations = await unless_disconnected(http, self._start(request, read_id(http)))
         kind = ChatAnswer if is_chat else Answer
         answer = kind(self._model, self._text_of, request.n)
         run = Run(generations, began, self._timeout, self.metrics)
         has_logprobs = request.params.logprobs is not None
         if request.stream:
             return EventStream(run, events(run, answer, has_logprobs, request.include_usage))
-        tokens = await unless_disconnected(http, run)
-        return JSONResponse(answer.all(generations, tokens, has_logprobs))
+        try:
+            tokens = await unless_disconnected(http, run.all_tokens())
+        finally:
+            run.cancel()
+        if not has_logprobs:
+            return JSONResponse(answer.all(generations, tokens, False))
+        return await asyncio.to_thread(lambda: JSONResponse(answer.all(generations, tokens, True)))
 
     def _text_of(self, token: int) -> str:
         text: str = self._engine.tokenizer.decode([token])
         return text
 
-    def _submit(self, request: Request, request_id: str | None) -> list[Generation]:
+    async def _start(self, request: Request, request_id: str | None) -> list[Generation]:
         """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""
-        engine, count = self._engine, len(request.prompts) * request.n
-        if not engine.is_accepting:
+        if not self._engine.is_accepting:
             raise RequestError(503, "the server takes no more requests: it is shutting down")
-        self._check_room(count)  # before the work of encoding
-        encode = engine.encoder.encode_chat if request.is_chat else engine.encoder.encode
-        seed = request.params.seed
+        limits = [self._max_prompt_tokens, self._engine.max_prompt_tokens]
+        most = min((limit for limit in limits if limit is not None), default=None)
+        count, loop = len(request.prompts) * request.n, asyncio.get_running_loop()
+        encode = self._engine.encoder.encode_chat if request.is_chat else self._engine.encoder.encode
+        waiting = self._places.take(count)
+        try:
+            prompts = []
+            for prompt in request.prompts:
+                if isinstance(prompt, list) and not request.is_chat:
+                    check_length(len(prompt), 0, "the server", most)  # before each token is looked at
+                prompts.append(await loop.run_in_executor(self._encoding, encode, prompt, most))
+                check_length(len(prompts[-1]), 0, "the server", self._max_prompt_tokens)
+            return await loop.run_in_executor(self._submitting, self._submit, request, prompts, request_id, waiting)
+        except RequestRejected as error:
+            raise RequestError(400, str(error), error.code) from error
+        except EngineClosed as error:
+            raise RequestError(503, str(error)) from error
+        finally:
+            waiting.end()
+
+    def _submit(
+        self, request: Request, prompts: list[list[int]], request_id: str | None, waiting: Waiting
+    ) -> list[Generation]:
+        seed, name = request.params.seed, request_id
         generations: list[Generation] = []
         try:
-            prompts = [encode(prompt) for prompt in request.prompts]
             for tokens in prompts:
-                check_length(len(tokens), 0, "the server", self._max_prompt_tokens)
-            with self._submitting:  # of requests that come at one moment each counts those before it
-                self._check_room(count)
-                for tokens in prompts:
-                    for number in range(request.n):
-                        # Choices of one prompt differ.
-                        params = replace(request.params, seed=None if seed is None else seed + number)
-                        name = request_id if request_id is None or count == 1 else f"{request_id}/{len(generations)}"
-                        generations.append(engine.submit(tokens, params, request_id=name, **request.options))
-        except BaseException as error:
+                for number in range(request.n):
+                    # Choices of one prompt differ.
+                    params = replace(request.params, seed=None if seed is None else seed + number)
+                    if request_id is not None and len(prompts) * request.n > 1:
+                        name = f"{request_id}/{len(generations)}"
+                    with waiting.hand_over():
+                        generations.append(self._engine.submit(tokens, params, request_id=name, **request.options))
+        except BaseException:
             for generation in generations:
                 generation.cancel()
-            if isinstance(error, RequestRejected):
-                raise RequestError(400, str(error), error.code) from error
-            if isinstance(error, EngineClosed):
-                raise RequestError(503, str(error)) from error
             raise
         return generations
 
-    def _check_room(self, count: int) -> None:
-        """Raises `RequestError` when `count` more choices pass the limit."""
-        waiting = self._engine.num_requests
-        if waiting + count > self._max_requests:
-            raise RequestError(
-                429, f"{waiting} requests run and wait, {count} more pass the limit of {self._max_requests}"
-            )
+
+class Places:
+    """Counts the choices that run, wait or are tokenized, up to a limit."""
+
+    def __init__(self, engine: TextEngine, limit: int) -> None:
+        self.engine, self.limit = engine, limit
+        self.lock = Lock()
+        self.num_waiting = 0  # choices that the engine has not got yet
+
+    def take(self, count: int) -> Waiting:
+        """Count `count` more choices. Raises `RequestError` when they pass the limit."""
+        if count > self.limit:
+            raise RequestError(400, f"a request may have up to {self.limit} choices, not {count}", param="n")
+        with self.lock:
+            running = self.engine.num_requests + self.num_waiting
+            if running + count > self.limit:
+                sentence = f"{running} requests run and wait, {count} more pass the limit of {self.limit}"
+                raise RequestError(429, sentence)
+            self.num_waiting += count
+        return Waiting(self, count)
+
+
+class Waiting:
+    """The choices of one HTTP request that the engine has not got yet."""
+
+    def __init__(self, places: Places, count: int) -> None:
+        self._places, self._count = places, count
+
+    @contextmanager
+    def hand_over(self) -> Iterator[None]:
+        """While the engine gets one choice. Raises `ClientDisconnect` after `end`."""
+        with self._places.lock:
+            if self._count == 0:
+                raise ClientDisconnect
+            yield
+            self._count -= 1
+            self._places.num_waiting -= 1
+
+    def end(self) -> None:
+        """The engine gets no more of them."""
+        with self._places.lock:
+            self._places.num_waiting -= self._count
+            self._count = 0
 
 
 class Run:
@@ -284,22 +348,21 @@ def event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-async def unless_disconnected(http: HttpRequest, run: Run) -> list[list[Token]]:
-    """All tokens of a run; it is cancelled when the client has left, which raises `ClientDisconnect`."""
+async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Found]) -> Found:
+    """What `work` returns; when the client has left, it is cancelled, and `ClientDisconnect` is raised."""
 
     async def left() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             await asyncio.sleep(0)
 
-    tokens, leaving = asyncio.create_task(run.all_tokens()), asyncio.create_task(left())
+    working, leaving = asyncio.create_task(work), asyncio.create_task(left())
     try:
-        await asyncio.wait([tokens, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not tokens.done():
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise ClientDisconnect
-        return tokens.result()
+        return working.result()
     finally:
-        run.cancel()
-        tokens.cancel()
+        working.cancel()
         leaving.cancel()
 
 

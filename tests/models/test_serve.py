@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -388,6 +389,69 @@ def test_many_clients_get_their_own_answers(served):
     assert asyncio.run(ask_all()) == [generation.result(SECONDS).text for generation in wanted]
 
 
+class Slow(Bytes):
+    """Tokenizes only while it may, and counts the texts."""
+
+    def __init__(self):
+        self.may, self.seen = threading.Event(), []
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def get_vocab(self):
+        return {bytes([token]).decode("latin-1"): token for token in range(256)}
+
+    def __call__(self, text, **options):
+        self.seen.append(text)
+        if text.startswith("slow"):
+            assert self.may.wait(SECONDS)
+        return super().__call__(text, **options)
+
+
+def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized():
+    tokenizer = Slow()
+    with serving(FakeRunner(num_blocks=256, max_model_len=400), tokenizer) as served:
+        for path, asked in (("completions", {"prompt": "x" * 1_000_000}), ("completions", {"prompt": [1] * 1_000_000})):
+            response = served.post(path, **asked)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert "1000000" in response.json()["error"]["message"] and "399" in response.json()["error"]["message"]
+        response = served.post("chat/completions", messages=[{"role": "user", "content": "x" * 1_000_000}])
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert tokenizer.seen == []
+        assert served.post(prompt="x" * 399, max_tokens=1).status_code == 200
+
+
+def test_texts_that_are_tokenized_count_for_the_limit_and_hold_nobody_up():
+    tokenizer = Slow()
+    with serving(FakeRunner(), tokenizer, max_requests=3) as served, ThreadPoolExecutor(2) as threads:
+        slow = [threads.submit(served.post, prompt=f"slow {number}", max_tokens=1) for number in range(2)]
+        wait_until(lambda: len(tokenizer.seen) == 2)
+        assert served.http.get("/health").status_code == 200
+        assert served.http.get("/metrics").status_code == 200
+        assert served.post(prompt=[1, 2], n=2).status_code == 429
+        tokenizer.may.set()
+        assert [each.result(SECONDS).status_code for each in slow] == [200, 200]
+        assert served.post(prompt=[1, 2], n=2).status_code == 200
+
+
+def test_a_text_whose_client_has_left_is_not_tokenized():
+    tokenizer = Slow()
+    with serving(FakeRunner(), tokenizer) as served:
+        clients = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(6)]
+        for number, client in enumerate(clients):
+            body = json.dumps({"prompt": f"slow {number}"}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+        wait_until(lambda: len(tokenizer.seen) == 2)
+        time.sleep(0.2)  # until the server has read all of them
+        for client in clients:
+            client.close()
+        time.sleep(0.2)
+        tokenizer.may.set()
+        assert served.complete("after", max_tokens=1).usage.prompt_tokens == 5
+        assert len([text for text in tokenizer.seen if text.startswith("slow")]) == 2
+
+
 def test_a_full_queue_gets_429_and_the_others_go_on():
     with serving(FakeRunner(step_seconds=0.01), max_requests=2) as served:
         stream = served.complete("x", max_tokens=100, n=2, stream=True)
@@ -398,7 +462,9 @@ def test_a_full_queue_gets_429_and_the_others_go_on():
         with pytest.raises(openai.RateLimitError):
             served.complete("x")
         assert sum(1 for chunk in stream if chunk.choices[0].finish_reason == "length") == 2
-        assert served.post(prompt="x", n=3).status_code == 429
+        never = served.post(prompt="x", n=3)
+        assert never.status_code == 400 and "retry-after" not in never.headers
+        assert "2 choices" in never.json()["error"]["message"] and "not 3" in never.json()["error"]["message"]
         assert served.post(prompt="x", max_tokens=1).status_code == 200
 
 
