@@ -25,12 +25,12 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* A count above 1 may fall while its block's owner reads it without the lock: release and acquire order what the
-     * others read of the block before what the owner then writes to it. */
+    /* An owner of a block reads the count without the lock, and another owner may drop its reference meanwhile. Release
+     * and acquire order the reads of the other owner before the writes of this one. */
     #define pp_set_count(count, value) __atomic_store_n(count, value, __ATOMIC_RELEASE)
     #define pp_get_count(count) __atomic_load_n(count, __ATOMIC_ACQUIRE)
-    /* A word is {generation:32 | holders:32}, of which one bit of holders is in use. The fence puts it before every
-     * byte that the new owner writes: who reads the word after the page sees whether the page has changed meanwhile. */
+    /* A word is {generation:32 | holders:32}; only one bit of holders is in use. The fence orders the word before every
+     * byte that the new owner writes: a process that reads the page, then the word, sees whether the page changed. */
     static inline void pp_word_taken(uint64_t *word) {
         __atomic_store_n(word, ((*word >> 32) + 1) << 32 | 1, __ATOMIC_RELAXED);
         __atomic_thread_fence(__ATOMIC_RELEASE);
@@ -38,7 +38,7 @@ cdef extern from *:
     static inline void pp_word_freed(uint64_t *word) {
         __atomic_store_n(word, *word >> 32 << 32, __ATOMIC_RELAXED);
     }
-    /* Not inlined: within the loops over counts they cost an allocator without words 0.4 ns a block. */
+    /* Not inlined: inside the loops over counts they cost 0.4 ns per block, even in an allocator without words. */
     __attribute__((noinline, unused))
     static void pp_words_taken(uint64_t *words, const int32_t *blocks, int32_t n) {
         for (int32_t i = 0; i < n; i++)
@@ -59,7 +59,8 @@ cdef extern from *:
     int32_t pp_get_count(int32_t *count) nogil
 
 
-# What a prefix cache holds one reference to, see CachedRefs in block_refs.pxd; `next` is that of another cache.
+# The blocks to which a prefix cache holds a reference, see CachedRefs in block_refs.pxd. `next` belongs to another
+# cache.
 cdef struct CachedCounts:
     uint8_t *is_cached
     int64_t idle
@@ -74,7 +75,7 @@ cdef inline void count_idle(CachedCounts *cached, int32_t block, int change) noe
         cached = cached.next
 
 
-# A list through the sequences themselves: entering and leaving cost four stores, with the allocator's lock held.
+# A list through the sequences themselves. To enter or to leave it costs four stores with the allocator's lock held.
 #   link.next.previous == link == link.previous.next; an empty list's head is linked to itself
 cdef struct Link:
     Link *previous
@@ -126,8 +127,9 @@ cdef class BlockAllocator:
     cdef list others  # weak references to holders of other types
     cdef object __weakref__
 
-    # These are inlined into whoever calls them, which saves a third of their time. Waiting is not, so that callers need
-    # not link the library; and pointers serve here, since the caller's directives decide on checks of memoryviews.
+    # These methods are inlined into their callers, which saves a third of their time. Waiting is not inlined, so that
+    # callers need not link the library. They use pointers, since the directives of the caller's module apply here and
+    # could switch on bounds checks of memoryviews.
 
     # PP_EXHAUSTED when none is free.
     cdef inline pp_status c_allocate(self, int32_t *block) noexcept nogil:
@@ -157,17 +159,18 @@ cdef class BlockAllocator:
 
     # With the lock held: raises the capacity, if the maximum allows, so that n fresh ids can be taken.
     cdef bint c_extend(self, int32_t n) noexcept nogil
-    # How many ids there are now.
+    # The number of ids now.
     cdef int32_t c_capacity(self) noexcept nogil
-    # Blocks that are free, and those that can be taken: what the capacity may still grow by, too.
+    # Blocks that are free.
     cdef int32_t c_free_count(self) noexcept nogil
+    # Blocks that can be taken: `c_free_count`, and the blocks by which the capacity may still grow.
     cdef int32_t c_available(self) noexcept nogil
-    # Raises the capacity to n; false when it is there already or the maximum is below.
+    # Raises the capacity to n. False if n is below the capacity or above the maximum.
     cdef bint c_grow(self, int32_t n) noexcept nogil
-    # Lowers it to n, or as far as blocks in use allow; returns what it is then.
+    # Lowers the capacity to n, but not below a block in use. Returns the new capacity.
     cdef int32_t c_shrink(self, int32_t n) noexcept nogil
-    # With the lock held: the first run of free ids from first[0] on and below `limit`, at most `most` of them. Returns
-    # their number, 0 when there is none, and the first in first[0].
+    # With the lock held: finds the first run of free ids from first[0] on and below `limit`, at most `most` ids. Writes
+    # the first id to first[0]; returns the number of ids, 0 if no id is free.
     cdef int32_t c_free_run(self, int32_t *first, int32_t limit, int32_t most) noexcept nogil
 
     # All n or PP_EXHAUSTED; PP_INVALID_ARGUMENT for n < 0.
@@ -200,7 +203,7 @@ cdef class BlockAllocator:
         return PP_OK
 
     cdef void c_wait_for_lock(self) noexcept nogil
-    # With the lock held: fills the pages of those blocks that are free with NaN.
+    # With the lock held: fills the page of each of the blocks that is free with NaN.
     cdef void c_fill_freed(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
 
     # All or PP_INVALID_BLOCK; `blocks` must not change meanwhile.
@@ -209,20 +212,21 @@ cdef class BlockAllocator:
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
     # `c_share_n` with the exceptions of `share`.
     cdef int c_share_ids(self, IdArray *array) except -1
-    # Whether a block that the caller holds a reference to has others; true at most too long.
+    # For a block of the caller: true if other references exist. May be stale: can still be true after the last one was
+    # dropped.
     cdef bint c_is_shared(self, int32_t block) noexcept nogil
-    # Copies the page of src onto that of dst in every attached pool; the caller holds references to both.
+    # Copies page src over page dst in every attached pool. The caller holds references to both blocks.
     cdef void c_copy_page(self, int32_t dst, int32_t src) noexcept nogil
-    # `pool` must stay where it is until it is detached. PP_INVALID_ARGUMENT: it has fewer pages than ids, or another
-    # block size than an attached pool. PP_NO_MEMORY.
+    # `pool` must not move until it is detached. PP_INVALID_ARGUMENT: the pool has fewer pages than there are ids, or
+    # another block size than an attached pool. PP_NO_MEMORY.
     cdef pp_status c_attach(self, const pp_kv_pool *pool) noexcept nogil
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil
-    # Pools that are attached, for who holds the GIL.
+    # Number of attached pools. Requires the GIL.
     cdef int32_t c_num_pools(self) noexcept nogil
     cdef object invalid(self, IdArray *array, verb)
     cdef int c_enlist(self, Link *link, object sequence) except -1
     cdef void c_delist(self, Link *link) noexcept
-    # All holders that live, sequences first.
+    # All living holders, sequences first.
     cdef list holders(self)
     # Ids below this were handed out at least once.
     cdef int32_t c_ids_used(self) noexcept nogil
@@ -230,5 +234,5 @@ cdef class BlockAllocator:
     cdef int32_t c_ref_count(self, int32_t block) noexcept nogil
     # Tokens of a block in the attached pools; 0 without a pool that has a layout.
     cdef int32_t c_block_size(self) noexcept nogil
-    # The tokens of a block that a holder is to have: `block_size`, or if that is None those of a pool, else 16.
+    # Returns the block size for a new holder: `block_size`, or for None the block size of an attached pool, else 16.
     cdef int32_t read_block_size(self, object block_size) except -1

@@ -1,4 +1,4 @@
-"""BlockAllocator: who owns which block."""
+"""BlockAllocator: hands out block ids and counts the references to each."""
 
 cimport cython
 from cpython.long cimport PyLong_CheckExact
@@ -50,15 +50,15 @@ cdef extern from "regions.h" nogil:
     int32_t pp_regions_block_size(const pp_regions *regions, void *lock)
 
 
-# Two arrays that both begin at a page have their n-th entries at the same place in it, and a load behind a store to the
-# same place in another page waits for nothing: the counts begin half a page farther.
+# 4K aliasing: if both arrays began at a page, entry n of both would have the same offset in its page, and a load from
+# one would wait for an unrelated store to the other. So the counts begin half a page later.
 cdef int32_t SKEW = 528
 cdef int32_t DEFAULT_BLOCK_SIZE = 16
 
 
 cdef Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, int32_t capacity,
                         int32_t *counts) noexcept nogil:
-    """Marks each listed block with a count of -1, so that a block listed twice shows, and takes the marks off."""
+    """Marks each listed block with a count of -1, which shows a block that is listed twice; removes the marks again."""
     cdef Audit audit = Audit(NULL, 0, 0)
     cdef int32_t i, block, marked = 0, used = 0
     if not 0 <= num_freed <= taken <= capacity:
@@ -176,7 +176,7 @@ cdef class BlockAllocator:
         return fits
 
     cdef int32_t c_shrink(self, int32_t n) noexcept nogil:
-        """The ids at the end that are free become fresh again; the list keeps the order of the others."""
+        """The free ids at the end become fresh again. The order of the other free ids does not change."""
         cdef int32_t i, kept = 0, taken
         pp_lock_acquire(&self.lock)
         taken = self.taken
@@ -220,7 +220,7 @@ cdef class BlockAllocator:
         top = self.c_freed + self.num_freed - 1
         self.num_freed -= recycled
         self.taken = fresh + n
-        for i in range(recycled):  # apart from the counts, so that it becomes a vector loop
+        for i in range(recycled):  # a loop of its own, which the compiler vectorises
             blocks[i] = top[-i]
         for i in range(recycled):
             counts[top[-i]] = 1
@@ -233,9 +233,9 @@ cdef class BlockAllocator:
         return PP_OK
 
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
-        """One pass that turns round at a bad id: a count of 0 says that the pass itself put the block on the list.
+        """One pass. At a bad id it goes back and undoes its changes: a count of 0 means that this pass freed the block.
 
-        Most blocks have one reference: as long as that holds, the ids as they are given are what goes on the list.
+        Most blocks have one reference. Up to the first block with more, the given ids are copied to the list at once.
         """
         cdef int32_t *counts = self.c_counts
         cdef int32_t *freed = self.c_freed
@@ -348,7 +348,7 @@ cdef class BlockAllocator:
             return pools or DEFAULT_BLOCK_SIZE
         size = integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
         if pools and pools != size:
-            raise ValueError(f"block_size must be {pools}, that of the pool with these blocks, not {size}")
+            raise ValueError(f"block_size must be {pools}, the block size of the allocator's pool, not {size}")
         return size
 
     def __reduce__(self):
@@ -369,7 +369,7 @@ cdef class BlockAllocator:
 
     @property
     def available(self):
-        """Blocks that can be taken now: `free_count` plus what the capacity may still grow by."""
+        """Blocks that can be taken now: `free_count`, and the blocks by which the capacity may still grow."""
         return self.c_available()
 
     @property
@@ -419,10 +419,10 @@ cdef class BlockAllocator:
             raise ValueError(f"num_blocks must be from {self.c_capacity()} to {self.max_capacity}, not {number}")
 
     def shrink(self, num_blocks=0):
-        """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns the new capacity.
+        """Lowers the capacity to `num_blocks`, but not below a block in use; returns the new capacity.
 
-        A block in use keeps its id, so the highest one bounds the capacity. O(blocks ever used). Raises `ValueError`
-        when `num_blocks` is below 0 or above the capacity.
+        A block in use keeps its id, so the highest id in use limits the result. O(blocks ever used). Raises
+        `ValueError` when `num_blocks` is below 0 or above the capacity.
 
         >>> allocator = BlockAllocator(2, max_blocks=8)
         >>> blocks = allocator.allocate_n(5)
@@ -436,7 +436,7 @@ cdef class BlockAllocator:
         return self.c_shrink(number)
 
     def allocate(self):
-        """Takes one block; returns its id, whose reference count is then 1. Raises `PoolExhausted` when none is free.
+        """Takes one block, with one reference; returns its id. Raises `PoolExhausted` when none is free.
 
         >>> BlockAllocator(1).allocate()
         0
@@ -472,7 +472,7 @@ cdef class BlockAllocator:
     def free(self, blocks):
         """Drops one reference of each block: an int, a sequence of ints or an integer array.
 
-        A block whose count falls to 0 is free and is the next to be handed out: after `free([1, 3])` come 3, then 1.
+        A block without references is free and is handed out next: after `free([1, 3])` come 3, then 1.
         Raises `InvalidBlock` when an id is out of range, free, or given more often than it has references, `TypeError`
         for anything but integers; then nothing has changed.
 
@@ -578,9 +578,9 @@ cdef class BlockAllocator:
             Py_DECREF(<object>link.sequence)
 
     cdef list holders(self):
-        """All that live, sequences first; not one that is just going, which must not come back.
+        """All living holders, sequences first. An object that is being freed is left out: it must not come back.
 
-        No Python code runs with the lock held: the list is made before.
+        No Python code runs with the lock held, so the list gets its full length before.
         """
         cdef list references, found = []
         cdef Link *link
@@ -599,7 +599,7 @@ cdef class BlockAllocator:
             link = link.next
             i += 1
         pp_lock_release(&self.lock)
-        for reference in references:  # no comprehension: that of Cython 3.3 frees an item twice when it cannot grow
+        for reference in references:  # a comprehension of Cython 3.3 frees an item twice when it cannot grow
             if reference is not None and not HAS_GIL:
                 reference = reference()
             if reference is not None:
@@ -618,10 +618,10 @@ cdef class BlockAllocator:
         Asks every owner: for debugging, not for every step. Changes that other threads make meanwhile may be missing.
         Without a GIL no other thread may be inside a call of a sequence meanwhile.
 
-        Returns a list of named tuples `(kind, label, references, object)`, whose references add up to
-        `ref_count(block)`; without an id a dict of such lists, for every block in use. The kind is "sequence", "cache",
-        the kind of an owner that was added, or "other" for references that `allocate`, `allocate_n` or `share` took and
-        no owner holds. Raises `InvalidBlock` when the id is out of range.
+        Returns a list of named tuples `(kind, label, references, object)`; the references add up to `ref_count(block)`.
+        Without an id returns a dict of such lists, one for every block in use. The kind is "sequence", "cache", the
+        kind of an owner that was added, or "other" for references that `allocate`, `allocate_n` or `share` took and no
+        owner holds. Raises `InvalidBlock` when the id is out of range.
 
         >>> from pagepool import PagedSeqState
         >>> allocator = BlockAllocator(4)
@@ -642,7 +642,7 @@ cdef class BlockAllocator:
                 if number in found:
                     found[number].append(Owner(holder.kind, holder.label, times, holder))
         for number, owners in found.items():
-            # Not `ref_count`: another thread may have shrunk the allocator since, so that there is no such block.
+            # Not `ref_count`, which raises if another thread has shrunk the allocator since then.
             others = self.c_ref_count(number) - sum(owner.references for owner in owners)
             if others > 0:
                 owners.append(Owner("other", None, others, None))

@@ -19,13 +19,13 @@ cdef struct Buffer:
     Py_buffer view
     Py_ssize_t shape[4]
     Py_ssize_t strides[4]
-    PyObject *array  # who is held, where `view` was filled in here and not by the buffer protocol; else NULL
+    PyObject *array  # the object that is held, if `view` was filled in here; NULL if the buffer protocol filled it in
 
 
-# Holds the memory of an array, by the buffer protocol or DLPack, until `release_buffer`; False for an object that has
-# neither. Raises what they do; ValueError, with `name`, for a tensor of more than 4 dimensions, one that is not in the
-# CPU's memory, and one of torch that is negated lazily.
-# bfloat16 has the format "E"; a dtype that neither ints nor floats here have may have an empty one.
+# Holds the memory of an array, by the buffer protocol or DLPack, until `release_buffer`. False for an object that has
+# neither. Raises the exceptions of both; ValueError, with `name`, for a tensor of more than 4 dimensions, a tensor
+# outside of CPU memory, and a tensor of torch that is negated lazily.
+# The format of bfloat16 is "E". A dtype that no call here takes may have an empty format.
 cdef bint get_buffer(object source, Buffer *buffer, str name=*) except -1
 cdef object dtype_of(object source)
 
@@ -58,7 +58,7 @@ cdef Py_ssize_t int_bytes(const Py_buffer *view) noexcept
 cdef int kind_of_format(const char *format) noexcept
 cdef int read_id(object value, int32_t *block) except -1
 cdef int64_t read_count(object value) except? -1
-# Numbers of tokens, each read before anything else is looked at: an __index__ may do anything.
+# Numbers of tokens. All are read before anything else is checked, since an __index__ may run any code.
 cdef list read_counts(object values)
 cdef int64_t read_number(str name, object value) except? -1
 cdef int read_ids(object blocks, IdArray *array) except -1

@@ -1,7 +1,7 @@
-"""Arrays as callers give them: ids, int32 tables and float tensors, read where they lie.
+"""Arrays as callers give them: ids, int32 tables and float tensors, read in place.
 
-Plain NumPy arrays of a few dtypes are read without the buffer protocol: that writes down shape and format anew each
-time, 65 ns for each of the four arrays of a call of `decode`, of 720 ns in all.
+Plain NumPy arrays of a few dtypes are read without the buffer protocol, which makes shape and format anew each time. It
+would take 65 ns for each of the four arrays of `decode`, and the whole call takes 720 ns.
 """
 
 cimport cython
@@ -46,11 +46,11 @@ cnp.import_array()
 
 cdef int MOST_DIMS = 4  # of Buffer.shape and Tensor.shape
 cdef const char *BFLOAT16 = b"E"  # as ml_dtypes has it: the buffer protocol has no letter for it
-cdef const char *UNKNOWN = b""  # the format of all that no call takes
+cdef const char *UNKNOWN = b""  # the format of dtypes that no call takes
 
 
 cdef bint read_plain(cnp.ndarray array, Buffer *buffer) noexcept:
-    """Fills in the buffer as NumPy does. False for another dtype or byte order, and for more dimensions."""
+    """Fills in the buffer as NumPy does. False for another dtype or byte order, and for more than 4 dimensions."""
     cdef Py_buffer *view = &buffer.view
     cdef int kind = cnp.PyArray_TYPE(array), flags = cnp.PyArray_FLAGS(array), i
     cdef Py_ssize_t step
@@ -76,7 +76,7 @@ cdef bint read_plain(cnp.ndarray array, Buffer *buffer) noexcept:
     view.strides = buffer.strides
     view.suboffsets = NULL
     view.internal = NULL
-    for i in range(view.ndim - 1, -1, -1):  # strides of a contiguous array may be any where an axis is of length 1
+    for i in range(view.ndim - 1, -1, -1):  # a contiguous array may have any stride along an axis of length 1
         buffer.shape[i] = cnp.PyArray_DIM(array, i)
         buffer.strides[i] = step if flags & cnp.NPY_ARRAY_C_CONTIGUOUS else cnp.PyArray_STRIDE(array, i)
         step *= buffer.shape[i]
@@ -115,7 +115,7 @@ cdef int check_dims(str name, int ndim) except -1:
 
 
 cdef int read_without_format(str name, object array, Buffer *buffer) except -1:
-    """An array of NumPy whose dtype the buffer protocol does not know: the bfloat16 of ml_dtypes, dates and others."""
+    """Fills in the buffer for a NumPy dtype that the buffer protocol lacks: bfloat16 of ml_dtypes, dates and others."""
     if array.dtype.name == "bfloat16":
         check_dims(name, array.ndim)
         read_plain(array.view(np.uint16), buffer)
@@ -157,8 +157,8 @@ cdef bint read_dlpack(str name, object source, Buffer *buffer) except -1:
     owner = import_tensor(source, &tensor, &flags)
     if owner is None:
         return False
-    # DLPack of torch drops the sign of a lazily negated view. Only floats are views of that kind (the imaginary part of
-    # a conjugate), and asking takes 0.07 us.
+    # DLPack of torch drops the sign of a lazily negated view. Only floats can be such a view (the imaginary part of a
+    # conjugate). The check takes 0.07 us.
     if tensor.type_code != PP_DL_INT:
         is_neg = getattr(source, "is_neg", None)
         if is_neg is not None and is_neg():
@@ -168,7 +168,7 @@ cdef bint read_dlpack(str name, object source, Buffer *buffer) except -1:
     view.format = <char *>format_of(&tensor)
     view.ndim = tensor.ndim
     view.itemsize = step = (<Py_ssize_t>tensor.type_bits * tensor.type_lanes + 7) // 8
-    view.readonly = flags & (PP_DL_IS_READ_ONLY | PP_DL_IS_COPIED) != 0  # what is written to a copy is lost
+    view.readonly = flags & (PP_DL_IS_READ_ONLY | PP_DL_IS_COPIED) != 0  # writes to a copy would be lost
     view.shape = buffer.shape
     view.strides = buffer.strides
     view.suboffsets = NULL
@@ -179,7 +179,7 @@ cdef bint read_dlpack(str name, object source, Buffer *buffer) except -1:
         step *= tensor.shape[i]
     view.len = step
     if tensor.data == NULL and step:
-        raise ValueError(f"this {type(source).__name__} has no memory that could be read")
+        raise ValueError(f"{name}: this {type(source).__name__} has no memory to read")
     Py_INCREF(owner)
     buffer.array = <PyObject *>owner
     return True
@@ -200,8 +200,8 @@ cdef bint get_buffer(object source, Buffer *buffer, str name="an array") except 
         elif not read_dlpack(name, source, buffer):
             raise
         return True
-    # ctypes leaves out the strides even where they are asked for, and others may leave out the format: a memoryview
-    # fills in both.
+    # ctypes leaves out the strides even if they are asked for, and other exporters may leave out the format. A
+    # memoryview fills in both.
     if view.format != NULL and (view.strides != NULL or view.ndim == 0):
         return True
     PyBuffer_Release(view)
@@ -210,7 +210,7 @@ cdef bint get_buffer(object source, Buffer *buffer, str name="an array") except 
 
 
 cdef object dtype_of(object source):
-    """What to call the dtype of an array that was refused."""
+    """The name of the dtype of an array that was refused, for an error."""
     cdef pp_dl_tensor tensor
     cdef uint64_t flags
     dtype = getattr(source, "dtype", None)
@@ -236,7 +236,7 @@ cdef int narrow(long long number, int overflow, object value, int32_t *block) ex
 
 
 cdef object index_of(str name, object value):
-    """Converts to an int. Raises TypeError with the argument's name, also for an array, whose __index__ fails."""
+    """Converts to an int. Raises TypeError with the argument's name, also for an array: its __index__ raises."""
     try:
         return PyNumber_Index(value)
     except TypeError:
@@ -252,7 +252,7 @@ cdef int read_id(object value, int32_t *block) except -1:
 
 
 cdef int64_t read_count(object value) except? -1:
-    """A number of tokens, see `read_number`."""
+    """Reads a number of tokens, see `read_number`."""
     return read_number("a number of tokens", value)
 
 
@@ -288,7 +288,7 @@ cdef int take_room(IdArray *array, Py_ssize_t count) except -1:
 
 
 cdef bint has_format(const char *format, const char *codes) noexcept:
-    """Whether a buffer's format is one of these codes in this machine's byte order."""
+    """Whether the format of a buffer is in `codes`, in native byte order."""
     if format[0] == b"@" or format[0] == b"=" or format[0] == b"<":
         format += 1
     while codes[0]:
@@ -299,7 +299,7 @@ cdef bint has_format(const char *format, const char *codes) noexcept:
 
 
 cdef int read_buffer(object blocks, IdArray *array) except -1:
-    """Reads a 1-D int32 or int64 array; 0 when it is anything else, for the general way to read."""
+    """Reads a 1-D int32 or int64 array. Returns 0 for anything else, which `read_ids` then reads item by item."""
     cdef const Py_buffer *view = &array.buffer.view
     cdef const char *cell
     cdef Py_ssize_t i
@@ -331,18 +331,19 @@ cdef int read_items(object blocks, IdArray *array) except -1:
     cdef Py_ssize_t i
     sequence = PySequence_Fast(blocks, "block ids must be an integer, a sequence of integers or an array of them")
     take_room(array, PySequence_Fast_GET_SIZE(sequence))
-    with cython.critical_section(sequence):  # without a GIL another thread could free an item before it is held
+    with cython.critical_section(sequence):  # without a GIL another thread could free an item that is being read
         for i in range(array.count):
-            if PySequence_Fast_GET_SIZE(sequence) != array.count:  # an item's __index__ may do anything
+            if PySequence_Fast_GET_SIZE(sequence) != array.count:  # the __index__ of an item may run any code
                 raise ValueError(f"the {array.count} block ids changed in number while they were read")
             read_id(<object>PySequence_Fast_ITEMS(sequence)[i], &array.ids[i])
     return 0
 
 
 cdef int read_ids(object blocks, IdArray *array) except -1:
-    """Reads ids into `array`, which stays valid until `release_ids`; on an exception there is nothing to release.
+    """Reads ids into `array`, which stays valid until `release_ids`. After an exception there is nothing to release.
 
-    Raises TypeError for what is no integer, ValueError for several dimensions, InvalidBlock for ids beyond 32 bits.
+    Raises TypeError for anything but integers, ValueError for several dimensions, InvalidBlock for ids of more than 32
+    bits.
     """
     array.has_buffer = False
     array.heap = NULL
@@ -385,8 +386,8 @@ cdef Py_ssize_t int_bytes(const Py_buffer *view) noexcept:
 
 
 cdef int narrow_ints(str name, const Py_buffer *view, IntArray *array) except -1:
-    """Copies int64 as int32. A table may hold anything behind its sequences' ends, so what does not fit there becomes
-    the largest or smallest int32, which is no block's id.
+    """Copies int64 as int32. A table may hold any numbers after the end of a sequence. A number that does not fit
+    becomes the largest or smallest int32, and neither is the id of a block.
     """
     cdef Py_ssize_t row, column, rows = array.rows, columns = array.columns
     cdef const int64_t *numbers
@@ -407,8 +408,8 @@ cdef int narrow_ints(str name, const Py_buffer *view, IntArray *array) except -1
 
 
 cdef int read_ints(str name, object source, int ndim, IntArray *array) except -1:
-    """Reads `source` into `array`. TypeError for anything but int32 and int64; ValueError for other dimensions or
-    strides, and for one dimension with a number beyond 32 bits.
+    """Reads `source` into `array`. Raises TypeError for anything but int32 and int64, ValueError for other dimensions
+    or strides, and in one dimension for a number of more than 32 bits.
     """
     cdef const Py_buffer *view = &array.buffer.view
     cdef Py_ssize_t item
@@ -465,8 +466,8 @@ cdef int kind_of_format(const char *format) noexcept:
 cdef int read_tensor(str name, object source, Tensor *tensor) except -1:
     """Reads `source` into `tensor`, which stays valid until `release_tensor`.
 
-    On an exception there is nothing to release: TypeError for another dtype or no tensor at all, ValueError for more
-    than four dimensions or memory that is not the CPU's.
+    Raises TypeError for another dtype or an object that is not a tensor, ValueError for more than four dimensions or a
+    tensor outside of CPU memory. After an exception there is nothing to release.
     """
     cdef const Py_buffer *view = &tensor.buffer.view
     cdef int i

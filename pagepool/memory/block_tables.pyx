@@ -19,7 +19,7 @@ from pagepool.memory.batch import append_batch, release_batch
 
 __all__ = ["BlockTables", "append_batch", "release_batch"]
 
-MOST_CELLS = 2**60  # as many int32 have an address
+MOST_CELLS = 2**60  # more int32 would not fit into the address space
 
 
 @cython.final
@@ -27,8 +27,8 @@ cdef class BlockTables:
     """BlockTables(max_seqs, max_blocks_per_seq)\n--\n
     The arrays that describe a batch to kernels, allocated once for `max_seqs` rows of `max_blocks_per_seq` blocks.
 
-    The arrays are copies: writing into them changes no sequence. They are writable because torch warns of read-only
-    ones. One thread at a time may use them. Raises `ValueError` when a size is below 0 or has more than 31 bits,
+    The arrays are copies, so writing into them does not change a sequence. They are writable because torch warns of
+    read-only arrays. Not thread-safe. Raises `ValueError` when a size is below 0 or has more than 31 bits,
     `MemoryError`.
 
     >>> from pagepool import BlockAllocator, PagedSeqState
@@ -70,7 +70,7 @@ cdef class BlockTables:
         cdef int64_t tokens, total = 0
         if hasattr(states, "states"):
             if num_tokens is not None:
-                raise ValueError("num_tokens comes with the batch and cannot be given beside it")
+                raise ValueError("num_tokens must be None for a batch, which has its own")
             states, num_tokens = states.states, states.num_tokens
         if num_tokens is not None:
             if not isinstance(num_tokens, Iterable):
@@ -115,7 +115,7 @@ cdef class BlockTables:
         if total > INT32_MAX:
             raise ValueError(f"a batch of {total} tokens is past the {INT32_MAX} that query_start_loc can count")
         self.reserve_slots(total)
-        self.query_starts[0] = 0  # whatever was written into it
+        self.query_starts[0] = 0  # a caller may have written another number
         for i in range(n):
             self.c_fill_row(i, <PagedSeqState>rows[i], self.counts[i])
         self.num_seqs = n
@@ -154,7 +154,7 @@ cdef class BlockTables:
 
     @property
     def seq_lens(self):
-        """int32 (n,): tokens of each sequence, those of this step included."""
+        """int32 (n,): tokens of each sequence, including the tokens of this step."""
         return self._lens[:self.num_seqs]
 
     @property

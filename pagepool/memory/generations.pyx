@@ -1,4 +1,4 @@
-"""BlockGenerations: one word for each block, which says how often the block was taken."""
+"""BlockGenerations: counts for each block how often it was taken."""
 
 cimport cython
 from libc.stdint cimport int32_t, uint32_t, uint64_t
@@ -22,15 +22,15 @@ cdef class BlockGenerations:
     """BlockGenerations(allocator)\n--\n
     Keeps a word for each block of an allocator: {generation : 32 bits | holders : 32 bits}.
 
-    allocator  a `BlockAllocator`; from now on it keeps the words, those of blocks in use begin with generation 1
+    allocator  a `BlockAllocator`. It keeps the words from now on; blocks in use begin with generation 1
 
-    The generation rises when a block is taken, before its new owner can write the first byte of its page; of the
-    holders one bit is used, which is set while the block is in use. So whoever copies a page without a reference, such
-    as another process, reads the word after the page: if it has the generation that was expected, so does the page.
+    The generation rises when a block is taken, before its new owner can write the first byte of the page. Only one bit
+    of `holders` is used; it is set while the block is in use. A process that copies a page without a reference reads
+    the word after the page. If the word has the expected generation, the copy is good.
 
-    It costs about 0.2 ns for a block that is taken and freed, in calls for many 2 ns a block, and 8 bytes a block,
-    committed when it is used. Further objects for the same allocator share the words. Raises `TypeError` for what is no
-    `BlockAllocator`, `MemoryError`; then nothing has changed.
+    Taking and freeing a block costs about 0.2 ns more, in calls for many blocks 2 ns per block. Memory: 8 bytes per
+    block, committed when the block is first used. All objects of one allocator share the words. Raises `TypeError` if
+    `allocator` is not a `BlockAllocator`, and `MemoryError`; then nothing has changed.
 
     >>> from pagepool import BlockAllocator
     >>> allocator = BlockAllocator(4)
@@ -66,7 +66,7 @@ cdef class BlockGenerations:
 
     @property
     def words(self):
-        """A read-only memoryview of all words, uint64 (max_capacity,), which stay where they are."""
+        """A read-only memoryview of all words, uint64 (max_capacity,). The words never move."""
         return memoryview(self.allocator.word_buffer).toreadonly()
 
     def of(self, blocks):

@@ -1,4 +1,4 @@
-"""KvCachePool: the bytes of keys and values, page by page."""
+"""KvCachePool: one buffer of pages that hold keys and values."""
 
 cimport cython
 from cpython.buffer cimport Py_buffer
@@ -64,14 +64,14 @@ __all__ = ["KvCachePool"]
 
 cdef dict KINDS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "int8": PP_INT8, "int4": PP_INT4}
 cdef dict NAMES = {kind: name for name, kind in KINDS.items()} | {TENSOR_BITS16: "uint16"}
-# Of flat pools: pages of bytes are those of layouts with quantised elements, too.
+# Dtypes of flat pools. A pool of quantised elements has pages of bytes, too.
 cdef dict ELEMENTS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "uint8": PP_INT8}
 cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H", PP_INT8: "B"}
-# What NumPy sees of a page: it has no bfloat16 of its own.
+# The dtypes of NumPy views of a page. NumPy itself has no bfloat16.
 cdef dict VIEWS = {kind: np.dtype(format) for kind, format in FORMATS.items()}
 cdef dict DLPACK_CODES = {PP_F32: PP_DL_FLOAT, PP_F16: PP_DL_FLOAT, PP_BF16: PP_DL_BFLOAT, PP_INT8: PP_DL_UINT}
 cdef Py_ssize_t MAX_PAGE_SIZE = <Py_ssize_t>1 << 40
-# Given back with the allocator's lock held, so that nobody takes a page that goes: not too much at a time.
+# Upper bound per madvise call. The allocator lock is held, so no thread can take one of these pages meanwhile.
 cdef int64_t MOST_BYTES = <int64_t>64 << 20
 
 
@@ -88,7 +88,7 @@ cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -
 cdef int check_apart(str name, const void *data, Py_ssize_t num_bytes, const pp_kv_pool *pool) except -1:
     cdef size_t base = <size_t>pool.base, end = base + <size_t>(pool.num_blocks * pool.layout.block_bytes)
     if num_bytes and <size_t>data < end and base < <size_t>data + <size_t>num_bytes:
-        raise ValueError(f"{name} lies in the pool's pages: it is read while they are written")
+        raise ValueError(f"{name} overlaps the pages of the pool, which this call writes")
     return 0
 
 
@@ -96,12 +96,12 @@ cdef int check_apart(str name, const void *data, Py_ssize_t num_bytes, const pp_
 @cython.no_gc
 @cython.freelist(4)
 cdef class TokenRows:
-    """The arguments of `KvCachePool.append`, read and checked; what they point to is held until the object goes."""
+    """The arguments of `KvCachePool.append`, read and checked. Holds the memory of all arrays while it lives."""
 
     cdef const int64_t *slots
     cdef Py_ssize_t num_tokens
     cdef pp_kv_rows k_rows
-    cdef pp_kv_rows v_rows  # those of k where the layout has V in K
+    cdef pp_kv_rows v_rows  # equal to k_rows if the layout has V in K
     cdef pp_dtype dtype
 
     cdef Tensor k
@@ -118,8 +118,7 @@ cdef class TokenRows:
         PyMem_Free(self.wide_slots)
 
     cdef int read(self, object slot_mapping, object k, object v, const pp_kv_pool *pool) except -1:
-        """TypeError for a dtype; ValueError for a shape or stride that append cannot take, or what it would write to.
-        """
+        """Raises TypeError for a dtype, ValueError for a shape or stride, and for arrays that overlap the pages."""
         cdef const pp_kv_layout *layout = &pool.layout
         read_tensor("k", k, &self.k)
         self.dtype = <pp_dtype>accepted_dtype("k", &self.k, layout.dtype)
@@ -166,7 +165,7 @@ cdef class TokenRows:
         return 0
 
     cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t head_dim, const pp_kv_pool *pool) except *:
-        """The rows of a tensor (n_tokens, num_kv_heads, head_dim) whose last axis is contiguous."""
+        """The rows of a tensor (n_tokens, num_kv_heads, head_dim). Its last axis must be contiguous."""
         cdef int32_t num_kv_heads = pool.layout.num_kv_heads
         cdef Py_ssize_t item = tensor.item_bytes
         cdef pp_kv_rows rows
@@ -184,7 +183,7 @@ cdef class TokenRows:
                 f"the last axis of {name} must be contiguous: its stride is {tensor.strides[2]} bytes, "
                 f"not {tensor.item_bytes}"
             )
-        # No step is ever taken along an axis of length 0 or 1: whatever stride it has becomes that of packed rows.
+        # The stride of an axis of length 0 or 1 is never used. It is replaced by the stride of packed rows.
         if tensor.shape[1] <= 1:
             tensor.strides[1] = tensor.shape[2] * item
         if tensor.shape[0] <= 1:
@@ -211,7 +210,7 @@ cdef class TokenRows:
 @cython.no_gc_clear
 cdef class KvCachePool:
     """KvCachePool(page_size, initial_pages, dtype="float32", checked=None)\n--\n
-    Pages of K and V in one buffer whose address never changes, committed as they are touched.
+    Pages of K and V in one buffer. The buffer never moves; its memory is committed when it is first touched.
 
     page_size       elements per page
     initial_pages   the number of pages
@@ -288,7 +287,7 @@ cdef class KvCachePool:
             )
         if status != PP_OK:
             raise MemoryError("no memory to attach the pool to its allocator")
-        for holder in allocator.holders() if layout is not None else ():  # made before, when there was no pool to ask
+        for holder in allocator.holders() if layout is not None else ():  # they may have been made before any pool
             if getattr(holder, "block_size", layout.block_size) != layout.block_size:
                 allocator.c_detach(&self.c_pool)
                 wanted = f"{holder.block_size}, that of a {holder.kind} of the allocator"
@@ -305,7 +304,7 @@ cdef class KvCachePool:
     def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None, checked=None):
         """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
-        allocator   the `BlockAllocator` whose ids name the pages, by default a new one; several pools may share one
+        allocator   the `BlockAllocator` of the ids of the pages, by default a new one; several pools may share one
         max_blocks  how far the pool may grow, by itself or by `grow`; by default it does not. The address space is
                     reserved at once, so that pages never move; memory is committed as pages are touched
         k_channel_scale  of quantised keys: float32 (num_layers, num_kv_heads, head_dim), from 1e-15 to 1e15. A key is
@@ -315,7 +314,7 @@ cdef class KvCachePool:
                     mode is one of the allocator, so all pools that share it are checked
 
         A pool with quantised elements, or keys and values of different dtypes, shows its pages as bytes (uint8).
-        Raises `ValueError` when the allocator may have more blocks than the pool pages, when a sequence, a prefix
+        Raises `ValueError` when the allocator may have more blocks than the pool has pages, when a sequence, a prefix
         cache or an open pool of the allocator has another block size, or `max_blocks` is below `num_blocks`.
 
         >>> from pagepool import KvLayout
@@ -395,15 +394,15 @@ cdef class KvCachePool:
         layer          the number of the layer, from 0
         slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token. int32 is copied
         k, v           (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to
-                       nearest even) or the pool's dtype, and float16 for bfloat16 pages (rounded); any of the
-                       three for what the pool quantises; bfloat16 as uint16 bits, ml_dtypes.bfloat16 or by DLPack.
-                       Leave v out if the layout has V in K
+                       nearest even) or the pool's dtype, and float16 for bfloat16 pages (rounded). Quantised pages take
+                       all three dtypes. bfloat16 comes as uint16 bits, ml_dtypes.bfloat16 or by DLPack. Leave v out if
+                       the layout has V in K
 
-        All of them by the buffer protocol or DLPack, tensors of torch for example.
+        Arrays are read by the buffer protocol or DLPack, for example tensors of torch.
 
         Checks slots for range, and in checked mode that each is in a block with one reference. Raises `TypeError` for
-        another dtype, `ValueError` for a wrong shape, stride or layer and for arguments that lie in the pool's own
-        pages, `InvalidSlot` for a slot that is refused; then nothing was written. Releases the GIL while it copies.
+        another dtype, `ValueError` for a wrong shape, stride or layer and for arrays that overlap the pages of the
+        pool, `InvalidSlot` for a refused slot; then nothing was written. Releases the GIL while it copies.
 
         >>> import numpy as np
         >>> from pagepool import KvLayout
@@ -437,8 +436,9 @@ cdef class KvCachePool:
             raise ValueError(f"cannot append to layer {number}: status {status}")
 
     def gather(self, layer, blocks, seq_len):
-        """Reads `seq_len` tokens of a sequence back; returns (k, v), float32 (seq_len, num_kv_heads, head_dim), v with
-        `v_head_dim`.
+        """Reads `seq_len` tokens of a sequence; returns (k, v), float32 (seq_len, num_kv_heads, head_dim).
+
+        v has `v_head_dim` instead of `head_dim`.
 
         `blocks` are the sequence's block ids, a sequence of ints or an array, at least ceil(seq_len / block_size). The
         arrays are new and C-contiguous; 16-bit elements are widened exactly. Raises `InvalidBlock` for an id out of
@@ -503,7 +503,7 @@ cdef class KvCachePool:
         `pool.numpy().view(ml_dtypes.bfloat16)`.
         """
         self.check_open()
-        # np.asarray would take a MemoryError for "no buffer"; frombuffer does not take an empty one.
+        # np.asarray would read a MemoryError as "no buffer", and frombuffer refuses an empty buffer.
         dtype = VIEWS[self.kind]
         flat = np.frombuffer(self.buffer, dtype) if self.c_pool.num_blocks else np.empty(0, dtype)
         pages = flat.reshape(self.c_pool.num_blocks, self.page_size)
@@ -526,9 +526,9 @@ cdef class KvCachePool:
         self.allocator.grow(num_blocks)
 
     def shrink(self, num_blocks=0):
-        """Lowers the number of blocks to `num_blocks`, or as far as blocks in use allow; returns the new number.
+        """Lowers the number of blocks to `num_blocks`, but not below a block in use; returns the new number.
 
-        A block in use keeps its page, so the highest one bounds the pool. Gives free memory back as `trim` does. Views
+        A block in use keeps its page, so the highest id in use limits the result. Frees memory as `trim` does. Views
         stay valid. Raises `ValueError` when `num_blocks` is below 0 or above the present number.
         """
         self.check_open()
@@ -537,11 +537,11 @@ cdef class KvCachePool:
         return left
 
     def trim(self):
-        """Gives the memory of free pages back to the system; returns how many bytes. Their contents are lost.
+        """Returns the memory of free pages to the operating system; returns how many bytes. Their contents are lost.
 
-        Only whole pages of the system are given back, and only whole huge pages by a pool of 2 MiB or more. They are
-        zero when they are touched again. Other threads may go on; one that takes or frees blocks waits until at most
-        64 MiB have been given back. In checked mode nothing is given back, so that free pages stay filled with NaN.
+        Returns only whole pages of the system, and from a pool of 2 MiB or more only whole huge pages. They are zero
+        when they are touched again. Other threads can use the pool meanwhile. A thread that takes or frees blocks waits
+        for one call of at most 64 MiB. Does nothing in checked mode, so that free pages stay filled with NaN.
         """
         cdef int64_t page = self.c_pool.layout.block_bytes, given = 0, done = 0, begin, end
         cdef int64_t granule = <int64_t>self.buffer.c_granule()
@@ -562,7 +562,7 @@ cdef class KvCachePool:
                 pp_lock_release(&allocator.lock)
                 if length == 0:
                     break
-                # What the end of a long run cuts off comes with the next, if all of it is free then.
+                # The end of a long run may be part of a granule. It is looked at again with the next run.
                 first = <int32_t>(done // page) if length == most and end > begin else first + length
         self.unpin()
         return given
@@ -576,15 +576,15 @@ cdef class KvCachePool:
         return figures
 
     def close(self):
-        """Gives the memory back now. Raises `BufferError` while views exist; then nothing has changed.
+        """Frees the memory now. Raises `BufferError` while views exist; then nothing has changed.
 
         When the last pool of an allocator is closed, each sequence that still has blocks gets a `ResourceWarning`, as
-        from `BlockAllocator.warn_of_leaks`. Pages that `alloc` handed out go silently. A second call does nothing, and
-        a pool that is dropped without `close` warns of nothing.
+        from `BlockAllocator.warn_of_leaks`. Pages from `alloc` cause no warning, and dropping a pool without `close`
+        warns of nothing. A second call does nothing.
         """
         if not self.buffer.end_exports():
             return
-        self.allocator.c_detach(&self.c_pool)  # another thread may be copying pages: it waits for that
+        self.allocator.c_detach(&self.c_pool)  # waits for a thread that copies pages
         self.buffer.give_back()
         self.c_pool.base = NULL
         self.c_pool.num_blocks = 0
@@ -592,7 +592,7 @@ cdef class KvCachePool:
             warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
 
     def __enter__(self):
-        """The pool itself; the end of the block closes it. Raises `ValueError` when it is closed."""
+        """Returns the pool, which the end of the block closes. Raises `ValueError` when it is closed."""
         self.check_open()
         return self
 
@@ -677,12 +677,12 @@ cdef class KvCachePool:
 
     @property
     def dtype(self):
-        """Of the keys, or of a flat pool's elements."""
+        """The dtype of keys, or of the elements of a flat pool."""
         return NAMES[self.c_pool.layout.dtype] if self.layout is not None or self.kind != PP_INT8 else "uint8"
 
     @property
     def v_dtype(self):
-        """Of the values."""
+        """The dtype of values."""
         return self.layout.v_dtype or self.dtype if self.layout is not None else self.dtype
 
     def __getbuffer__(self, Py_buffer *view, int flags):

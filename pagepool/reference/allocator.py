@@ -1,4 +1,4 @@
-"""The block allocator in plain Python: who may use which block id.
+"""The block allocator in plain Python: hands out block ids and counts the references to each.
 
 Invariants, which `check()` verifies:
 
@@ -30,8 +30,8 @@ MAX_BLOCKS = 2**31 - 1
 class BlockAllocator:
     """Hands out the ids 0 .. num_blocks - 1 and counts the references to each.
 
-    A fresh allocator hands out 0, 1, 2, ...; a block that was freed comes before any that was never used, the most
-    recently freed first. Every call checks everything before it changes anything.
+    A fresh allocator hands out 0, 1, 2, ...; later the most recently freed block first. Every call checks everything
+    before it changes anything.
 
     >>> allocator = BlockAllocator(4)
     >>> allocator.allocate(), allocator.allocate_n(2).tolist(), allocator.free_count
@@ -47,20 +47,20 @@ class BlockAllocator:
         if self.max_capacity < self.capacity:
             raise ValueError(f"max_blocks must be at least {self.capacity}, not {self.max_capacity}")
         self.peak_in_use = 0
-        self._fresh = 0  # blocks from here on were never handed out
-        self._freed: list[int] = []  # the top is the most recently freed
-        self._refs: list[int] = []  # of the blocks below _fresh
-        self.attached: WeakSet[Any] = WeakSet()  # pools whose pages follow a block that is copied
+        self._fresh = 0  # the lowest id that was never handed out
+        self._freed: list[int] = []  # the block freed last comes last
+        self._refs: list[int] = []  # reference counts of the blocks below _fresh
+        self.attached: WeakSet[Any] = WeakSet()  # pools: copy_page copies the page in each
         self._owners: WeakSet[Any] = WeakSet()  # sequences and caches
 
     def read_block_size(self, block_size: int | None) -> int:
-        """The tokens of a block that a holder is to have: those of an attached pool, where there is one."""
+        """Return the block size for a new holder: `block_size`, or for None that of an attached pool, else 16."""
         pools = max((int(pool.layout.block_size) for pool in self.attached), default=0)
         if block_size is None:
             return pools or 16
         integer("block_size", block_size, 1, 1024)
         if pools and block_size != pools:
-            raise ValueError(f"block_size must be {pools}, that of the pool with these blocks, not {block_size}")
+            raise ValueError(f"block_size must be {pools}, the block size of the allocator's pool, not {block_size}")
         return block_size
 
     @property
@@ -86,7 +86,7 @@ class BlockAllocator:
         self.capacity = number
 
     def shrink(self, num_blocks: int = 0) -> int:
-        """Lowers the capacity to `num_blocks`, or as far as blocks in use allow; returns it."""
+        """Lower the capacity to `num_blocks`, but not below a block in use; return the new capacity."""
         number = integer("num_blocks", num_blocks, 0, self.capacity)
         while self._fresh > number and not self._refs[-1]:
             self._fresh -= 1
@@ -171,7 +171,7 @@ class BlockAllocator:
             raise PoolExhausted(f"asked for {n} blocks, {self.available} of {self.max_capacity} are free")
 
     def copy_page(self, dst: int, src: int) -> None:
-        """Copies the page of block `src` onto that of `dst` in every attached pool."""
+        """Copy page `src` over page `dst` in every attached pool."""
         for pool in self.attached:
             pool.copy_page(dst, src)
 
