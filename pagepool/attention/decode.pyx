@@ -1,7 +1,7 @@
 """Attention over pages: the last query tokens of each sequence, one (decode) or many (prefill).
 
-Checks arguments before anything is written, releases the GIL and hands the work to pagepool/csrc; the arithmetic and
-its order are written down in `pagepool.reference.canonical`.
+Checks arguments before anything is written, releases the GIL and calls pagepool/csrc. `pagepool.reference.canonical`
+specifies the arithmetic and its order.
 """
 
 cimport cython
@@ -70,7 +70,7 @@ cdef double read_float(str name, object number) except? -1.0:
 
 
 cdef int64_t first_block(const pp_decode_args *args, int32_t seq) noexcept nogil:
-    """The first block that one of the sequence's query tokens sees."""
+    """The first block that any query token of the sequence sees."""
     cdef const int32_t *starts = args.query_start_loc
     cdef int64_t queries = 1 if starts == NULL else starts[seq + 1] - starts[seq]
     cdef int64_t first = args.seq_lens[seq] - queries + 1 - args.window
@@ -94,7 +94,7 @@ cdef bint finds_free(KvCachePool pool, const pp_decode_args *args, int32_t *seq,
 @cython.no_gc
 @cython.freelist(4)
 cdef class Arguments:
-    """Internal: the arguments of a call, read and checked; what they point to is held until the object goes."""
+    """Internal: the arguments of a call, read and checked. Holds the memory of all arrays while it lives."""
 
     cdef pp_decode_args args
     cdef KvCachePool pool
@@ -136,7 +136,7 @@ cdef class Arguments:
             batch = <BlockTables>block_tables
             if seq_lens is not None or query_start_loc is not None:
                 name = "query_start_loc" if seq_lens is None else "seq_lens"
-                raise TypeError(f"{name} must not be given beside a BlockTables, which has its own")
+                raise TypeError(f"{name} must be None when block_tables is a BlockTables")
             if batch.allocator is not None and batch.allocator is not pool.allocator:
                 raise ValueError("block_tables must be filled with sequences of the pool's allocator, not of another")
             block_tables, seq_lens, query_start_loc = batch.block_tables, batch.seq_lens, batch.query_start_loc
@@ -149,7 +149,7 @@ cdef class Arguments:
             raise ValueError(f"q has head_dim {self.q.shape[2]}, the pool {pool.c_pool.layout.head_dim}")
         kv_heads = pool.c_pool.layout.num_kv_heads
         if self.q.shape[1] < 1 or self.q.shape[1] % kv_heads:
-            raise ValueError(f"q has {self.q.shape[1]} heads, which is no multiple of the pool's {kv_heads}")
+            raise ValueError(f"q must have a multiple of {kv_heads} heads (the pool's KV heads), not {self.q.shape[1]}")
         if self.tables.rows != self.lengths.rows or (query_start_loc is None and self.q.shape[0] != self.tables.rows):
             raise ValueError(
                 f"q has {self.q.shape[0]} query tokens, block_tables {self.tables.rows} sequences, "
@@ -159,7 +159,7 @@ cdef class Arguments:
             raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the most is {INT32_MAX}")
         if self.tables.rows > INT32_MAX:
             raise ValueError(f"block_tables has {self.tables.rows} sequences, the most is {INT32_MAX}")
-        if self.q.shape[0] * self.q.shape[1] > MOST_ROWS:  # a tensor that repeats itself may be of any size
+        if self.q.shape[0] * self.q.shape[1] > MOST_ROWS:  # a tensor with strides of 0 may have any size
             raise ValueError(f"q has {self.q.shape[0]} query tokens of {self.q.shape[1]} heads, the most is "
                              f"{MOST_ROWS} in all")
         self.args.num_seqs = <int32_t>self.tables.rows
@@ -175,9 +175,9 @@ cdef class Arguments:
         return self.read_queries()
 
     cdef int read_starts(self, object query_start_loc) except -1:
-        """Where each sequence's query tokens begin in q, and where the last one's end.
+        """Where the query tokens of each sequence begin in q, and where the last ones end.
 
-        A copy: q and the results are as large as it says, so the library must read what was checked.
+        Makes a copy: the library must not read numbers that were changed after they were checked.
         """
         cdef Py_ssize_t s, num_seqs = self.tables.rows
         cdef int32_t *starts
@@ -210,7 +210,7 @@ cdef class Arguments:
         return 0
 
     cdef int read_queries(self) except -1:
-        """Takes q in place when its strides are whole elements, and a copy in f32 when they are not."""
+        """Reads q in place if its strides are whole elements, else makes a copy in f32."""
         cdef Py_ssize_t item = self.q.item_bytes, seq, head, dim = self.q.shape[2]
         cdef pp_dtype dtype = kind_of(self.q.kind)
         cdef float *to
@@ -294,7 +294,7 @@ cdef class Arguments:
         return numbers
 
     cdef int read_out(self, object out) except -1:
-        """Holds `out`: writable, C-contiguous, of q's shape, overlapping nothing that is read."""
+        """Holds `out`, which must be writable, C-contiguous, of the result's shape, and overlap no input."""
         cdef Py_ssize_t axis, step, one = 1
         cdef int kind
         cdef const Py_buffer *view = &self.out.view
@@ -302,7 +302,7 @@ cdef class Arguments:
             raise TypeError(f"out must be an array of float32, float16 or bfloat16, not {type(out).__name__}")
         self.has_out = True
         if view.readonly:
-            raise ValueError("out is read-only: it is where the result is written")
+            raise ValueError("out is read-only, but the result is written to it")
         kind = kind_of_format(view.format)
         if kind < 0:
             raise TypeError(f"out must be float32, float16 or bfloat16 (uint16 bits), not {dtype_of(out)}")
@@ -351,7 +351,7 @@ cdef class Arguments:
             else:
                 high += (shape[axis] - 1) * strides[axis]
         if self.out.view.len and begin < high and low < begin + self.out.view.len:
-            raise ValueError(f"out overlaps {name}: it is written while that is read")
+            raise ValueError(f"out overlaps {name}, which is read while out is written")
         return 0
 
     cdef int check_live(self) except -1:
@@ -381,11 +381,11 @@ cdef class Arguments:
                     f"{self.args.block_tables_width} columns"
                 )
         for seq in range(self.lengths.rows):
-            blocks = (self.args.seq_lens[seq] + size - 1) // size  # which another thread may have changed by now
+            blocks = (self.args.seq_lens[seq] + size - 1) // size  # another thread may have changed it since
             for index in range(first_block(&self.args, seq), min(blocks, self.args.block_tables_width)):
                 block = self.args.block_tables[seq * self.args.block_tables_stride + index]
                 if not 0 <= block < self.pool.c_pool.num_blocks:
-                    hint = ": this query sees tokens of a block that was given back" if block == -1 else ""
+                    hint = ": this query sees tokens of a block that was freed" if block == -1 else ""
                     beyond = {INT32_MAX: " or more", INT32_MIN: " or less"}.get(block, "")  # see narrow_ints
                     return InvalidBlock(
                         f"block_tables[{seq}, {index}] is {block}{beyond}, "
@@ -440,20 +440,21 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
                    widened. num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a KV head)
     pool, layer    a pool made by `KvCachePool.from_layout`, and the number of a layer, from 0
     block_tables   (n_seqs, width), int32 or int64 (which is copied): the block ids of each sequence in order; entries
-                   past its length are neither read nor checked. A filled `BlockTables` stands for all three arrays:
-                   tables, seq_lens and query_start_loc
-    seq_lens       (n_seqs,), int32 or int64: tokens whose K and V are in the pages, the query tokens included
+                   past its length are neither read nor checked. Or a filled `BlockTables`, in place of the three
+                   arrays block_tables, seq_lens and query_start_loc
+    seq_lens       (n_seqs,), int32 or int64: tokens with K and V in the pages, including the query tokens
     query_start_loc  (n_seqs + 1,), int32 or int64: sequence s has the query tokens query_start_loc[s] up to
-                   query_start_loc[s + 1] of q. They are the last tokens of the sequence; by default each has one
-    custom_mask    which tokens a query token sees, instead of those up to its own (speculative decoding). One bool
+                   query_start_loc[s + 1] of q. They are the last tokens of the sequence; default: one per sequence
+    custom_mask    which tokens a query token sees, by default all up to its own (speculative decoding). One bool
                    array (query tokens, width) per sequence covers its last `width` tokens; all query tokens see the
                    tokens before those. `width` is the number of query tokens (a tree) or seq_len. Give a list of
                    arrays, None in it for causal attention; one array for all sequences; all arrays flattened into
                    one; or, for width seq_len, bits in uint8, little-endian, each sequence beginning a new byte
-    sm_scale       multiplies the scores; 1 / sqrt(head_dim) by default. Set it for a latent cache, whose keys had
-                   fewer dims before they were projected
+    sm_scale       multiplies the scores; 1 / sqrt(head_dim) by default. Set it for a latent cache: its keys had fewer
+                   dims before they were projected
     window_left    sliding window: a query sees this many tokens to its left, and its own; -1 or None: all. Pages left
-                   of every window of a sequence are not read, nor are their ids; pages that only a mask hides are
+                   of every window of a sequence are not read, and their ids are not checked. Pages that are hidden only
+                   by a mask are read
     logits_soft_cap  if neither 0 nor None, a score becomes cap * tanh(score / cap) (Gemma 2)
     alibi_slopes   (num_qo_heads,): slope * (t - position of the query token) is added to the score of token t, after
                    the cap (ALiBi, Press et al.)
@@ -477,10 +478,10 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
     Returns `out`, by default a new array of float32, (n_tokens, num_qo_heads, v_head_dim). With return_lse or
     return_block_scores returns a tuple of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens,
     num_qo_heads, width), which are 0 for blocks that the row does not see. A query token that sees nothing gives zeros
-    and the lse -inf: in an empty sequence, or when a sequence has more query tokens than seq_len. The bits depend only
-    on the row's own query and the keys and values that it sees: not on the batch, the other query tokens, the order,
-    the threads, the block size or the instruction set. Without fma ("baseline") each product is rounded, so its bits
-    differ.
+    and the lse -inf: in an empty sequence, or when a sequence has more query tokens than seq_len. The bits of a row
+    depend only on its own query and the keys and values that it sees: not on the batch, the other query tokens, the
+    order, the threads, the block size or the instruction set. Without fma ("baseline") each product is rounded, so its
+    bits differ.
 
     In exact arithmetic a head's error is below 1e-5 of its largest output while scores stay below about 20; scores are
     float32, and errors grow with their size. With "bf16", rounding changes a score by at most
@@ -488,15 +489,15 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
     lse by E + 2^-8; on random numbers outputs were off by up to 9e-3 of a head's largest one.
 
     NaN and inf follow IEEE 754. A NaN in q or K, a score of inf or a sink of inf makes a head NaN; a NaN in V makes its
-    dim NaN. A token whose score is -inf has no weight; if all are, the head is NaN and its lse -inf (with a sink: zeros
-    and the sink). Values are summed in float32, with weights of up to 2^8, before the sum is divided by the sum of
-    weights, so abs(V) times the number of tokens of about equal weight must stay below 2^120 (1.3e36). Tokens that a
-    query token does not see have no influence on it, even if they are NaN.
+    dim NaN. A token with the score -inf has no weight. If all scores are -inf, the head is NaN and its lse -inf (with a
+    sink: zeros and the sink). Values are summed in float32, with weights of up to 2^8, before the sum is divided by the
+    sum of weights, so abs(V) times the number of tokens of about equal weight must stay below 2^120 (1.3e36). Tokens
+    that a query token does not see have no influence on it, even if they are NaN.
 
-    Raises `TypeError` for a dtype, or an array beside a `BlockTables`; `ValueError` for a shape, stride, length or
-    number out of range, or a `BlockTables` of another allocator than the pool's; `InvalidBlock` for an id out of
-    range. Then nothing is written. Releases the GIL. Checks block ids for range, and in checked
-    mode (`KvCachePool.checked`) that the blocks are in use.
+    Raises `TypeError` for a wrong dtype, and for seq_lens or query_start_loc together with a `BlockTables`;
+    `ValueError` for a wrong shape or stride, a length or number out of range, and a `BlockTables` of another allocator
+    than the pool's; `InvalidBlock` for an id out of range, and in checked mode (`KvCachePool.checked`) for a free
+    block. Then nothing is written. Releases the GIL.
 
     Sources: online softmax (Milakov & Gimelshein, 2018); paging (vLLM, Kwon et al., SOSP 2023); splitting a sequence
     for threads (Flash-Decoding, Dao et al., 2023), here with borders that do not depend on the threads; tree masks
@@ -528,17 +529,18 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, qu
             out=None, return_lse=False, arithmetic="exact", cascade=True, num_threads=None):
     """Attends with the new tokens of each sequence, a whole prompt or a chunk of it, over the pages.
 
-    Append the K and V of the new tokens first: `seq_lens` counts them. Any tokens before them are read from the pages,
-    whether an earlier chunk, another sequence or a prefix cache brought them there. Sequences with one new token, which
-    are decoded, may be in the same call.
+    Append the K and V of the new tokens first: `seq_lens` counts them. The tokens before them are read from the pages,
+    whether an earlier chunk, another sequence or a prefix cache wrote them. Sequences that decode one token may be in
+    the same call.
 
     q              (n_tokens, num_qo_heads, head_dim), float32, float16 or bfloat16 (or its bits as uint16): the new
                    tokens of all sequences, one sequence behind the other
     query_start_loc  (n_seqs + 1,), int32 or int64: sequence s has the tokens query_start_loc[s] up to
                    query_start_loc[s + 1] of q
 
-    All else is as for `decode`: arguments, result and errors. A token's result has the same bits whether its prompt
-    comes in one call or in chunks of any size, after a hit in a prefix cache, or token by token through `decode`.
+    Other arguments, the result and the errors are those of `decode`. The result of a token has the same bits whether
+    its prompt comes in one call or in chunks of any size, after a hit in a prefix cache, or token by token through
+    `decode`.
 
     From 24 rows of a KV head on (query heads of its group times query tokens) scores and values are computed as tiles
     of many rows, at the rate of the CPU's multiply-adds. A thread needs about 1 MB of scratch, however many tokens

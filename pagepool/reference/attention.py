@@ -85,7 +85,7 @@ def decode(
     if hasattr(block_tables, "block_tables"):
         if seq_lens is not None or query_start_loc is not None:
             name = "query_start_loc" if seq_lens is None else "seq_lens"
-            raise TypeError(f"{name} must not be given beside a BlockTables, which has its own")
+            raise TypeError(f"{name} must be None when block_tables is a BlockTables")
         if block_tables.allocator not in (None, pool.allocator):
             raise ValueError("block_tables must be filled with sequences of the pool's allocator, not of another")
         seq_lens, query_start_loc = block_tables.seq_lens, block_tables.query_start_loc
