@@ -90,7 +90,7 @@ class ValueQueue:
             heapify(self._heap)
 
     def value(self, uses: float, saves: int) -> float:
-        """Value per byte of a state that saves `saves` tokens. The bytes are those of the state and of the tokens."""
+        """Value per byte of a state that saves `saves` tokens. Counts the bytes of state and tokens."""
         return uses * saves / (self._state_bytes + saves * TOKEN_BYTES)
 
     def least(self) -> Kept | None:
@@ -651,7 +651,7 @@ class StateCheckpoints:
     def follow(self, cache: Any) -> None:
         """Forget every state if the `PrefixCache` was told to forget blocks since the last call, or is another cache.
 
-        States that were computed from wrong blocks may be wrong, too. A `Scheduler` calls this before it looks for a
+        States that were computed from wrong blocks are wrong, too. A `Scheduler` calls this before it looks for a
         state.
         """
         followed, self._followed = self._followed, (cache, cache.forgotten)

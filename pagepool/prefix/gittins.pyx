@@ -1,16 +1,18 @@
-"""The policy `gittins`: it keeps the blocks of the highest value, by what it has learnt of their kind and age.
+"""The policy `gittins`: it keeps the blocks of the highest value. It learns the value of each kind and age of block.
 
-A cache of prefixes knows more than when each block was used. Blocks that one request used stay or go together; a block
-is of use only while its parent is cached; and the number of uses, and whether a prefix continued a cached one, tell a
-conversation from a one-off. So blocks of one request and one kind are a group with one time of use. For each kind
-`ReuseAges` learns from look-ups and ghosts at what ages blocks come back, and from that the value of every age. An old
-block may have a higher value than a new one, as in a loop that is longer than the cache, or a lower one. The group of
-the lowest value gives its blocks, from the tail, and no block goes before its cached children.
+A cache of prefixes knows more than when each block was used. Blocks that one request used come back together or not at
+all. A block is useful only while its parent is cached. The number of uses, and whether a prefix continued a cached one,
+distinguish a conversation from a single request. So the blocks of one request and one kind form a group with one time
+of use. `ReuseAges` learns for each kind, from look-ups and ghosts, at what ages blocks come back, and computes the
+value of every age. An old block can have a higher value than a new one, for example in a loop that is longer than the
+cache, or a lower value. The group of the lowest value loses its blocks, the tail first. A block is never evicted before
+its cached children.
 
-Where nothing of a kind and age ever came back, the youngest group goes: what stays shows whether blocks come back
-later, up to an age of 64 times the capacity. What was learnt is followed only where it is clear: the longest unused
-group goes unless its value is 1.25 times the lowest; and only while that loses nothing against LRU, which `ShadowLru`
-watches. The groups and the use of the tree are our own; the value is known (see `ReuseAges`), and so are ghosts (ARC).
+If no block of a kind and age ever came back, the youngest group is evicted. The groups that stay show whether blocks
+come back later, up to an age of 64 times the capacity. The learnt values decide only if the difference is clear: the
+longest unused group is evicted unless its value is 1.25 times the lowest. And they decide only while they find no less
+than LRU, which `ShadowLru` checks. The groups and the use of the tree are new; the value is known (see `ReuseAges`),
+and so are ghosts (ARC).
 """
 
 cimport cython
@@ -27,18 +29,18 @@ cdef enum:
     AGES = 64
 
 cdef enum:
-    COUNT = 7  # bits of node.uses: uses, of which 4 is the most that is counted
-    CONTINUED = 8  # the node was made behind a cached prefix
-    WAITS = 16  # it is in `waiting`
+    COUNT = 7  # bits of node.uses: the number of uses, counted up to MOST_USES
+    CONTINUED = 8  # bit: the node was made behind a cached prefix
+    WAITS = 16  # bit: the node is in `waiting`
     MOST_USES = 4
     BUDGET = 16
-    LESSON = 2000  # uses between two lessons, at least
-    DOUBLINGS = 6  # of the capacity, up to which an age is waited for of which nothing is known
+    LESSON = 2000  # the fewest uses between two lessons
+    DOUBLINGS = 6  # unknown values: blocks are kept up to an age of 2^6 times the capacity, to learn
 
-cdef double CLEAR = 1.25  # times the lowest value: what the longest unused group must have, to stay
-cdef double NO_VALUE = 1e-4  # less than so many hits, where a block stays for as many uses as there are blocks
-cdef double SHARED = 100.0  # blocks of all kinds together that each kind is taken to have beside its own
-cdef double FADE = 0.97  # of what was counted, each time that values are learnt
+cdef double CLEAR = 1.25  # the longest unused group stays if its value is this much times the lowest
+cdef double NO_VALUE = 1e-4  # hits: the value counts as none if a block has fewer during as many uses as the capacity
+cdef double SHARED = 100.0  # each kind counts the mean of all kinds as this many blocks, in addition to its own
+cdef double FADE = 0.97  # factor on all counts after each lesson
 
 cdef extern from *:
     """
@@ -69,65 +71,65 @@ cdef extern from *:
 cdef struct Group:
     int64_t time  # when its nodes were used
     NodeList nodes  # from the head of the prefix to its tail
-    int32_t members  # nodes that were used then and not since: in `nodes`, waiting, aside and ghosts
+    int32_t members  # nodes without a later use: in `nodes`, waiting, aside and ghosts
     int32_t previous  # in its cell
-    int32_t next  # in its cell, or of those without members
-    int32_t older  # of all groups with members
+    int32_t next  # in its cell, or in the list `unused`
+    int32_t older  # in the list of all groups with members
     int32_t newer
     uint8_t kind
-    uint8_t age  # the class whose cell it is in
+    uint8_t age  # the age class of its cell
     uint8_t in_lru  # LRU would have its nodes
 
 
-# What LRU would have found, and whether to do as it does for a while.
+# Computes what LRU would have found, and decides whether to follow LRU for a while.
 #
-# Which blocks LRU would have is known without a second cache: those used last, as many as there can be. With groups in
-# the order of their times it has the newest ones, and the oldest of them that does not fit whole has lost the head of a
-# prefix, so that nothing of it would be found. A group is in or out, and the count of hits is LRU's own to the block.
+# LRU needs no second cache for this: it would have the blocks that were used last, up to the capacity. These are the
+# newest groups. If the oldest of these groups does not fit as a whole, LRU has lost the head of its prefix and would
+# find nothing of it. So a group is in or out as a whole, and the number of hits is exact to the block.
 #
-# To follow LRU means to evict the longest unused group: from the tail, so that never less is found than by LRU. That is
-# done at first, when nothing is learnt; where LRU misses less than 3 % of what it finds, so that little can be won;
-# and, for a while, after learning has cost more than a tenth of the cache and a quarter of what it had won before.
+# To follow LRU is to evict the longest unused group, the tail first, so that no less is found than by LRU. That is done
+# while nothing has been learnt; if LRU misses less than 3 % of what it finds, since little can be gained then; and for
+# a while after learning has lost more than a tenth of the cache and a quarter of its earlier gain.
 cdef struct ShadowLru:
     # size = the sum of the members of the groups from `oldest` to `newest`, all `in_lru`; at most the capacity
     int64_t size
     int32_t oldest  # or -1
     int32_t newest  # of all groups, or -1
-    int64_t lead  # blocks used that were here and LRU would not have, less those that it would have and were not here
-    int64_t base  # the lead when we last stopped following LRU
-    int64_t most  # the highest since
-    int64_t pause  # how long LRU is followed after a loss: twice as long after each without a gain
-    int64_t resume  # when that ends
-    # Of uses, fading as those of ReuseAges do: in LRU; known and not in LRU; and nodes forgotten.
-    double hits
-    double misses
-    double forgotten
+    int64_t lead  # hits of this cache that LRU would not have, minus hits of LRU that this cache did not have
+    int64_t base  # the lead when the last pause ended
+    int64_t most  # the highest lead since then
+    int64_t pause  # how long LRU is followed after a loss; doubles after each loss without a gain before it
+    int64_t resume  # when the pause ends
+    # Counts that fade as the counts of ReuseAges do.
+    double hits  # uses of nodes that LRU would have
+    double misses  # uses of nodes that are known, but that LRU would not have
+    double forgotten  # nodes that were forgotten
     bint losing
-    bint idle  # too little to be won
+    bint idle  # little can be gained
     bint followed
 
 
 @cython.final
 @cython.auto_pickle(False)
 cdef class ReuseAges:
-    """After how long blocks are looked up again, and the value of keeping one of an age. Internal.
+    """Learns at what ages blocks are looked up again, and the value of keeping a block of an age. Internal.
 
-    The value of keeping a block is its Gittins index: over every time T that one could wait, the best ratio of the
-    chance that it is looked up within T to the time that it is expected to stay until it is looked up or T has passed
-    (Gittins, Bandit processes and dynamic allocation indices, 1979; hit density as a rule of eviction is in LHD,
-    Beckmann, Chen and Cidon, NSDI'18). With hits H and time C added up over the ages it is the steepest line from a
-    point (C, H) to a later one: one pass over their upper convex hull.
+    The value of keeping a block is its Gittins index (Gittins, Bandit processes and dynamic allocation indices, 1979).
+    For a waiting time T take the chance that the block is looked up within T, divided by the expected time until the
+    look-up or until T has passed. The index is the largest of these ratios. With hits H and time C summed over the
+    ages, it is the steepest line from a point (C, H) to a later one: one pass over their upper convex hull. Eviction by
+    hit density is from LHD (Beckmann, Chen and Cidon, NSDI'18).
 
-    Counts are few where it matters, and blocks of one request come back together. So the rate of reuse, which in most
-    loads falls about as 1 / age, is taken times the age as a mean over a class and its two neighbours.
+    Counts are small at the ages that matter, and blocks of one request come back together. In most loads the rate of
+    reuse falls about as 1 / age. So the rate times the age is averaged over a class and its two neighbours.
     """
 
-    # Of each kind, by the age at which it happened: counts that fade, so that recent traffic weighs most.
-    cdef double used[8][64]  # KINDS, AGES: looked up again
-    cdef double gone[8][64]  # forgotten
-    cdef double alive[8][64]  # not yet either: counted before each c_learn, which clears it
-    cdef double first[65]  # age of a class, and of one more
-    cdef double value[8][64]  # hits to be had, for each unit of time that a block of that kind and age is kept
+    # Counts by kind and age class (KINDS, AGES). They fade, so that recent traffic counts most.
+    cdef double used[8][64]  # blocks looked up again at this age
+    cdef double gone[8][64]  # blocks forgotten at this age
+    cdef double alive[8][64]  # blocks of this age; counted before each c_learn, which clears it
+    cdef double first[65]  # the first age of each class, and of one class more
+    cdef double value[8][64]  # expected hits per unit of time for which a block of this kind and age is kept
 
     def __cinit__(self):
         cdef int age
@@ -144,7 +146,7 @@ cdef class ReuseAges:
                 self.value[kind][age] = 1.0 / self.first[age]
 
     cdef void c_learn(self, int64_t clock) noexcept:
-        """What happened at no age yet, and not before, has nothing to say: O(kinds * classes up to the age of all)."""
+        """O(kinds * age classes up to the age of the cache): nothing can have a greater age."""
         cdef double used[64]
         cdef double ended[64]
         cdef double total = 0.0
@@ -163,7 +165,7 @@ cdef class ReuseAges:
                 self.alive[kind][age] = 0.0
 
     cdef void c_learn_kind(self, int kind, int last, const double *used, const double *ended, double weight) noexcept:
-        """`hull` has those later points that a steepest line may end at; after age `last` all are one."""
+        """`hull` has the later points at which a steepest line can end. All ages after `last` are one point."""
         cdef double reused[66]
         cdef double waited[66]
         cdef double hits[65]
@@ -186,7 +188,7 @@ cdef class ReuseAges:
             rate = waited[age] + 2.0 * waited[age + 1] + waited[age + 2]
             if rate > 0.0:
                 rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / (rate * self.first[age + 1])
-            # Counted backwards, both fall below 0: only differences matter.
+            # Summed from the end, so both are negative. Only differences matter.
             hits[age] = hits[age + 1] - rate * waited[age + 1]
             time[age] = time[age + 1] - waited[age + 1]
             best = slope(hits, time, age, hull[top])
@@ -211,32 +213,35 @@ cdef class GittinsPolicy(LruPolicy):
     """Evicts the least valuable kind and age first; remembers four times as many ghosts as there can be blocks."""
 
     # node.list is the number of the node's group:
-    #   members = the cached nodes and ghosts whose group it is; one without members is in the list `unused`
-    #   a group with nodes is in the cell of its kind and of an age class that it had, its own or a lower one
+    #   members = number of cached nodes and ghosts of the group; a group without members is in the list `unused`
+    #   a group with nodes is in the cell of its kind and of its age class, or of a lower one that it had before
     #   a cached node that is not aside is in its group's nodes, or in the list `waiting` with its flag set
-    #   cached_children = the children of a node that have a block
+    #   cached_children = number of children of a node with a block
     cdef NodeList ghosts
-    cdef NodeList waiting  # cached nodes found with cached children when their turn came
+    cdef NodeList waiting  # cached nodes that were to be evicted but had cached children
     cdef Group *groups
     cdef int64_t room
     cdef int32_t num_made
     cdef int32_t num_live
     cdef int32_t unused
     cdef int32_t cells[8][64][2]  # first and last group of a kind and age class, or -1
-    cdef unsigned long long filled[8]  # bit a of a kind: its cell of age class a is not empty
-    cdef int32_t open[8]  # the groups of the request that is going on, or -1
+    cdef unsigned long long filled[8]  # for each kind, bit a: the cell of age class a is not empty
+    cdef int32_t open[8]  # the groups of the current request, or -1
     cdef int64_t clock  # nodes used so far
     cdef int32_t last  # the node used last, or -1
-    cdef bint continued  # whether that request goes on where a cached prefix ends
+    cdef bint continued  # whether the current request continues a cached prefix
     cdef ReuseAges ages
     cdef ShadowLru shadow
     cdef int64_t next_lesson
     cdef int64_t max_ghosts
-    cdef int32_t victims  # the group that blocks are being taken from, or -1
-    cdef int32_t budget  # blocks to take from it before all groups are looked at again
-    cdef int32_t chosen  # the group that looking at all groups found last; valid while nothing was used, and no cell
-    cdef bint settled  # has changed: those of a group that leaves its cell, the first of it, and comes back as the
-    cdef int32_t left  # first at once have not. `left` is that group meanwhile, or -1
+    cdef int32_t victims  # the group from which blocks are evicted, or -1
+    cdef int32_t budget  # blocks to evict from it before all groups are looked at again
+    # `chosen` is the result of the last look at all groups. It is valid (`settled`) until a block is used or a cell
+    # changes. A cell has not changed if its first group leaves it and is the first to come back. `left` is that group
+    # meanwhile, or -1.
+    cdef int32_t chosen
+    cdef bint settled
+    cdef int32_t left
 
     def __cinit__(self, NodeTable tree not None, int64_t capacity):
         self.ages = ReuseAges()
@@ -287,7 +292,7 @@ cdef class GittinsPolicy(LruPolicy):
         self.c_link(node)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
-        """Whether its value is below that of all cached blocks: its parent would go for it, or is not cached."""
+        """True if the parent would be evicted for it, or is not cached: its value is below all cached blocks then."""
         cdef Node *nodes = self.tree.nodes
         cdef int32_t parent = nodes[node].parent
         if nodes[parent].parent < 0 or (nodes[parent].block >= 0 and self.c_victim() != parent):
@@ -305,7 +310,7 @@ cdef class GittinsPolicy(LruPolicy):
         self.c_link(node)
 
     cdef int32_t c_victim(self) noexcept:
-        """A node that has to wait for its children was placed or linked for it: O(1) amortised."""
+        """O(1) amortised: a node enters `waiting` at most once after each time that it was linked."""
         cdef int32_t node
         while True:
             if self.victims < 0 or self.budget <= 0:
@@ -316,7 +321,7 @@ cdef class GittinsPolicy(LruPolicy):
                 self.victims = self.chosen
                 self.budget = BUDGET
                 if self.victims < 0:
-                    return self.waiting.head  # their children that stay are in use
+                    return self.waiting.head  # all their cached children are in use
             node = self.groups[self.victims].nodes.tail
             if self.tree.nodes[node].cached_children == 0:
                 return node
@@ -360,7 +365,7 @@ cdef class GittinsPolicy(LruPolicy):
     # Uses, ghosts and time.
 
     cdef void c_arrive(self, int32_t node) noexcept:
-        """A node that is not cached, among the members of its group."""
+        """Makes a node that is not cached a member of its group."""
         cdef Node *nodes = self.tree.nodes
         cdef int32_t parent = nodes[node].parent
         if parent != self.last:
@@ -375,7 +380,7 @@ cdef class GittinsPolicy(LruPolicy):
         self.c_place(node)
 
     cdef void c_into_ghosts(self, int32_t node) noexcept:
-        """Remembered without a block; the oldest ghost is forgotten when there are too many."""
+        """Makes the node a ghost. If there are too many ghosts, the oldest is forgotten."""
         cdef Node *nodes = self.tree.nodes
         cdef Group *group
         cdef int32_t ghost
@@ -392,7 +397,7 @@ cdef class GittinsPolicy(LruPolicy):
             self.tree.c_collect(ghost)
 
     cdef void c_used(self, int32_t node, bint cached) noexcept:
-        """The node was used again, and was cached or not: counts the age of its group, and one use more."""
+        """The node, cached or not, was used again: counts the age of its group, and one more use of the node."""
         cdef Group *group = &self.groups[self.tree.nodes[node].list]
         self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
         if group.in_lru:
@@ -424,7 +429,7 @@ cdef class GittinsPolicy(LruPolicy):
         self.last = node
 
     cdef void c_learn(self) noexcept:
-        """O(groups), once in as many uses."""
+        """O(groups), at most once in as many uses."""
         cdef Group *group
         cdef int32_t i
         for i in range(self.num_made):
@@ -442,7 +447,7 @@ cdef class GittinsPolicy(LruPolicy):
     # Groups and cells.
 
     cdef void c_place(self, int32_t node) noexcept:
-        """Among the members of the group of its kind of the request that is going on."""
+        """Makes the node a member of the group of its kind and the current request."""
         cdef uint8_t uses = self.tree.nodes[node].uses
         cdef int count = uses & COUNT
         cdef int kind = 2 * (count - (count > 2)) + ((uses & CONTINUED) != 0)
@@ -503,8 +508,8 @@ cdef class GittinsPolicy(LruPolicy):
         self.num_live -= 1
 
     cdef void c_into_cell(self, int32_t number, int age) noexcept:
-        """The longest unused group of a cell is its first: one that comes back, since a node waited for others, may be
-        older than all that are there."""
+        """The first group of a cell is the longest unused one. A group that comes back, because a node has waited for
+        its children, can be older than all groups in the cell."""
         cdef Group *group = &self.groups[number]
         cdef int32_t *ends = &self.cells[group.kind][age][0]
         self.settled = self.left == number and group.age == age and (
@@ -544,7 +549,8 @@ cdef class GittinsPolicy(LruPolicy):
             self.filled[group.kind] &= ~(1ull << group.age)
 
     cdef int32_t c_choose(self) noexcept:
-        """The longest unused group of the cell of the lowest value, or of all, or -1; all groups are aged first."""
+        """Moves all groups to the cells of their ages. Returns the longest unused group of the cell of the lowest
+        value, or of all cells, or -1."""
         cdef double least = 0.0, oldest_value = 0.0, value, no_value = NO_VALUE / max(<int64_t>1, self.capacity)
         cdef unsigned long long ages
         cdef int kind, age, now, last = age_class(self.capacity) + 2 * DOUBLINGS

@@ -1,7 +1,7 @@
 """Which states of a hybrid model are kept, in plain Python: `pagepool.prefix.checkpoints` without its tree.
 
-A state is known by all the tokens before it, as a tuple; every question is asked of every state. The words and the
-rule by which states go are the same.
+A state is found by the tuple of all tokens before it, by a search through all states. Names and the rule for dropping
+states are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRIOR = 8
 
 @dataclass
 class State:
-    """A state that is kept: when it came, how often it was used, and the age at which it was last."""
+    """A kept state: its number in the order of arrival, its reason, its uses, and the age at its last use."""
 
     birth: int
     reason: str
@@ -63,11 +63,11 @@ class CheckpointIndex:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the states and of every token of every prefix, those of common blocks once."""
+        """Bytes of the states and of the tokens of all prefixes. Common blocks count once."""
         return len(self.states) * self.state_bytes + len(self._prefixes()) * self.align * TOKEN_BYTES
 
     def find(self, tokens: Any, limit: int | None = None, *, cache_salt: Any = None) -> int | None:
-        """The length of the longest kept prefix, which counts as used."""
+        """Return the length of the longest kept prefix, and count a use of its state."""
         row = tuple(tokens)
         most = len(row) - 1 if limit is None else min(limit, len(row) - 1)
         length = self._longest(cache_salt, row[: max(0, most)])
@@ -80,7 +80,7 @@ class CheckpointIndex:
         return length
 
     def stops(self, tokens: Any, kv_tokens: int, begin: int = 0, *, cache_salt: Any = None) -> list[tuple[int, str]]:
-        """Where the prompt parts from those before, and the grid behind; none too close behind another."""
+        """Where the prompt differs from earlier prompts, and the grid after it. No stop is too close to another."""
         row = tuple(tokens)
         last = len(row) - 1
         known = min(kv_tokens, last)
@@ -105,7 +105,7 @@ class CheckpointIndex:
         return stops
 
     def admit(self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None) -> bool:
-        """Whether the state is kept from now on; those of the least priority go for it, or it is not."""
+        """Keep the state, and drop states of less priority to make room. Return whether it was kept."""
         row = tuple(tokens)[:position]
         uses = (self.used[reason] + PRIOR) / (self.saved[reason] + PRIOR)
         while True:
@@ -128,7 +128,7 @@ class CheckpointIndex:
             del self.states[least]
 
     def priority(self, key: tuple[Any, tuple[int, ...]]) -> float:
-        """What a state is worth by the byte, and the age when it was used last."""
+        """The value per byte of a state, plus the age at its last use."""
         (salt, row), state = key, self.states[key]
         return state.age + self._value(state.uses, len(row) - self._longest(salt, row[:-1]))
 
@@ -154,14 +154,14 @@ class StateCheckpoints:
         self._followed: tuple[Any, int] | None = None
 
     def follow(self, cache: Any) -> None:
-        """Forgets all when the cache was told to forget blocks since the last call, or is another one."""
+        """Forget all states if the cache was told to forget blocks since the last call, or is another cache."""
         followed, self._followed = self._followed, (cache, cache.forgotten)
         if followed is not None and (followed[0] is not cache or followed[1] != cache.forgotten):
             self.index.reset()
             self._copies.clear()
 
     def resume(self, slot: int, tokens: Any, kv_tokens: int, *, cache_salt: Any = None) -> int:
-        """Brings the slot to the longest kept prefix within `kv_tokens`; its length, 0 for none."""
+        """Copy the state of the longest kept prefix within `kv_tokens` to the slot; return its length, or 0."""
         length = self.index.find(tokens, kv_tokens, cache_salt=cache_salt) or 0
         if length:
             for view, copy in zip(self._views, self._copies[cache_salt, tuple(tokens)[:length]], strict=True):
@@ -171,11 +171,11 @@ class StateCheckpoints:
         return length
 
     def stops(self, tokens: Any, kv_tokens: int, begin: int = 0, *, cache_salt: Any = None) -> list[tuple[int, str]]:
-        """Where a copy is worth it while this prompt is read."""
+        """The positions of this prompt at which the state is worth a copy."""
         return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt)
 
     def save(self, slot: int, tokens: Any, position: int, reason: str, *, cache_salt: Any = None) -> bool:
-        """Copies the state in `slot`, which has passed over `tokens[:position]`; False when it is not worth it."""
+        """Copy the state in `slot`, which has passed over `tokens[:position]`. Return False if it is not worth it."""
         kept = self.index.admit(tokens, position, reason, cache_salt=cache_salt)
         if kept:
             self._copies[cache_salt, tuple(tokens)[:position]] = [view[slot].copy() for view in self._views]

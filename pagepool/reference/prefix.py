@@ -1,8 +1,8 @@
 """The prefix cache in plain Python: a tree of blocks, each found from its parent by its tokens.
 
-ref_count(node.block) >= 1      for each node with a block: the cache's own reference
-no block at two nodes
-the nodes with a block are those of the policy and those held, each once
+ref_count(node.block) >= 1      for each node with a block: the reference of the cache
+node.block is unique
+a node with a block is either in the policy or in `_held`
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLICIES: dict[str, type[Lru]] = {
 
 
 class Node:
-    """A prefix: that of its parent and one block of tokens more. `block` is None when it is not cached."""
+    """A prefix: the prefix of its parent and one more block of tokens. `block` is None when it is not cached."""
 
     def __init__(self, parent: Node | None = None, key: tuple[int, ...] = ()) -> None:
         self.parent = parent
@@ -39,7 +39,7 @@ class Node:
 
 
 class PrefixCache:
-    """Keeps full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
+    """Keep full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     >>> from pagepool.reference import BlockAllocator
     >>> allocator = BlockAllocator(8)
@@ -68,7 +68,7 @@ class PrefixCache:
         allocator.add_owner(self)
 
     def match_prefix(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> np.ndarray:
-        """The cached blocks of the longest prefix of `tokens`, each with one reference more, the caller's to free."""
+        """Return the cached blocks of the longest prefix of `tokens`. The caller frees one reference to each."""
         keys = keys_of(tokens, self.block_size)
         found = cached_path(self._root(cache_salt, extra_keys), keys)
         refuse_negative(tokens, (len(found) + 1) * self.block_size)
@@ -83,7 +83,7 @@ class PrefixCache:
     def match_tokens(
         self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> tuple[np.ndarray, int]:
-        """As `match_prefix`, and a last block that is the same only in its first part; blocks and number of tokens."""
+        """As `match_prefix`, with a last block that agrees only in part. Return blocks and number of tokens."""
         blocks = self.match_prefix(tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
         node = self._cached[blocks[-1]] if blocks else self._root(cache_salt, extra_keys)
         best, longest = part_of(node, np.asarray(tokens).tolist()[len(blocks) * self.block_size :])
@@ -95,7 +95,7 @@ class PrefixCache:
         return np.array(blocks, dtype=np.int32), num_tokens
 
     def cached_tokens(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
-        """How many of the first of `tokens` `match_prefix` would find."""
+        """How many of the first tokens `match_prefix` would find."""
         path = cached_path(self._root(cache_salt, extra_keys), keys_of(tokens, self.block_size))
         refuse_negative(tokens, (len(path) + 1) * self.block_size)
         return len(path) * self.block_size
@@ -109,7 +109,7 @@ class PrefixCache:
         extra_keys: Iterable[Any] = (),
         start: int = 0,
     ) -> int:
-        """Keeps the full blocks of a sequence; returns how many of them it has taken now."""
+        """Cache the full blocks of a sequence; return how many of them are new to the cache."""
         refuse_negative(tokens)
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
         if len(ids) < len(keys):
@@ -134,7 +134,7 @@ class PrefixCache:
         return len(fresh)
 
     def touch(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
-        """One prompt of a pure cache pass; returns how many of its leading full blocks were cached."""
+        """Pass one prompt through the cache without a sequence; return how many leading full blocks were cached."""
         refuse_negative(tokens)
         keys, leading = keys_of(tokens, self.block_size), 0
         for index, node in enumerate(path_of(self._root(cache_salt, extra_keys), keys)):
@@ -154,7 +154,7 @@ class PrefixCache:
         return leading
 
     def evict(self, n: int) -> int:
-        """Gives up to n blocks that nobody else holds back to the allocator; returns how many."""
+        """Free up to n blocks that only the cache holds; return how many."""
         if operator.index(n) < 0:
             raise ValueError(f"cannot evict {n} blocks")
         done = 0
@@ -175,7 +175,7 @@ class PrefixCache:
         return done
 
     def discard(self, blocks: Iterable[int]) -> int:
-        """Forgets these blocks, in use or not; returns how many of them were cached. Evictions, to the policy."""
+        """Forget these blocks, in use or not; return how many were cached. The policy sees them as evictions."""
         found = [block for block in dict.fromkeys(blocks) if block in self._cached]
         for block in found:
             node = self._cached.pop(block)
@@ -210,11 +210,11 @@ class PrefixCache:
 
     @property
     def evictable(self) -> int:
-        """Cached blocks that nobody else holds."""
+        """Cached blocks that only the cache holds."""
         return sum(not self._in_use(node) for node in self._cached.values())
 
     def stats(self) -> dict[str, Any]:
-        """What it holds and has done, as a dict."""
+        """Return a dict of counters."""
         return {
             "policy": self.policy,
             "cached": self.num_cached,
@@ -238,7 +238,7 @@ class PrefixCache:
     def _forget(self) -> None:
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._cached: dict[int, Node] = {}
-        self._held: dict[Node, None] = {}  # in use when their turn came, the longest first
+        self._held: dict[Node, None] = {}  # nodes that were in use when they were to be evicted, the oldest first
         self._order = POLICIES[self.policy](self.allocator.max_capacity)
 
     def _root(self, cache_salt: Any, extra_keys: Iterable[Any]) -> Node:
@@ -249,7 +249,7 @@ class PrefixCache:
         self._order.touch(node)
 
     def _relink(self, node: Node) -> None:
-        """Back to the policy, if it is beside its lists."""
+        """Return a held node to the policy."""
         if node in self._held:
             del self._held[node]
             self._order.link(node)
@@ -260,14 +260,14 @@ class PrefixCache:
         self._order.insert(node)
 
     def _gives_way(self, node: Node, block: int) -> bool:
-        """Whether the node has no block, or one that nobody uses where the other is somebody's and not cached."""
+        """Whether `block` is cached at the node: it has no block, or an unused one, and `block` is in use elsewhere."""
         if node.block is None or node.block == block or self._in_use(node):
             return node.block is None
         is_block = 0 <= block < self.allocator.max_capacity and block not in self._cached
         return bool(is_block and self.allocator.ref_count(block))
 
     def _replace(self, node: Any, block: int) -> None:
-        """The node has another block from now on; for the policy nothing has changed."""
+        """Replace the block of the node. The policy is not told."""
         del self._cached[node.block]
         self._cached[block] = node
         self.allocator.free(node.block)
@@ -275,7 +275,7 @@ class PrefixCache:
         self.cleared += 1
 
     def _victim(self) -> Any:
-        """The next one to go, in use or not."""
+        """The next node to evict, in use or not."""
         self._return_held(2)
         node = self._order.victim()
         if node is None:
@@ -284,7 +284,7 @@ class PrefixCache:
         return node
 
     def _return_held(self, most: int) -> None:
-        """Looks at some of the held nodes, and gives the policy those that are free again."""
+        """Look at up to `most` held nodes. Return the unused ones to the policy."""
         for node in list(self._held)[:most]:
             del self._held[node]
             if self._in_use(node):
@@ -314,7 +314,7 @@ def refuse_negative(tokens: Any, end: int | None = None) -> None:
 
 
 def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
-    """The nodes below `node` of these blocks, made where there are none."""
+    """The path of these blocks below `node`. Makes the nodes that are missing."""
     path = []
     for key in keys:
         child = node.children.get(key)
@@ -326,7 +326,7 @@ def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
 
 
 def cached_path(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
-    """The nodes below `node` of the first of these blocks, as far as they are cached."""
+    """The cached part of the path of these blocks below `node`, up to the first block that is not cached."""
     path: list[Node] = []
     for key in keys:
         child = node.children.get(key)
@@ -338,7 +338,10 @@ def cached_path(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
 
 
 def part_of(node: Node, tokens: list[int]) -> tuple[Node | None, int]:
-    """The cached child that begins with most of `tokens`, the lowest block of those, and how many; None and 0."""
+    """Return the cached child that shares the most leading tokens, and their number; None and 0 without one.
+
+    The lowest block wins a tie.
+    """
     best, longest, lowest = None, 0, 0
     for key, child in node.children.items():
         pairs = zip(key, tokens, strict=False)
