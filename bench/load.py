@@ -2,9 +2,10 @@
 
     python bench/load.py                            # pagepool serve with the tiny model, 8 clients, for 10 minutes
     python bench/load.py --seconds 20 --clients 4
+    python bench/load.py --clients 64 --attack 1    # the same twice, the second time with a prompt of 15 MB each second
 
-Ends with status 1 when a request got an error, a block leaked or memory kept growing. Needs the extra `serve`
-and httpx.
+Ends with status 1 when a request got an error, a block leaked or memory kept growing. With `--attack` it also reports
+how much later the first tokens of small requests come. Needs the extra `serve` and httpx.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ import httpx
 WAYS = ["whole"] * 3 + ["stream"] * 3 + ["leave"] * 2 + ["give up"] * 2
 GROWTH = 1.1  # of the process's memory, from the end of the first quarter on
 SETTLED = 0.25
+ATTACK_BYTES = 15_000_000
 
 
-async def one_request(client: httpx.AsyncClient, choice: random.Random, prompts: list[str], tokens: int) -> str:
+async def one_request(
+    client: httpx.AsyncClient, choice: random.Random, prompts: list[str], tokens: int, first: list[float]
+) -> str:
     """One request, taken whole, streamed, left in the middle of its stream, or given up while nothing has come.
 
-    Returns how it ended: one of `WAYS`, or "error: ..." with what was wrong.
+    Adds the seconds to the first token of a stream to `first`. Returns how the request ended: one of `WAYS`, or
+    "error: ..." with what was wrong.
     """
     way = choice.choice(WAYS)
     prompt = choice.choice(prompts)[: choice.randint(1, 400)]
@@ -50,8 +55,11 @@ async def one_request(client: httpx.AsyncClient, choice: random.Random, prompts:
         text = response.json()["choices"][0]["text"] if response.status_code == 200 else response.text
         return way if response.status_code == 200 else f"error: {response.status_code} {text}"
     left, last = choice.randint(1, 8) if way == "leave" else -1, ""
+    began = time.monotonic()
     async with client.stream("POST", "/v1/completions", json=body) as response:
         async for line in response.aiter_lines():
+            if line and not last:
+                first.append(time.monotonic() - began)
             last = line or last
             left -= bool(line)
             if left == 0:
@@ -61,21 +69,51 @@ async def one_request(client: httpx.AsyncClient, choice: random.Random, prompts:
     return f"error: {response.status_code} {last}"
 
 
-async def load(url: str, clients: int, prompts: list[str], tokens: int, seed: int, ends) -> Counter:
-    """Sends requests from `clients` clients at a time until `ends()`; returns how often each way of ending came."""
+async def load(url: str, clients: int, prompts: list[str], tokens: int, seed: int, ends) -> tuple[Counter, list[float]]:
+    """Sends requests from `clients` clients at a time until `ends()`.
+
+    Returns how often each way of ending came, and the seconds to the first tokens of streams.
+    """
     counts: Counter[str] = Counter()
+    first: list[float] = []
 
     async def client_loop(number: int) -> None:
         choice = random.Random(f"{seed} {number}")
         async with httpx.AsyncClient(base_url=url, timeout=300) as client:
             while not ends(counts):
                 try:
-                    ended = await one_request(client, choice, prompts, tokens)
+                    ended = await one_request(client, choice, prompts, tokens, first)
                 except httpx.HTTPError as error:
                     ended = f"error: {type(error).__name__} {error}"
                 counts[ended] += 1
 
     await asyncio.gather(*(client_loop(number) for number in range(clients)))
+    return counts, first
+
+
+async def attack(url: str, prompts: list[str], every: float, ends) -> Counter:
+    """Sends a prompt of 15 MB every so many seconds, and leaves every second one at once; returns what came of them."""
+    text = "".join(prompts)
+    text = (text * (ATTACK_BYTES // len(text) + 1))[:ATTACK_BYTES]
+    body = json.dumps({"prompt": text}).encode()
+    counts: Counter[str] = Counter()
+
+    async def one(leaves: bool) -> None:
+        headers = {"content-type": "application/json"}
+        async with httpx.AsyncClient(base_url=url, timeout=0.2 if leaves else 300) as client:
+            try:
+                response = await client.post("/v1/completions", content=body, headers=headers)
+                counts[str(response.status_code)] += 1
+            except httpx.TimeoutException:
+                counts["left"] += 1
+            except httpx.HTTPError as error:
+                counts[f"error: {type(error).__name__} {error}"] += 1
+
+    tasks = []
+    while not ends(None):
+        tasks.append(asyncio.create_task(one(bool(len(tasks) % 2))))
+        await asyncio.sleep(every)
+    await asyncio.gather(*tasks)
     return counts
 
 
@@ -113,16 +151,28 @@ def start_server(model: str | None, pool_bytes: str, threads: int) -> tuple[subp
     raise SystemExit("the server has not started")
 
 
-async def run(options: argparse.Namespace, pid: int, url: str) -> dict:
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share of the values is."""
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+async def run(options: argparse.Namespace, pid: int, url: str, is_attacked: bool) -> dict:
+    """One run of `--seconds`: what came of the requests, and the state of the server after it."""
     end = time.monotonic() + options.seconds
     prompts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
 
     def ends(counts) -> bool:
         return time.monotonic() >= end
 
+    async def no_attack() -> Counter:
+        return Counter()
+
     began = time.monotonic()
-    counts, sizes = await asyncio.gather(
-        load(url, options.clients, prompts, options.tokens, options.seed, ends), watch(pid, ends)
+    before = (await asyncio.to_thread(metrics, url))["pagepool:generation_tokens_total"]
+    (counts, first), sizes, attacks = await asyncio.gather(
+        load(url, options.clients, prompts, options.tokens, options.seed, ends),
+        watch(pid, ends),
+        attack(url, prompts, options.attack, ends) if is_attacked else no_attack(),
     )
     seconds = time.monotonic() - began
     for _ in range(100):  # what was left at the end is being cancelled
@@ -132,17 +182,20 @@ async def run(options: argparse.Namespace, pid: int, url: str) -> dict:
             break
         await asyncio.sleep(0.1)
     settled = max(sizes[: max(1, int(len(sizes) * SETTLED))])
+    tokens = found["pagepool:generation_tokens_total"] - before
     return {
         "seconds": round(seconds, 1),
         "clients": options.clients,
         "requests": sum(counts.values()),
         "ended": dict(sorted(counts.items())),
-        "errors": sum(count for name, count in counts.items() if name.startswith("error")),
+        "attacks": dict(sorted(attacks.items())),
+        "errors": sum(count for name, count in (counts + attacks).items() if name.startswith("error")),
+        "first_token": {name: round(percentile(first, share), 3) for name, share in (("p50", 0.5), ("p99", 0.99))},
         "left_running": running,
         "blocks_used": found['pagepool:kv_blocks{pool="kv",state="used"}'],
         "preemptions": found["pagepool:num_preemptions_total"],
-        "generated_tokens": found["pagepool:generation_tokens_total"],
-        "tokens_per_second": round(found["pagepool:generation_tokens_total"] / seconds, 1),
+        "generated_tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1),
         "memory_mib": {"settled": settled >> 20, "last": sizes[-1] >> 20, "max": max(sizes) >> 20},
         "memory_is_flat": max(sizes) <= GROWTH * settled,
     }
@@ -157,17 +210,26 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of the server; default: 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="default: the tiny model")
+    parser.add_argument("--attack", type=float, metavar="S", help="run again with a prompt of 15 MB every S seconds")
     options = parser.parse_args()
     server, url = start_server(options.model, options.pool_bytes, options.threads)
     try:
-        found = asyncio.run(run(options, server.pid, url))
+        found = [asyncio.run(run(options, server.pid, url, False))]
+        if options.attack:
+            found.append(asyncio.run(run(options, server.pid, url, True)))
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(120)
-    print(json.dumps({**found, "server_status": status}, indent=2))
-    is_good = found["memory_is_flat"] and not (
-        found["errors"] or found["left_running"] or found["blocks_used"] or status
+    for one in found:
+        print(json.dumps(one, indent=2))
+    if options.attack:
+        print(
+            f"p99 to first token: {found[1]['first_token']['p99'] / found[0]['first_token']['p99']:.2f} times as long"
+        )
+    is_good = not status and all(
+        one["memory_is_flat"] and not (one["errors"] or one["left_running"] or one["blocks_used"]) for one in found
     )
+    print(f"the server ended with status {status}")
     return 0 if is_good else 1
 
 
