@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ from pagepool.errors import EngineClosed, RequestRejected
 
 __all__ = ["Engine"]
 
+logger = logging.getLogger("pagepool")
+
 MAX_BATCH_SEQUENCES = 32
 EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
 
@@ -34,14 +37,15 @@ class _Running:
     generation: weakref.ref[Generation]
     sampler: Sampler
     request: Request
+    request_id: int | str
 
 
 class Engine(Intake):
     """Generates text with a model over pagepool's pages; any thread may call it.
 
     One thread makes all steps: schedule, run the model, sample, commit. Close the engine at the end, or use it as a
-    context manager. `runner`, `scheduler`, `prefix_cache`, `tokenizer`, `encoder`, `max_model_len` and `is_accepting`
-    are attributes.
+    context manager. `runner`, `scheduler`, `prefix_cache`, `tokenizer`, `encoder`, `max_model_len`, `is_accepting`
+    and `failure` are attributes. Failures are logged with their traceback by the logger "pagepool".
 
     Parameters
     ----------
@@ -107,10 +111,10 @@ class Engine(Intake):
         self.prefix_cache = self.runner.new_prefix_cache(prefix_events) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
         self._requests: dict[int, _Running] = {}
-        self._changed = Condition()  # guards the requests, `is_accepting` and the two fields below
+        self._changed = Condition()  # guards the requests, `is_accepting`, `failure` and the field below
         self._is_closing = False
-        self._failure: BaseException | None = None
         self._stepping = Lock()  # held during a step
+        self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
         atexit.register(self.close)  # Python must not end while the thread is in the model
@@ -125,7 +129,7 @@ class Engine(Intake):
         integer("num_generated", num_generated, 0, len(request.prompt))
         with self._changed:
             if not self.is_accepting:
-                raise EngineClosed("the engine takes no more requests") from self._failure
+                raise EngineClosed("the engine takes no more requests") from self.failure
             params = request.params
             limits = {"max_new_tokens": params.max_new_tokens, "stop_token_ids": params.stop_token_ids}
             try:
@@ -137,7 +141,8 @@ class Engine(Intake):
             generation = Generation(len(request.prompt), partial(self.scheduler.cancel, seq_id))
             # `cancel` may be called in a finalizer, which is what this callback is.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
-            self._requests[seq_id] = _Running(reference, Sampler(params, num_generated), request)
+            name = seq_id if options.get("request_id") is None else options["request_id"]
+            self._requests[seq_id] = _Running(reference, Sampler(params, num_generated), request, name)
             self._counts["prompt_tokens"] += len(request.prompt)
             self._changed.notify_all()
         return generation
@@ -160,13 +165,19 @@ class Engine(Intake):
         """Requests that have not ended: they wait or run."""
         return len(self._requests)
 
+    @property
+    def seconds_in_step(self) -> float:
+        """Seconds since the running step began; 0.0 between steps. Much more than a step takes: the model hangs."""
+        began = self._step_began
+        return 0.0 if began is None else perf_counter() - began
+
     def check(self) -> None:
         """Audit scheduler, prefix cache and pools between two steps; raises `PoolError` that names what is wrong.
 
         When no request is left, every block in use is one of the prefix cache and no state is in use.
         """
         with self._stepping, self._changed:
-            if not self._is_closing and self._failure is None:  # else the scheduler is closed, or will be soon
+            if not self._is_closing and self.failure is None:  # else the scheduler is closed, or will be soon
                 self.scheduler.check()
             check_memory(self.runner, self.prefix_cache, is_idle=not self._requests)
 
@@ -202,11 +213,15 @@ class Engine(Intake):
                     if self._is_closing:
                         break
                 with self._stepping:
+                    self._step_began = perf_counter()
                     self._step()
+                    self._step_began = None
         except BaseException as error:
+            self._step_began = None
             failure = error
+            logger.critical("the stepping thread of the engine failed, no more requests are taken", exc_info=error)
         with self._changed:
-            self.is_accepting, self._failure = False, failure
+            self.is_accepting, self.failure = False, failure
         try:
             with self._stepping:
                 self.scheduler.close()
@@ -227,6 +242,8 @@ class Engine(Intake):
         try:
             rows = iter(np.asarray(self.runner.run(batch)))
         except Exception as error:
+            names = ", ".join(str(request.request_id) for request in requests)
+            logger.error("the model failed in a step of the requests %s", names, exc_info=error)
             self.scheduler.give_up(batch)
             for seq_id in batch.seq_ids:
                 self._fail(seq_id, error)
@@ -241,12 +258,14 @@ class Engine(Intake):
                     tokens[place] = token = request.sampler.sample(logits)
                     pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
                 except Exception as error:
+                    logger.error("sampling failed for the request %s", request.request_id, exc_info=error)
                     self._fail(seq_id, error)
         self.scheduler.commit(batch, tokens)
         for piece in pieces:
             try:
                 self._deliver(*piece)
-            except Exception as error:  # of the tokenizer
+            except Exception as error:
+                logger.error("the tokenizer failed for the request %s", piece[1].request_id, exc_info=error)
                 self._fail(piece[0], error)
         self._end_finished()
         self._seconds["step_seconds"] += perf_counter() - began

@@ -72,6 +72,7 @@ class Intake(ABC):
         self.stop_token_ids = stop_token_ids
         self.max_model_len = max_model_len
         self.is_accepting = True
+        self.failure: BaseException | None = None  # that has ended all work
         self._pool_tokens, self._is_exact = pool_tokens, is_exact
         self._counts: Counter[str] = Counter()
 

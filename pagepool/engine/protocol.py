@@ -17,11 +17,13 @@ class TextEngine(Protocol):
 
     encoder, tokenizer  for prompts, and for the texts of single tokens
     is_accepting        whether requests are taken
+    failure             the exception that has ended all work, or None
     """
 
     encoder: Encoder
     tokenizer: Any
     is_accepting: bool
+    failure: BaseException | None
 
     @property
     def max_prompt_tokens(self) -> int | None:

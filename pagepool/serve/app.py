@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -38,8 +40,11 @@ from pagepool.serve.protocol import (
 
 __all__ = ["create_app"]
 
+logger = logging.getLogger("pagepool")
+
 MAX_BODY_BYTES = 16 << 20
 MAX_ID_LENGTH = 256
+STOPPED = "the request was aborted: the server is shutting down"
 LARGE_BODY_BYTES = 256 << 10  # a larger body is parsed outside the event loop
 Found = TypeVar("Found")
 
@@ -59,9 +64,13 @@ def create_app(
     max_requests       choices that run, wait or are tokenized; more get status 429
     timeout            seconds after which a request that has not ended gets status 503 and is cancelled
 
+    `app.state.stop()` ends all requests with status 503, and streams with an error as their last event. It is called
+    in the event loop.
+
     A client that disconnects cancels its request. The header `X-Request-Id` is the `request_id` of its choices, with
-    "/" and their number behind it where there are several. While the engine drains, requests get status 503. Every
-    error is JSON, as OpenAI's clients read it.
+    "/" and their number behind it where there are several; a request without the header gets a new id. While the engine
+    drains, requests get status 503. Every error is JSON, as OpenAI's clients read it. Clients do not see the text of an
+    exception: it is logged, and the error names the id of the request.
 
     Raises ImportError where starlette or prometheus_client is missing.
     """
@@ -81,7 +90,9 @@ def create_app(
         Exception: on_failure,
     }
     counting = Middleware(CountResponses, server.metrics)
-    return Starlette(routes=routes, exception_handlers=handlers, middleware=[counting])
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[counting])
+    app.state.stop = server.stop
+    return app
 
 
 class Server:
@@ -96,7 +107,15 @@ class Server:
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
         self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
         self._places = Places(engine, max_requests)
+        self._stopping = asyncio.Event()
+        self._runs: set[Run] = set()  # that have not ended
         self._created = int(time())
+
+    def stop(self) -> None:
+        """End all requests. Called in the event loop."""
+        self._stopping.set()
+        for run in list(self._runs):
+            run.cancel()
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions"""
@@ -141,20 +160,43 @@ class Server:
         else:
             request = read_request(read_body(body), is_chat)
         self._check_model(request.model)
-        generations = await unless_disconnected(http, self._start(request, read_id(http)))
+        name = read_id(http) or uuid.uuid4().hex
+        generations = await self._finish(http, self._start(request, name))
         kind = ChatAnswer if is_chat else Answer
         answer = kind(self._model, self._text_of, request.n)
-        run = Run(generations, began, self._timeout, self.metrics)
+        run = Run(name, generations, began, self._timeout, self.metrics, self._runs)
+        if self._stopping.is_set():
+            run.cancel()
         has_logprobs = request.params.logprobs is not None
         if request.stream:
             return EventStream(run, events(run, answer, has_logprobs, request.include_usage))
         try:
-            tokens = await unless_disconnected(http, run.all_tokens())
+            tokens = await self._finish(http, run.all_tokens())
         finally:
             run.cancel()
         if not has_logprobs:
             return JSONResponse(answer.all(generations, tokens, False))
         return await asyncio.to_thread(lambda: JSONResponse(answer.all(generations, tokens, True)))
+
+    async def _finish(self, http: HttpRequest, work: Coroutine[Any, Any, Found]) -> Found:
+        """What `work` returns. It is cancelled when the client has left or the server stops, which is raised."""
+
+        async def left() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                await asyncio.sleep(0)
+
+        working, leaving = asyncio.create_task(work), asyncio.create_task(left())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([working, leaving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if leaving.done():
+                raise ClientDisconnect
+            raise RequestError(503, STOPPED)
+        finally:
+            for task in (working, leaving, stopping):
+                task.cancel()
 
     def _text_of(self, token: int) -> str:
         text: str = self._engine.tokenizer.decode([token])
@@ -163,7 +205,8 @@ class Server:
     async def _start(self, request: Request, request_id: str | None) -> list[Generation]:
         """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""
         if not self._engine.is_accepting:
-            raise RequestError(503, "the server takes no more requests: it is shutting down")
+            reason = "it is shutting down" if self._engine.failure is None else "the engine has failed"
+            raise RequestError(503, f"the server takes no more requests: {reason}")
         limits = [self._max_prompt_tokens, self._engine.max_prompt_tokens]
         most = min((limit for limit in limits if limit is not None), default=None)
         count, loop = len(request.prompts) * request.n, asyncio.get_running_loop()
@@ -252,8 +295,18 @@ class Waiting:
 class Run:
     """The generations of one HTTP request, from `began` on: they end together at a deadline or a disconnect."""
 
-    def __init__(self, generations: list[Generation], began: float, timeout: float, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        name: str,
+        generations: list[Generation],
+        began: float,
+        timeout: float,
+        metrics: Metrics,
+        running: set[Run],
+    ) -> None:
         self.generations = generations
+        self._name, self._running = name, running
+        running.add(self)
         self._began, self._timeout, self._metrics = began, timeout, metrics
         self._is_late = False
         self._timer = asyncio.get_running_loop().call_later(began + timeout - monotonic(), self._expire)
@@ -261,6 +314,7 @@ class Run:
     def cancel(self) -> None:
         """Cancel what has not ended."""
         self._timer.cancel()
+        self._running.discard(self)
         for generation in self.generations:
             generation.cancel()
 
@@ -270,11 +324,13 @@ class Run:
             async for token in generation:
                 yield token
         except RuntimeError as error:
-            raise RequestError(500, str(error)) from error
+            raise RequestError(
+                500, f"the generation failed: the server's log names the request {self._name}"
+            ) from error
         self._metrics.ended(generation, self._began)
         if generation.finish_reason == "abort":
             late = f"the request took more than {self._timeout:g} s"
-            raise RequestError(503, late if self._is_late else "the request was aborted: the server is shutting down")
+            raise RequestError(503, late if self._is_late else STOPPED, may_retry=not self._is_late)
 
     async def all_tokens(self) -> list[list[Token]]:
         """The tokens of each generation, when all have ended."""
@@ -348,24 +404,6 @@ def event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Found]) -> Found:
-    """What `work` returns; when the client has left, it is cancelled, and `ClientDisconnect` is raised."""
-
-    async def left() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            await asyncio.sleep(0)
-
-    working, leaving = asyncio.create_task(work), asyncio.create_task(left())
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
 def read_id(http: HttpRequest) -> str | None:
     """The client's own id of a request, or None. Raises `RequestError` for one that is too long."""
     found = http.headers.get("x-request-id")
@@ -406,7 +444,9 @@ async def on_disconnect(http: HttpRequest, error: ClientDisconnect) -> Response:
 
 async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
     """The response to a request that is refused."""
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    headers = {}
+    if error.status in (429, 503):
+        headers = {"retry-after": "1"} if error.may_retry else {"x-should-retry": "false"}
     return JSONResponse(error_object(error), error.status, headers)
 
 
@@ -417,5 +457,7 @@ async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
 
 
 async def on_failure(http: HttpRequest, error: Exception) -> Response:
-    """The response to an error that nobody expected; the server logs it."""
-    return JSONResponse(error_object(RequestError(500, f"{type(error).__name__}: {error}")), 500)
+    """The response to an error that nobody expected."""
+    name = http.headers.get("x-request-id") or uuid.uuid4().hex
+    logger.error("%s %s failed for the request %s", http.method, http.url.path, name, exc_info=error)
+    return JSONResponse(error_object(RequestError(500, f"the server failed: its log names the request {name}")), 500)

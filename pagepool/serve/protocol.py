@@ -43,10 +43,16 @@ KNOWN = {False: {*COMMON, "prompt"}, True: {*COMMON, "messages", "max_completion
 
 
 class RequestError(Exception):
-    """A request that is refused: an HTTP status, a sentence, and OpenAI's `code` and `param`."""
+    """A request that is refused: an HTTP status, a sentence, and OpenAI's `code` and `param`.
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+    may_retry  of status 429 and 503: whether a client should send it again
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, *, may_retry: bool = True
+    ) -> None:
         super().__init__(message)
+        self.may_retry = may_retry
         self.status, self.message, self.code, self.param = status, message, code, param
 
 

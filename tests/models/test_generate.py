@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -330,23 +332,62 @@ def test_sigterm_lets_running_requests_end_and_closes_the_port():
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     assert process.wait(SECONDS) == 0
-    assert process.communicate()[1] == ""
+    (line,) = process.communicate()[1].splitlines()
+    assert "1 request runs, waiting up to 60 s" in line
 
 
-def test_after_the_time_to_drain_what_still_runs_is_cut_off():
-    process, _, url = served("--drain", "1", "--name", "mine")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("drain", "signals"), [("0", 1), ("60", 2)])
+def test_what_runs_after_the_time_to_drain_gets_503_as_json(stream, drain, signals):
+    process, _, url = served("--drain", drain, "--name", "mine")
     import httpx
 
-    body = {"prompt": ["import"] * 64, "max_tokens": 1000, "stream": True, "temperature": 1.5}
-    with (
-        contextlib.suppress(httpx.HTTPError),
-        httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as response,
-    ):
-        for number, _ in enumerate(response.iter_lines()):
-            if number == 0:
-                process.send_signal(signal.SIGTERM)
+    body = {"prompt": ["import"] * 64, "max_tokens": 1000, "temperature": 1.5, "stream": stream}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=SECONDS)
+        while "pagepool:num_requests_running 0.0" in httpx.get(f"{url}/metrics").text:
+            time.sleep(0.05)
+        for number in range(signals):
+            time.sleep(0.5 * number)
+            process.send_signal(signal.SIGINT)
+        response = waiting.result(SECONDS)
+    if stream:
+        *_, last = [line for line in response.text.split("\n") if line]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert response.status_code == 200 and "shutting down" in error["message"]
+    else:
+        assert response.status_code == 503 and "shutting down" in response.json()["error"]["message"]
     assert process.wait(SECONDS) == 0
-    process.communicate()
+    (line,) = process.communicate()[1].splitlines()
+    assert f"64 requests run, waiting up to {drain} s" in line
+
+
+def test_the_process_ends_with_status_1_when_the_engine_fails_or_a_step_hangs():
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed: make test-models")
+    import httpx
+
+    faults = {"raise ArithmeticError('why')": "ArithmeticError: why", "time.sleep(600)": "--step-timeout"}
+    for broken, said in faults.items():
+        code = f"""
+import time
+from pagepool.cli import main
+from pagepool.scheduling.scheduler import Scheduler
+def schedule(self):
+    {broken}
+Scheduler.schedule = schedule
+raise SystemExit(main(["serve", "--port", "0", "--threads", "1", "--step-timeout", "1"]))
+"""
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1]), "HF_HUB_OFFLINE": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        url = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())[0]
+        with contextlib.suppress(httpx.HTTPError):
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS).status_code == 500
+        assert process.wait(SECONDS) == 1
+        assert said in process.communicate()[1]
 
 
 def test_an_address_or_a_model_that_cannot_be_served_gets_one_sentence(capsys, monkeypatch):

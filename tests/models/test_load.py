@@ -124,7 +124,8 @@ def test_a_thousand_requests_over_http_leave_nothing():
         return sum(counts.values()) >= REQUESTS
 
     with serving(FakeRunner(num_blocks=BLOCKS, step_seconds=0.0005)) as served:
-        counts = asyncio.run(load.load(served.url, THREADS, PROMPTS, TOKENS, seed=0, ends=ends))
+        counts, first = asyncio.run(load.load(served.url, THREADS, PROMPTS, TOKENS, seed=0, ends=ends))
+        assert len(first) >= counts["stream"]
         assert set(counts) == set(load.WAYS) and sum(counts.values()) >= REQUESTS
         wait_until(served.is_idle)
         served.engine.check()

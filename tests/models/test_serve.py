@@ -519,14 +519,38 @@ def test_a_limit_of_prompts_can_be_set():
         assert "256" in error["message"]  # tokens of the pool
 
 
-def test_a_model_that_fails_gets_500_and_the_next_request_an_answer():
-    failures = [ArithmeticError("overflow"), None, ArithmeticError("overflow")]
+def test_a_model_that_fails_is_logged_and_its_text_is_not_sent(caplog):
+    failures = [ArithmeticError("secret"), None, ArithmeticError("secret")]
     with serving(FakeRunner(fails=lambda batch: failures.pop(0) if failures else None)) as served:
-        response = served.post(prompt="x", max_tokens=3)
-        assert response.status_code == 500 and "overflow" in response.json()["error"]["message"]
-        with pytest.raises(openai.APIError, match="overflow"):
+        response = served.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"})
+        assert response.status_code == 500
+        assert "mine" in response.json()["error"]["message"] and "secret" not in response.text
+        with pytest.raises(openai.APIError) as caught:
             list(served.complete("x", max_tokens=3, stream=True))
+        name = re.search("[0-9a-f]{32}", str(caught.value))[0]
+        assert "secret" not in str(caught.value)
         assert served.post(prompt="x", max_tokens=3).status_code == 200
+    logged = [record for record in caplog.records if record.name == "pagepool"]
+    assert ["mine" in logged[0].getMessage(), name in logged[1].getMessage()] == [True, True]
+    assert [str(record.exc_info[1]) for record in logged] == ["secret", "secret"]
+
+
+def test_a_dead_stepping_thread_is_logged_and_the_server_says_so(caplog, monkeypatch):
+    with serving(FakeRunner()) as served:
+
+        def fail(*args):
+            raise ArithmeticError("secret")
+
+        monkeypatch.setattr(served.engine.scheduler, "schedule", fail, raising=False)
+        response = served.post(prompt="x", max_tokens=3)
+        assert response.status_code == 500 and "secret" not in response.text
+        wait_until(lambda: served.engine.failure is not None)
+        assert str(served.engine.failure) == "secret"
+        assert served.http.get("/health").status_code == 503
+        response = served.post(prompt="x", max_tokens=3)
+        assert response.status_code == 503 and "the engine has failed" in response.json()["error"]["message"]
+    (record,) = [record for record in caplog.records if record.name == "pagepool" and record.levelname == "CRITICAL"]
+    assert str(record.exc_info[1]) == "secret"
 
 
 def test_a_server_that_drains_takes_nothing_new():
@@ -572,7 +596,7 @@ def test_a_request_id_is_the_engine_s(served, monkeypatch):
         headers = {"x-request-id": "mine"}
         assert served.http.post("/v1/completions", json={"prompt": "x", "n": n}, headers=headers).status_code == 200
     served.post(prompt="x")
-    assert found == ["mine", "mine/0", "mine/1", None]
+    assert found[:3] == ["mine", "mine/0", "mine/1"] and re.fullmatch("[0-9a-f]{32}", found[3])
     response = served.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "x" * 257})
     assert response.status_code == 400 and "257 characters, not up to 256" in response.text
 
