@@ -220,16 +220,14 @@ def main() -> int:
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(120)
-    for one in found:
-        print(json.dumps(one, indent=2))
+    report = {**found[0], "server_status": status}
     if options.attack:
-        print(
-            f"p99 to first token: {found[1]['first_token']['p99'] / found[0]['first_token']['p99']:.2f} times as long"
-        )
+        ratio = found[1]["first_token"]["p99"] / found[0]["first_token"]["p99"]
+        report = {"plain": found[0], "attacked": found[1], "p99_ratio": round(ratio, 2), "server_status": status}
+    print(json.dumps(report, indent=2))
     is_good = not status and all(
         one["memory_is_flat"] and not (one["errors"] or one["left_running"] or one["blocks_used"]) for one in found
     )
-    print(f"the server ended with status {status}")
     return 0 if is_good else 1
 
 
