@@ -28,8 +28,8 @@ class SamplingParams:
     temperature     logits are divided by it; 0: always the most likely token
     top_k           only the k most likely tokens are drawn; 0: all
     top_p           only the most likely tokens are drawn that together have this probability, above 0 and up to 1
-    seed            seed of the request's own generator: the same seed draws the same numbers, whatever else runs.
-                    None: a new seed for each request
+    seed            seed of the request's own generator, at least 0: the same seed draws the same numbers, whatever else
+                    runs, and another seed draws others. None: a new seed for each request
     stop            strings that end the text when they come; they are not part of it. One string or several
     stop_token_ids  more tokens that end the text, besides the stop tokens of the model
     logprobs        None, or how many of the most likely tokens are reported with each token, from 0 to 20
@@ -58,7 +58,7 @@ class SamplingParams:
         if not 0.0 < real("top_p", self.top_p) <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.seed is not None:
-            integer("seed", self.seed)
+            object.__setattr__(self, "seed", integer("seed", self.seed, 0))  # random takes -1 for 1
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("stop", "stop_token_ids"):

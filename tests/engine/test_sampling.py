@@ -78,6 +78,21 @@ def test_the_same_seed_draws_the_same_tokens_and_none_draws_others():
     assert len({drawn(None) for _ in range(4)}) == 4
 
 
+def test_seeds_that_differ_anywhere_draw_other_tokens_and_negative_ones_are_refused():
+    logits = random_logits(1000)
+
+    def drawn(seed):
+        one = sampler(temperature=2.0, seed=seed)
+        return tuple(one.sample(logits) for _ in range(20))
+
+    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**63, 2**63 + 1, 2**64, 2**64 + 1, 2**200]
+    assert len({drawn(seed) for seed in seeds}) == len(seeds)
+    assert drawn(np.int64(7)) == drawn(7)
+    for seed in (-1, -7, -(2**70)):
+        with refuses(ValueError, "seed", seed):
+            SamplingParams(seed=seed)
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.3}, {"top_k": 50, "top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("num_drawn", [0, 1, 7, 19])
 def test_a_sampler_goes_on_where_another_one_has_stopped(num_drawn, options):

@@ -221,6 +221,7 @@ BAD = [
     ({"prompt": "x", "stop": [5]}, "a stop string must be"),
     ({"prompt": "x", "logprobs": 50}, "logprobs must be from 0 to 20, not 50"),
     ({"prompt": "x", "seed": 1.5}, "seed must be of type int, not float"),
+    ({"prompt": "x", "seed": -1}, "seed must be at least 0, not -1"),
     ({"prompt": "x", "stream": "yes"}, "stream must be of type bool, not str"),
     ({"prompt": "x", "stream_options": 3}, "stream_options must be of type dict, not int"),
     ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
