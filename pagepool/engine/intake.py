@@ -24,15 +24,19 @@ ENDINGS = ("stop", "length", "abort", "error")
 class Request:
     """A request that was read: its prompt, how it goes on, and the text of its tokens.
 
-    `params.max_new_tokens` is a number, and `params.stop_token_ids` includes the stop tokens of the model.
+    `params.max_new_tokens` is a number, and `params.stop_token_ids` includes the stop tokens of the model unless
+    `params.ignore_eos`.
     """
 
     prompt: list[int]
     params: SamplingParams
     detokenizer: Detokenizer
+    num_tokens: int = 0  # that have got their text
 
     def text_of(self, token: int, reason: str | None) -> tuple[str, str | None]:
         """Return the text of the next token, and why the request ends with it: `reason`, "stop" or None."""
+        self.num_tokens += 1
+        self.detokenizer.may_stop = self.num_tokens > self.params.min_tokens
         text = "" if reason == "stop" else self.detokenizer.add(token)  # a stop token has no text
         if reason is not None:
             text += self.detokenizer.flush()
@@ -139,7 +143,8 @@ class Intake(ABC):
             self._check_length(len(prompt), params)  # before each token is looked at
         tokens = self.encoder.encode(prompt, self.max_prompt_tokens)
         most = self._check_length(len(tokens), params)
-        params = replace(params, max_new_tokens=most, stop_token_ids=params.stop_token_ids | self.stop_token_ids)
+        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.stop_token_ids
+        params = replace(params, max_new_tokens=most, stop_token_ids=ends)
         return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:

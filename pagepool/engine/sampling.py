@@ -32,6 +32,8 @@ class SamplingParams:
                     runs, and another seed draws others. None: a new seed for each request
     stop            strings that end the text when they come; they are not part of it. One string or several
     stop_token_ids  more tokens that end the text, besides the stop tokens of the model
+    ignore_eos      whether the stop tokens of the model do not end the text
+    min_tokens      as many tokens come before a stop token or a stop string may end the text
     logprobs        None, or how many of the most likely tokens are reported with each token, from 0 to 20
 
     Raises TypeError and ValueError for a field of a wrong type or out of range.
@@ -48,6 +50,8 @@ class SamplingParams:
     stop: Any = ()
     stop_token_ids: Any = ()
     logprobs: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -61,6 +65,9 @@ class SamplingParams:
             object.__setattr__(self, "seed", integer("seed", self.seed, 0))  # random takes -1 for 1
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise wrong("ignore_eos", "a bool", self.ignore_eos)
+        integer("min_tokens", self.min_tokens, 0)
         for name in ("stop", "stop_token_ids"):
             if not isinstance(getattr(self, name), Iterable):
                 raise wrong(name, "a sequence", getattr(self, name))
@@ -94,6 +101,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, num_drawn: int = 0) -> None:
         self.params = params
+        self._num_tokens = num_drawn
         self._random = random.Random(params.seed)
         if params.temperature != 0.0:
             for _ in range(num_drawn):
@@ -105,6 +113,10 @@ class Sampler:
         Raises ValueError when one of them is NaN or inf: the model has failed.
         """
         params = self.params
+        if self._num_tokens < params.min_tokens:
+            logits = logits.copy()
+            logits[[token for token in params.stop_token_ids if token < len(logits)]] = -np.inf
+        self._num_tokens += 1
         if params.temperature == 0.0:
             best = int(logits.argmax())
             _check(logits, logits[best])

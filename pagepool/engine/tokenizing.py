@@ -131,7 +131,8 @@ class Detokenizer:
     stop       strings that end the text
 
     A character that comes in several tokens is returned with its last one. Text that may be the beginning of a stop
-    string is held back until that is decided. Raises TypeError for stop strings without a tokenizer.
+    string is held back until that is decided. While `may_stop` is False no stop string is looked for. Raises TypeError
+    for stop strings without a tokenizer.
 
     >>> class Letters:
     ...     def decode(self, ids, skip_special_tokens):
@@ -146,7 +147,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
         if stop and tokenizer is None:
             raise TypeError(f"stop needs a tokenizer: {stop[0]!r} is text")
-        self.stopped = False
+        self.stopped, self.may_stop = False, True
         self._tokenizer = tokenizer
         self._stop = stop
         self._held = ""
@@ -181,7 +182,7 @@ class Detokenizer:
 
     def _up_to_stop(self, new: str) -> str:
         """Return the text that was held back and `new`, up to where a stop string is or may begin."""
-        if not self._stop or self.stopped:
+        if not self._stop or self.stopped or not self.may_stop:
             return "" if self.stopped else new
         text = self._held + new
         found = [place for stop in self._stop if (place := text.find(stop)) >= 0]

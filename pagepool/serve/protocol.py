@@ -18,7 +18,8 @@ MAX_CHOICES = 128
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat may go on to the model's length
 # What only labels a request.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# What is refused unless it asks for nothing: the values that do so, None among them.
+# What is refused unless it asks for nothing: the values that do so, None among them. OpenAI's parameters, then vLLM's
+# and llama-server's.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -34,10 +35,46 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "parallel_tool_calls": (True, False),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "watermarking": (False,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "include_reasoning": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "top_n_sigma": (-1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "n_probs": (0,),
+    "n_keep": (0,),
+    "id_slot": (-1,),
+    "grammar": ("",),
+    "return_tokens": (False,),
+    "timings_per_token": (False,),
 }
 COMMON = {
     *("model", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stop_token_ids", "stream"),
-    *("stream_options", "logprobs", "priority", "cache_salt"),
+    *("stream_options", "logprobs", "priority", "cache_salt", "ignore_eos", "min_tokens"),
 }
 KNOWN = {False: {*COMMON, "prompt"}, True: {*COMMON, "messages", "max_completion_tokens", "top_logprobs"}}
 
@@ -105,13 +142,18 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
     `Engine.submit` checks the prompts.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for name, nothing in UNSUPPORTED.items():
+    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if given.get(choice) == "none":
+            given.pop(tools, None)
+    # A prompt gets special tokens from the tokenizer, a chat from its template.
+    for name, nothing in {**UNSUPPORTED, "add_special_tokens": (not is_chat,)}.items():
         if name in given and given.pop(name) not in nothing:
             raise RequestError(400, f"{name} is not supported", "unsupported_parameter", name)
     unknown = sorted(given.keys() - KNOWN[is_chat])
     if unknown:
         raise RequestError(400, f"unknown parameter: {', '.join(unknown)}", "unknown_parameter", unknown[0])
     options = _typed(given, "stream_options", dict, {})
+    _typed(options, "continuous_usage_stats", bool, False)  # ignored: the usage comes last
     request = Request(
         prompts=[_messages(given)] if is_chat else _prompts(given),
         is_chat=is_chat,
@@ -124,9 +166,14 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
         raise RequestError(400, f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
     default = None if is_chat else DEFAULT_MAX_TOKENS
     limit = _typed(given, "max_completion_tokens", int, _typed(given, "max_tokens", int, default))
+    least = _typed(given, "min_tokens", int, 0)
+    if limit is not None and least > limit:
+        sentence = f"min_tokens must be at most max_tokens, which is {limit}, not {least}"
+        raise RequestError(400, sentence, param="min_tokens")
     names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids")
     sampling = {"temperature": 1.0, **{name: given[name] for name in names if name in given}}
     sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": _logprobs(given, is_chat)}
+    sampling |= {"min_tokens": least, "ignore_eos": _typed(given, "ignore_eos", bool, False)}
     try:
         request.params = SamplingParams(limit, **sampling)
     except (TypeError, ValueError) as error:

@@ -236,6 +236,40 @@ def test_stop_tokens_end_it_and_are_no_text():
         assert (generation.text, generation.token_ids[-1]) == ("abcdef", 0)
 
 
+def test_ignore_eos_leaves_the_stop_tokens_of_the_request_alone():
+    with new_engine(FakeRunner(next_token=says("abcdef"))) as engine:
+        wanted = engine.submit("x", SamplingParams(7)).result(SECONDS)
+        assert (wanted.finish_reason, wanted.token_ids[-1]) == ("stop", 0)
+        found = engine.submit("x", SamplingParams(7, ignore_eos=True)).result(SECONDS)
+        assert (found.text, found.finish_reason, found.token_ids) == ("abcdef", "length", wanted.token_ids)
+        found = engine.submit("x", SamplingParams(7, ignore_eos=True, stop_token_ids=[ord("d")])).result(SECONDS)
+        assert (found.text, found.finish_reason) == ("abc", "stop")
+
+
+def test_stop_tokens_do_not_come_before_min_tokens():
+    def next_token(tokens):
+        logits = np.zeros(256, np.float32)
+        logits[[0, ord("a"), ord("b")]] = 9.0, 7.0, 8.0  # it would end at once
+        return logits
+
+    with new_engine(FakeRunner(next_token=next_token)) as engine:
+        for count in range(5):
+            params = SamplingParams(20, min_tokens=count, stop_token_ids=[ord("b"), 300])
+            found = engine.submit("x", params).result(SECONDS)
+            assert (found.token_ids, found.finish_reason) == ([*b"a" * count, 0], "stop")
+        drawn = engine.submit("x", SamplingParams(20, temperature=1.0, seed=1, min_tokens=20)).result(SECONDS)
+        assert len(drawn.token_ids) == 20 and 0 not in drawn.token_ids
+        begun = engine._read(b"xaa", SamplingParams(20, min_tokens=3, stop_token_ids=[ord("b")]))
+        assert engine._submit(begun, 2).result(SECONDS).token_ids == [ord("a"), 0]
+
+
+def test_stop_strings_do_not_end_a_text_before_min_tokens():
+    with new_engine(FakeRunner(next_token=says("one one one"))) as engine:
+        for count, text in ((0, ""), (2, "one "), (3, "one "), (4, "one "), (6, "one one "), (9, "one one one")):
+            generation = engine.submit("x", SamplingParams(50, stop=["one"], min_tokens=count)).result(SECONDS)
+            assert (generation.text, generation.finish_reason) == (text, "stop")
+
+
 def test_logprobs_are_those_of_the_logits():
     with new_engine() as engine:
         generation = engine.submit("x", SamplingParams(4, temperature=2.0, seed=1, logprobs=3))
@@ -301,6 +335,7 @@ def test_the_events_of_the_prefix_cache_are_noted_if_they_are_asked_for():
         ("x", {"top_p": 0.0}, ("top_p", 1, 0.0)),
         ("x", {"stop": [""]}, ("stop", 1, 0)),
         ("x", {"logprobs": 21}, ("logprobs", 20, 21)),
+        ("x", {"min_tokens": -1}, ("min_tokens", 0, -1)),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_and_others_go_on(prompt, options, words):
@@ -312,7 +347,9 @@ def test_a_request_that_cannot_run_is_refused_and_others_go_on(prompt, options, 
         assert engine.num_requests == 0
 
 
-@pytest.mark.parametrize("options", [{"seed": "x"}, {"stop": 5}, {"stop": [3]}, {"top_k": 1.5}, {"logprobs": "3"}])
+@pytest.mark.parametrize(
+    "options", [{"seed": "x"}, {"stop": 5}, {"stop": [3]}, {"top_k": 1.5}, {"logprobs": "3"}, {"ignore_eos": 1}]
+)
 def test_a_request_of_wrong_types_is_refused(options):
     with new_engine() as engine, pytest.raises(TypeError):
         engine.submit("x", SamplingParams(5, **options))

@@ -1,0 +1,95 @@
+"""The parameters of HTTP requests become SamplingParams, ask for nothing, or are refused."""
+
+import pytest
+
+from pagepool.engine import SamplingParams
+from pagepool.serve.protocol import KNOWN, UNSUPPORTED, RequestError, read_request
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def read(is_chat=False, **parameters):
+    return read_request({"messages": MESSAGES} | parameters if is_chat else {"prompt": "x"} | parameters, is_chat)
+
+
+def params(is_chat=False, **parameters):
+    return read(is_chat, **parameters).params
+
+
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "echo": False,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "bad_words": [],
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "prompt_logprobs": None,
+    "continue_final_message": False,
+    "repeat_penalty": 1.0,
+    "typical_p": 1.0,
+    "mirostat": 0,
+}
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_neutral_values_of_other_servers_parameters_change_nothing(is_chat):
+    assert params(is_chat, **NEUTRAL, add_special_tokens=not is_chat) == params(is_chat)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_beam_search", True),
+        ("length_penalty", 1.5),
+        ("skip_special_tokens", False),
+        ("include_stop_str_in_output", True),
+        ("add_special_tokens", False),
+        ("echo", True),
+        ("mirostat", 2),
+    ],
+)
+def test_other_values_of_what_is_not_supported_are_refused_by_name(name, value):
+    with pytest.raises(RequestError) as raised:
+        read(**{name: value})
+    assert (raised.value.status, raised.value.param, raised.value.code) == (400, name, "unsupported_parameter")
+
+
+def test_no_parameter_is_both_taken_and_unsupported():
+    assert not UNSUPPORTED.keys() & (KNOWN[False] | KNOWN[True])
+
+
+def test_tools_are_not_read_where_none_may_be_called():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert params(True, tools=tools, tool_choice="none") == params(True)
+    assert params(True, functions=tools, function_call="none") == params(True)
+    for choice in ({}, {"tool_choice": "auto"}, {"function_call": "none"}):
+        with pytest.raises(RequestError, match="tool"):
+            read(True, tools=tools, **choice)
+
+
+def test_what_load_tools_send_is_taken():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = read(stream=True, stream_options=options, ignore_eos=True, max_tokens=12, repetition_penalty=1.0)
+    assert (request.stream, request.include_usage) == (True, True)
+    assert request.params == SamplingParams(12, temperature=1.0, ignore_eos=True)
+    with pytest.raises(RequestError, match="continuous_usage_stats must be of type bool, not str"):
+        read(stream=True, stream_options={"continuous_usage_stats": "yes"})
+
+
+def test_min_tokens_are_at_most_the_new_tokens():
+    assert params(min_tokens=16).min_tokens == 16
+    assert params(True, min_tokens=500).min_tokens == 500
+    for given in ({"min_tokens": 17}, {"min_tokens": 4, "max_tokens": 3}):
+        with pytest.raises(RequestError) as raised:
+            read(**given)
+        assert raised.value.param == "min_tokens" and str(given["min_tokens"]) in raised.value.message
+    with pytest.raises(RequestError, match="ignore_eos must be of type bool, not int"):
+        read(ignore_eos=1)
