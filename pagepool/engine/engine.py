@@ -142,7 +142,7 @@ class Engine(Intake):
             # `cancel` may be called in a finalizer, which is what this callback is.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
             name = seq_id if options.get("request_id") is None else options["request_id"]
-            self._requests[seq_id] = _Running(reference, Sampler(params, num_generated), request, name)
+            self._requests[seq_id] = _Running(reference, Sampler(params, num_generated, request.prompt), request, name)
             self._counts["prompt_tokens"] += len(request.prompt)
             self._changed.notify_all()
         return generation

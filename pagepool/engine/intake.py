@@ -25,7 +25,7 @@ class Request:
     """A request that was read: its prompt, how it goes on, and the text of its tokens.
 
     `params.max_new_tokens` is a number, and `params.stop_token_ids` includes the stop tokens of the model unless
-    `params.ignore_eos`.
+    `params.ignore_eos`. `params.bad_words` are token ids.
     """
 
     prompt: list[int]
@@ -144,7 +144,10 @@ class Intake(ABC):
         tokens = self.encoder.encode(prompt, self.max_prompt_tokens)
         most = self._check_length(len(tokens), params)
         ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.stop_token_ids
-        params = replace(params, max_new_tokens=most, stop_token_ids=ends)
+        for token, _ in params.logit_bias[-1:]:  # the highest
+            self._check_token("logit_bias", token)
+        words = self._bad_words(params.bad_words)
+        params = replace(params, max_new_tokens=most, stop_token_ids=ends, bad_words=words)
         return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -154,6 +157,31 @@ class Intake(ABC):
         check_length(num_prompt_tokens, most, "the model", self.max_model_len)
         check_length(num_prompt_tokens, most, "the pool", self._pool_tokens if self._is_exact else None)
         return most
+
+    def _bad_words(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words, as vLLM has them: also behind a space, where that is another first token."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            if not isinstance(word, str):
+                self._check_token("bad_words", max(word))
+                found.append(word)
+                continue
+            if self.tokenizer is None:
+                raise TypeError(f"bad_words needs a tokenizer: {word!r} is text")
+            try:
+                alone, behind = (
+                    tuple(self.encoder.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+                )
+            except RequestRejected as error:
+                raise RequestRejected(f"bad_words: {error}") from error
+            found.append(alone)
+            if behind[0] != alone[0] and len(behind) == len(alone):
+                found.append(behind)
+        return tuple(found)
+
+    def _check_token(self, name: str, token: int) -> None:
+        if token >= self.encoder.vocab_size:
+            raise RequestRejected(f"a token of {name} must be below {self.encoder.vocab_size}, not {token}")
 
     def _stats(self, *names: str) -> dict[str, Any]:
         """The counters of requests and of tokens, and those with these names."""

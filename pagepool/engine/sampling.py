@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, log
 from typing import Any
 
 import numpy as np
 
 from pagepool._arguments import integer, real, wrong
+from pagepool.engine.adjusting import Adjuster, adjusts
 from pagepool.engine.drawing import draw
 
 __all__ = ["Sampler", "SamplingParams"]
 
 LOWEST = 1e-30  # smallest temperature in float32; smaller ones give the same result, as do ones above its inverse
 MAX_LOGPROBS = 20  # the limit of OpenAI's API
+MAX_BIAS = 100.0  # as OpenAI's
+MAX_BAD_WORDS = 256
+MAX_BAD_LENGTH = 16_384  # characters or token ids of all bad words together
+LEAST = -3e38  # a logit in float32
 ROW = 128  # logits per row: the maxima of rows bound the search for the largest logits
 
 
@@ -34,6 +39,12 @@ class SamplingParams:
     stop_token_ids  more tokens that end the text, besides the stop tokens of the model
     ignore_eos      whether the stop tokens of the model do not end the text
     min_tokens      as many tokens come before a stop token or a stop string may end the text
+    min_p           only tokens are drawn that have at least this share, from 0 to 1, of the highest probability
+    presence_penalty    taken from the logit of each token that was generated, from -2 to 2
+    frequency_penalty   the same as often as the token was generated
+    repetition_penalty  logits of tokens of the prompt and of generated ones are divided by it, negative ones multiplied
+    logit_bias      a mapping from token ids to what is added to their logits, cut to -100 to 100; kept as pairs
+    bad_words       words that do not come, with or without a space before them, up to 256; one may also be token ids
     logprobs        None, or how many of the most likely tokens are reported with each token, from 0 to 20
 
     Raises TypeError and ValueError for a field of a wrong type or out of range.
@@ -52,6 +63,12 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Any = ()
+    bad_words: Any = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -80,6 +97,49 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         ids = frozenset(integer("a stop token", token, 0) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
+        if not 0.0 <= real("min_p", self.min_p) <= 1.0:
+            raise ValueError(f"min_p must be from 0 to 1, not {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= real(name, getattr(self, name)) <= 2.0:
+                raise ValueError(f"{name} must be from -2 to 2, not {getattr(self, name)}")
+        if not 0.0 < real("repetition_penalty", self.repetition_penalty) < float("inf"):
+            raise ValueError(f"repetition_penalty must be above 0 and finite, not {self.repetition_penalty}")
+        object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _read_words(self.bad_words))
+
+
+def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token id and its bias, by token id."""
+    if not isinstance(bias, Mapping | tuple):
+        raise wrong("logit_bias", "a mapping from token ids to numbers", bias)
+    found = {}
+    for token, value in dict(bias).items():
+        number = float(real("a bias of logit_bias", value))
+        found[integer("a token of logit_bias", token, 0)] = min(MAX_BIAS, max(-MAX_BIAS, number))
+    return tuple(sorted(found.items()))
+
+
+def _read_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Words as they are, or their token ids."""
+    if not isinstance(words, Iterable):
+        raise wrong("bad_words", "a sequence", words)
+    words = (words,) if isinstance(words, str) else tuple(words)
+    found: list[str | tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            if not isinstance(word, Iterable):
+                raise wrong("a word of bad_words", "a str or token ids", word)
+            word = tuple(integer("a token of bad_words", token, 0) for token in word)
+        if not (word.strip() if isinstance(word, str) else word):
+            raise ValueError("a word of bad_words needs at least 1 token or a character that is no space, got 0")
+        found.append(word)
+    texts = sum(isinstance(word, str) for word in found)
+    if texts > MAX_BAD_WORDS or len(found) > 2 * MAX_BAD_WORDS:
+        raise ValueError(f"bad_words may have up to {MAX_BAD_WORDS} words, not {len(found)}")
+    length = sum(len(word) for word in found if isinstance(word, str))
+    if length > MAX_BAD_LENGTH:
+        raise ValueError(f"bad_words may have up to {MAX_BAD_LENGTH} characters together, not {length}")
+    return tuple(found)
 
 
 class Sampler:
@@ -89,6 +149,7 @@ class Sampler:
     of the request's generator. Where `top_p` needs more for a token, that number begins another generator.
 
     num_drawn  how many tokens of this request an earlier run of it has drawn: it goes on behind them
+    tokens     the prompt and these tokens, for penalties and bad words, which are token ids here
 
     >>> logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
     >>> greedy = Sampler(SamplingParams(max_new_tokens=1))
@@ -99,8 +160,12 @@ class Sampler:
     [2, 2, 0, 0, 2]
     """
 
-    def __init__(self, params: SamplingParams, num_drawn: int = 0) -> None:
+    def __init__(self, params: SamplingParams, num_drawn: int = 0, tokens: Sequence[int] = ()) -> None:
         self.params = params
+        self._adjuster: Adjuster | None = None
+        if adjusts(params):
+            begun = len(tokens) - num_drawn
+            self._adjuster = Adjuster(params, tokens[:begun], tokens[begun:])
         self._num_tokens = num_drawn
         self._random = random.Random(params.seed)
         if params.temperature != 0.0:
@@ -112,6 +177,13 @@ class Sampler:
 
         Raises ValueError when one of them is NaN or inf: the model has failed.
         """
+        if self._adjuster is None:
+            return self._choose(logits)
+        token = self._choose(self._adjuster.adjusted(logits))
+        self._adjuster.add(token)
+        return token
+
+    def _choose(self, logits: Any) -> int:
         params = self.params
         if self._num_tokens < params.min_tokens:
             logits = logits.copy()
@@ -123,11 +195,14 @@ class Sampler:
             return best
         most = logits.max()
         _check(logits, most)
+        temperature = min(max(params.temperature, LOWEST), 1.0 / LOWEST)
+        if params.min_p > 0.0:
+            least = max(log(params.min_p) * temperature, LEAST)
+            logits = np.where(logits - most >= least, logits, np.float32(-np.inf))
         ids = None
         if 0 < params.top_k < len(logits):
             ids = _largest(logits, params.top_k)
             logits = logits[ids]
-        temperature = min(max(params.temperature, LOWEST), 1.0 / LOWEST)
         numbers = self._numbers().__next__
         place = draw(np.ascontiguousarray(logits, np.float32), most, temperature, params.top_p, numbers)
         return place if ids is None else int(ids[place])
@@ -143,7 +218,7 @@ class Sampler:
         """The natural logarithm of the model's own probability of `token`, and of the most likely tokens by id, most
         likely first: as many as the request's `logprobs`, which may be None: (None, {}).
 
-        Temperature, `top_k` and `top_p` do not change them.
+        Nothing that the request asks for changes them: neither temperature nor `top_p`, penalties or biases.
         """
         if self.params.logprobs is None:
             return None, {}

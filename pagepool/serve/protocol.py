@@ -24,9 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
@@ -35,9 +32,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "parallel_tool_calls": (True, False),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "skip_special_tokens": (True,),
@@ -72,8 +66,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens": (False,),
     "timings_per_token": (False,),
 }
+# What `SamplingParams` takes as it is.
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 COMMON = {
-    *("model", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stop_token_ids", "stream"),
+    *SAMPLING,
+    *("model", "max_tokens", "n", "seed", "stream", "logit_bias", "bad_words"),
     *("stream_options", "logprobs", "priority", "cache_salt", "ignore_eos", "min_tokens"),
 }
 KNOWN = {False: {*COMMON, "prompt"}, True: {*COMMON, "messages", "max_completion_tokens", "top_logprobs"}}
@@ -170,9 +170,9 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
     if limit is not None and least > limit:
         sentence = f"min_tokens must be at most max_tokens, which is {limit}, not {least}"
         raise RequestError(400, sentence, param="min_tokens")
-    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids")
-    sampling = {"temperature": 1.0, **{name: given[name] for name in names if name in given}}
+    sampling = {"temperature": 1.0, **{name: given[name] for name in SAMPLING if name in given}}
     sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": _logprobs(given, is_chat)}
+    sampling |= {"logit_bias": _logit_bias(given), "bad_words": _bad_words(given)}
     sampling |= {"min_tokens": least, "ignore_eos": _typed(given, "ignore_eos", bool, False)}
     try:
         request.params = SamplingParams(limit, **sampling)
@@ -193,6 +193,24 @@ def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise RequestError(400, f"{name} must be of type {kind.__name__}, not {type(value).__name__}", param=name)
     return value
+
+
+def _logit_bias(given: Mapping[str, Any]) -> dict[int, Any]:
+    """What is added to logits, by token id: the names of a JSON object are texts."""
+    found = {}
+    for name, value in _typed(given, "logit_bias", dict, {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 20):
+            raise RequestError(400, f"logit_bias must have token ids as names, not {name[:40]!r}", param="logit_bias")
+        found[int(name)] = value
+    return found
+
+
+def _bad_words(given: Mapping[str, Any]) -> list[str]:
+    """Words that must not come."""
+    words: list[Any] = _typed(given, "bad_words", list, [])
+    if not all(isinstance(word, str) for word in words):
+        raise RequestError(400, "bad_words must be a list of texts", param="bad_words")
+    return words
 
 
 def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:

@@ -151,9 +151,12 @@ def answer(generation):
 
 
 SAMPLING = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 3}]
+SAMPLING += [{"presence_penalty": 1.0, "repetition_penalty": 1.5, "logit_bias": {99: 3}, "bad_words": ["e", [65, 66]]}]
+SAMPLING += [{"min_tokens": 12, "stop": "e", "min_p": 0.1, "frequency_penalty": 2.0, "temperature": 1.0, "seed": 3}]
+KINDS = ["greedy", "seed", "nucleus", "penalties", "min_tokens"]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "seed", "nucleus"])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=KINDS)
 @pytest.mark.parametrize("prefill", [0, 2])
 def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
     with cluster(2, prefill) as world:
@@ -166,7 +169,7 @@ def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
         assert world.front_end.stats()["lost_workers"] == 0
 
 
-@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "seed", "nucleus"])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=KINDS)
 @pytest.mark.parametrize("after", [0, 1, 2, 9, 20])
 def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sampling):
     with cluster(3) as world:

@@ -84,6 +84,34 @@ def test_what_load_tools_send_is_taken():
         read(stream=True, stream_options={"continuous_usage_stats": "yes"})
 
 
+def test_penalties_biases_and_bad_words_are_taken():
+    given = {"min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1}
+    found = params(**given, logit_bias={"5": 1, "7": -200.0}, bad_words=["a", " b"], temperature=0)
+    assert found == SamplingParams(16, **given, logit_bias={5: 1.0, 7: -100.0}, bad_words=("a", " b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("min_p", 2, "min_p must be from 0 to 1, not 2"),
+        ("presence_penalty", 3, "presence_penalty must be from -2 to 2, not 3"),
+        ("frequency_penalty", "x", "frequency_penalty must be a number"),
+        ("repetition_penalty", 0, "repetition_penalty must be above 0"),
+        ("logit_bias", [1], "logit_bias must be of type dict, not list"),
+        ("logit_bias", {"x": 1}, "logit_bias must have token ids as names, not 'x'"),
+        ("logit_bias", {"-1": 1}, "logit_bias must have token ids as names, not '-1'"),
+        ("logit_bias", {"1": "x"}, "logit_bias must be a number"),
+        ("bad_words", "x", "bad_words must be of type list, not str"),
+        ("bad_words", [[1]], "bad_words must be a list of texts"),
+        ("bad_words", [""], "bad_words needs at least 1"),
+    ],
+)
+def test_bad_penalties_biases_and_words_are_refused(name, value, sentence):
+    with pytest.raises(RequestError) as raised:
+        read(**{name: value})
+    assert raised.value.status == 400 and sentence in raised.value.message
+
+
 def test_min_tokens_are_at_most_the_new_tokens():
     assert params(min_tokens=16).min_tokens == 16
     assert params(True, min_tokens=500).min_tokens == 500

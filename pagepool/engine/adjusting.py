@@ -1,0 +1,81 @@
+"""Logits that depend on the tokens before: penalties, biases and words that must not come, as in vLLM."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pagepool.engine.sampling import SamplingParams
+
+__all__ = ["Adjuster", "adjusts"]
+
+
+def adjusts(params: SamplingParams) -> bool:
+    """Whether a request asks for what an `Adjuster` does."""
+    penalties = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
+    return penalties or bool(params.logit_bias or params.bad_words)
+
+
+class Adjuster:
+    """Changes the logits of one request, one token after another.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Its `bad_words` are token ids.
+    prompt, output : sequence of int
+        The tokens so far.
+
+    Examples
+    --------
+    >>> from pagepool.engine.sampling import SamplingParams
+    >>> adjuster = Adjuster(SamplingParams(presence_penalty=1.0, logit_bias={2: 5.0}), [0], [1])
+    >>> adjuster.adjusted(np.zeros(3, np.float32)).tolist()
+    [0.0, -1.0, 5.0]
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self._params = params
+        self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int64)
+        self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
+        self._output: list[int] = []
+        # Different tokens: all of them, and those of the output with how often each has come.
+        self._known = set(prompt)
+        self._seen = array("q", self._known)
+        self._ids, self._counts, self._places = array("q"), array("d"), dict[int, int]()
+        for token in output:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Note a token that was chosen."""
+        if token not in self._known:
+            self._known.add(token)
+            self._seen.append(token)
+        self._output.append(token)
+        place = self._places.setdefault(token, len(self._ids))
+        if place == len(self._ids):
+            self._ids.append(token)
+            self._counts.append(0.0)
+        self._counts[place] += 1.0
+
+    def adjusted(self, logits: Any) -> Any:
+        """The logits of the next token, as a new array."""
+        params, logits = self._params, logits.copy()
+        for word in params.bad_words:
+            begun = len(word) - 1
+            if not begun or self._output[-begun:] == list(word[:-1]):
+                logits[word[-1]] = -np.inf
+        logits[self._bias_ids] += self._bias
+        if params.repetition_penalty != 1.0:
+            seen = np.array(self._seen, np.int64)
+            values, penalty = logits[seen], np.float32(params.repetition_penalty)
+            logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            counts = np.array(self._counts, np.float32)
+            penalties = np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty)
+            logits[np.array(self._ids, np.int64)] -= penalties
+        return logits
