@@ -37,6 +37,7 @@ from pagepool.serve.protocol import (
     read_body,
     read_request,
 )
+from pagepool.serve.token_texts import TokenTexts
 
 __all__ = ["create_app"]
 
@@ -104,6 +105,7 @@ class Server:
         self._engine, self._model = engine, model
         self._max_prompt_tokens, self._timeout = max_prompt_tokens, timeout
         self.metrics = Metrics(engine)
+        self._texts = TokenTexts(engine.tokenizer)
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
         self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
         self._places = Places(engine, max_requests)
@@ -163,7 +165,7 @@ class Server:
         name = read_id(http) or uuid.uuid4().hex
         generations = await self._finish(http, self._start(request, name))
         kind = ChatAnswer if is_chat else Answer
-        answer = kind(self._model, self._text_of, request.n)
+        answer = kind(self._model, self._texts, request.n)
         run = Run(name, generations, began, self._timeout, self.metrics, self._runs)
         if self._stopping.is_set():
             run.cancel()
@@ -197,10 +199,6 @@ class Server:
         finally:
             for task in (working, leaving, stopping):
                 task.cancel()
-
-    def _text_of(self, token: int) -> str:
-        text: str = self._engine.tokenizer.decode([token])
-        return text
 
     async def _start(self, request: Request, request_id: str | None) -> list[Generation]:
         """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.sampling import SamplingParams
+from pagepool.serve.token_texts import TokenTexts
 
 __all__ = ["Answer", "ChatAnswer", "Request", "RequestError", "error_object", "read_body", "read_request"]
 
 MAX_CHOICES = 128
+LEAST_LOGPROB = -9999.0  # for -inf, which JSON lacks
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat may go on to the model's length
 # What only labels a request.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -269,14 +271,14 @@ class Answer:
     """The objects that answer a request for completions.
 
     model   the name of the model
-    decode  from a token id to its text
+    texts   of single tokens
     n       choices of each prompt
     """
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, model: str, decode: Callable[[int], str], n: int = 1) -> None:
-        self._decode, self._n = decode, n
+    def __init__(self, model: str, texts: TokenTexts, n: int = 1) -> None:
+        self._texts, self._n = texts, n
         self._common = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def all(self, generations: list[Generation], tokens: list[list[Token]], has_logprobs: bool) -> dict[str, Any]:
@@ -338,13 +340,19 @@ class Answer:
             offsets.append(offset)
             offset += len(token.text)
         return {
-            "tokens": [self._decode(token.token_id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [
-                {self._decode(other): value for other, value in token.top_logprobs.items()} for token in tokens
-            ],
+            "tokens": [self._texts.text_of(token.token_id) for token in tokens],
+            "token_logprobs": [_clamped(token.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
+
+    def _top(self, token: Token) -> dict[str, float | None]:
+        """The most likely tokens and the drawn one. Of tokens with the same text, the drawn or the likelier one."""
+        found: dict[str, float | None] = {}
+        for other, value in token.top_logprobs.items():
+            found.setdefault(self._texts.text_of(other), _clamped(value))
+        found[self._texts.text_of(token.token_id)] = _clamped(token.logprob)
+        return found
 
 
 class ChatAnswer(Answer):
@@ -364,10 +372,17 @@ class ChatAnswer(Answer):
     def logprobs(self, tokens: list[Token], offset: int) -> dict[str, Any]:
         content = []
         for token in tokens:
-            others = [self._entry(other, value) for other, value in token.top_logprobs.items()]
+            top = token.top_logprobs
+            if top and token.token_id not in top and token.logprob is not None:
+                top = {**top, token.token_id: token.logprob}
+            others = [self._entry(other, value) for other, value in top.items()]
             content.append({**self._entry(token.token_id, token.logprob), "top_logprobs": others})
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._decode(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        texts = self._texts
+        return {"token": texts.text_of(token_id), "logprob": _clamped(logprob), "bytes": list(texts.bytes_of(token_id))}
+
+
+def _clamped(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)

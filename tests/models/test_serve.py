@@ -16,6 +16,7 @@ for name in ("starlette", "uvicorn", "prometheus_client", "httpx", "openai"):
     pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
 
 import httpx  # noqa: E402
+import numpy as np  # noqa: E402
 import openai  # noqa: E402
 import uvicorn  # noqa: E402
 from fake_runner import Bytes, FakeRunner, says  # noqa: E402
@@ -175,6 +176,26 @@ def test_logprobs_have_the_forms_of_both_interfaces(served):
     entry = choice.logprobs.content[0]
     assert entry.bytes == list(entry.token.encode())
     assert (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob) == (entry.token, entry.logprob)
+
+
+def test_log_probabilities_of_impossible_tokens_are_json():
+    def next_token(tokens):
+        logits = np.full(256, -np.inf, np.float32)
+        logits[[97, 98]] = 1.0, 2.0
+        return logits
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    with serving(FakeRunner(next_token=next_token)) as served:
+        request = {"prompt": "x", "logprobs": 4, "max_tokens": 2, "temperature": 0}
+        whole = json.loads(served.post(**request).text, parse_constant=refuse)["choices"][0]["logprobs"]
+        assert sorted(whole["top_logprobs"][0].values())[:2] == [-9999.0, -9999.0]
+        lines = [line[6:] for line in served.post(**request, stream=True).text.split("\n\n") if line[6:7] == "{"]
+        first = json.loads(lines[0], parse_constant=refuse)["choices"][0]["logprobs"]
+        assert first["top_logprobs"] == whole["top_logprobs"][:1]
+        found = served.complete("x", logprobs=0, max_tokens=1).choices[0].logprobs
+        assert found.top_logprobs == [dict(zip(found.tokens, found.token_logprobs, strict=True))]
 
 
 def test_stop_strings_end_an_answer():
