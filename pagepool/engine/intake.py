@@ -79,6 +79,7 @@ class Intake(ABC):
         self.failure: BaseException | None = None  # that has ended all work
         self._pool_tokens, self._is_exact = pool_tokens, is_exact
         self._counts: Counter[str] = Counter()
+        self._known_words: tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def submit(
         self,
@@ -160,6 +161,9 @@ class Intake(ABC):
 
     def _bad_words(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
         """The token ids of words, as vLLM has them: also behind a space, where that is another first token."""
+        known, ids = self._known_words  # of the last request: choices of one prompt have the same ones
+        if words == known:
+            return ids
         found: list[tuple[int, ...]] = []
         for word in words:
             if not isinstance(word, str):
@@ -177,6 +181,7 @@ class Intake(ABC):
             found.append(alone)
             if behind[0] != alone[0] and len(behind) == len(alone):
                 found.append(behind)
+        self._known_words = words, tuple(found)
         return tuple(found)
 
     def _check_token(self, name: str, token: int) -> None:
