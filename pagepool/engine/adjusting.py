@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from pagepool.engine.sampling import SamplingParams
 
 __all__ = ["Adjuster", "adjusts"]
 
 
-def adjusts(params: SamplingParams) -> bool:
-    """Whether a request asks for what an `Adjuster` does."""
+def adjusts(params: Any) -> bool:
+    """Whether the `SamplingParams` of a request ask for what an `Adjuster` does."""
     penalties = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
     return penalties or bool(params.logit_bias or params.bad_words)
 
@@ -38,7 +35,7 @@ class Adjuster:
     [0.0, -1.0, 5.0]
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+    def __init__(self, params: Any, prompt: Sequence[int], output: Sequence[int]) -> None:
         self._params = params
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int64)
         self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
