@@ -69,9 +69,9 @@ def create_app(
     in the event loop.
 
     A client that disconnects cancels its request. The header `X-Request-Id` is the `request_id` of its choices, with
-    "/" and their number behind it where there are several; a request without the header gets a new id. While the engine
-    drains, requests get status 503. Every error is JSON, as OpenAI's clients read it. Clients do not see the text of an
-    exception: it is logged, and the error names the id of the request.
+    "/" and their number behind it where there are several. While the engine drains, requests get status 503. Every
+    error is JSON, as OpenAI's clients read it. Clients do not see the text of an exception: it is logged with an id,
+    the header's or a new one, and the error names the id.
 
     Raises ImportError where starlette or prometheus_client is missing.
     """
@@ -162,11 +162,11 @@ class Server:
         else:
             request = read_request(read_body(body), is_chat)
         self._check_model(request.model)
-        name = read_id(http) or uuid.uuid4().hex
-        generations = await self._finish(http, self._start(request, name))
+        request_id = read_id(http)
+        generations = await self._finish(http, self._start(request, request_id))
         kind = ChatAnswer if is_chat else Answer
         answer = kind(self._model, self._texts, request.n)
-        run = Run(name, generations, began, self._timeout, self.metrics, self._runs)
+        run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs)
         if self._stopping.is_set():
             run.cancel()
         has_logprobs = request.params.logprobs is not None
@@ -322,9 +322,9 @@ class Run:
             async for token in generation:
                 yield token
         except RuntimeError as error:
-            raise RequestError(
-                500, f"the generation failed: the server's log names the request {self._name}"
-            ) from error
+            logger.error("the request %s failed", self._name, exc_info=error.__cause__)
+            sentence = f"the generation failed: the server's log names the request {self._name}"
+            raise RequestError(500, sentence) from error
         self._metrics.ended(generation, self._began)
         if generation.finish_reason == "abort":
             late = f"the request took more than {self._timeout:g} s"
@@ -410,6 +410,11 @@ def read_id(http: HttpRequest) -> str | None:
     return found or None
 
 
+def log_name(http: HttpRequest) -> str:
+    """The name of a request in the log: the beginning of the client's own id, or a new id."""
+    return http.headers.get("x-request-id", "")[:MAX_ID_LENGTH] or uuid.uuid4().hex
+
+
 async def read_all(http: HttpRequest) -> bytes:
     """The body. Raises `RequestError` when it is too large, before all of it is read."""
     body = bytearray()
@@ -456,6 +461,6 @@ async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
 
 async def on_failure(http: HttpRequest, error: Exception) -> Response:
     """The response to an error that nobody expected."""
-    name = http.headers.get("x-request-id") or uuid.uuid4().hex
+    name = log_name(http)
     logger.error("%s %s failed for the request %s", http.method, http.url.path, name, exc_info=error)
     return JSONResponse(error_object(RequestError(500, f"the server failed: its log names the request {name}")), 500)
