@@ -213,7 +213,6 @@ class Engine(Intake):
                     if self._is_closing:
                         break
                 with self._stepping:
-                    self._step_began = perf_counter()
                     self._step()
                     self._step_began = None
         except BaseException as error:
@@ -230,7 +229,7 @@ class Engine(Intake):
                 self._end(seq_id, "abort" if failure is None else "error", failure)
 
     def _step(self) -> None:
-        began = perf_counter()
+        self._step_began = began = perf_counter()
         batch = self.scheduler.schedule()
         with self._changed:  # `submit` has entered what it has handed to the scheduler
             requests = [self._requests[seq_id] for seq_id in batch.seq_ids]

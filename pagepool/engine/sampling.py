@@ -20,7 +20,7 @@ LOWEST = 1e-30  # smallest temperature in float32; smaller ones give the same re
 MAX_LOGPROBS = 20  # the limit of OpenAI's API
 MAX_BIAS = 100.0  # as OpenAI's
 MAX_BAD_WORDS = 256
-MAX_BAD_LENGTH = 16_384  # characters or token ids of all bad words together
+MAX_BAD_LENGTH = 16_384  # characters of all bad words together
 LEAST = -3e38  # a logit in float32
 ROW = 128  # logits per row: the maxima of rows bound the search for the largest logits
 
