@@ -15,7 +15,10 @@ NEEDS = {
     "pagepool.cluster.ray.deployments": "ray",
     "pagepool.cluster.ray.routing": "ray",
     "pagepool.serve.app": "starlette",
+    "pagepool.serve.http": "starlette",
     "pagepool.serve.metrics": "prometheus_client",
+    "pagepool.serve.places": "starlette",
+    "pagepool.serve.runs": "prometheus_client",
 }
 
 for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."):

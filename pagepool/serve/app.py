@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Lock
 from time import monotonic, time
 from typing import Any, TypeVar
 
@@ -19,33 +14,32 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pagepool.engine.generation import Generation, Token
+from pagepool.engine.generation import Generation
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
-from pagepool.serve.metrics import Metrics
-from pagepool.serve.protocol import (
-    Answer,
-    ChatAnswer,
-    Request,
-    RequestError,
-    error_object,
-    read_body,
-    read_request,
+from pagepool.serve.http import (
+    CountResponses,
+    log_name,
+    on_disconnect,
+    on_failure,
+    on_http_error,
+    on_refusal,
+    read_all,
+    read_id,
 )
+from pagepool.serve.metrics import Metrics
+from pagepool.serve.places import Places, Waiting
+from pagepool.serve.protocol import Answer, ChatAnswer, Request, RequestError, read_body, read_request
+from pagepool.serve.runs import STOPPED, EventStream, Run, events
 from pagepool.serve.token_texts import TokenTexts
 
 __all__ = ["create_app"]
 
-logger = logging.getLogger("pagepool")
-
-MAX_BODY_BYTES = 16 << 20
-MAX_ID_LENGTH = 256
-STOPPED = "the request was aborted: the server is shutting down"
 LARGE_BODY_BYTES = 256 << 10  # a larger body is parsed outside the event loop
 Found = TypeVar("Found")
 
@@ -244,223 +238,3 @@ class Server:
                 generation.cancel()
             raise
         return generations
-
-
-class Places:
-    """Counts the choices that run, wait or are tokenized, up to a limit."""
-
-    def __init__(self, engine: TextEngine, limit: int) -> None:
-        self.engine, self.limit = engine, limit
-        self.lock = Lock()
-        self.num_waiting = 0  # choices that the engine has not got yet
-
-    def take(self, count: int) -> Waiting:
-        """Count `count` more choices. Raises `RequestError` when they pass the limit."""
-        if count > self.limit:
-            raise RequestError(400, f"a request may have up to {self.limit} choices, not {count}", param="n")
-        with self.lock:
-            running = self.engine.num_requests + self.num_waiting
-            if running + count > self.limit:
-                sentence = f"{running} requests run and wait, {count} more pass the limit of {self.limit}"
-                raise RequestError(429, sentence)
-            self.num_waiting += count
-        return Waiting(self, count)
-
-
-class Waiting:
-    """The choices of one HTTP request that the engine has not got yet."""
-
-    def __init__(self, places: Places, count: int) -> None:
-        self._places, self._count = places, count
-
-    @contextmanager
-    def hand_over(self) -> Iterator[None]:
-        """While the engine gets one choice. Raises `ClientDisconnect` after `end`."""
-        with self._places.lock:
-            if self._count == 0:
-                raise ClientDisconnect
-            yield
-            self._count -= 1
-            self._places.num_waiting -= 1
-
-    def end(self) -> None:
-        """The engine gets no more of them."""
-        with self._places.lock:
-            self._places.num_waiting -= self._count
-            self._count = 0
-
-
-class Run:
-    """The generations of one HTTP request, from `began` on: they end together at a deadline or a disconnect."""
-
-    def __init__(
-        self,
-        name: str,
-        generations: list[Generation],
-        began: float,
-        timeout: float,
-        metrics: Metrics,
-        running: set[Run],
-    ) -> None:
-        self.generations = generations
-        self._name, self._running = name, running
-        running.add(self)
-        self._began, self._timeout, self._metrics = began, timeout, metrics
-        self._is_late = False
-        self._timer = asyncio.get_running_loop().call_later(began + timeout - monotonic(), self._expire)
-
-    def cancel(self) -> None:
-        """Cancel what has not ended."""
-        self._timer.cancel()
-        self._running.discard(self)
-        for generation in self.generations:
-            generation.cancel()
-
-    async def tokens_of(self, generation: Generation) -> AsyncIterator[Token]:
-        """Its tokens as they come. Raises `RequestError` when it does not end as it should."""
-        try:
-            async for token in generation:
-                yield token
-        except RuntimeError as error:
-            logger.error("the request %s failed", self._name, exc_info=error.__cause__)
-            sentence = f"the generation failed: the server's log names the request {self._name}"
-            raise RequestError(500, sentence) from error
-        self._metrics.ended(generation, self._began)
-        if generation.finish_reason == "abort":
-            late = f"the request took more than {self._timeout:g} s"
-            raise RequestError(503, late if self._is_late else STOPPED, may_retry=not self._is_late)
-
-    async def all_tokens(self) -> list[list[Token]]:
-        """The tokens of each generation, when all have ended."""
-        found = []
-        for generation in self.generations:
-            found.append([token async for token in self.tokens_of(generation)])
-        return found
-
-    def _expire(self) -> None:
-        self._is_late = True
-        self.cancel()
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, a client that has left included, what still runs is cancelled."""
-
-    def __init__(self, run: Run, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._run = run
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            with suppress(ClientDisconnect):  # the response has begun: there is nobody to tell
-                await super().__call__(scope, receive, send)
-        finally:
-            self._run.cancel()
-
-
-async def events(run: Run, answer: Answer, has_logprobs: bool, include_usage: bool) -> AsyncIterator[str]:
-    """The events of a stream: the chunks of all choices as they come, the usage if asked for, and the end."""
-    queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()
-
-    async def pump(index: int, generation: Generation) -> None:
-        offset = 0
-        try:
-            async for token in run.tokens_of(generation):
-                if token.text or has_logprobs:
-                    queue.put_nowait(answer.piece(index, token, offset, has_logprobs))
-                offset += len(token.text)
-            queue.put_nowait(answer.last(index, generation.finish_reason))
-            queue.put_nowait(None)
-        except RequestError as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(run.generations)]
-    running = len(tasks)
-    usage = {"usage": None} if include_usage else {}
-    try:
-        for index in range(running):
-            if (first := answer.first(index)) is not None:
-                yield event({**first, **usage})
-        while running:
-            found = await queue.get()
-            if isinstance(found, RequestError):
-                yield event(error_object(found))
-                return
-            if found is None:
-                running -= 1
-            else:
-                yield event({**found, **usage})
-        if include_usage:
-            yield event(answer.total(run.generations))
-        yield "data: [DONE]\n\n"
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def event(data: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
-
-
-def read_id(http: HttpRequest) -> str | None:
-    """The client's own id of a request, or None. Raises `RequestError` for one that is too long."""
-    found = http.headers.get("x-request-id")
-    if found and len(found) > MAX_ID_LENGTH:
-        raise RequestError(400, f"X-Request-Id has {len(found)} characters, not up to {MAX_ID_LENGTH}")
-    return found or None
-
-
-def log_name(http: HttpRequest) -> str:
-    """The name of a request in the log: the beginning of the client's own id, or a new id."""
-    return http.headers.get("x-request-id", "")[:MAX_ID_LENGTH] or uuid.uuid4().hex
-
-
-async def read_all(http: HttpRequest) -> bytes:
-    """The body. Raises `RequestError` when it is too large, before all of it is read."""
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-class CountResponses:
-    """Counts responses by their status."""
-
-    def __init__(self, app: Any, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                self._metrics.responses.labels(message["status"]).inc()
-            await send(message)
-
-        await self._app(scope, receive, counted)
-
-
-async def on_disconnect(http: HttpRequest, error: ClientDisconnect) -> Response:
-    """Nobody gets it: the client has left."""
-    return Response(status_code=499)
-
-
-async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
-    """The response to a request that is refused."""
-    headers = {}
-    if error.status in (429, 503):
-        headers = {"retry-after": "1"} if error.may_retry else {"x-should-retry": "false"}
-    return JSONResponse(error_object(error), error.status, headers)
-
-
-async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
-    """The response to an unknown path or method."""
-    message = f"{http.method} {http.url.path}: {error.detail}"
-    return JSONResponse(error_object(RequestError(error.status_code, message)), error.status_code)
-
-
-async def on_failure(http: HttpRequest, error: Exception) -> Response:
-    """The response to an error that nobody expected."""
-    name = log_name(http)
-    logger.error("%s %s failed for the request %s", http.method, http.url.path, name, exc_info=error)
-    return JSONResponse(error_object(RequestError(500, f"the server failed: its log names the request {name}")), 500)

@@ -1,0 +1,58 @@
+"""Counts the choices that run, wait or are tokenized, and refuses more than a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from starlette.requests import ClientDisconnect
+
+from pagepool.engine.protocol import TextEngine
+from pagepool.serve.protocol import RequestError
+
+__all__ = ["Places", "Waiting"]
+
+
+class Places:
+    """Counts the choices that run, wait or are tokenized, up to a limit."""
+
+    def __init__(self, engine: TextEngine, limit: int) -> None:
+        self.engine, self.limit = engine, limit
+        self.lock = Lock()
+        self.num_waiting = 0  # choices that the engine has not got yet
+
+    def take(self, count: int) -> Waiting:
+        """Count `count` more choices. Raises `RequestError` when they pass the limit."""
+        if count > self.limit:
+            raise RequestError(400, f"a request may have up to {self.limit} choices, not {count}", param="n")
+        with self.lock:
+            running = self.engine.num_requests + self.num_waiting
+            if running + count > self.limit:
+                sentence = f"{running} requests run and wait, {count} more pass the limit of {self.limit}"
+                raise RequestError(429, sentence)
+            self.num_waiting += count
+        return Waiting(self, count)
+
+
+class Waiting:
+    """The choices of one HTTP request that the engine has not got yet."""
+
+    def __init__(self, places: Places, count: int) -> None:
+        self._places, self._count = places, count
+
+    @contextmanager
+    def hand_over(self) -> Iterator[None]:
+        """While the engine gets one choice. Raises `ClientDisconnect` after `end`."""
+        with self._places.lock:
+            if self._count == 0:
+                raise ClientDisconnect
+            yield
+            self._count -= 1
+            self._places.num_waiting -= 1
+
+    def end(self) -> None:
+        """The engine gets no more of them."""
+        with self._places.lock:
+            self._places.num_waiting -= self._count
+            self._count = 0

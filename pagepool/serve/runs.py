@@ -1,0 +1,136 @@
+"""What runs for one HTTP request, and its stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+
+from pagepool.engine.generation import Generation, Token
+from pagepool.serve.metrics import Metrics
+from pagepool.serve.protocol import Answer, RequestError, error_object
+
+__all__ = ["STOPPED", "EventStream", "Run", "events"]
+
+logger = logging.getLogger("pagepool")
+
+STOPPED = "the request was aborted: the server is shutting down"
+
+
+class Run:
+    """The generations of one HTTP request, from `began` on: they end together at a deadline or a disconnect."""
+
+    def __init__(
+        self,
+        name: str,
+        generations: list[Generation],
+        began: float,
+        timeout: float,
+        metrics: Metrics,
+        running: set[Run],
+    ) -> None:
+        self.generations = generations
+        self._name, self._running = name, running
+        running.add(self)
+        self._began, self._timeout, self._metrics = began, timeout, metrics
+        self._is_late = False
+        self._timer = asyncio.get_running_loop().call_later(began + timeout - monotonic(), self._expire)
+
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
+        self._timer.cancel()
+        self._running.discard(self)
+        for generation in self.generations:
+            generation.cancel()
+
+    async def tokens_of(self, generation: Generation) -> AsyncIterator[Token]:
+        """Its tokens as they come. Raises `RequestError` when it does not end as it should."""
+        try:
+            async for token in generation:
+                yield token
+        except RuntimeError as error:
+            logger.error("the request %s failed", self._name, exc_info=error.__cause__)
+            sentence = f"the generation failed: the server's log names the request {self._name}"
+            raise RequestError(500, sentence) from error
+        self._metrics.ended(generation, self._began)
+        if generation.finish_reason == "abort":
+            late = f"the request took more than {self._timeout:g} s"
+            raise RequestError(503, late if self._is_late else STOPPED, may_retry=not self._is_late)
+
+    async def all_tokens(self) -> list[list[Token]]:
+        """The tokens of each generation, when all have ended."""
+        found = []
+        for generation in self.generations:
+            found.append([token async for token in self.tokens_of(generation)])
+        return found
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, a client that has left included, what still runs is cancelled."""
+
+    def __init__(self, run: Run, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._run = run
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            with suppress(ClientDisconnect):  # the response has begun: there is nobody to tell
+                await super().__call__(scope, receive, send)
+        finally:
+            self._run.cancel()
+
+
+async def events(run: Run, answer: Answer, has_logprobs: bool, include_usage: bool) -> AsyncIterator[str]:
+    """The events of a stream: the chunks of all choices as they come, the usage if asked for, and the end."""
+    queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()
+
+    async def pump(index: int, generation: Generation) -> None:
+        offset = 0
+        try:
+            async for token in run.tokens_of(generation):
+                if token.text or has_logprobs:
+                    queue.put_nowait(answer.piece(index, token, offset, has_logprobs))
+                offset += len(token.text)
+            queue.put_nowait(answer.last(index, generation.finish_reason))
+            queue.put_nowait(None)
+        except RequestError as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(run.generations)]
+    running = len(tasks)
+    usage = {"usage": None} if include_usage else {}
+    try:
+        for index in range(running):
+            if (first := answer.first(index)) is not None:
+                yield event({**first, **usage})
+        while running:
+            found = await queue.get()
+            if isinstance(found, RequestError):
+                yield event(error_object(found))
+                return
+            if found is None:
+                running -= 1
+            else:
+                yield event({**found, **usage})
+        if include_usage:
+            yield event(answer.total(run.generations))
+        yield "data: [DONE]\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def event(data: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
