@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Lock, Thread
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class _Running:
     sampler: Sampler
     request: Request
     request_id: int | str
+    has_begun: bool = False  # a step has run it
 
 
 class Engine(Intake):
@@ -237,6 +238,7 @@ class Engine(Intake):
         if batch.is_empty:
             sleep(EMPTY_STEP if self.scheduler.has_work else 0.0)
             return
+        self._note_begun(requests)
         model_began = perf_counter()
         try:
             rows = iter(np.asarray(self.runner.run(batch)))
@@ -268,6 +270,15 @@ class Engine(Intake):
                 self._fail(piece[0], error)
         self._end_finished()
         self._seconds["step_seconds"] += perf_counter() - began
+
+    def _note_begun(self, requests: list[_Running]) -> None:
+        """Tell the generations of the requests that no step has run before."""
+        for request in requests:
+            if not request.has_begun:
+                request.has_begun = True
+                generation = request.generation()
+                if generation is not None:
+                    generation.scheduled_at = monotonic()
 
     def _deliver(self, seq_id: int, running: _Running, token: int, logprobs: tuple[float | None, Any]) -> None:
         """Hand a token that was committed to the generation; end it at a stop string."""

@@ -37,6 +37,9 @@ class Generation:
     text                their text so far
     num_prompt_tokens   tokens of the prompt
     num_cached          tokens of the prompt that the prefix cache had, once a token has come
+    submitted_at, scheduled_at, first_token_at, ended_at
+                        times of `time.monotonic()`: of `submit`, of its first step, of its first token and of its end;
+                        None before
     time_to_first_token seconds from `submit`, or None
     finish_reason       "stop" at a stop token or stop string, "length" at the limit, "abort" when it was cancelled,
                         "error" when the model failed; None while it runs
@@ -50,11 +53,13 @@ class Generation:
         self.token_ids: list[int] = []
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached = 0
-        self.time_to_first_token: float | None = None
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self._cancel = cancel
-        self._submitted = monotonic()
+        self.submitted_at = monotonic()
+        self.scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
         self._texts: list[str] = []
         self._pending: deque[Token] = deque()
         self._changed = Condition()
@@ -65,6 +70,11 @@ class Generation:
     def text(self) -> str:
         """The text of all tokens so far."""
         return "".join(self._texts)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from `submit` to the first token, or None."""
+        return None if self.first_token_at is None else self.first_token_at - self.submitted_at
 
     def cancel(self) -> None:
         """Stop it: it ends before the next step with the reason "abort". Nothing happens when it has ended."""
@@ -118,8 +128,8 @@ class Generation:
 
     def _put(self, token: Token, num_cached: int) -> None:
         with self._changed:
-            if self.time_to_first_token is None:
-                self.time_to_first_token = monotonic() - self._submitted
+            if self.first_token_at is None:
+                self.first_token_at = monotonic()
                 self.num_cached = num_cached
             self.token_ids.append(token.token_id)
             self._texts.append(token.text)
@@ -128,7 +138,7 @@ class Generation:
 
     def _end(self, reason: str, error: BaseException | None = None) -> None:
         with self._changed:
-            self.finish_reason, self.error = reason, error
+            self.finish_reason, self.error, self.ended_at = reason, error, monotonic()
             self._notify()
         self._ended.set()
 

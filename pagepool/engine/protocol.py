@@ -16,12 +16,14 @@ class TextEngine(Protocol):
     """Serves requests behind `pagepool.serve.app`: an `Engine`, or the front end of a cluster.
 
     encoder, tokenizer  for prompts, and for the texts of single tokens
+    max_model_len       most tokens of prompt and output, or None
     is_accepting        whether requests are taken
     failure             the exception that has ended all work, or None
     """
 
     encoder: Encoder
     tokenizer: Any
+    max_model_len: int | None
     is_accepting: bool
     failure: BaseException | None
 
@@ -40,6 +42,7 @@ class TextEngine(Protocol):
         *,
         request_id: int | str | None = None,
         priority: int = 0,
+        tenant: Any = None,
         cache_salt: str | bytes | int | None = None,
     ) -> Generation:
         """Queue a prompt. Raises `RequestRejected` or `EngineClosed`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from time import monotonic
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,7 +14,7 @@ from pagepool.integrations.prometheus import PagepoolCollector
 
 __all__ = ["Metrics"]
 
-SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
@@ -29,12 +28,20 @@ class Metrics:
         self.responses = Counter("pagepool:http_responses", "Responses.", ["status"], registry=self._registry)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its last token.")
+        self._queue = self._histogram("request_queue_time_seconds", "From the engine's queue to the first step.")
+        self._between = self._histogram("time_per_output_token_seconds", "Mean time between the tokens of a request.")
 
     def ended(self, generation: Generation, began: float) -> None:
-        """A generation has ended that began at this time of `monotonic()`."""
-        if generation.time_to_first_token is not None:
-            self._first.observe(generation.time_to_first_token)
-        self._whole.observe(monotonic() - began)
+        """A generation has ended whose request came at this time of `monotonic()`."""
+        first, ended = generation.first_token_at, generation.ended_at
+        if generation.scheduled_at is not None:
+            self._queue.observe(generation.scheduled_at - generation.submitted_at)
+        if first is not None:
+            self._first.observe(first - began)
+        if ended is not None:
+            self._whole.observe(ended - began)
+            if first is not None and len(generation.token_ids) > 1:
+                self._between.observe((ended - first) / (len(generation.token_ids) - 1))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -50,6 +57,8 @@ class Metrics:
         yield requests
         yield CounterMetricFamily("pagepool:prompt_tokens", "Tokens of prompts.", value=stats["prompt_tokens"])
         yield CounterMetricFamily("pagepool:generation_tokens", "Generated tokens.", value=stats["generated_tokens"])
+        text = "Tokens of prompts that the prefix cache had."
+        yield CounterMetricFamily("pagepool:prompt_tokens_cached", text, value=stats["cached_tokens"])
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
         return Histogram(f"pagepool:{name}", meaning, buckets=SECONDS, registry=self._registry)
