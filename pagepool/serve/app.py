@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from time import monotonic, time
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pagepool._version import __version__
 from pagepool.engine.generation import Generation
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
+from pagepool.serve.access import Access, salt_of
 from pagepool.serve.http import (
-    CountResponses,
+    Observer,
     log_name,
     on_disconnect,
     on_failure,
@@ -34,7 +38,16 @@ from pagepool.serve.http import (
 )
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.places import Places, Waiting
-from pagepool.serve.protocol import Answer, ChatAnswer, Request, RequestError, read_body, read_request
+from pagepool.serve.protocol import (
+    Answer,
+    ChatAnswer,
+    Request,
+    RequestError,
+    read_body,
+    read_detokenize,
+    read_request,
+    read_tokenize,
+)
 from pagepool.serve.runs import STOPPED, EventStream, Run, events
 from pagepool.serve.token_texts import TokenTexts
 
@@ -51,13 +64,25 @@ def create_app(
     max_prompt_tokens: int | None = None,
     max_requests: int = 256,
     timeout: float = 600.0,
+    api_keys: Mapping[str, str] | None = None,
+    allowed_hosts: Iterable[str] | None = None,
+    allowed_origins: Iterable[str] | None = None,
+    priorities: tuple[int, int] = (0, 0),
+    shows_cached_tokens: bool = False,
 ) -> Starlette:
     """Return an ASGI app that serves an engine. The caller closes the engine.
 
-    model              the name under which clients ask for it
-    max_prompt_tokens  longer prompts get status 400; None: what the model and the pool have room for
-    max_requests       choices that run, wait or are tokenized; more get status 429
-    timeout            seconds after which a request that has not ended gets status 503 and is cancelled
+    model                the name under which clients ask for it
+    max_prompt_tokens    longer prompts get status 400; None: what the model and the pool have room for
+    max_requests         choices that run, wait or are tokenized; more get status 429
+    timeout              seconds after which a request that has not ended gets status 503 and is cancelled
+    api_keys             the tenant of each API key. The scheduler gets the tenant, and tenants share no prefixes. None:
+                         no key is needed
+    allowed_hosts        names in Host that are answered, beside "localhost" and IP addresses; None: all
+    allowed_origins      what is answered of Origin, which browsers send, with CORS headers; None: all, without them
+    priorities           the lowest and the highest priority that a request may name
+    shows_cached_tokens  whether the usage says how many tokens of a prompt the prefix cache had, which tells a client
+                         what others have sent
 
     `app.state.stop()` ends all requests with status 503, and streams with an error as their last event. It is called
     in the event loop.
@@ -69,12 +94,15 @@ def create_app(
 
     Raises ImportError where starlette or prometheus_client is missing.
     """
-    server = Server(engine, model, max_prompt_tokens, max_requests, timeout)
+    server = Server(engine, model, max_prompt_tokens, max_requests, timeout, priorities, shows_cached_tokens)
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{model:path}", server.one_model),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
+        Route("/version", server.version),
         Route("/health", server.health),
         Route("/metrics", server.show_metrics),
     ]
@@ -84,20 +112,40 @@ def create_app(
         ClientDisconnect: on_disconnect,
         Exception: on_failure,
     }
-    counting = Middleware(CountResponses, server.metrics)
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[counting])
+    layers = [Middleware(Observer, server.metrics)]
+    if allowed_origins:
+        cross = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
+        layers.append(Middleware(CORSMiddleware, allow_origins=list(allowed_origins), **cross))
+    layers.append(Middleware(Access, api_keys or {}, allowed_hosts, allowed_origins))
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
     app.state.stop = server.stop
     return app
+
+
+async def read(http: HttpRequest, reading: Callable[[dict[str, Any]], Found]) -> Found:
+    """What `reading` makes of the object of a body. A large body is read outside the event loop."""
+    body = await read_all(http)
+    if len(body) > LARGE_BODY_BYTES:
+        return await asyncio.to_thread(lambda: reading(read_body(body)))
+    return reading(read_body(body))
 
 
 class Server:
     """The endpoints, over one engine."""
 
     def __init__(
-        self, engine: TextEngine, model: str, max_prompt_tokens: int | None, max_requests: int, timeout: float
+        self,
+        engine: TextEngine,
+        model: str,
+        max_prompt_tokens: int | None,
+        max_requests: int,
+        timeout: float,
+        priorities: tuple[int, int],
+        shows_cached_tokens: bool,
     ) -> None:
         self._engine, self._model = engine, model
         self._max_prompt_tokens, self._timeout = max_prompt_tokens, timeout
+        self._priorities, self._shows_cached_tokens = priorities, shows_cached_tokens
         self.metrics = Metrics(engine)
         self._texts = TokenTexts(engine.tokenizer)
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
@@ -141,25 +189,64 @@ class Server:
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def version(self, http: HttpRequest) -> Response:
+        """GET /version"""
+        return JSONResponse({"version": __version__})
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """POST /tokenize: the tokens of a prompt or of a chat, as vLLM has it."""
+        request = await read(http, read_tokenize)
+        self._check_model(request.model)
+        encode: Callable[..., list[int]] = partial(
+            self._engine.encoder.encode, add_special_tokens=request.add_special_tokens
+        )
+        if request.is_chat:
+            encode = self._engine.encoder.encode_chat
+        try:
+            tokens = await self._finish(http, self._encode(encode, request.prompt))
+        except RequestRejected as error:
+            raise RequestError(400, str(error), error.code) from error
+        limit = self._engine.max_model_len
+        return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """POST /detokenize: the text of tokens, as vLLM has it."""
+        vocab_size = self._engine.encoder.vocab_size
+        model, tokens = await read(http, lambda body: read_detokenize(body, vocab_size))
+        self._check_model(model)
+        if self._engine.tokenizer is None:
+            raise RequestError(400, "the model has no tokenizer")
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self._encoding, self._engine.tokenizer.decode, tokens)
+        return JSONResponse({"prompt": text})
+
     def _model_object(self) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "created": self._created, "owned_by": "pagepool"}
+        named = {"id": self._model, "object": "model", "created": self._created, "owned_by": "pagepool"}
+        return {**named, "max_model_len": self._engine.max_model_len}
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
             raise RequestError(404, f"there is no model {name!r}, only {self._model!r}", "model_not_found", "model")
 
+    def _check_priority(self, priority: int) -> None:
+        low, high = self._priorities
+        if not low <= priority <= high:
+            allowed = f"from {low} to {high}" if low < high else f"{low} on this server"
+            raise RequestError(400, f"priority must be {allowed}, not {priority}", param="priority")
+
     async def _answer(self, http: HttpRequest, is_chat: bool) -> Response:
         began = monotonic()
-        body = await read_all(http)
-        if len(body) > LARGE_BODY_BYTES:
-            request = await asyncio.to_thread(lambda: read_request(read_body(body), is_chat))
-        else:
-            request = read_request(read_body(body), is_chat)
+        request = await read(http, lambda body: read_request(body, is_chat))
         self._check_model(request.model)
+        self._check_priority(request.options.get("priority", 0))
+        tenant = http.scope["state"]["tenant"]
+        if tenant is not None:
+            salt = salt_of(tenant, request.options.get("cache_salt"))
+            request.options |= {"tenant": tenant, "cache_salt": salt}
         request_id = read_id(http)
         generations = await self._finish(http, self._start(request, request_id))
         kind = ChatAnswer if is_chat else Answer
-        answer = kind(self._model, self._texts, request.n)
+        answer = kind(self._model, self._texts, request.n, self._shows_cached_tokens)
         run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs)
         if self._stopping.is_set():
             run.cancel()
@@ -194,22 +281,32 @@ class Server:
             for task in (working, leaving, stopping):
                 task.cancel()
 
+    @property
+    def _most_tokens(self) -> int | None:
+        """The most tokens of a prompt."""
+        limits = [self._max_prompt_tokens, self._engine.max_prompt_tokens]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    async def _encode(self, encode: Any, prompt: Any) -> list[int]:
+        """The tokens of a prompt, by one of the threads that tokenize. Raises `RequestRejected`."""
+        loop, most = asyncio.get_running_loop(), self._most_tokens
+        tokens: list[int] = await loop.run_in_executor(self._encoding, encode, prompt, most)
+        return tokens
+
     async def _start(self, request: Request, request_id: str | None) -> list[Generation]:
         """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""
         if not self._engine.is_accepting:
             reason = "it is shutting down" if self._engine.failure is None else "the engine has failed"
             raise RequestError(503, f"the server takes no more requests: {reason}")
-        limits = [self._max_prompt_tokens, self._engine.max_prompt_tokens]
-        most = min((limit for limit in limits if limit is not None), default=None)
-        count, loop = len(request.prompts) * request.n, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         encode = self._engine.encoder.encode_chat if request.is_chat else self._engine.encoder.encode
-        waiting = self._places.take(count)
+        waiting = self._places.take(len(request.prompts) * request.n)
         try:
             prompts = []
             for prompt in request.prompts:
                 if isinstance(prompt, list) and not request.is_chat:
-                    check_length(len(prompt), 0, "the server", most)  # before each token is looked at
-                prompts.append(await loop.run_in_executor(self._encoding, encode, prompt, most))
+                    check_length(len(prompt), 0, "the server", self._most_tokens)  # before each token is looked at
+                prompts.append(await self._encode(encode, prompt))
                 check_length(len(prompts[-1]), 0, "the server", self._max_prompt_tokens)
             return await loop.run_in_executor(self._submitting, self._submit, request, prompts, request_id, waiting)
         except RequestRejected as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
+from time import monotonic
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -15,7 +17,7 @@ from pagepool.serve.metrics import Metrics
 from pagepool.serve.protocol import RequestError, error_object
 
 __all__ = [
-    "CountResponses",
+    "Observer",
     "log_name",
     "on_disconnect",
     "on_failure",
@@ -26,47 +28,91 @@ __all__ = [
 ]
 
 logger = logging.getLogger("pagepool")
+access_logger = logging.getLogger("pagepool.access")
 
 MAX_BODY_BYTES = 16 << 20
 MAX_ID_LENGTH = 256
+BODY_SECONDS = 60.0  # in which a body must come
 
 
 def read_id(http: HttpRequest) -> str | None:
-    """The client's own id of a request, or None. Raises `RequestError` for one that is too long."""
+    """The client's own id of a request, or None. Raises `RequestError` for one that is too long or not printable."""
     found = http.headers.get("x-request-id")
     if found and len(found) > MAX_ID_LENGTH:
         raise RequestError(400, f"X-Request-Id has {len(found)} characters, not up to {MAX_ID_LENGTH}")
+    if found and not is_printable(found):
+        raise RequestError(400, f"X-Request-Id must be of printable ASCII characters, not {found!a}")
     return found or None
 
 
 def log_name(http: HttpRequest) -> str:
-    """The name of a request in the log: the beginning of the client's own id, or a new id."""
-    return http.headers.get("x-request-id", "")[:MAX_ID_LENGTH] or uuid.uuid4().hex
+    """The name of a request in the log and in X-Request-Id of its answer: the client's own id, or a new one."""
+    state = http.scope.setdefault("state", {})
+    if "request_id" not in state:
+        own = http.headers.get("x-request-id", "")
+        state["request_id"] = own if 0 < len(own) <= MAX_ID_LENGTH and is_printable(own) else uuid.uuid4().hex
+    name: str = state["request_id"]
+    return name
+
+
+def is_printable(text: str) -> bool:
+    """Whether a text can stand in a line of a log."""
+    return text.isascii() and text.isprintable()
+
+
+def printable(text: str) -> str:
+    """A client's text for a line of a log: control characters and what is not ASCII as escapes."""
+    return ascii(text)[1:-1]
 
 
 async def read_all(http: HttpRequest) -> bytes:
-    """The body. Raises `RequestError` when it is too large, before all of it is read."""
+    """The body. Raises `RequestError` when it is too large, before all of it is read, and when it comes too slowly."""
     body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+
+    async def read() -> None:
+        async for part in http.stream():
+            body.extend(part)
+            if len(body) > MAX_BODY_BYTES:
+                raise RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+
+    try:
+        await asyncio.wait_for(read(), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        sentence = f"the body did not come within {BODY_SECONDS:g} s: {len(body)} bytes came"
+        raise RequestError(408, sentence) from None
     return bytes(body)
 
 
-class CountResponses:
-    """Counts responses by their status."""
+class Observer:
+    """ASGI middleware that counts responses by their status, gives them the id of their request and logs them."""
 
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def counted(message: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = log_name(HttpRequest(scope))
+        began, status = monotonic(), 0
+
+        async def observed(message: Any) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                self._metrics.responses.labels(message["status"]).inc()
+                status = message["status"]
+                self._metrics.responses.labels(status).inc()
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            if access_logger.isEnabledFor(logging.INFO):
+                client = "{}:{}".format(*scope["client"]) if scope.get("client") else "-"
+                path = printable(scope.get("raw_path", b"").decode("latin-1"))
+                line = '%s "%s %s" %s %.3f s %s'
+                taken = monotonic() - began
+                access_logger.info(line, client, printable(scope["method"]), path, status or "-", taken, name)
 
 
 async def on_disconnect(http: HttpRequest, error: ClientDisconnect) -> Response:
@@ -79,6 +125,10 @@ async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
     headers = {}
     if error.status in (429, 503):
         headers = {"retry-after": "1"} if error.may_retry else {"x-should-retry": "false"}
+    if error.status == 401:
+        headers = {"www-authenticate": "Bearer"}
+    if error.status in (408, 413):  # the rest of the body may come
+        headers = {"connection": "close"}
     return JSONResponse(error_object(error), error.status, headers)
 
 
@@ -91,5 +141,6 @@ async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
 async def on_failure(http: HttpRequest, error: Exception) -> Response:
     """The response to an error that nobody expected."""
     name = log_name(http)
-    logger.error("%s %s failed for the request %s", http.method, http.url.path, name, exc_info=error)
+    path = printable(http.url.path)
+    logger.error("%s %s failed for the request %s", http.method, path, name, exc_info=error)
     return JSONResponse(error_object(RequestError(500, f"the server failed: its log names the request {name}")), 500)

@@ -13,7 +13,18 @@ from pagepool.engine.generation import Generation, Token
 from pagepool.engine.sampling import SamplingParams
 from pagepool.serve.token_texts import TokenTexts
 
-__all__ = ["Answer", "ChatAnswer", "Request", "RequestError", "error_object", "read_body", "read_request"]
+__all__ = [
+    "Answer",
+    "ChatAnswer",
+    "Request",
+    "RequestError",
+    "TokenizeRequest",
+    "error_object",
+    "read_body",
+    "read_detokenize",
+    "read_request",
+    "read_tokenize",
+]
 
 MAX_CHOICES = 128
 LEAST_LOGPROB = -9999.0  # for -inf, which JSON lacks
@@ -187,6 +198,47 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
     return request
 
 
+@dataclass
+class TokenizeRequest:
+    """A request for the tokens of `prompt`, a text or the messages of a chat."""
+
+    prompt: Any
+    is_chat: bool
+    model: str | None
+    add_special_tokens: bool
+
+
+def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """Read the object of a request for tokens. Raises `RequestError`."""
+    is_chat = "messages" in body
+    names = {"messages", "model"} if is_chat else {"prompt", "model", "add_special_tokens"}
+    neutral = {"return_token_strs": False, "add_generation_prompt": True}
+    if is_chat:
+        neutral["add_special_tokens"] = False
+    for name in sorted(body.keys() - names):
+        if name not in neutral or body[name] not in (None, neutral[name]):
+            raise RequestError(400, f"{name} is not supported", "unsupported_parameter", name)
+    special = _typed(body, "add_special_tokens", bool, True)
+    model = _typed(body, "model", str, None)
+    if is_chat:
+        return TokenizeRequest(_messages(body), True, model, False)
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str):
+        raise RequestError(400, f"prompt must be of type str, not {type(prompt).__name__}", param="prompt")
+    return TokenizeRequest(prompt, False, model, special)
+
+
+def read_detokenize(body: Mapping[str, Any], vocab_size: int) -> tuple[str | None, list[int]]:
+    """The model and the tokens of a request for their text. Raises `RequestError`."""
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not _are_ids(tokens):
+        raise RequestError(400, "tokens must be a list of token ids", param="tokens")
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(400, f"a token must be from 0 to {vocab_size - 1}, not {token}", param="tokens")
+    return _typed(body, "model", str, None), tokens
+
+
 def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     """The value of a parameter, which must be of this type."""
     value = given.get(name)
@@ -273,12 +325,13 @@ class Answer:
     model   the name of the model
     texts   of single tokens
     n       choices of each prompt
+    shows_cached_tokens  whether the usage has the cached tokens of prompts
     """
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, model: str, texts: TokenTexts, n: int = 1) -> None:
-        self._texts, self._n = texts, n
+    def __init__(self, model: str, texts: TokenTexts, n: int = 1, shows_cached_tokens: bool = False) -> None:
+        self._texts, self._n, self._shows_cached_tokens = texts, n, shows_cached_tokens
         self._common = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def all(self, generations: list[Generation], tokens: list[list[Token]], has_logprobs: bool) -> dict[str, Any]:
@@ -308,17 +361,15 @@ class Answer:
         return {**self._common, "object": self.chunk, "choices": [], "usage": self.usage(generations)}
 
     def usage(self, generations: list[Generation]) -> dict[str, Any]:
-        """Tokens of the prompts, each counted once, of what was generated, and of the prompts' cached beginnings."""
+        """Tokens of the prompts, each counted once, and of what was generated."""
         prompts = generations[:: self._n]
         prompt = sum(generation.num_prompt_tokens for generation in prompts)
         completion = sum(len(generation.token_ids) for generation in generations)
-        cached = sum(generation.num_cached for generation in prompts)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        found: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+        found["total_tokens"] = prompt + completion
+        if self._shows_cached_tokens:
+            found["prompt_tokens_details"] = {"cached_tokens": sum(generation.num_cached for generation in prompts)}
+        return found
 
     def choice(self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
         """A chunk with one choice."""

@@ -21,6 +21,7 @@ __all__ = ["STOPPED", "EventStream", "Run", "events"]
 
 logger = logging.getLogger("pagepool")
 
+MAX_QUEUED = 64  # events of a stream that its client has not read
 STOPPED = "the request was aborted: the server is shutting down"
 
 
@@ -93,19 +94,19 @@ class EventStream(StreamingResponse):
 
 async def events(run: Run, answer: Answer, has_logprobs: bool, include_usage: bool) -> AsyncIterator[str]:
     """The events of a stream: the chunks of all choices as they come, the usage if asked for, and the end."""
-    queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()
+    queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue(MAX_QUEUED)
 
     async def pump(index: int, generation: Generation) -> None:
         offset = 0
         try:
             async for token in run.tokens_of(generation):
                 if token.text or has_logprobs:
-                    queue.put_nowait(answer.piece(index, token, offset, has_logprobs))
+                    await queue.put(answer.piece(index, token, offset, has_logprobs))
                 offset += len(token.text)
-            queue.put_nowait(answer.last(index, generation.finish_reason))
-            queue.put_nowait(None)
+            await queue.put(answer.last(index, generation.finish_reason))
+            await queue.put(None)
         except RequestError as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(run.generations)]
     running = len(tasks)

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from refusals import refuses
@@ -25,9 +26,12 @@ from hypothesis import strategies as st  # noqa: E402
 
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
 from pagepool.serve.app import create_app  # noqa: E402
+from pagepool.serve.connections import Connection  # noqa: E402
 from pagepool.serve.protocol import KNOWN, UNSUPPORTED  # noqa: E402
 
 SECONDS = 60
+MOST = 200  # connections
+JSON = b"content-type: application/json\r\n"
 # Values of all types, near the ends of their ranges.
 VALUES = st.recursive(
     st.none()
@@ -53,7 +57,8 @@ class Served:
         self.engine, self.port = engine, port
         self.url = f"http://127.0.0.1:{port}"
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
-        self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
+        headers = {"content-type": "application/json"}
+        self.http = httpx.Client(base_url=self.url, timeout=SECONDS, headers=headers)
 
     def complete(self, prompt="x", **options):
         return self.openai.completions.create(model="fake", prompt=prompt, **options)
@@ -73,7 +78,8 @@ class Served:
 def serving(runner, tokenizer=None, **limits):
     with Engine(runner, tokenizer or Bytes()) as engine:
         app = create_app(engine, "fake", **limits)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        connection = partial(Connection, most=MOST)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", http=connection))
         with socket.create_server(("127.0.0.1", 0)) as sock:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
             thread.start()
@@ -92,7 +98,7 @@ def serving(runner, tokenizer=None, **limits):
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(FakeRunner(num_blocks=256, max_model_len=400)) as found:
+    with serving(FakeRunner(num_blocks=256, max_model_len=400), shows_cached_tokens=True) as found:
         yield found
 
 
@@ -354,7 +360,9 @@ def test_an_answer_that_nobody_waits_for_is_cancelled(slow):
     before = slow.engine.stats()["ended"]["abort"]
     body = json.dumps({"prompt": "x", "max_tokens": 250, "n": 2}).encode()
     with socket.create_connection(("127.0.0.1", slow.port)) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (JSON, len(body), body)
+        )
         wait_until(lambda: slow.engine.num_requests == 2)
     wait_until(slow.is_idle)
     assert slow.engine.stats()["ended"]["abort"] == before + 2
@@ -362,7 +370,7 @@ def test_an_answer_that_nobody_waits_for_is_cancelled(slow):
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(slow):
     with socket.create_connection(("127.0.0.1", slow.port)) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + JSON + b"content-length: 100\r\n\r\n{")
     assert slow.post(prompt="x", max_tokens=1).status_code == 200
 
 
@@ -370,7 +378,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(slow):
 def test_a_server_that_says_in_either_way_that_the_client_has_left_cancels(version):
     """Before ASGI 2.4 a message says so, from then on `send` raises."""
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1"}
-    scope |= {"method": "POST", "path": "/v1/completions", "raw_path": b"/", "query_string": b"", "headers": []}
+    scope |= {"method": "POST", "path": "/v1/completions", "raw_path": b"/", "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
     body = {"type": "http.request", "body": b'{"prompt": "x", "max_tokens": 200, "stream": true}', "more_body": False}
 
     async def call(app):
@@ -463,8 +472,8 @@ def test_a_text_whose_client_has_left_is_not_tokenized():
         clients = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(6)]
         for number, client in enumerate(clients):
             body = json.dumps({"prompt": f"slow {number}"}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            client.sendall(head.encode() + body)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (JSON, len(body))
+            client.sendall(head + body)
         wait_until(lambda: len(tokenizer.seen) == 2)
         time.sleep(0.2)  # until the server has read all of them
         for client in clients:
@@ -523,11 +532,11 @@ def test_requests_that_come_at_one_moment_do_not_pass_the_limit(n):
 
 
 def test_a_request_that_takes_too_long_gets_503():
-    with serving(FakeRunner(step_seconds=0.02, num_blocks=256), timeout=0.3) as served:
+    with serving(FakeRunner(step_seconds=0.02, num_blocks=256), timeout=1.0) as served:
         response = served.post(prompt="x", max_tokens=500)
         assert response.status_code == 503
-        assert response.json()["error"]["message"] == "the request took more than 0.3 s"
-        with refuses(openai.APIError, "0.3"):
+        assert response.json()["error"]["message"] == "the request took more than 1 s"
+        with refuses(openai.APIError, "1 s"):
             list(served.complete("x", max_tokens=500, stream=True))
         assert served.post(prompt="x", max_tokens=1).status_code == 200
 
@@ -623,8 +632,12 @@ def test_a_request_id_is_the_engine_s(served, monkeypatch):
         assert served.http.post("/v1/completions", json={"prompt": "x", "n": n}, headers=headers).status_code == 200
     served.post(prompt="x")
     assert found == ["mine", "mine/0", "mine/1", None]
-    response = served.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "x" * 257})
-    assert response.status_code == 400 and "257 characters, not up to 256" in response.text
+    for own, sentence in (("x" * 257, "257 characters, not up to 256"), ("a\x9bb", "printable ASCII characters")):
+        response = served.http.post(
+            "/v1/completions", json={"prompt": "x"}, headers=[(b"x-request-id", own.encode("latin-1"))]
+        )
+        assert response.status_code == 400 and sentence in response.text
+        assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
 
 
 def test_metrics_show_requests_tokens_and_latencies():

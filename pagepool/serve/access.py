@@ -1,0 +1,105 @@
+"""Decides which requests are answered: by Host, Origin, media type and API key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from hmac import compare_digest
+from ipaddress import ip_address
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
+
+from pagepool.serve.http import on_refusal
+from pagepool.serve.protocol import RequestError
+
+__all__ = ["Access", "salt_of"]
+
+OPEN_PATHS = {"/health"}  # for probes, which have no key
+
+
+class Access:
+    """ASGI middleware that refuses requests before their body is read.
+
+    api_keys   the tenant of each API key; empty: no key is needed. The tenant is `state.tenant` of the request
+    hosts      names that Host may have, beside "localhost" and IP addresses; None or "*": any. A page of another site
+               can have its own name point to this machine, but it cannot choose the name in Host
+    origins    what Origin may be; None or "*": anything. Browsers send it for the pages of other sites
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        api_keys: Mapping[str, str],
+        hosts: Iterable[str] | None,
+        origins: Iterable[str] | None,
+    ) -> None:
+        self._app = app
+        self._keys = [(sha256(key.encode()).digest(), tenant) for key, tenant in api_keys.items()]
+        self._hosts = None if hosts is None else {"localhost", *(host.lower() for host in hosts)}
+        self._origins = None if origins is None else set(origins)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            try:
+                scope.setdefault("state", {})["tenant"] = self._check(scope)
+            except RequestError as error:
+                response = await on_refusal(HttpRequest(scope), error)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Any) -> str | None:
+        """The tenant of a request, or None. Raises `RequestError` for one that is refused."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._is_allowed(name_of(host)):
+            raise RequestError(403, f"the Host {host[:100]!a} is not allowed: see --allowed-host", "host_not_allowed")
+        if origin is not None and self._origins is not None and not self._origins & {origin, "*"}:
+            sentence = f"the Origin {origin[:100]!a} is not allowed: see --allowed-origin"
+            raise RequestError(403, sentence, "origin_not_allowed")
+        tenant = None if scope["path"] in OPEN_PATHS else self._tenant(headers.get("authorization", ""))
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "")
+            if kind.partition(";")[0].strip().lower() != "application/json":
+                raise RequestError(415, f"Content-Type must be application/json, not {kind[:100]!a}")
+        return tenant
+
+    def _is_allowed(self, name: str) -> bool:
+        if self._hosts is None or self._hosts & {name, "*"}:
+            return True
+        try:
+            ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _tenant(self, authorization: str) -> str | None:
+        """The tenant of the key in the header. It takes as long for any key."""
+        if not self._keys:
+            return None
+        kind, _, key = authorization.partition(" ")
+        given = sha256(key.strip().encode("latin-1")).digest()
+        found = [tenant for known, tenant in self._keys if compare_digest(known, given)]
+        if kind.lower() != "bearer" or not found:
+            raise RequestError(401, "the request needs Authorization: Bearer with a known API key", "invalid_api_key")
+        return found[0]
+
+
+def name_of(host: str) -> str:
+    """The name or address in a Host header, without its port.
+
+    >>> name_of("Example.org.:8000"), name_of("[::1]:8000"), name_of("127.0.0.1")
+    ('example.org', '::1', '127.0.0.1')
+    """
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0].lower().rstrip(".") if ":" in host else host.lower().rstrip(".")
+
+
+def salt_of(tenant: str | None, salt: str | None) -> str | None:
+    """The cache salt of a request: tenants do not share prefixes, whatever salt their requests name."""
+    if tenant is None:
+        return salt
+    return sha256(f"{len(tenant)} {tenant} {'' if salt is None else 'salt ' + salt}".encode()).hexdigest()

@@ -1,0 +1,237 @@
+"""Who is answered: API keys, Host, Origin, media types, priorities; connections whose client is slow."""
+
+import logging
+import socket
+import time
+
+import pytest
+from test_serve import JSON, SECONDS, serving, wait_until
+
+import pagepool
+from pagepool.serve import connections, http
+
+httpx = pytest.importorskip("httpx", reason="httpx is not installed: make test-models")
+
+from fake_runner import FakeRunner  # noqa: E402
+
+KEYS = {"key of one": "one", "another key of one": "one", "key of two": "two"}
+
+
+@pytest.fixture(scope="module")
+def served():
+    limits = {"api_keys": KEYS, "allowed_hosts": ["pages.example"], "allowed_origins": ["https://good.example"]}
+    with serving(FakeRunner(num_blocks=256), priorities=(-1, 2), shows_cached_tokens=True, **limits) as found:
+        found.http.headers["authorization"] = "Bearer key of one"
+        yield found
+
+
+def refusal(response):
+    return response.status_code, response.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer no key", "Basic key of one", "Bearer key of on"])
+def test_without_a_known_key_nothing_but_health_is_answered(served, given):
+    headers = {} if given is None else {"authorization": given}
+    with httpx.Client(base_url=served.url, headers=headers, timeout=SECONDS) as client:
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/x")):
+            response = client.request(method, path, **({"json": {"prompt": "x"}} if method == "POST" else {}))
+            assert refusal(response) == (401, "invalid_api_key") and response.headers["www-authenticate"] == "Bearer"
+        assert client.get("/health").status_code == 200
+
+
+def test_tenants_see_no_prefixes_of_one_another(served):
+    prompt = "a prompt that is longer than some blocks"
+    found = []
+    for key in (*KEYS, *KEYS):
+        response = served.http.post(
+            "/v1/completions", json={"prompt": prompt, "max_tokens": 1}, headers={"authorization": f"Bearer {key}"}
+        )
+        found.append(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == [0, 36, 0, 36, 36, 36]  # two keys belong to one tenant
+    salted = [
+        served.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, "cache_salt": salt}).json()
+        for salt in ("x", "x", "y")
+    ]
+    assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in salted] == [0, 36, 0]
+
+
+def test_the_scheduler_gets_the_tenant(served, monkeypatch):
+    found, submit = [], served.engine.submit
+
+    def noting(tokens, params, **options):
+        found.append((options["tenant"], options["priority"]))
+        return submit(tokens, params, **options)
+
+    monkeypatch.setattr(served.engine, "submit", noting)
+    for key in ("key of one", "key of two"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert served.http.post("/v1/completions", json={"prompt": "x", "priority": 2}, headers=headers).is_success
+    assert found == [("one", 2), ("two", 2)]
+
+
+@pytest.mark.parametrize("priority", [-2, 3, 10**12, -(10**30)])
+def test_priorities_beyond_the_allowed_ones_are_refused(served, priority):
+    response = served.post(prompt="x", priority=priority)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "priority"
+    assert error["message"] == f"priority must be from -1 to 2, not {priority}"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("127.0.0.1:1", True),
+        ("[::1]:8000", True),
+        ("192.0.2.7", True),
+        ("pages.example:80", True),
+        ("Pages.Example.", True),
+        ("evil.example", False),
+        ("pages.example.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("", False),
+    ],
+)
+def test_hosts(served, host, is_allowed):
+    response = served.http.get("/v1/models", headers={"host": host})
+    assert response.is_success if is_allowed else refusal(response) == (403, "host_not_allowed")
+
+
+def test_pages_of_other_sites_are_refused(served):
+    assert refusal(served.http.get("/v1/models", headers={"origin": "https://evil.example"})) == (
+        403,
+        "origin_not_allowed",
+    )
+    assert refusal(served.http.get("/v1/models", headers={"origin": "null"})) == (403, "origin_not_allowed")
+    response = served.http.get("/v1/models", headers={"origin": "https://good.example"})
+    assert response.is_success and response.headers["access-control-allow-origin"] == "https://good.example"
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with httpx.Client(base_url=served.url) as browser:  # it asks before it sends a key
+        for origin, status in (("https://good.example", 200), ("https://evil.example", 400)):
+            response = browser.options("/v1/completions", headers={"origin": origin, **asked})
+            assert response.status_code == status
+            assert ("access-control-allow-origin" in response.headers) == (status == 200)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_a_form_of_another_site_is_no_request(served, kind):
+    headers = {"authorization": "Bearer key of one"} | ({} if kind is None else {"content-type": kind})
+    response = httpx.post(f"{served.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers, timeout=SECONDS)
+    assert response.status_code == 415
+    headers["content-type"] = "Application/JSON; charset=utf-8"
+    response = httpx.post(f"{served.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers, timeout=SECONDS)
+    assert response.status_code == 200
+
+
+def test_a_server_without_settings_shows_no_cached_tokens_and_takes_no_priority():
+    with serving(FakeRunner()) as plain:
+        assert "prompt_tokens_details" not in plain.post(prompt="x").json()["usage"]
+        assert plain.post(prompt="x", priority=0).status_code == 200
+        response = plain.post(prompt="x", priority=1)
+        assert response.json()["error"]["message"] == "priority must be 0 on this server, not 1"
+        assert plain.http.get("/v1/models", headers={"host": "any.example", "origin": "null"}).status_code == 200
+
+
+def test_tokens_and_texts_of_a_prompt(served):
+    tokens = served.http.post("/tokenize", json={"prompt": "hé"}).json()
+    assert tokens == {"count": 3, "max_model_len": served.engine.max_model_len, "tokens": list("hé".encode())}
+    assert served.http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "hé"}
+    chat = {"messages": [{"role": "user", "content": "x"}], "model": "fake"}
+    assert served.http.post("/tokenize", json=chat).json()["tokens"] == list(b"user: x\nassistant: ")
+    bad = [("tokenize", {"prompt": 1}), ("tokenize", {"prompt": "x", "other": 1}), ("tokenize", {"prompt": ""})]
+    bad += [("detokenize", {"tokens": tokens}) for tokens in ("x", [True], [-1], [1 << 40])]
+    for path, body in bad:
+        assert served.http.post(f"/{path}", json=body).status_code == 400, (path, body)
+    assert served.http.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
+    assert served.http.get("/version").json() == {"version": pagepool.__version__}
+    assert served.http.get("/v1/models").json()["data"][0]["max_model_len"] == served.engine.max_model_len
+
+
+def test_every_answer_has_an_id_and_a_line_in_the_access_log(served, caplog):
+    with caplog.at_level(logging.INFO, "pagepool.access"):
+        assert served.http.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+        unknown = served.http.get("/no%1b%0athing", headers=[(b"x-request-id", b"a\x9b")])
+    own, line = unknown.headers["x-request-id"], caplog.records[-1].getMessage()
+    assert len(own) == 32 and own in line and '"GET /no%' in line and '" 404 ' in line and line.isprintable()
+    assert ' "GET /health" 200 ' in caplog.records[0].getMessage() and caplog.records[0].getMessage().endswith(
+        " s mine"
+    )
+
+
+# Connections.
+
+
+def is_closed(sock):
+    """Whether the other side closes, within `SECONDS`; what it sends is read."""
+    sock.settimeout(SECONDS)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def open_server():
+    with serving(FakeRunner(num_blocks=8192, max_model_len=4096)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("whole", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/completions HT"])
+def test_a_connection_without_complete_headers_is_closed(open_server, monkeypatch, whole, begun):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", open_server.port)) as sock:
+        if whole:
+            sock.sendall(whole)
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        sock.sendall(begun)
+        begin = time.monotonic()
+        assert is_closed(sock) and time.monotonic() - begin < (
+            8 if whole and not begun else 4
+        )  # idle ones are closed after 5 s
+
+
+def test_a_body_that_does_not_come_is_given_up(open_server, monkeypatch):
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", open_server.port)) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + JSON + b"content-length: 100\r\n\r\n{")
+        sock.settimeout(SECONDS)
+        answer = sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 s: 1 bytes came" in answer + sock.recv(
+            1 << 16
+        )
+        assert is_closed(sock)
+
+
+def test_more_connections_than_allowed_are_refused(monkeypatch):
+    monkeypatch.setattr("test_serve.MOST", 3)
+    with serving(FakeRunner()) as found:
+        socks = [socket.create_connection(("127.0.0.1", found.port)) for _ in range(3)]
+        time.sleep(0.1)
+        with socket.create_connection(("127.0.0.1", found.port)) as one_more:
+            one_more.settimeout(SECONDS)
+            assert one_more.recv(1 << 16).startswith(b"HTTP/1.1 503 ") and is_closed(one_more)
+        for sock in socks:
+            sock.close()
+        wait_until(lambda: found.http.get("/health").is_success)
+
+
+def test_a_client_that_does_not_read_is_left(open_server, monkeypatch):
+    """Its stream ends, and its connection; one that reads slowly gets all of it."""
+    monkeypatch.setattr(connections, "WRITE_SECONDS", 0.5)
+    body = b'{"prompt": "x", "max_tokens": 4000, "stream": true, "logprobs": 20, "n": 4, "ignore_eos": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (JSON, len(body))
+    before = open_server.engine.stats()["ended"]["abort"]
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", open_server.port))
+        sock.sendall(head + body)
+        wait_until(lambda: open_server.engine.num_requests > 0)
+        wait_until(lambda: open_server.engine.num_requests == 0)
+        assert is_closed(sock)
+    assert open_server.engine.stats()["ended"]["abort"] > before
