@@ -18,6 +18,7 @@ NEEDS = {
     "pagepool.serve.app": "starlette",
     "pagepool.serve.connections": "uvicorn",
     "pagepool.serve.http": "starlette",
+    "pagepool.serve.loading": "starlette",
     "pagepool.serve.metrics": "prometheus_client",
     "pagepool.serve.places": "starlette",
     "pagepool.serve.runs": "prometheus_client",

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagepool.attention.cpu import cpu_info
 from pagepool.cli.usage import UsageError, between, file_name, size_in_bytes
 from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
 from pagepool.integrations.transformers.pretrained import DTYPES, ModelError, load_pretrained
@@ -15,7 +16,7 @@ from pagepool.integrations.transformers.pretrained import DTYPES, ModelError, lo
 if TYPE_CHECKING:
     from pagepool.engine import Engine
 
-__all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require"]
+__all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require", "summary_of"]
 
 MAX_SEQUENCES = 4096
 MAX_THREADS = 256  # of decode
@@ -88,6 +89,9 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
     require(command, "transformers", "torch", "transformers")
     from pagepool.engine import Engine  # other commands need not wait for it
 
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if options.pool_bytes is not None and options.pool_bytes > memory:
+        raise UsageError(f"--pool-bytes asks for {options.pool_bytes} bytes, the machine has {memory}")
     if options.threads is not None:
         import_module("torch").set_num_threads(options.threads)
         os.environ["PAGEPOOL_NUM_THREADS"] = str(options.threads)
@@ -106,6 +110,29 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
         raise UsageError(str(error)) from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"{folder}: {error}") from error
+
+
+def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
+    """Lines about the model, the threads and the memory, for the person who has started a server."""
+    runner, cpu = engine.runner, cpu_info()
+    model = runner.model
+    parameters = sum(weight.numel() for weight in model.parameters())
+    found = [
+        f"model    {type(model).__name__} of {parameters / 1e6:,.1f}M parameters, {str(model.dtype).rpartition('.')[2]}"
+    ]
+    found.append(
+        f"threads  {import_module('torch').get_num_threads()} of torch, {cpu['num_threads']} of attention, {cpu['isa']}"
+    )
+    for pool in runner.pools:
+        layout, figures = pool.layout, pool.stats()
+        room = f"{figures['capacity_bytes'] / (1 << 20):,.1f} MiB: {figures['capacity']:,} blocks"
+        found.append(f"pool     {room} of {layout.block_size} tokens, {layout.dtype}")
+    if runner.states is not None:
+        found.append(f"states   {runner.states.stats()['capacity']:,} sequences")
+    length = "any number of" if engine.max_model_len is None else f"{engine.max_model_len:,}"
+    cache = "no prefix cache" if options.no_prefix_cache else "prefix cache"
+    found.append(f"context  {length} tokens, up to {options.max_sequences} sequences, {cache}")
+    return found
 
 
 def memory_of(engine: Engine) -> dict[str, Any]:

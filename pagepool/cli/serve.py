@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
-import signal
+import re
+import resource
 import socket
+import ssl
+import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from pagepool.cli.model_options import add_model_arguments, model_directory, open_engine, require
-from pagepool.cli.usage import UsageError, between
+from pagepool._version import __version__
+from pagepool.cli.model_options import add_model_arguments, model_directory, open_engine, require, summary_of
+from pagepool.cli.supervise import GRACE, Drain, watch
+from pagepool.cli.usage import UsageError, between, file_name
 
 __all__ = ["add_arguments", "run"]
 
@@ -23,9 +32,9 @@ MAX_REQUESTS = 1 << 20
 MAX_TOKENS = 1 << 31
 MAX_SECONDS = 86_400
 BACKLOG = 1024
-POLL = 0.25  # seconds between two looks at the engine
-GRACE = 2.0  # seconds that clients have to read that they were aborted
-logger = logging.getLogger("pagepool")
+MAX_PRIORITY = 1 << 30
+MAX_CONNECTIONS = 1 << 20
+SPARE_FILES = 64  # descriptors that the process needs beside those of connections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,85 +77,264 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds after which a step of the model counts as hung and the process exits; default: 600",
     )
+    add(
+        "--max-connections",
+        type=between(1, MAX_CONNECTIONS),
+        default=1000,
+        metavar="N",
+        help="connections at a time; more get status 503; default: 1000",
+    )
+    add("--no-access-log", action="store_true", help="log no line for each request")
+    _add_security_arguments(parser)
     add_model_arguments(parser)
     parser.epilog = "SIGTERM and Ctrl-C close the port and let running requests end; a second signal aborts them."
+
+
+def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("security").add_argument
+    add("--api-key", action="append", default=[], metavar="KEY", help="a key that clients must send; may be repeated")
+    add(
+        "--api-key-file",
+        type=file_name,
+        metavar="FILE",
+        help="a file with a key in each line, or a tenant and its key; tenants share no cached prefixes",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name in the Host header that is answered, beside IP addresses, localhost and --host; *: any",
+    )
+    add(
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a site whose pages may send requests, such as https://chat.example; *: any",
+    )
+    add(
+        "--priorities",
+        type=_priorities,
+        default=(0, 0),
+        metavar="LOW:HIGH",
+        help="the priorities that requests may name; default: none",
+    )
+    add("--show-cached-tokens", action="store_true", help="tell clients how many tokens of a prompt were cached")
+    add("--uds", type=file_name, metavar="PATH", help="listen at a Unix socket that its owner alone may use")
+    add("--ssl-certfile", type=file_name, metavar="FILE", help="certificate for TLS")
+    add("--ssl-keyfile", type=file_name, metavar="FILE", help="its key; default: in --ssl-certfile")
+
+
+def _priorities(text: str) -> tuple[int, int]:
+    """Two whole numbers, the lower one first.
+
+    >>> _priorities("-1:2")
+    (-1, 2)
+    """
+    match = re.fullmatch("(-?[0-9]{1,10}):(-?[0-9]{1,10})", text)
+    if match is None or not -MAX_PRIORITY <= int(match[1]) <= int(match[2]) <= MAX_PRIORITY:
+        sentence = f"{text[:40]!r} is not LOW:HIGH, two whole numbers from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise argparse.ArgumentTypeError(sentence)
+    return int(match[1]), int(match[2])
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal and return 0; return 1 when the engine has failed.
 
-    Raises `UsageError` for a model, an address or a package that cannot be used.
+    Raises `UsageError` for a model, an address, a file or a package that cannot be used.
     """
     model_directory(options.model)
     require("pagepool serve", "serve", "starlette", "uvicorn", "prometheus_client", "jinja2")
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("pagepool").setLevel(logging.INFO)
+    if options.no_access_log:
+        logging.getLogger("pagepool.access").setLevel(logging.WARNING)
     uvicorn = import_module("uvicorn")
-    with listen(options.host, options.port) as sock, open_engine(options, "pagepool serve") as engine:
-        name = options.name or model_directory(options.model).resolve().name
-        app = import_module("pagepool.serve.app").create_app(
+    keys = read_keys(options.api_key, options.api_key_file)
+    check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    with listening(options) as (sock, url):
+        loading = import_module("pagepool.serve.loading").Loading()
+        most = allowed_connections(options.max_connections)
+        connection = partial(import_module("pagepool.serve.connections").Connection, most=most)
+        config = uvicorn.Config(
+            loading,
+            http=connection,
+            log_level="warning",
+            timeout_graceful_shutdown=options.drain + GRACE,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+        )
+        serving = Serving(options, uvicorn.Server(config), loading, keys, url)
+        return serving.run(sock)
+
+
+class Serving:
+    """A server whose model is loaded by a thread, while the event loop answers that it is being loaded."""
+
+    def __init__(self, options: argparse.Namespace, server: Any, loading: Any, keys: dict[str, str], url: str) -> None:
+        self._options, self._server, self._loading, self._keys, self._url = options, server, loading, keys, url
+        self._name = options.name or model_directory(options.model).resolve().name
+        self._drain = server.handle_exit = Drain(server, options.drain)
+        self._ended = Event()
+        self._error: BaseException | None = None  # that has ended the thread
+        self._status = 0
+
+    def run(self, sock: Any) -> int:
+        """Serve until a signal comes or the engine fails; returns the exit status. Raises what loading raised."""
+        say(f"pagepool {__version__}: loading {self._name}; {self._url}/health says when it is loaded")
+        thread = Thread(target=self._run_engine, name="pagepool-serve")
+        thread.start()
+        try:
+            self._server.run(sockets=[sock])
+        finally:
+            self._ended.set()
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._status
+
+    def _run_engine(self) -> None:
+        try:
+            with open_engine(self._options, "pagepool serve") as engine:
+                self._loading.app = app = self._app(engine)
+                self._drain.begin(engine, app.state.stop)
+                for line in summary_of(engine, self._options):
+                    say(f"  {line}")
+                say(f"pagepool: {self._name} at {self._url}/v1")
+                watch(engine, self._server, self._options.step_timeout, self._ended)
+                self._ended.wait()  # the server reads the engine until it has ended
+                self._status = 0 if engine.failure is None else 1
+        except BaseException as error:
+            self._error = error
+            self._server.should_exit = True
+
+    def _app(self, engine: Any) -> Any:
+        options = self._options
+        return import_module("pagepool.serve.app").create_app(
             engine,
-            name,
+            self._name,
             max_prompt_tokens=options.max_prompt_tokens,
             max_requests=options.max_requests,
             timeout=options.timeout,
+            api_keys=self._keys,
+            allowed_hosts=["*"] if options.uds else [options.host, *options.allowed_host],
+            allowed_origins=options.allowed_origin,
+            priorities=options.priorities,
+            shows_cached_tokens=options.show_cached_tokens,
         )
-        config = uvicorn.Config(
-            app, log_level="warning", timeout_graceful_shutdown=options.drain + GRACE, access_log=False, lifespan="off"
-        )
-        server = uvicorn.Server(config)
-        server.handle_exit = Drain(server, app.state.stop, engine, options.drain)
-        # A signal that comes before the server takes signals, or after it, ends the process.
-        before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-        ended = Event()
-        watching = Thread(target=watch, args=(engine, server, options.step_timeout, ended), name="pagepool-watch")
-        watching.start()
+
+
+def say(line: str) -> None:
+    """Print a line for the person who has started the server."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def read_keys(given: list[str], file: str | None) -> dict[str, str]:
+    """The tenant of each API key. A key without a tenant has one of its own. Raises `UsageError`, without the key."""
+    lines = [("--api-key", key) for key in given]
+    if file is not None:
         try:
-            host, port = sock.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(f"pagepool: {name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
-            server.run(sockets=[sock])
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{file}: cannot be read: {error}") from None
+        lines += [(f"{file}, line {number}", line) for number, line in enumerate(text.splitlines(), 1)]
+    found: dict[str, str] = {}
+    for place, line in lines:
+        words = line.split()
+        if place != "--api-key" and (not words or words[0].startswith("#")):
+            continue
+        if not 1 <= len(words) <= (1 if place == "--api-key" else 2) or not (
+            words[-1].isascii() and words[-1].isprintable()
+        ):
+            raise UsageError(
+                f"{place}: an API key is one word of printable ASCII characters, behind its tenant or alone"
+            )
+        key = words[-1]
+        tenant = words[0] if len(words) == 2 else "key " + sha256(key.encode()).hexdigest()[:16]
+        if found.setdefault(key, tenant) != tenant:
+            raise UsageError(f"{place}: the key has two tenants, {found[key]!r} and {tenant!r}")
+    if file is not None and not found:
+        raise UsageError(f"{file}: there is no API key in it")
+    return found
+
+
+def check_certificate(certificate: str | None, key: str | None) -> None:
+    """Raises `UsageError` for files that cannot be used for TLS."""
+    if certificate is None:
+        if key is not None:
+            raise UsageError("--ssl-keyfile needs --ssl-certfile")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise UsageError(f"{certificate}: cannot be used for TLS: {error}") from None
+
+
+def allowed_connections(asked: int) -> int:
+    """How many connections there may be: each needs a descriptor. Raises the process's limit of them where it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = asked + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return max(1, min(asked, soft - SPARE_FILES))
+    return asked
+
+
+@contextmanager
+def listening(options: argparse.Namespace) -> Iterator[tuple[Any, str]]:
+    """A socket that listens, and its URL. Raises `UsageError` for an address that cannot be used."""
+    if options.uds is not None:
+        with listen_at_path(options.uds) as sock:
+            yield sock, f"http+unix://{options.uds}"
+        return
+    with listen(options.host, options.port) as sock:
+        host, port = sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        yield sock, f"{'http' if options.ssl_certfile is None else 'https'}://{shown}:{port}"
+
+
+@contextmanager
+def listen_at_path(path: str) -> Iterator[Any]:
+    """A Unix socket that its owner alone may use. A socket of a server that has ended is replaced."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise UsageError(f"{path}: cannot be served: there is a file that is no socket")
+            with socket.socket(socket.AF_UNIX) as other:
+                try:
+                    other.connect(path)
+                except ConnectionRefusedError:
+                    os.unlink(path)
+                else:
+                    raise UsageError(f"{path}: cannot be served: another server listens there")
+        before = os.umask(0o177)
+        try:
+            sock.bind(path)
         finally:
-            ended.set()
-            watching.join()
-            signal.signal(signal.SIGTERM, before)
-        return 0 if engine.failure is None else 1
-
-
-class Drain:
-    """What signals do: the first waits `seconds` for the requests and aborts them then, a second aborts them at once.
-
-    Python calls it in the main thread, which runs the event loop.
-    """
-
-    def __init__(self, server: Any, stop: Any, engine: Any, seconds: float) -> None:
-        self._server, self._stop, self._engine, self._seconds = server, stop, engine, seconds
-
-    def __call__(self, number: int, frame: Any) -> None:
-        loop = asyncio.get_running_loop()
-        if self._server.should_exit:
-            loop.call_soon_threadsafe(self._stop)
-            loop.call_soon_threadsafe(loop.call_later, GRACE, setattr, self._server, "force_exit", True)
-            return
-        self._server.should_exit = True
-        if count := self._engine.num_requests:
-            noun = "1 request runs" if count == 1 else f"{count} requests run"
-            sentence = f"pagepool: {noun}, waiting up to {self._seconds} s; a second signal aborts at once"
-            print(sentence, file=sys.stderr, flush=True)
-        loop.call_soon_threadsafe(loop.call_later, self._seconds, self._stop)
-
-
-def watch(engine: Any, server: Any, step_timeout: float, ended: Event) -> None:
-    """Stop the server when the engine has failed, and end the process when a step hangs."""
-    while not ended.wait(POLL):
-        if engine.failure is not None:
-            server.should_exit = True
-            return
-        if engine.seconds_in_step > step_timeout:
-            engine.is_accepting = False
-            logger.critical("a step has not ended within %g s (--step-timeout): the process exits", step_timeout)
-            ended.wait(GRACE)  # `/health` says so meanwhile
-            logging.shutdown()
-            os._exit(1)  # the stepping thread cannot be stopped
+            os.umask(before)
+        made = os.lstat(path).st_ino
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise UsageError(f"{path}: cannot be served: {error.strerror or error}") from None
+    except BaseException:
+        sock.close()
+        raise
+    try:
+        yield sock
+    finally:
+        sock.close()
+        with suppress(FileNotFoundError):
+            if os.lstat(path).st_ino == made:
+                os.unlink(path)
 
 
 def listen(host: str, port: int) -> Any:

@@ -308,11 +308,13 @@ def served(*arguments):
     """`pagepool serve` at a free port, and its address."""
     pytest.importorskip("uvicorn", reason="uvicorn is not installed: make test-models")
     pytest.importorskip("httpx", reason="httpx is not installed: make test-models")
-    process = start("serve", "--port", "0", "--threads", "1", *arguments)
-    line = process.stderr.readline()
-    found = re.search(r"(\S+) at (http://127\.0\.0\.1:\d+)/v1", line)
-    assert found, line + process.communicate()[1]
-    return process, *found.groups()
+    process = start("serve", "--port", "0", "--threads", "1", "--no-access-log", *arguments)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r"(\S+) at (https?://\S+)/v1$", line):
+            return process, *found.groups()
+    raise AssertionError("".join(lines))
 
 
 def test_sigterm_lets_running_requests_end_and_closes_the_port():
@@ -383,7 +385,7 @@ raise SystemExit(main(["serve", "--port", "0", "--threads", "1", "--step-timeout
             stderr=subprocess.PIPE,
             text=True,
         )
-        url = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())[0]
+        url = next(found[1] for line in process.stderr if (found := re.search(r"at (http://\S+)/v1$", line)))
         with contextlib.suppress(httpx.HTTPError):
             assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS).status_code == 500
         assert process.wait(SECONDS) == 1

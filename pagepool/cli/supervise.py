@@ -1,0 +1,103 @@
+"""What watches a server: signals, an engine that fails or hangs, and a line of figures every ten seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from threading import Event
+from time import monotonic
+from typing import Any
+
+__all__ = ["GRACE", "Drain", "Figures", "watch"]
+
+POLL = 0.25  # seconds between two looks at the engine
+GRACE = 2.0  # seconds that clients have to read that they were aborted
+INTERVAL = 10.0  # seconds between two lines of figures
+logger = logging.getLogger("pagepool")
+
+
+class Drain:
+    """What signals do: the first waits `seconds` for the requests and aborts them then, a second aborts them at once.
+
+    While the model is being loaded, which is until `begin`, a signal ends the process. Python calls it in the main
+    thread, which runs the event loop.
+    """
+
+    def __init__(self, server: Any, seconds: float) -> None:
+        self._server, self._seconds = server, seconds
+        self._engine: Any = None
+        self._stop: Any = None
+
+    def begin(self, engine: Any, stop: Any) -> None:
+        """From now on signals wait for the requests of this engine; `stop` ends them."""
+        self._stop, self._engine = stop, engine
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self._engine is None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        loop = asyncio.get_running_loop()
+        if self._server.should_exit:
+            loop.call_soon_threadsafe(self._stop)
+            loop.call_soon_threadsafe(loop.call_later, GRACE, setattr, self._server, "force_exit", True)
+            return
+        self._server.should_exit = True
+        if count := self._engine.num_requests:
+            noun = "1 request runs" if count == 1 else f"{count} requests run"
+            sentence = f"pagepool: {noun}, waiting up to {self._seconds} s; a second signal aborts at once"
+            print(sentence, file=sys.stderr, flush=True)
+        loop.call_soon_threadsafe(loop.call_later, self._seconds, self._stop)
+
+
+class Figures:
+    """What an engine has done since the last line, in vLLM's words."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._before = engine.stats()
+        self._then = monotonic()
+
+    def line(self) -> str | None:
+        """The line, or None when nothing has run and nothing waits."""
+        now, before = self._engine.stats(), self._before
+        seconds = monotonic() - self._then
+        if seconds <= 0.0 or (not now["requests"] and now["ended"] == before["ended"]):
+            return None
+        self._before, self._then = now, self._then + seconds
+        prompt, generated = ((now[name] - before[name]) / seconds for name in ("prompt_tokens", "generated_tokens"))
+        running, waiting = now["scheduler"]["active"], now["scheduler"]["waiting"]
+        used = capacity = 0
+        for pool in self._engine.runner.pools:
+            found = pool.stats()
+            used, capacity = used + found["used"], capacity + found["capacity"]
+        hits = now["cached_tokens"] - before["cached_tokens"]
+        asked = now["prompt_tokens"] - before["prompt_tokens"]
+        return (
+            f"Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: {generated:.1f} tokens/s, "
+            f"Running: {running} reqs, Waiting: {waiting} reqs, "
+            f"KV cache usage: {100 * used / max(capacity, 1):.1f}%, "
+            f"Prefix cache hit rate: {100 * min(hits / max(asked, 1), 1.0):.1f}%"
+        )
+
+
+def watch(engine: Any, server: Any, step_timeout: float, ended: Event) -> None:
+    """Log figures until `ended`; stop the server when the engine has failed, and end the process when a step hangs."""
+    figures, due = Figures(engine), monotonic() + INTERVAL
+    while not ended.wait(POLL):
+        if engine.failure is not None:
+            server.should_exit = True
+            return
+        if engine.seconds_in_step > step_timeout:
+            engine.is_accepting = False
+            logger.critical("a step has not ended within %g s (--step-timeout): the process exits", step_timeout)
+            ended.wait(GRACE)  # `/health` says so meanwhile
+            logging.shutdown()
+            os._exit(1)  # the stepping thread cannot be stopped
+        if monotonic() >= due:
+            due += INTERVAL
+            if (line := figures.line()) is not None:
+                logger.info(line)
