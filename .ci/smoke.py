@@ -21,7 +21,7 @@ NEEDS = {
     "pagepool.serve.loading": "starlette",
     "pagepool.serve.metrics": "prometheus_client",
     "pagepool.serve.places": "starlette",
-    "pagepool.serve.runs": "prometheus_client",
+    "pagepool.serve.runs": "starlette",
 }
 
 for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."):

@@ -6,15 +6,17 @@ import asyncio
 import logging
 import uuid
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from pagepool.serve.metrics import Metrics
 from pagepool.serve.protocol import RequestError, error_object
+
+if TYPE_CHECKING:
+    from pagepool.serve.metrics import Metrics
 
 __all__ = [
     "Observer",

@@ -8,14 +8,16 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from pagepool.engine.generation import Generation, Token
-from pagepool.serve.metrics import Metrics
 from pagepool.serve.protocol import Answer, RequestError, error_object
+
+if TYPE_CHECKING:
+    from pagepool.serve.metrics import Metrics
 
 __all__ = ["STOPPED", "EventStream", "Run", "events"]
 

@@ -33,7 +33,7 @@ NEEDS = {
     "pagepool.serve.loading": "starlette",
     "pagepool.serve.metrics": "prometheus_client",
     "pagepool.serve.places": "starlette",
-    "pagepool.serve.runs": "prometheus_client",
+    "pagepool.serve.runs": "starlette",
 }
 
 
