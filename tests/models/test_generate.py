@@ -312,7 +312,7 @@ def served(*arguments):
     lines = []
     for line in process.stderr:
         lines.append(line)
-        if found := re.search(r"(\S+) at (https?://\S+)/v1$", line):
+        if found := re.search(r"(\S+) at (\S+)/v1$", line):
             return process, *found.groups()
     raise AssertionError("".join(lines))
 

@@ -1,0 +1,192 @@
+"""`pagepool serve` as a process: keys, sockets, TLS, what it says while it loads and while it runs."""
+
+import os
+import re
+import shutil
+import signal
+import ssl
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+for name in ("torch", "transformers", "starlette", "uvicorn", "httpx"):
+    pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
+
+import httpx  # noqa: E402
+from fake_runner import Bytes, FakeRunner  # noqa: E402
+from test_generate import SECONDS, served, start  # noqa: E402
+
+import pagepool  # noqa: E402
+from pagepool import cli  # noqa: E402
+from pagepool.cli import serve  # noqa: E402
+from pagepool.cli.supervise import Figures  # noqa: E402
+from pagepool.cli.usage import UsageError  # noqa: E402
+from pagepool.engine import Engine, SamplingParams  # noqa: E402
+
+
+def ended(process, status=0):
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == status
+    return process.communicate()[1]
+
+
+def test_keys_come_from_the_command_line_and_from_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# tenants\n\none first\none second\nthird\n")
+    found = serve.read_keys(["fourth"], str(file))
+    assert {key: tenant for key, tenant in found.items() if tenant == "one"} == {"first": "one", "second": "one"}
+    assert list(found) == ["fourth", "first", "second", "third"] and found["third"] != found["fourth"]
+    assert not any(key in tenant for key, tenant in found.items() if key in ("third", "fourth"))
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "said"),
+    [
+        ([""], None, "--api-key"),
+        (["two words"], None, "--api-key"),
+        ([], "a b c", "line 1: an API key is one word"),
+        ([], "x\n\nschlüssel", "line 3: an API key"),
+        ([], "# nothing\n", "no API key"),
+        ([], "one key\ntwo key", "line 2: the key has two tenants, 'one' and 'two'"),
+    ],
+)
+def test_a_key_that_cannot_be_used_is_refused_and_not_shown(tmp_path, given, text, said):
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=re.escape(said)) as error:
+        serve.read_keys(given, None if text is None else str(file))
+    assert "schlüssel" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "1", "2:1", "a:b", "1:2:3", "-99999999999:0"])
+def test_priorities_are_two_numbers(text, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", f"--priorities={text}"])
+    assert "LOW:HIGH" in capsys.readouterr().err
+
+
+def test_a_file_or_size_that_cannot_be_used_gets_one_sentence(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("x")
+    cases = {
+        ("--api-key-file", str(tmp_path / "none")): "cannot be read",
+        ("--ssl-certfile", str(file)): "cannot be used for TLS",
+        ("--ssl-keyfile", str(file)): "--ssl-keyfile needs --ssl-certfile",
+        ("--uds", str(file)): "no socket",
+        ("--uds", str(tmp_path / "none" / "socket")): "cannot be served",
+        ("--pool-bytes", "512T"): str(512 << 40),
+    }
+    for arguments, said in cases.items():
+        assert cli.main(["serve", "--port", "0", *arguments]) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
+    assert file.read_text() == "x"
+
+
+def test_a_unix_socket_is_for_its_owner_and_gone_at_the_end(tmp_path):
+    path = tmp_path / "socket"
+    for _ in range(2):  # a socket that a killed server has left is replaced
+        process, name, _ = served("--uds", str(path))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.example") as client:
+            assert client.get("/v1/models", timeout=SECONDS).json()["data"][0]["id"] == name
+        process.kill()
+        process.communicate()
+    process, _, _ = served("--uds", str(path))
+    second = start("serve", "--uds", str(path))
+    assert second.wait(SECONDS) == 2 and "another server listens there" in second.communicate()[1]
+    ended(process)
+    assert not path.exists()
+
+
+def test_tls(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, which makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    process, _, url = served("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    context = ssl.create_default_context(cafile=certificate)
+    assert url.startswith("https://") and httpx.get(f"{url}/health", verify=context).json() == {"status": "ok"}
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{url}/health".replace("https", "http"))
+    ended(process)
+
+
+def test_keys_and_hosts_of_the_command_line_are_asked_for(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one secret-of-one\n")
+    process, _, url = served("--api-key", "mine", "--api-key-file", str(file), "--allowed-host", "pages.example")
+    for key, host, status in (
+        ("mine", None, 200),
+        ("secret-of-one", "pages.example", 200),
+        ("mine", "evil.example", 403),
+        ("other", None, 401),
+    ):
+        headers = {"authorization": f"Bearer {key}"} | ({} if host is None else {"host": host})
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
+    assert "mine" not in ended(process)
+
+
+SLOW_START = """
+import time
+from pagepool.cli import main, serve
+open_engine = serve.open_engine
+def slowly(*arguments):
+    while not os.path.exists("loaded"):
+        time.sleep(0.05)
+    return open_engine(*arguments)
+import os
+serve.open_engine = slowly
+raise SystemExit(main(["serve", "--port", "0", "--threads", "1"]))
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_while_the_model_loads_requests_get_503(tmp_path, is_stopped):
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_START], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    url = re.search(r"loading tiny_llama; (http://\S+)/health", process.stderr.readline())[1]
+    health = httpx.get(f"{url}/health", timeout=SECONDS)
+    assert (health.status_code, health.json()) == (503, {"status": "loading"})
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    assert "being loaded" in refused.json()["error"]["message"]
+    if is_stopped:
+        ended(process, -signal.SIGTERM)
+        return
+    (tmp_path / "loaded").touch()
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if " at http" in line:
+            break
+    said = "".join(lines)
+    for word in ("LlamaForCausalLM of 1.9M parameters, float32", "1 of torch", "blocks of 16 tokens", "1,024 tokens"):
+        assert word in said
+    assert httpx.get(f"{url}/health", timeout=SECONDS).json() == {"status": "ok"}
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
+    assert '"POST /v1/completions" 200 ' in (log := ended(process)) and answer.headers["x-request-id"] in log
+
+
+def test_figures_are_in_vllm_s_words_and_only_of_what_runs():
+    with Engine(FakeRunner(num_blocks=256), Bytes()) as engine:
+        figures = Figures(engine)
+        time.sleep(0.01)
+        assert figures.line() is None
+        engine.submit("x" * 40, SamplingParams(10)).result(SECONDS)
+        engine.submit("x" * 40, SamplingParams(10)).result(SECONDS)
+        line = figures.line()
+        numbers = re.fullmatch(
+            r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
+            r"Running: 0 reqs, Waiting: 0 reqs, KV cache usage: 0.0%, Prefix cache hit rate: 45.0%",
+            line,
+        )
+        assert float(numbers[1]) == pytest.approx(4 * float(numbers[2]), rel=0.02)
+        assert figures.line() is None
