@@ -45,8 +45,8 @@ format: $(VENV)/.tools  ## write Python as ruff wants it
 demo-generate: build $(VENV)/.nox  ## write Python with the tiny model of the repository
 	$(NOX) test-models -- -m pagepool generate "$$(printf 'class Reader:\n    def __init__(self, ')" \
 		'def read_file(path):' 'import' --max-new-tokens 80 --temperature 0.5 --seed 1
-load-test: build $(VENV)/.nox  ## 8 clients that cancel, leave and give up, against a server, for SECONDS=600
-	$(NOX) test-models -- bench/load.py --seconds $(or $(SECONDS),600)
+load-test: build $(VENV)/.nox  ## 8 clients that cancel, leave and give up, for SECONDS=600; ATTACK=5: also under attack
+	$(NOX) test-models -- bench/load.py --seconds $(or $(SECONDS),600) $(if $(ATTACK),--attack $(ATTACK))
 cluster-demo: build $(VENV)/.nox  ## a burst on three engines, one killed in the middle: a table and a picture; RUNS=1
 	$(NOX) test-ray -- bench/cluster.py --runs $(or $(RUNS),1)
 ci-models: build $(VENV)/.nox
