@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20  # the limit of OpenAI's API
 MAX_BIAS = 100.0  # as OpenAI's
 MAX_BAD_WORDS = 256
 MAX_BAD_LENGTH = 16_384  # characters of all bad words together
+MAX_STOP = 64
+MAX_STOP_LENGTH = 16_384  # characters of all stop strings together
 LEAST = -3e38  # a logit in float32
 ROW = 128  # logits per row: the maxima of rows bound the search for the largest logits
 
@@ -35,7 +37,8 @@ class SamplingParams:
     top_p           only the most likely tokens are drawn that together have this probability, above 0 and up to 1
     seed            seed of the request's own generator, at least 0: the same seed draws the same numbers, whatever else
                     runs, and another seed draws others. None: a new seed for each request
-    stop            strings that end the text when they come; they are not part of it. One string or several
+    stop            strings that end the text when they come; they are not part of it. One string or several: up to 64,
+                    of 16,384 characters together
     stop_token_ids  more tokens that end the text, besides the stop tokens of the model
     ignore_eos      whether the stop tokens of the model do not end the text
     min_tokens      as many tokens come before a stop token or a stop string may end the text
@@ -86,15 +89,9 @@ class SamplingParams:
             raise wrong("ignore_eos", "a bool", self.ignore_eos)
         integer("min_tokens", self.min_tokens, 0)
         for name in ("stop", "stop_token_ids"):
-            if not isinstance(getattr(self, name), Iterable):
+            if not isinstance(getattr(self, name), Iterable) or isinstance(getattr(self, name), Mapping):
                 raise wrong(name, "a sequence", getattr(self, name))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for text in stop:
-            if not isinstance(text, str):
-                raise wrong("a stop string", "a str", text)
-            if not text:
-                raise ValueError("a stop string needs at least 1 character, got 0")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", _read_stop(self.stop))
         ids = frozenset(integer("a stop token", token, 0) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
         if not 0.0 <= real("min_p", self.min_p) <= 1.0:
@@ -106,6 +103,22 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be above 0 and finite, not {self.repetition_penalty}")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _read_words(self.bad_words))
+
+
+def _read_stop(stop: Any) -> tuple[str, ...]:
+    """The stop strings."""
+    texts: tuple[str, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(texts) > MAX_STOP:
+        raise ValueError(f"stop may have up to {MAX_STOP} strings, not {len(texts)}")
+    for text in texts:
+        if not isinstance(text, str):
+            raise wrong("a stop string", "a str", text)
+        if not text:
+            raise ValueError("a stop string needs at least 1 character, got 0")
+    length = sum(map(len, texts))
+    if length > MAX_STOP_LENGTH:
+        raise ValueError(f"stop may have up to {MAX_STOP_LENGTH} characters together, not {length}")
+    return texts
 
 
 def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,6 +21,7 @@ MAX_TOKENIZERS = 2  # prompts that are tokenized at the same time, each by a tok
 # A tokenizer may write a token differently at the beginning of a text: decode it behind this many tokens of the prompt.
 CONTEXT = 6
 REPLACEMENT = "\ufffd"  # decoders write it for an incomplete character
+MAX_INCOMPLETE = 3  # tokens that an incomplete character may have: it has up to 4 bytes, each token at least 1
 
 
 class Encoder:
@@ -130,9 +132,9 @@ class Detokenizer:
     prompt     the tokens before
     stop       strings that end the text
 
-    A character that comes in several tokens is returned with its last one. Text that may be the beginning of a stop
-    string is held back until that is decided. While `may_stop` is False no stop string is looked for. Raises TypeError
-    for stop strings without a tokenizer.
+    A character that comes in several tokens is returned with its last one; tokens that cannot complete one become
+    U+FFFD. Text that may be the beginning of a stop string is held back until that is decided. While `may_stop` is
+    False no stop string is looked for. Raises TypeError for stop strings without a tokenizer.
 
     >>> class Letters:
     ...     def decode(self, ids, skip_special_tokens):
@@ -149,7 +151,7 @@ class Detokenizer:
             raise TypeError(f"stop needs a tokenizer: {stop[0]!r} is text")
         self.stopped, self.may_stop = False, True
         self._tokenizer = tokenizer
-        self._stop = stop
+        self._stop = sorted(stop)
         self._held = ""
         # First the tokens with known text, then the tokens of an incomplete character; `_known` is the known text.
         self._ids = list(prompt[-CONTEXT:]) if tokenizer is not None else []
@@ -161,13 +163,16 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
-        text = self._decode(self._ids)
-        if text.endswith(REPLACEMENT) or len(text) < len(self._known):
-            return ""  # a character is not complete
+        text, end = self._decode(self._ids), len(self._ids)
+        if text.endswith(REPLACEMENT) or len(text) < len(self._known):  # a character is not complete
+            end -= MAX_INCOMPLETE
+            if end <= self._num_known:
+                return ""
+            text = self._decode(self._ids[:end])
         new = text[len(self._known) :]
         self._ids = self._ids[self._num_known :]
-        self._num_known = len(self._ids)
-        self._known = self._decode(self._ids)
+        self._num_known = end - self._num_known
+        self._known = self._decode(self._ids[: self._num_known])
         return self._up_to_stop(new)
 
     def flush(self) -> str:
@@ -184,19 +189,20 @@ class Detokenizer:
         """Return the text that was held back and `new`, up to where a stop string is or may begin."""
         if not self._stop or self.stopped or not self.may_stop:
             return "" if self.stopped else new
-        text = self._held + new
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        text, held = self._held + new, len(self._held)
+        found = [place for stop in self._stop if (place := text.find(stop, max(0, held - len(stop) + 1))) >= 0]
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        held = max(_beginning_at_end(text, stop) for stop in self._stop)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        # What is held begins where it did before or later, so that each place is left once.
+        begin = next((place for place in range(len(text)) if self._may_begin(text[place:])), len(text))
+        self._held = text[begin:]
+        return text[:begin]
 
-
-def _beginning_at_end(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a proper beginning of `stop`."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    def _may_begin(self, text: str) -> bool:
+        """Whether a stop string begins with `text`."""
+        place = bisect_left(self._stop, text)
+        return place < len(self._stop) and self._stop[place].startswith(text)
 
 
 def stop_token_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -148,6 +148,8 @@ def test_parameters_can_be_pickled_compared_and_replaced():
         ({"bad_words": [[]]}, ("bad_words", 0)),
         ({"bad_words": ["x"] * 257}, ("bad_words", 256, 257)),
         ({"bad_words": ["x" * 16_385]}, ("bad_words", 16_384, 16_385)),
+        ({"stop": ["x"] * 65}, ("stop", 64, 65)),
+        ({"stop": ["x" * 8000, "y" * 8385]}, ("stop", 16_384, 16_385)),
     ],
 )
 def test_values_out_of_range_are_refused(options, words):
@@ -155,7 +157,10 @@ def test_values_out_of_range_are_refused(options, words):
         SamplingParams(**options)
 
 
-@pytest.mark.parametrize("options", [{"logit_bias": 3}, {"logit_bias": {"1": 1}}, {"bad_words": 3}, {"bad_words": [3]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"logit_bias": 3}, {"logit_bias": {"1": 1}}, {"bad_words": 3}, {"bad_words": [3]}, {"stop": {"a": 1}}],
+)
 def test_values_of_wrong_types_are_refused(options):
     with refuses(TypeError, *options):
         SamplingParams(**options)
