@@ -101,6 +101,8 @@ class Admission(Preemption):
         request, and its priority is not lower."""
         known = max(request.fed, self._cached(request))
         leader = None
+        if not request.reads_cache:
+            return None
         for other in self._prefills():
             shared = self._shared(request, other)
             is_later = other.rank[:2] > request.rank[:2] or other.keys != request.keys
@@ -123,7 +125,7 @@ class Admission(Preemption):
         return is_known and leader.state == "prefilling" and leader.fed < until
 
     def _cached(self, request: Request) -> int:
-        if self.cache is None:
+        if self.cache is None or not request.reads_cache:
             return 0
         groups = range(1 if self.groups is None else len(self.groups))
         prompt = request.prompt_tokens
@@ -154,6 +156,8 @@ class Admission(Preemption):
 
     def _adopt(self, request: Request) -> bool:
         """Begin with cached blocks, where they are more than it was left."""
+        if not request.reads_cache:
+            return False
         full = (request.total_tokens - 1) // self.block_size
         least = request.fed // self.block_size + 1
         if self.cache is not None and self.groups is not None:

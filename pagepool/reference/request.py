@@ -22,6 +22,7 @@ class Request:
     priority: int = 0
     tenant: Any = None
     keys: dict[str, Any] = field(default_factory=dict)  # salt and extra keys for the prefix cache
+    reads_cache: bool = True
     arrived: int = 0
     output_tokens: list[int] = field(default_factory=list)
     state: str = "waiting"

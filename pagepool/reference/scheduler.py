@@ -229,6 +229,7 @@ class Scheduler(Admission):
         tenant: Any = None,
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
+        reads_cache: bool = True,
     ) -> Request:
         """A new request. Only its tokens are checked."""
         prompt = list(prompt_tokens)
@@ -238,6 +239,7 @@ class Scheduler(Admission):
         request.stop_token_ids, request.request_id = tuple(stop_token_ids), request_id
         check_token(min(request.prompt_tokens))
         request.keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
+        request.reads_cache = reads_cache
         request.rank = rank(self.config.policy, request)
         self.next_id += 1
         return request

@@ -100,8 +100,8 @@ class PrefixAdapter:
         seq._prefix = SequencePrefix(key, row, len(seq.prompt_tokens))
 
     def cached(self, seq: Sequence) -> int:
-        """Tokens of the prompt of `seq` that are cached."""
-        if self.cache is None:
+        """Tokens of the prompt of `seq` that are cached, if it reads the cache."""
+        if self.cache is None or not seq.reads_cache:
             return 0
         prompt = seq._prefix.row[: len(seq.prompt_tokens)]
         found = [self.cache.cached_tokens(prompt, **self._keys(seq, group)) for group in range(self._num_groups)]
@@ -113,7 +113,7 @@ class PrefixAdapter:
         Returns it with the number of tokens that both prompts share in full blocks, or None. Costs a comparison of one
         block per prefill when nothing is shared.
         """
-        if self.cache is None:
+        if self.cache is None or not seq.reads_cache:
             return None
         size, prompt = self._blocks.block_size, seq.prompt_tokens
         head, most = prompt[:size], min(len(prompt), seq.total_tokens - 1) // size * size
@@ -155,7 +155,7 @@ class PrefixAdapter:
 
         Returns True when its state has changed. It has only gained tokens then.
         """
-        if self.cache is None:
+        if self.cache is None or not seq.reads_cache:
             return False
         blocks = self._blocks
         if not blocks.can_cut:

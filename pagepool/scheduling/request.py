@@ -46,6 +46,7 @@ class Sequence:
     request_id      the caller's own id: an int, a str or None
     tenant          the name of the tenant: hashable
     cache_salt, extra_keys  two prompts share cached blocks only if both are equal
+    reads_cache     whether it begins with cached blocks
     kv              its `PagedSeqState`, or `HybridSequence` where the scheduler has groups or states, while it is
                     active and the scheduler has a pool, else None; after a partial preemption the state with the
                     remaining blocks
@@ -66,6 +67,7 @@ class Sequence:
     extra_keys: tuple[Any, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     request_id: int | str | None = None
+    reads_cache: bool = True
     state: SeqState = field(default=SeqState.WAITING, init=False)
     output_tokens: list[int] = field(default_factory=list, init=False)
     kv: Any = field(default=None, init=False)

@@ -140,6 +140,7 @@ class Scheduler:
         tenant: Hashable = None,
         cache_salt: str | bytes | int | None = None,
         extra_keys: Iterable[str | bytes | int | None] = (),
+        reads_cache: bool = True,
     ) -> int:
         """Queue a request.
 
@@ -161,6 +162,9 @@ class Scheduler:
             The name of a `Tenant`.
         cache_salt, extra_keys
             As in `PrefixCache.match_prefix`. Without a salt, tenants share cached blocks.
+        reads_cache : bool
+            Whether it begins with the blocks that the prefix cache has. False: the whole prompt is computed, for
+            callers that need the result of each token. Its blocks are cached for others all the same.
 
         Returns
         -------
@@ -196,6 +200,7 @@ class Scheduler:
             tenant=tenant,
             cache_salt=cache_salt,
             extra_keys=extra_keys,
+            reads_cache=reads_cache,
         )
         with self._guard:
             self._guard.is_changing = True

@@ -61,12 +61,13 @@ def read_request(
     tenant: Any = None,
     cache_salt: Any = None,
     extra_keys: Iterable[Any] = (),
+    reads_cache: bool = True,
 ) -> Sequence:
     """The sequence of a request, without an id yet.
 
     Raises ValueError for a prompt that is empty, is longer than its limit or has a token below 0, and for an output
-    limit below 0. Raises TypeError for numbers that are not integers, a request without a limit, or a tenant that
-    cannot be hashed.
+    limit below 0. Raises TypeError for numbers that are not integers, a request without a limit, a tenant that cannot
+    be hashed, or a `reads_cache` that is not a bool.
     """
     prompt = _as_row("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
@@ -83,6 +84,8 @@ def read_request(
         raise wrong("tenant", "hashable", tenant) from None
     if isinstance(extra_keys, (str, bytes)) or not isinstance(extra_keys, Iterable):
         raise TypeError(f"extra_keys must be a sequence of keys, not {type(extra_keys).__name__}")
+    if not isinstance(reads_cache, bool):
+        raise wrong("reads_cache", "a bool", reads_cache)
     if not prompt:
         raise ValueError("a prompt needs at least 1 token, got 0")
     for token in (min(prompt), *stops):
@@ -95,7 +98,7 @@ def read_request(
     if not limits:
         raise TypeError("a request needs max_tokens (limit of prompt + output) or max_new_tokens (limit of output)")
     keys = (cache_salt, tuple(extra_keys))
-    return Sequence(0, prompt, min(limits), level, tenant, *keys, frozenset(stops), request_id)
+    return Sequence(0, prompt, min(limits), level, tenant, *keys, frozenset(stops), request_id, reads_cache)
 
 
 def read_token(token: Any) -> int:

@@ -247,6 +247,22 @@ def test_salts_and_keys_keep_requests_apart():
     assert len(run_to_end(scheduler)[0].tokens[0]) == 2
 
 
+def test_a_request_that_does_not_read_the_cache_computes_its_prompt_and_caches_it():
+    scheduler, cache = make(max_prefill_tokens=8, max_batch_tokens=64)
+    scheduler.add_request(range(20), 22)
+    run_step(scheduler)
+    first = scheduler.add_request(range(20), 22, reads_cache=False)  # it does not wait for what is being computed
+    assert scheduler.schedule().tokens == [[*range(8, 16)], [*range(8)]]
+    scheduler.close()
+    scheduler, cache = make()
+    first = scheduler.add_request(range(10), 12, reads_cache=False)
+    run_to_end(scheduler)
+    assert cache.cached_tokens(range(10)) == 8
+    second = scheduler.add_request(range(10), 12, reads_cache=False)
+    assert scheduler.schedule().tokens == [[*range(10)]]
+    assert [scheduler.get_sequence(seq_id).num_cached for seq_id in (first, second)] == [0, 0]
+
+
 def test_cached_prefixes_go_before_anybody_gives_way():
     scheduler, cache = make(8, watermark=0)
     for head in (10, 20):

@@ -213,6 +213,7 @@ def add(rng, worlds, tenants=(0, 1, None), stop_token_ids=(), inbox=False):
     head = [rng.randrange(3)] * rng.choice([0, 4, 8, 9])
     prompt = head + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
     about = {"tenant": tenant, "priority": rng.randrange(3), "cache_salt": rng.choice([None, None, "a"])}
+    about["reads_cache"] = rng.random() < 0.8
     about["stop_token_ids"] = stop_token_ids
     limit, way = len(prompt) + rng.randint(0, 16), "submit" if inbox else "add_request"
     try:

@@ -15,6 +15,7 @@ def test_a_scheduler_names_what_is_wrong():
         (lambda: scheduler.add_request([1], 5, tenant=[]), TypeError, ("tenant", "list")),
         (lambda: scheduler.add_request([1], 5, extra_keys=5), TypeError, ("extra_keys", "int")),
         (lambda: scheduler.add_request([1], 5, extra_keys="a"), TypeError, ("extra_keys", "str")),
+        (lambda: scheduler.add_request([1], 5, reads_cache=1), TypeError, ("reads_cache", "int")),
         (lambda: scheduler.commit(None, []), TypeError, ("batch", "ScheduledBatch", "None")),
         (lambda: scheduler.commit(scheduler.outstanding, 5), TypeError, ("tokens", "int", 5)),
         (lambda: scheduler.add_request(5, 4), TypeError, ("prompt_tokens", "int", 5)),
