@@ -34,6 +34,7 @@ MAX_SECONDS = 86_400
 BACKLOG = 1024
 MAX_PRIORITY = 1 << 30
 MAX_CONNECTIONS = 1 << 20
+KEEP_ALIVE = 30  # seconds of an idle connection; clients often forget theirs after 5, and must not lose the race
 SPARE_FILES = 64  # descriptors that the process needs beside those of connections
 
 
@@ -164,6 +165,7 @@ def run(options: argparse.Namespace) -> int:
             timeout_graceful_shutdown=options.drain + GRACE,
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE,
             server_header=False,
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,

@@ -79,7 +79,6 @@ class Intake(ABC):
         self.failure: BaseException | None = None  # that has ended all work
         self._pool_tokens, self._is_exact = pool_tokens, is_exact
         self._counts: Counter[str] = Counter()
-        self._known_words: tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def submit(
         self,
@@ -147,7 +146,7 @@ class Intake(ABC):
         ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.stop_token_ids
         for token, _ in params.logit_bias[-1:]:  # the highest
             self._check_token("logit_bias", token)
-        words = self._bad_words(params.bad_words)
+        words = self.bad_word_ids(params.bad_words)
         params = replace(params, max_new_tokens=most, stop_token_ids=ends, bad_words=words)
         return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
 
@@ -159,11 +158,13 @@ class Intake(ABC):
         check_length(num_prompt_tokens, most, "the pool", self._pool_tokens if self._is_exact else None)
         return most
 
-    def _bad_words(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of words, as vLLM has them: also behind a space, where that is another first token."""
-        known, ids = self._known_words  # of the last request: choices of one prompt have the same ones
-        if words == known:
-            return ids
+    def bad_word_ids(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words, as vLLM has them: also behind a space, where that is another first token.
+
+        words  texts or token ids, as in `SamplingParams`
+
+        Raises `RequestRejected` for a token that the model does not know, and TypeError for a text without a tokenizer.
+        """
         found: list[tuple[int, ...]] = []
         for word in words:
             if not isinstance(word, str):
@@ -181,7 +182,6 @@ class Intake(ABC):
             found.append(alone)
             if behind[0] != alone[0] and len(behind) == len(alone):
                 found.append(behind)
-        self._known_words = words, tuple(found)
         return tuple(found)
 
     def _check_token(self, name: str, token: int) -> None:

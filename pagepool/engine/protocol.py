@@ -35,6 +35,9 @@ class TextEngine(Protocol):
     def num_requests(self) -> int:
         """Requests that have not ended."""
 
+    def bad_word_ids(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of `SamplingParams.bad_words`. Raises `RequestRejected` or TypeError."""
+
     def submit(
         self,
         prompt: str | Iterable[int],

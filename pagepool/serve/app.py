@@ -304,10 +304,14 @@ class Server:
         try:
             prompts = []
             for prompt in request.prompts:
-                if isinstance(prompt, list) and not request.is_chat:
-                    check_length(len(prompt), 0, "the server", self._most_tokens)  # before each token is looked at
-                prompts.append(await self._encode(encode, prompt))
-                check_length(len(prompts[-1]), 0, "the server", self._max_prompt_tokens)
+                limit = self._most_tokens
+                if request.is_chat or isinstance(prompt, str):
+                    prompt, limit = await self._encode(encode, prompt), self._max_prompt_tokens
+                check_length(len(prompt), 0, "the server", limit)
+                prompts.append(prompt)
+            if words := request.params.bad_words:
+                ids = await loop.run_in_executor(self._encoding, self._engine.bad_word_ids, words)
+                request.params = replace(request.params, bad_words=ids)
             return await loop.run_in_executor(self._submitting, self._submit, request, prompts, request_id, waiting)
         except RequestRejected as error:
             raise RequestError(400, str(error), error.code) from error

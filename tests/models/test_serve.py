@@ -466,6 +466,19 @@ def test_texts_that_are_tokenized_count_for_the_limit_and_hold_nobody_up():
         assert served.post(prompt=[1, 2], n=2).status_code == 200
 
 
+def test_words_are_tokenized_beside_submitting():
+    """They wait for one of the tokenizers, and nobody waits for them."""
+    tokenizer = Slow()
+    with serving(FakeRunner(), tokenizer) as served, ThreadPoolExecutor(3) as threads:
+        slow = [threads.submit(served.post, prompt=f"slow {number}", max_tokens=1) for number in range(2)]
+        wait_until(lambda: len(tokenizer.seen) == 2)
+        waiting = threads.submit(served.post, prompt=[1, 2], max_tokens=1, bad_words=["word"])
+        time.sleep(0.1)
+        assert served.post(prompt=[1, 2], max_tokens=1).status_code == 200 and not waiting.done()
+        tokenizer.may.set()
+        assert [each.result(SECONDS).status_code for each in (*slow, waiting)] == [200, 200, 200]
+
+
 def test_a_text_whose_client_has_left_is_not_tokenized():
     tokenizer = Slow()
     with serving(FakeRunner(), tokenizer) as served:
