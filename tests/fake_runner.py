@@ -64,15 +64,19 @@ class FakeRunner:
         if error is not None:
             raise error
         time.sleep(self.step_seconds)
-        self.tables.fill(batch)
-        fed = np.concatenate(batch.tokens).astype(np.float32)
+        return self.forward(batch.tokens, batch.states, [int(wants) for wants in batch.wants_token])
+
+    def forward(self, tokens, sequences, keep):
+        self.tables.fill(sequences, [len(row) for row in tokens])
+        fed = np.concatenate(tokens).astype(np.float32)
         rows = np.repeat(fed, 8).reshape(-1, 1, 8)
         self.pool.append(0, self.tables.slot_mapping, rows, rows)
         logits = []
-        for state, wants in zip(batch.states, batch.wants_token, strict=True):
-            if wants:
+        for state, count in zip(sequences, keep, strict=True):
+            if count:
                 k, _ = self.pool.gather(0, state.blocks, state.len)
-                logits.append(self.next_token(k[:, 0, 0].astype(int).tolist()))
+                known = k[:, 0, 0].astype(int).tolist()
+                logits += [self.next_token(known[:end]) for end in range(state.len - count + 1, state.len + 1)]
         return np.array(logits, np.float32).reshape(-1, VOCABULARY)
 
     def close(self):

@@ -164,8 +164,10 @@ class FrontEnd(Intake):
     def _submit(self, request: Request, **options: Any) -> Generation:
         """Queue a request that was read, or join it to the one that had its `request_id` before.
 
-        Raises `RequestRejected` if that was another request.
+        Raises `RequestRejected` if that was another request, and for one that asks for `prompt_logprobs`.
         """
+        if request.params.prompt_logprobs is not None:  # another worker may compute the prompt, or have computed it
+            raise RequestRejected("log probabilities of prompts are not supported by a cluster")
         request_id = options.pop("request_id")
         run = _Run(request_id, request, options)
         with self._lock:
@@ -399,7 +401,7 @@ class FrontEnd(Intake):
 
     def _join(self, run: _Run) -> Generation:
         """Return a generation for one more caller. It gets all tokens of the request, past and future."""
-        generation = Generation(len(run.request.prompt), lambda: self._call_soon(self._leave, run, reference))
+        generation = Generation(run.request.prompt, lambda: self._call_soon(self._leave, run, reference))
         # A finalizer may call it, in the middle of whatever a thread does: it takes no lock.
         reference = weakref.ref(generation, lambda reference: self._call_soon(self._leave, run, reference))
         for token in run.tokens:

@@ -1,7 +1,7 @@
 """An engine: a model, a scheduler and one thread that makes all steps. See docs/guide/engine.md."""
 
 from pagepool.engine.engine import Engine
-from pagepool.engine.generation import Generation, Token
+from pagepool.engine.generation import Generation, PromptToken, Token
 from pagepool.engine.sampling import SamplingParams
 
-__all__ = ["Engine", "Generation", "SamplingParams", "Token"]
+__all__ = ["Engine", "Generation", "PromptToken", "SamplingParams", "Token"]

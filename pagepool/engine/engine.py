@@ -7,6 +7,7 @@ import logging
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from threading import Condition, Lock, Thread
 from time import monotonic, perf_counter, sleep
 from typing import Any
@@ -18,6 +19,7 @@ from pagepool.config import SchedulerConfig
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
 from pagepool.engine.memory import check_memory, pool_tokens, present
+from pagepool.engine.prompt_logprobs import PromptLogprobs
 from pagepool.engine.sampling import Sampler
 from pagepool.engine.tokenizing import stop_token_ids_of
 from pagepool.errors import EngineClosed, RequestRejected
@@ -38,6 +40,7 @@ class _Running:
     sampler: Sampler
     request: Request
     request_id: int | str
+    prompt: PromptLogprobs | None  # where they are asked for
     has_begun: bool = False  # a step has run it
 
 
@@ -131,19 +134,26 @@ class Engine(Intake):
         with self._changed:
             if not self.is_accepting:
                 raise EngineClosed("the engine takes no more requests") from self.failure
-            params = request.params
+            params, prompt = request.params, None
             limits = {"max_new_tokens": params.max_new_tokens, "stop_token_ids": params.stop_token_ids}
+            if params.prompt_logprobs is not None:
+                prompt = PromptLogprobs(request.prompt, params.prompt_logprobs)
+                options["reads_cache"] = False
+            if params.max_new_tokens == 0:  # it runs until its first token, which is dropped
+                limits = {"max_new_tokens": 1}
             try:
                 seq_id = self.scheduler.submit(request.prompt, **limits, **options)
             except ValueError as error:
                 raise RequestRejected(str(error)) from error
             except RuntimeError as error:  # the scheduler has just failed
                 raise EngineClosed(str(error)) from error
-            generation = Generation(len(request.prompt), partial(self.scheduler.cancel, seq_id))
+            found = None if prompt is None else prompt.found
+            generation = Generation(request.prompt, partial(self.scheduler.cancel, seq_id), found)
             # `cancel` may be called in a finalizer, which is what this callback is.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
             name = seq_id if options.get("request_id") is None else options["request_id"]
-            self._requests[seq_id] = _Running(reference, Sampler(params, num_generated, request.prompt), request, name)
+            sampler = Sampler(params, num_generated, request.prompt)
+            self._requests[seq_id] = _Running(reference, sampler, request, name, prompt)
             self._counts["prompt_tokens"] += len(request.prompt)
             self._changed.notify_all()
         return generation
@@ -241,7 +251,7 @@ class Engine(Intake):
         self._note_begun(requests)
         model_began = perf_counter()
         try:
-            rows = iter(np.asarray(self.runner.run(batch)))
+            rows, ends = self._run_model(batch, requests)
         except Exception as error:
             names = ", ".join(str(request.request_id) for request in requests)
             logger.error("the model failed in a step of the requests %s", names, exc_info=error)
@@ -253,9 +263,17 @@ class Engine(Intake):
         tokens: list[int | None] = [None] * len(batch)
         pieces = []
         for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):
-            if batch.wants_token[place]:
+            begin, end = ends[place : place + 2]
+            if begin != end:
                 try:
-                    logits = next(rows)
+                    if request.prompt is not None:
+                        request.prompt.add(rows[begin:end])
+                    if not batch.wants_token[place]:
+                        continue
+                    if request.request.params.max_new_tokens == 0:
+                        tokens[place] = 0
+                        continue
+                    logits = rows[end - 1]
                     tokens[place] = token = request.sampler.sample(logits)
                     pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
                 except Exception as error:
@@ -270,6 +288,23 @@ class Engine(Intake):
                 self._fail(piece[0], error)
         self._end_finished()
         self._seconds["step_seconds"] += perf_counter() - began
+
+    def _run_model(self, batch: Any, requests: list[_Running]) -> tuple[Any, list[int]]:
+        """Run the model. Returns the logits of all sequences, and where they begin and end for each of them.
+
+        They are those of its last token if the sequence wants a token, and of the tokens of its prompt that ask for
+        log probabilities.
+        """
+        keep = [int(wants) for wants in batch.wants_token]
+        for place, running in enumerate(requests):
+            if running.prompt is not None:
+                fed = self.scheduler.get_sequence(batch.seq_ids[place]).fed
+                keep[place] = max(keep[place], running.prompt.num_wanted(fed))
+        if sum(keep) == sum(batch.wants_token):
+            logits = self.runner.run(batch)
+        else:
+            logits = self.runner.forward(batch.tokens, batch.states, keep)
+        return np.asarray(logits), [0, *accumulate(keep)]
 
     def _note_begun(self, requests: list[_Running]) -> None:
         """Tell the generations of the requests that no step has run before."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Condition, Event
 from time import monotonic
 
-__all__ = ["Generation", "Token"]
+__all__ = ["Generation", "PromptToken", "Token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,32 @@ class Token:
     top_logprobs: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of a prompt.
+
+    token_id      its id
+    logprob       the natural logarithm of the model's probability of it behind the tokens before
+    rank          its place among all tokens by probability: 1 for the most likely one
+    top_logprobs  the logarithms of the most likely tokens, by id
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_logprobs: dict[int, float]
+
+
 class Generation:
     """The tokens of one request: an iterator and an async iterator of `Token`. `Engine.submit` makes it.
 
     token_ids           list of int: all tokens so far
     text                their text so far
-    num_prompt_tokens   tokens of the prompt
+    prompt_token_ids    list of int: the tokens of the prompt
+    num_prompt_tokens   their number
+    prompt_logprobs     where `SamplingParams.prompt_logprobs` asks for them: None for the first token of the prompt,
+                        which follows from nothing, and a `PromptToken` for each further one. The list is complete
+                        before the first token comes. Else None
     num_cached          tokens of the prompt that the prefix cache had, once a token has come
     submitted_at, scheduled_at, first_token_at, ended_at
                         times of `time.monotonic()`: of `submit`, of its first step, of its first token and of its end;
@@ -49,9 +69,15 @@ class Generation:
     have all of them. Iteration raises RuntimeError, with `error` as its cause, where the model has failed.
     """
 
-    def __init__(self, num_prompt_tokens: int, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        cancel: Callable[[], None],
+        prompt_logprobs: list[PromptToken | None] | None = None,
+    ) -> None:
         self.token_ids: list[int] = []
-        self.num_prompt_tokens = num_prompt_tokens
+        self.prompt_token_ids, self.prompt_logprobs = prompt_token_ids, prompt_logprobs
+        self.num_prompt_tokens = len(prompt_token_ids)
         self.num_cached = 0
         self.finish_reason: str | None = None
         self.error: BaseException | None = None

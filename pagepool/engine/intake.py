@@ -126,9 +126,9 @@ class Intake(ABC):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The most tokens of a prompt, which leave room for one more; None: no limit."""
-        limits = [self.max_model_len, self._pool_tokens if self._is_exact else None]
-        return min((limit - 1 for limit in limits if limit is not None), default=None)
+        """The most tokens of a prompt; None: no limit. The pool has room for one more, the model perhaps not."""
+        room = self._pool_tokens - 1 if self._pool_tokens is not None and self._is_exact else None
+        return min((limit for limit in (self.max_model_len, room) if limit is not None), default=None)
 
     @abstractmethod
     def _submit(self, request: Request, **options: Any) -> Generation:
@@ -155,7 +155,7 @@ class Intake(ABC):
         most = params.max_new_tokens
         most = self.max_new_tokens(num_prompt_tokens) if most is None else most
         check_length(num_prompt_tokens, most, "the model", self.max_model_len)
-        check_length(num_prompt_tokens, most, "the pool", self._pool_tokens if self._is_exact else None)
+        check_length(num_prompt_tokens, max(most, 1), "the pool", self._pool_tokens if self._is_exact else None)
         return most
 
     def bad_word_ids(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:

@@ -31,6 +31,9 @@ class TextEngine(Protocol):
     def max_prompt_tokens(self) -> int | None:
         """The most tokens of a prompt; None: no limit."""
 
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """The most tokens that a prompt of this many can get, at least 1."""
+
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""

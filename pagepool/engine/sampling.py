@@ -14,7 +14,7 @@ from pagepool._arguments import integer, real, wrong
 from pagepool.engine.adjusting import Adjuster, adjusts
 from pagepool.engine.drawing import draw
 
-__all__ = ["Sampler", "SamplingParams"]
+__all__ = ["Sampler", "SamplingParams", "check_logits", "logprobs_of"]
 
 LOWEST = 1e-30  # smallest temperature in float32; smaller ones give the same result, as do ones above its inverse
 MAX_LOGPROBS = 20  # the limit of OpenAI's API
@@ -31,7 +31,8 @@ ROW = 128  # logits per row: the maxima of rows bound the search for the largest
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    max_new_tokens  the most tokens that are generated, at least 1; None: all that there is room for
+    max_new_tokens  the most tokens that are generated, at least 1; None: all that there is room for. 0: only the prompt
+                    is computed, for `prompt_logprobs`
     temperature     logits are divided by it; 0: always the most likely token
     top_k           only the k most likely tokens are drawn; 0: all
     top_p           only the most likely tokens are drawn that together have this probability, above 0 and up to 1
@@ -49,6 +50,8 @@ class SamplingParams:
     logit_bias      a mapping from token ids to what is added to their logits, cut to -100 to 100; kept as pairs
     bad_words       words that do not come, with or without a space before them, up to 256; one may also be token ids
     logprobs        None, or how many of the most likely tokens are reported with each token, from 0 to 20
+    prompt_logprobs the same for the tokens of the prompt. None: the prompt may begin with cached pages, whose log
+                    probabilities are not known
 
     Raises TypeError and ValueError for a field of a wrong type or out of range.
 
@@ -72,10 +75,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Any = ()
     bad_words: Any = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
-            integer("max_new_tokens", self.max_new_tokens, 1)
+            integer("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0)
         if real("temperature", self.temperature, 0.0) == float("inf"):
             raise ValueError("temperature must be finite, not inf")
         integer("top_k", self.top_k, 0)
@@ -83,8 +87,9 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("seed", self.seed, 0))  # random takes -1 for 1
-        if self.logprobs is not None:
-            integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise wrong("ignore_eos", "a bool", self.ignore_eos)
         integer("min_tokens", self.min_tokens, 0)
@@ -204,10 +209,10 @@ class Sampler:
         self._num_tokens += 1
         if params.temperature == 0.0:
             best = int(logits.argmax())
-            _check(logits, logits[best])
+            check_logits(logits, logits[best])
             return best
         most = logits.max()
-        _check(logits, most)
+        check_logits(logits, most)
         temperature = min(max(params.temperature, LOWEST), 1.0 / LOWEST)
         if params.min_p > 0.0:
             least = max(log(params.min_p) * temperature, LEAST)
@@ -235,12 +240,18 @@ class Sampler:
         """
         if self.params.logprobs is None:
             return None, {}
-        best = logits.max()
-        total = float(best) + float(np.log(np.exp(logits - best).sum(dtype=np.float64)))
-        count = min(self.params.logprobs, len(logits))
-        top = _largest(logits, count) if count else np.empty(0, np.intp)
-        top = top[np.argsort(-logits[top], kind="stable")]
-        return float(logits[token]) - total, {int(index): float(logits[index]) - total for index in top}
+        return logprobs_of(logits, token, self.params.logprobs)
+
+
+def logprobs_of(logits: Any, token: int, count: int) -> tuple[float, dict[int, float]]:
+    """The natural logarithms of the probability of `token`, and of the `count` most likely tokens by id, most likely
+    first. `logits` is float32 of shape (vocab_size,); the sum is float64."""
+    best = logits.max()
+    total = float(best) + float(np.log(np.exp(logits - best).sum(dtype=np.float64)))
+    count = min(count, len(logits))
+    top = _largest(logits, count) if count else np.empty(0, np.intp)
+    top = top[np.argsort(-logits[top], kind="stable")]
+    return float(logits[token]) - total, {int(index): float(logits[index]) - total for index in top}
 
 
 def _largest(values: Any, count: int) -> Any:
@@ -259,7 +270,7 @@ def _largest(values: Any, count: int) -> Any:
     return found[kept]
 
 
-def _check(logits: Any, most: Any) -> None:
+def check_logits(logits: Any, most: Any) -> None:
     """Raise ValueError if the largest logit is not finite. NumPy takes NaN for the largest."""
     if not isfinite(most):
         raise ValueError(f"the logit of token {logits.argmax()} is {most}: the model's result is of no use")

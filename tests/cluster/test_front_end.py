@@ -434,6 +434,11 @@ def test_the_front_end_refuses_what_no_worker_can_run(prompt, count, words):
         assert world.front_end.num_requests == 0 and world.decode.calls == []
 
 
+def test_log_probabilities_of_prompts_are_refused():
+    with cluster(1) as world, refuses(RequestRejected, "log probabilities of prompts", "cluster"):
+        world.front_end.submit(PROMPT, SamplingParams(2, prompt_logprobs=0))
+
+
 def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
     with cluster(3, 2) as world:
         prompts = [f"shared beginning number {number % 4}, and then {number}" for number in range(40)]

@@ -17,7 +17,7 @@ import pytest
 from refusals import refuses
 
 import pagepool
-from pagepool import cli
+from pagepool import Engine, SamplingParams, cli
 from pagepool.cli import generate, model_options
 from pagepool.integrations.transformers.pretrained import ModelError, load_pretrained
 
@@ -68,6 +68,27 @@ def test_loading_a_model_leaves_gradients_to_the_process():
 def test_the_files_of_the_tiny_model_are_small():
     files = [path for path in TINY.iterdir() if path.is_file() and path.suffix != ".py"]
     assert sum(path.stat().st_size for path in files) <= 4_000_000
+
+
+def test_log_probabilities_of_prompts_are_those_of_transformers_alone_and_among_others():
+    import torch
+
+    model, tokenizer = load_pretrained(TINY)
+    text = Path(generate.__file__).read_text()
+    tokens = tokenizer(text)["input_ids"]
+    prompts = [tokens[begin : begin + 16 + 7 * number] for number, begin in enumerate(range(0, 400, 50))]
+    params = SamplingParams(1, prompt_logprobs=3)
+    with torch.inference_mode():
+        logits = [model(torch.tensor([prompt])).logits[0].double().log_softmax(-1) for prompt in prompts]
+    with Engine(model, tokenizer, num_blocks=256) as engine:
+        alone = [engine.submit(prompt, params).result(SECONDS) for prompt in prompts]
+        among = [engine.submit(prompt, params) for prompt in prompts for _ in range(2)]
+        for rows, wanted, *found in zip(logits, alone, among[::2], among[1::2], strict=True):
+            for generation in (wanted, *found):
+                for token, row in zip(generation.result(SECONDS).prompt_logprobs[1:], rows, strict=False):
+                    assert token.logprob == pytest.approx(row[token.token_id].item(), abs=1e-4)
+                    assert list(token.top_logprobs.values()) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+        engine.check()
 
 
 def test_prompts_run_together_and_json_has_all_figures(capsys, tmp_path):

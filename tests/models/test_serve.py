@@ -446,7 +446,7 @@ def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized():
         for path, asked in (("completions", {"prompt": "x" * 1_000_000}), ("completions", {"prompt": [1] * 1_000_000})):
             response = served.post(path, **asked)
             assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-            assert "1000000" in response.json()["error"]["message"] and "399" in response.json()["error"]["message"]
+            assert "1000000" in response.json()["error"]["message"] and "400" in response.json()["error"]["message"]
         response = served.post("chat/completions", messages=[{"role": "user", "content": "x" * 1_000_000}])
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert tokenizer.seen == []
