@@ -143,7 +143,14 @@ class FrontEnd(Intake):
         max_attempts: int = 4,
         max_records: int = 1024,
     ) -> None:
-        super().__init__(tokenizer, limits.vocab_size, limits.stop_token_ids, limits.max_model_len, limits.pool_tokens)
+        super().__init__(
+            tokenizer,
+            limits.vocab_size,
+            limits.stop_token_ids,
+            limits.max_model_len,
+            limits.pool_tokens,
+            sampling_defaults=limits.sampling_defaults,
+        )
         self.limits = limits
         self.max_attempts = integer("max_attempts", max_attempts, 1)
         self.max_records = integer("max_records", max_records, 0)

@@ -22,6 +22,7 @@ class Limits:
     vocab_size      how many tokens the model knows
     block_size      tokens per block
     stop_token_ids  the tokens that end every text of the model
+    sampling_defaults  the model's own defaults of fields of `SamplingParams`
     """
 
     max_model_len: int | None
@@ -29,6 +30,7 @@ class Limits:
     vocab_size: int
     block_size: int
     stop_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

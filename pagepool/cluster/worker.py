@@ -74,8 +74,14 @@ class Worker:
     def limits(self) -> Limits:
         """Return the limits of this worker."""
         runner, cache = self.engine.runner, self.engine.prefix_cache
-        block_size = 1 if cache is None else cache.block_size
-        return Limits(runner.max_model_len, pool_tokens(runner), runner.vocab_size, block_size, self.stop_token_ids)
+        return Limits(
+            runner.max_model_len,
+            pool_tokens(runner),
+            runner.vocab_size,
+            1 if cache is None else cache.block_size,
+            self.stop_token_ids,
+            self.engine.sampling_defaults,
+        )
 
     async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
         """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.

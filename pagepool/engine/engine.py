@@ -20,7 +20,7 @@ from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
 from pagepool.engine.memory import check_memory, pool_tokens, present
 from pagepool.engine.prompt_logprobs import PromptLogprobs
-from pagepool.engine.sampling import Sampler
+from pagepool.engine.sampling import Sampler, sampling_defaults_of
 from pagepool.engine.tokenizing import stop_token_ids_of
 from pagepool.errors import EngineClosed, RequestRejected
 
@@ -48,8 +48,9 @@ class Engine(Intake):
     """Generates text with a model over pagepool's pages; any thread may call it.
 
     One thread makes all steps: schedule, run the model, sample, commit. Close the engine at the end, or use it as a
-    context manager. `runner`, `scheduler`, `prefix_cache`, `tokenizer`, `encoder`, `max_model_len`, `is_accepting`
-    and `failure` are attributes. Failures are logged with their traceback by the logger "pagepool".
+    context manager. `runner`, `scheduler`, `prefix_cache`, `tokenizer`, `encoder`, `max_model_len`,
+    `sampling_defaults`, `is_accepting` and `failure` are attributes. Failures are logged with their traceback by the
+    logger "pagepool".
 
     Parameters
     ----------
@@ -111,6 +112,7 @@ class Engine(Intake):
             self.runner.max_model_len,
             pool_tokens(self.runner),
             is_exact=self.runner.groups is None,
+            sampling_defaults=sampling_defaults_of(self.runner.model),
         )
         self.prefix_cache = self.runner.new_prefix_cache(prefix_events) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)

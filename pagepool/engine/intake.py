@@ -60,6 +60,8 @@ class Intake(ABC):
         Tokens of one sequence that the pools have room for.
     is_exact : bool
         Whether a sequence of more than `pool_tokens` can never run. Windows give blocks back: then it can.
+    sampling_defaults : dict or None
+        The model's own defaults of fields of `SamplingParams`, for a server. `submit` does not read them.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class Intake(ABC):
         max_model_len: int | None,
         pool_tokens: int | None,
         is_exact: bool = True,
+        sampling_defaults: dict[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, vocab_size)
         self.stop_token_ids = stop_token_ids
         self.max_model_len = max_model_len
+        self.sampling_defaults = sampling_defaults or {}
         self.is_accepting = True
         self.failure: BaseException | None = None  # that has ended all work
         self._pool_tokens, self._is_exact = pool_tokens, is_exact

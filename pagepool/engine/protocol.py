@@ -17,6 +17,7 @@ class TextEngine(Protocol):
 
     encoder, tokenizer  for prompts, and for the texts of single tokens
     max_model_len       most tokens of prompt and output, or None
+    sampling_defaults   the model's own defaults of fields of `SamplingParams`
     is_accepting        whether requests are taken
     failure             the exception that has ended all work, or None
     """
@@ -24,6 +25,7 @@ class TextEngine(Protocol):
     encoder: Encoder
     tokenizer: Any
     max_model_len: int | None
+    sampling_defaults: dict[str, Any]
     is_accepting: bool
     failure: BaseException | None
 

@@ -14,7 +14,7 @@ from pagepool._arguments import integer, real, wrong
 from pagepool.engine.adjusting import Adjuster, adjusts
 from pagepool.engine.drawing import draw
 
-__all__ = ["Sampler", "SamplingParams", "check_logits", "logprobs_of"]
+__all__ = ["Sampler", "SamplingParams", "check_logits", "logprobs_of", "sampling_defaults_of"]
 
 LOWEST = 1e-30  # smallest temperature in float32; smaller ones give the same result, as do ones above its inverse
 MAX_LOGPROBS = 20  # the limit of OpenAI's API
@@ -108,6 +108,17 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be above 0 and finite, not {self.repetition_penalty}")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _read_words(self.bad_words))
+
+
+def sampling_defaults_of(model: Any) -> dict[str, Any]:
+    """The model's own defaults of fields of `SamplingParams`: those that its `generation_config` sets.
+
+    They are as they stand there, and may be no `SamplingParams`. `do_sample` is not read, as in vLLM.
+    """
+    config: Any = getattr(model, "generation_config", None)
+    found = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: found[name] for name in names if found.get(name) is not None}
 
 
 def _read_stop(stop: Any) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from pagepool._version import __version__
 from pagepool.engine.generation import Generation
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
+from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.serve.access import Access, salt_of
@@ -39,6 +40,7 @@ from pagepool.serve.http import (
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.places import Places, Waiting
 from pagepool.serve.protocol import (
+    DEFAULT_MAX_TOKENS,
     Answer,
     ChatAnswer,
     Request,
@@ -54,6 +56,7 @@ from pagepool.serve.token_texts import TokenTexts
 __all__ = ["create_app"]
 
 LARGE_BODY_BYTES = 256 << 10  # a larger body is parsed outside the event loop
+MAX_PROMPT_REPORTED = 1 << 18  # log probabilities of the prompts of one request: about 100 MiB
 Found = TypeVar("Found")
 
 
@@ -92,7 +95,8 @@ def create_app(
     error is JSON, as OpenAI's clients read it. Clients do not see the text of an exception: it is logged with an id,
     the header's or a new one, and the error names the id.
 
-    Raises ImportError where starlette or prometheus_client is missing.
+    Raises ImportError where starlette or prometheus_client is missing, and ValueError for sampling defaults of the
+    engine that are no `SamplingParams`.
     """
     server = Server(engine, model, max_prompt_tokens, max_requests, timeout, priorities, shows_cached_tokens)
     routes = [
@@ -144,6 +148,10 @@ class Server:
         shows_cached_tokens: bool,
     ) -> None:
         self._engine, self._model = engine, model
+        try:
+            SamplingParams(**engine.sampling_defaults)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the model's generation_config: {error}") from error
         self._max_prompt_tokens, self._timeout = max_prompt_tokens, timeout
         self._priorities, self._shows_cached_tokens = priorities, shows_cached_tokens
         self.metrics = Metrics(engine)
@@ -236,7 +244,8 @@ class Server:
 
     async def _answer(self, http: HttpRequest, is_chat: bool) -> Response:
         began = monotonic()
-        request = await read(http, lambda body: read_request(body, is_chat))
+        defaults = self._engine.sampling_defaults
+        request = await read(http, lambda body: read_request(body, is_chat, defaults))
         self._check_model(request.model)
         self._check_priority(request.options.get("priority", 0))
         tenant = http.scope["state"]["tenant"]
@@ -246,20 +255,20 @@ class Server:
         request_id = read_id(http)
         generations = await self._finish(http, self._start(request, request_id))
         kind = ChatAnswer if is_chat else Answer
-        answer = kind(self._model, self._texts, request.n, self._shows_cached_tokens)
+        texts = await self._prompt_texts(request) if request.echo else ()
+        answer = kind(self._model, self._texts, request, texts, self._shows_cached_tokens)
         run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs)
         if self._stopping.is_set():
             run.cancel()
-        has_logprobs = request.params.logprobs is not None
         if request.stream:
-            return EventStream(run, events(run, answer, has_logprobs, request.include_usage))
+            return EventStream(run, events(run, answer, request.include_usage))
         try:
             tokens = await self._finish(http, run.all_tokens())
         finally:
             run.cancel()
-        if not has_logprobs:
-            return JSONResponse(answer.all(generations, tokens, False))
-        return await asyncio.to_thread(lambda: JSONResponse(answer.all(generations, tokens, True)))
+        if not answer.has_logprobs and not request.shows_prompt_logprobs:
+            return JSONResponse(answer.all(generations, tokens))
+        return await asyncio.to_thread(lambda: JSONResponse(answer.all(generations, tokens)))
 
     async def _finish(self, http: HttpRequest, work: Coroutine[Any, Any, Found]) -> Found:
         """What `work` returns. It is cancelled when the client has left or the server stops, which is raised."""
@@ -293,6 +302,17 @@ class Server:
         tokens: list[int] = await loop.run_in_executor(self._encoding, encode, prompt, most)
         return tokens
 
+    async def _prompt_texts(self, request: Request) -> list[str]:
+        """The texts of the prompts. Those of token ids are decoded by one of the threads that tokenize."""
+        loop, tokenizer = asyncio.get_running_loop(), self._engine.tokenizer
+        found = []
+        for prompt in request.prompts:
+            if not isinstance(prompt, str):
+                decode = (lambda _: "") if tokenizer is None else tokenizer.decode
+                prompt = await loop.run_in_executor(self._encoding, decode, prompt)
+            found.append(prompt)
+        return found
+
     async def _start(self, request: Request, request_id: str | None) -> list[Generation]:
         """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""
         if not self._engine.is_accepting:
@@ -309,6 +329,11 @@ class Server:
                     prompt, limit = await self._encode(encode, prompt), self._max_prompt_tokens
                 check_length(len(prompt), 0, "the server", limit)
                 prompts.append(prompt)
+            if request.params.prompt_logprobs is not None:
+                reported = sum(map(len, prompts)) * request.n * (request.params.prompt_logprobs + 1)
+                if reported > MAX_PROMPT_REPORTED:
+                    sentence = f"a request may have up to {MAX_PROMPT_REPORTED} log probabilities of prompts"
+                    raise RequestError(400, f"{sentence}, not {reported}", param="prompt_logprobs")
             if words := request.params.bad_words:
                 ids = await loop.run_in_executor(self._encoding, self._engine.bad_word_ids, words)
                 request.params = replace(request.params, bad_words=ids)
@@ -330,6 +355,9 @@ class Server:
                 for number in range(request.n):
                     # Choices of one prompt differ.
                     params = replace(request.params, seed=None if seed is None else seed + number)
+                    if request.cuts_length:
+                        room = self._engine.max_new_tokens(len(tokens))
+                        params = replace(params, max_new_tokens=min(DEFAULT_MAX_TOKENS, room))
                     if request_id is not None and len(prompts) * request.n > 1:
                         name = f"{request_id}/{len(generations)}"
                     with waiting.hand_over():

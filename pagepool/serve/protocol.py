@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from pagepool.engine.sampling import SamplingParams
 from pagepool.serve.token_texts import TokenTexts
 
 __all__ = [
+    "DEFAULT_MAX_TOKENS",
     "Answer",
     "ChatAnswer",
     "Request",
@@ -27,15 +28,15 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
+MAX_REPORTED = 512  # n times the log probabilities of a token: those of its choices at one place
 LEAST_LOGPROB = -9999.0  # for -inf, which JSON lacks
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat may go on to the model's length
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's and vLLM's; a chat may go on to the model's length
 # What only labels a request.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # What is refused unless it asks for nothing: the values that do so, None among them. OpenAI's parameters, then vLLM's
 # and llama-server's.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -53,7 +54,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
-    "prompt_logprobs": (),
     "structured_outputs": (),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
@@ -87,9 +87,9 @@ SAMPLING = (
 COMMON = {
     *SAMPLING,
     *("model", "max_tokens", "n", "seed", "stream", "logit_bias", "bad_words"),
-    *("stream_options", "logprobs", "priority", "cache_salt", "ignore_eos", "min_tokens"),
+    *("stream_options", "logprobs", "prompt_logprobs", "priority", "cache_salt", "ignore_eos", "min_tokens"),
 }
-KNOWN = {False: {*COMMON, "prompt"}, True: {*COMMON, "messages", "max_completion_tokens", "top_logprobs"}}
+KNOWN = {False: {*COMMON, "prompt", "echo"}, True: {*COMMON, "messages", "max_completion_tokens", "top_logprobs"}}
 
 
 class RequestError(Exception):
@@ -120,6 +120,9 @@ class Request:
     prompts         texts or lists of token ids; of a chat its messages, alone
     is_chat, stream, include_usage  what is asked for
     n               choices of each prompt
+    echo            whether each choice begins with its prompt
+    shows_prompt_logprobs  whether choices have the log probabilities of their prompt's tokens
+    cuts_length     whether `params.max_new_tokens` is a default, which is cut to the room that there is
     params          how tokens are chosen, and when each text ends
     options         `priority` and `cache_salt` of `Engine.submit`, as far as they are given
     """
@@ -130,6 +133,9 @@ class Request:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    echo: bool = False
+    shows_prompt_logprobs: bool = False
+    cuts_length: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -149,8 +155,10 @@ def read_body(body: bytes) -> dict[str, Any]:
     return found
 
 
-def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
+def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, Any] | None = None) -> Request:
     """Read the object of a request. Raises `RequestError` for what is missing, wrong, unknown or not supported.
+
+    defaults  of sampling parameters, in place of OpenAI's
 
     `Engine.submit` checks the prompts.
     """
@@ -159,7 +167,10 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
         if given.get(choice) == "none":
             given.pop(tools, None)
     # A prompt gets special tokens from the tokenizer, a chat from its template.
-    for name, nothing in {**UNSUPPORTED, "add_special_tokens": (not is_chat,)}.items():
+    neutral = {**UNSUPPORTED, "add_special_tokens": (not is_chat,)}
+    if is_chat:
+        neutral["echo"] = (False,)
+    for name, nothing in neutral.items():
         if name in given and given.pop(name) not in nothing:
             raise RequestError(400, f"{name} is not supported", "unsupported_parameter", name)
     unknown = sorted(given.keys() - KNOWN[is_chat])
@@ -174,23 +185,35 @@ def read_request(body: Mapping[str, Any], is_chat: bool) -> Request:
         n=_typed(given, "n", int, 1),
         stream=_typed(given, "stream", bool, False),
         include_usage=_typed(options, "include_usage", bool, False),
+        echo=_typed(given, "echo", bool, False),
+        shows_prompt_logprobs="prompt_logprobs" in given,
     )
     if not 1 <= request.n <= MAX_CHOICES:
         raise RequestError(400, f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
-    default = None if is_chat else DEFAULT_MAX_TOKENS
-    limit = _typed(given, "max_completion_tokens", int, _typed(given, "max_tokens", int, default))
+    if request.stream and request.shows_prompt_logprobs:
+        raise RequestError(400, "prompt_logprobs are not supported with stream", param="prompt_logprobs")
+    limit = _max_tokens(given, is_chat, may_be_0=request.echo or request.shows_prompt_logprobs)
+    request.cuts_length = not is_chat and limit is None
+    if request.cuts_length:
+        limit = DEFAULT_MAX_TOKENS
     least = _typed(given, "min_tokens", int, 0)
     if limit is not None and least > limit:
         sentence = f"min_tokens must be at most max_tokens, which is {limit}, not {least}"
         raise RequestError(400, sentence, param="min_tokens")
-    sampling = {"temperature": 1.0, **{name: given[name] for name in SAMPLING if name in given}}
-    sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": _logprobs(given, is_chat)}
+    sampling = {"temperature": 1.0, **(defaults or {}), **{name: given[name] for name in SAMPLING if name in given}}
+    logprobs = _logprobs(given, is_chat)
+    of_prompt = _prompt_logprobs(given, request.echo, logprobs, limit)
+    sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": logprobs, "prompt_logprobs": of_prompt}
     sampling |= {"logit_bias": _logit_bias(given), "bad_words": _bad_words(given)}
     sampling |= {"min_tokens": least, "ignore_eos": _typed(given, "ignore_eos", bool, False)}
     try:
         request.params = SamplingParams(limit, **sampling)
     except (TypeError, ValueError) as error:
         raise RequestError(400, str(error)) from None
+    reported = request.n * (max(logprobs or 0, of_prompt or 0) + 1)
+    if reported > MAX_REPORTED:
+        sentence = f"n times the log probabilities of a token may be up to {MAX_REPORTED}, not {reported}"
+        raise RequestError(400, sentence, param="n")
     if "priority" in given:
         request.options["priority"] = _typed(given, "priority", int, 0)
     if "cache_salt" in given:
@@ -280,6 +303,23 @@ def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
     return None
 
 
+def _prompt_logprobs(given: Mapping[str, Any], echo: bool, logprobs: int | None, limit: int | None) -> int | None:
+    """How many of the most likely tokens are reported with each token of the prompt, or None."""
+    own: int | None = _typed(given, "prompt_logprobs", int, None)
+    counts = [count for count in (own, logprobs if echo else None) if count is not None]
+    return max(counts) if counts else 0 if limit == 0 else None
+
+
+def _max_tokens(given: Mapping[str, Any], is_chat: bool, may_be_0: bool) -> int | None:
+    """The limit that the client gave, or None."""
+    name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    limit: int | None = _typed(given, name, int, None)
+    if limit is not None and limit < (0 if may_be_0 else 1):
+        more = "" if is_chat or limit < 0 else ", or 0 with echo or prompt_logprobs"
+        raise RequestError(400, f"{name} must be at least 1{more}, not {limit}", param=name)
+    return limit
+
+
 def _prompts(given: Mapping[str, Any]) -> list[Any]:
     """A text, a list of token ids, or a list of either, as a list of prompts."""
     prompt = given.get("prompt")
@@ -322,34 +362,64 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 class Answer:
     """The objects that answer a request for completions.
 
-    model   the name of the model
-    texts   of single tokens
-    n       choices of each prompt
+    model    the name of the model
+    texts    of single tokens
+    request  what is answered
+    prompts  the texts of its prompts, where it wants them back
     shows_cached_tokens  whether the usage has the cached tokens of prompts
     """
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, model: str, texts: TokenTexts, n: int = 1, shows_cached_tokens: bool = False) -> None:
-        self._texts, self._n, self._shows_cached_tokens = texts, n, shows_cached_tokens
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        request: Request,
+        prompts: Sequence[str] = (),
+        shows_cached_tokens: bool = False,
+    ) -> None:
+        self._texts, self._prompts, self._shows_cached_tokens = texts, prompts, shows_cached_tokens
+        self._request, self._n = request, request.n
+        self.has_logprobs = request.params.logprobs is not None
         self._common = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def all(self, generations: list[Generation], tokens: list[list[Token]], has_logprobs: bool) -> dict[str, Any]:
+    def all(self, generations: list[Generation], tokens: list[list[Token]]) -> dict[str, Any]:
         """The whole answer, given the tokens of each choice."""
         choices = []
         for index, (generation, row) in enumerate(zip(generations, tokens, strict=True)):
-            logprobs = self.logprobs(row, 0) if has_logprobs else None
-            choice = {"index": index, "logprobs": logprobs, "finish_reason": generation.finish_reason}
-            choices.append({**choice, **self.content(generation.text)})
+            prompt = self.prompt_of(index)
+            logprobs = None
+            if self.has_logprobs:
+                logprobs = self.logprobs(row, len(prompt))
+                if self._request.echo:
+                    before = self.logprobs_of_prompt(generation)
+                    logprobs = {name: before[name] + logprobs[name] for name in before}
+            choice: dict[str, Any] = {"index": index, "logprobs": logprobs}
+            choice["finish_reason"] = generation.finish_reason
+            if self._request.shows_prompt_logprobs:
+                choice["prompt_logprobs"] = self.prompt_logprobs(generation)
+            choices.append({**choice, **self.content(prompt + generation.text)})
         return {**self._common, "object": self.whole, "choices": choices, "usage": self.usage(generations)}
+
+    def prompt_of(self, index: int) -> str:
+        """The text with which a choice begins."""
+        return self._prompts[index // self._n] if self._request.echo else ""
+
+    def echo(self, index: int, generation: Generation) -> dict[str, Any] | None:
+        """The chunk of the prompt, which comes when the generation has its log probabilities, or None."""
+        if not self._request.echo:
+            return None
+        logprobs = self.logprobs_of_prompt(generation) if self.has_logprobs else None
+        return self.choice(index, self.delta(self.prompt_of(index)), logprobs, None)
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The chunk before the first token of a choice, or None."""
         return None
 
-    def piece(self, index: int, token: Token, offset: int, has_logprobs: bool) -> dict[str, Any]:
+    def piece(self, index: int, token: Token, offset: int) -> dict[str, Any]:
         """The chunk of one token; `offset`: the length of the text before it."""
-        logprobs = self.logprobs([token], offset) if has_logprobs else None
+        logprobs = self.logprobs([token], offset) if self.has_logprobs else None
         return self.choice(index, self.delta(token.text), logprobs, None)
 
     def last(self, index: int, reason: str | None) -> dict[str, Any]:
@@ -397,6 +467,40 @@ class Answer:
             "text_offset": offsets,
         }
 
+    def logprobs_of_prompt(self, generation: Generation) -> dict[str, Any]:
+        """The same of the tokens of the prompt: the first one has none."""
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset, count = 0, self._request.params.logprobs or 0
+        for token_id, token in zip(generation.prompt_token_ids, generation.prompt_logprobs or (), strict=True):
+            text = self._texts.text_of(token_id)
+            top = None
+            if token is not None:
+                likely = dict(list(token.top_logprobs.items())[:count])
+                top = self._top(Token(token_id, text, token.logprob, likely))
+            found["tokens"].append(text)
+            found["token_logprobs"].append(None if token is None else _clamped(token.logprob))
+            found["top_logprobs"].append(top)
+            found["text_offset"].append(offset)
+            offset += len(text)
+        return found
+
+    def prompt_logprobs(self, generation: Generation) -> list[dict[str, Any] | None]:
+        """The probabilities of the prompt's tokens, in vLLM's form: None for the first one."""
+        found: list[dict[str, Any] | None] = []
+        for token in generation.prompt_logprobs or ():
+            if token is None:
+                found.append(None)
+                continue
+            values = {token.token_id: (token.logprob, token.rank)}
+            for place, (other, logprob) in enumerate(token.top_logprobs.items()):
+                values.setdefault(other, (logprob, place + 1))
+            entries = {}
+            for other, (logprob, rank) in values.items():
+                text = self._texts.text_of(other)
+                entries[str(other)] = {"logprob": _clamped(logprob), "rank": rank, "decoded_token": text}
+            found.append(entries)
+        return found
+
     def _top(self, token: Token) -> dict[str, float | None]:
         """The most likely tokens and the drawn one. Of tokens with the same text, the drawn or the likelier one."""
         found: dict[str, float | None] = {}
@@ -410,6 +514,14 @@ class ChatAnswer(Answer):
     """The objects that answer a request for a chat."""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def all(self, generations: list[Generation], tokens: list[list[Token]]) -> dict[str, Any]:
+        found = super().all(generations, tokens)
+        if self._request.shows_prompt_logprobs:  # vLLM's chats have one prompt, and its log probabilities here
+            found["prompt_logprobs"] = found["choices"][0]["prompt_logprobs"]
+            for choice in found["choices"]:
+                del choice["prompt_logprobs"]
+        return found
 
     def first(self, index: int) -> dict[str, Any] | None:
         return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)

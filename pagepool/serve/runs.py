@@ -94,17 +94,26 @@ class EventStream(StreamingResponse):
             self._run.cancel()
 
 
-async def events(run: Run, answer: Answer, has_logprobs: bool, include_usage: bool) -> AsyncIterator[str]:
+async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
     """The events of a stream: the chunks of all choices as they come, the usage if asked for, and the end."""
     queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue(MAX_QUEUED)
 
     async def pump(index: int, generation: Generation) -> None:
-        offset = 0
+        offset, has_begun = len(answer.prompt_of(index)), False
+
+        async def begin() -> None:
+            nonlocal has_begun
+            if not has_begun and (prompt := answer.echo(index, generation)) is not None:
+                await queue.put(prompt)
+            has_begun = True
+
         try:
             async for token in run.tokens_of(generation):
-                if token.text or has_logprobs:
-                    await queue.put(answer.piece(index, token, offset, has_logprobs))
+                await begin()
+                if token.text or answer.has_logprobs:
+                    await queue.put(answer.piece(index, token, offset))
                 offset += len(token.text)
+            await begin()
             await queue.put(answer.last(index, generation.finish_reason))
             await queue.put(None)
         except RequestError as error:

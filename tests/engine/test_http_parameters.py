@@ -52,7 +52,7 @@ def test_neutral_values_of_other_servers_parameters_change_nothing(is_chat):
         ("skip_special_tokens", False),
         ("include_stop_str_in_output", True),
         ("add_special_tokens", False),
-        ("echo", True),
+        ("suffix", "x"),
         ("mirostat", 2),
     ],
 )
@@ -110,6 +110,28 @@ def test_bad_penalties_biases_and_words_are_refused(name, value, sentence):
     with pytest.raises(RequestError) as raised:
         read(**{name: value})
     assert raised.value.status == 400 and sentence in raised.value.message
+
+
+def test_sampling_defaults_stand_in_for_openai_s_and_not_for_what_is_given():
+    defaults = {"temperature": 0.6, "top_p": 0.9}
+    found = read_request({"prompt": "x", "top_p": 0.5}, False, defaults).params
+    assert (found.temperature, found.top_p, found.top_k) == (0.6, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"logprobs": 3}, None),
+        ({"prompt_logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 2}, 3),
+        ({"echo": True, "max_tokens": 0}, 0),
+        ({"echo": True, "max_tokens": 0, "logprobs": 1}, 1),
+    ],
+)
+def test_an_echo_needs_log_probabilities_of_the_prompt_where_it_shows_some(given, count):
+    assert params(**given).prompt_logprobs == count
 
 
 def test_min_tokens_are_at_most_the_new_tokens():

@@ -7,7 +7,7 @@ import pytest
 from refusals import refuses
 
 from pagepool.engine.drawing import draw
-from pagepool.engine.sampling import Sampler, SamplingParams, _largest
+from pagepool.engine.sampling import Sampler, SamplingParams, _largest, sampling_defaults_of
 
 
 def sampler(**params):
@@ -174,6 +174,18 @@ def test_each_draw_is_the_one_that_is_defined(size, top_p):
         assert wanted is None or found == wanted
         compared += wanted is not None
     assert compared > 80
+
+
+def test_the_defaults_of_a_model_are_what_its_generation_config_sets():
+    class Config:
+        def to_diff_dict(self):
+            return {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "eos_token_id": 3}
+
+    class Model:
+        generation_config = Config()
+
+    assert sampling_defaults_of(Model()) == {"temperature": 0.6, "top_k": 20}
+    assert sampling_defaults_of(None) == sampling_defaults_of(object()) == {}
 
 
 def test_a_generator_that_fails_is_passed_on():

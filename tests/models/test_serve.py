@@ -204,6 +204,109 @@ def test_log_probabilities_of_impossible_tokens_are_json():
         assert found.top_logprobs == [dict(zip(found.tokens, found.token_logprobs, strict=True))]
 
 
+def of_prompt(served, prompt, count):
+    """The log probabilities of a prompt by the library."""
+    params = SamplingParams(1, prompt_logprobs=count)
+    return served.engine.submit(prompt, params).result(SECONDS).prompt_logprobs[1:]
+
+
+def test_an_echo_is_the_prompt_with_its_log_probabilities_and_then_the_answer(served):
+    options = {"temperature": 0.0, "max_tokens": 4, "logprobs": 2}
+    (alone,) = served.complete("hello", **options).choices
+    (choice,) = served.complete("hello", echo=True, **options).choices
+    assert choice.text == "hello" + alone.text
+    found = choice.logprobs
+    assert found.tokens == [*"hello", *alone.logprobs.tokens]
+    assert found.text_offset == list(range(9))
+    wanted = of_prompt(served, "hello", 2)
+    assert found.token_logprobs == [None, *(token.logprob for token in wanted), *alone.logprobs.token_logprobs]
+    assert found.top_logprobs[0] is None and found.top_logprobs[5:] == alone.logprobs.top_logprobs
+    for top, token in zip(found.top_logprobs[1:5], wanted, strict=True):
+        assert top == {
+            chr(other): value for other, value in {**token.top_logprobs, token.token_id: token.logprob}.items()
+        }
+
+    chunks = [chunk.choices[0] for chunk in served.complete("hello", echo=True, stream=True, **options)]
+    assert [chunk.text for chunk in chunks] == ["hello", *alone.text, ""]
+    parts = [chunk.logprobs for chunk in chunks[:-1]]
+    assert [value for part in parts for value in part.token_logprobs] == found.token_logprobs
+    assert [value for part in parts for value in part.text_offset] == found.text_offset
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_no_new_tokens_is_the_prompt_alone(served, stream):
+    def answers(**options):
+        found = served.complete(["hello", [104, 105]], echo=True, max_tokens=0, n=2, stream=stream, **options)
+        chunks = [chunk.choices[0] for chunk in found] if stream else found.choices
+        if not stream:
+            assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (7, 0)
+        return [[chunk for chunk in chunks if chunk.index == index] for index in range(4)]
+
+    assert ["".join(chunk.text for chunk in row) for row in answers()] == ["hello", "hello", "hi", "hi"]
+    for row in answers(logprobs=0):
+        assert row[-1].finish_reason == "length"
+        wanted = of_prompt(served, row[0].text, 0)
+        assert row[0].logprobs.token_logprobs == [None, *(token.logprob for token in wanted)]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_prompt_logprobs_have_vllm_s_form(served, path):
+    is_chat = path != "completions"
+    prompt = {"messages": [{"role": "user", "content": "hey"}]} if is_chat else {"prompt": "hey"}
+    tokens = served.http.post("/tokenize", json=prompt).json()["tokens"]
+    answer = served.post(path, **prompt, max_tokens=2, temperature=0, prompt_logprobs=2).json()
+    found = answer["prompt_logprobs"] if is_chat else answer["choices"][0]["prompt_logprobs"]
+    assert found[0] is None and "prompt_logprobs" not in answer["choices" if is_chat else "usage"]
+    for entries, token in zip(found[1:], of_prompt(served, tokens, 2), strict=True):
+        own = {
+            "logprob": max(token.logprob, -9999.0),
+            "rank": token.rank,
+            "decoded_token": Bytes().decode([token.token_id]),
+        }
+        assert list(entries) == list(map(str, {token.token_id: 0, **token.top_logprobs}))
+        assert entries[str(token.token_id)] == own
+        assert {entry["rank"] for entry in entries.values()} == {1, 2, token.rank}
+    if not is_chat:
+        assert served.post(path, **prompt, max_tokens=0, prompt_logprobs=0).json()["choices"][0]["text"] == ""
+
+
+def test_log_probabilities_of_choices_are_bounded(served):
+    assert served.post(prompt="x", n=24, logprobs=20, max_tokens=1).status_code == 200
+    response = served.post(prompt="x", n=25, logprobs=20, max_tokens=1)
+    assert response.status_code == 400 and "up to 512, not 525" in response.text
+
+
+def test_the_default_length_is_cut_to_the_room_and_a_given_one_is_not(served):
+    short, full = served.complete("x" * 395, temperature=0.0), served.complete("x" * 5, temperature=0.0)
+    assert (short.usage.completion_tokens, full.usage.completion_tokens) == (5, 16)
+    assert served.post(prompt="x" * 395, max_tokens=16).status_code == 400
+
+
+def test_the_model_s_own_defaults_are_those_of_requests():
+    class Model:
+        """Has itself for its generation_config."""
+
+        eos_token_id = None
+
+        def __init__(self, **found):
+            self.found, self.generation_config = found, self
+
+        def to_diff_dict(self):
+            return self.found
+
+    runner = FakeRunner()
+    runner.model = Model(top_k=1)
+    with serving(runner) as served:
+        options = {"max_tokens": 12, "seed": 3}
+        greedy = served.complete("hello", max_tokens=12, temperature=0.0).choices[0].text
+        assert served.complete("hello", **options).choices[0].text == greedy
+        assert served.complete("hello", **options, extra_body={"top_k": 0}).choices[0].text != greedy
+    runner = FakeRunner()
+    runner.model = Model(top_p=0.0)
+    with Engine(runner, Bytes()) as engine, refuses(ValueError, "generation_config", "top_p must be above 0", "0.0"):
+        create_app(engine, "fake")
+
+
 def test_stop_strings_end_an_answer():
     with serving(FakeRunner(next_token=says("one two three"))) as served:
         answer = served.complete("x", max_tokens=30, temperature=0.0, stop=["two"])
@@ -231,12 +334,20 @@ BAD = [
     ({"prompt": [999]}, "must be from 0 to 255, not 999"),
     ({"prompt": ["x", ""]}, "a prompt needs at least 1 token, got 0"),
     ({"prompt": "\ud800"}, "character 0 is a surrogate"),
-    ({"prompt": "x" * 400}, "the prompt is too long: 400 tokens and 16 new ones, the limit of the model is 400"),
+    ({"prompt": "x" * 400}, "the prompt is too long: 400 tokens and 1 new ones, the limit of the model is 400"),
     (
         {"prompt": "x" * 390, "max_tokens": 20},
         "the prompt is too long: 390 tokens and 20 new ones, the limit of the model is 400",
     ),
-    ({"prompt": "x", "max_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1, or 0 with echo or prompt_logprobs, not 0"),
+    ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens must be at least 1, not -1"),
+    ({"prompt": "x", "echo": 1}, "echo must be of type bool, not int"),
+    ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20, not -1"),
+    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs are not supported with stream"),
+    (
+        {"prompt": ["x" * 300] * 90, "prompt_logprobs": 9},
+        "a request may have up to 262144 log probabilities of prompts, not 270000",
+    ),
     ({"prompt": "x", "max_tokens": "9"}, "max_tokens must be of type int, not str"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens must be of type int, not bool"),
     ({"prompt": "x", "temperature": -1}, "temperature must be 0.0 or more, not -1"),
@@ -266,6 +377,11 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the content of messages[0] must be text"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools is not supported"),
+    ({"messages": [{"role": "user", "content": "x"}], "echo": True}, "echo is not supported"),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
+        "max_completion_tokens must be at least 1, not 0",
+    ),
 ]
 
 

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from pagepool.engine.generation import Token  # noqa: E402
-from pagepool.serve.protocol import Answer, ChatAnswer  # noqa: E402
+from pagepool.serve.protocol import Answer, ChatAnswer, Request  # noqa: E402
 from pagepool.serve.token_texts import TokenTexts  # noqa: E402
 
 EURO = "\u20ac".encode()  # 3 bytes
+ANY = Request([], is_chat=False, model=None)
 
 
 def sentence_piece():
@@ -64,14 +65,14 @@ def test_the_drawn_token_is_in_top_logprobs_whatever_text_others_have(kind):
         Token(2, " train", -0.25, {2: -0.25, 3: -9.0}),
         Token(4, " stops", -7.0, {1: -0.1, 3: -3.0}),
     ]
-    found = Answer("m", texts).logprobs(row, 0)
+    found = Answer("m", texts, ANY).logprobs(row, 0)
     assert found["tokens"] == [" the", " train", " stops"]
     assert found["top_logprobs"] == [
         {" the": -0.5},
         {" train": -0.25, "train": -9.0},
         {" the": -0.1, "train": -3.0, " stops": -7.0},
     ]
-    first, second, third = ChatAnswer("m", texts).logprobs(row, 0)["content"]
+    first, second, third = ChatAnswer("m", texts, ANY).logprobs(row, 0)["content"]
     assert first["top_logprobs"] == [] and (first["token"], first["bytes"]) == (" the", [*b" the"])
     assert [(one["token"], one["logprob"]) for one in second["top_logprobs"]] == [(" train", -0.25), ("train", -9.0)]
     assert [one["token"] for one in third["top_logprobs"]] == [" the", "train", " stops"]
@@ -80,16 +81,16 @@ def test_the_drawn_token_is_in_top_logprobs_whatever_text_others_have(kind):
 def test_parts_of_characters_do_not_overwrite_each_other():
     tokenizer, euro = sentence_piece()
     row = [Token(euro[0], "", -0.5, {euro[0]: -0.5, euro[1]: -1.0, euro[2]: -2.0, 5 + ord("t"): -3.0})]
-    (top,) = Answer("m", TokenTexts(tokenizer)).logprobs(row, 0)["top_logprobs"]
+    (top,) = Answer("m", TokenTexts(tokenizer), ANY).logprobs(row, 0)["top_logprobs"]
     assert top == {"bytes:\\xe2": -0.5, "bytes:\\x82": -1.0, "bytes:\\xac": -2.0, "t": -3.0}
-    (entry,) = ChatAnswer("m", TokenTexts(tokenizer)).logprobs(row, 0)["content"]
+    (entry,) = ChatAnswer("m", TokenTexts(tokenizer), ANY).logprobs(row, 0)["content"]
     assert [one["bytes"] for one in entry["top_logprobs"]] == [[0xE2], [0x82], [0xAC], [ord("t")]]
 
 
 @pytest.mark.parametrize("kind", [Answer, ChatAnswer])
 def test_impossible_tokens_have_a_number_that_json_can_hold(kind):
     row = [Token(1, " the", -math.inf, {2: -0.0, 3: -math.inf})]
-    found = json.dumps(kind("m", TokenTexts(byte_level()[0])).logprobs(row, 0), allow_nan=False)
+    found = json.dumps(kind("m", TokenTexts(byte_level()[0]), ANY).logprobs(row, 0), allow_nan=False)
     assert found.count("-9999.0") == 3  # the token, again among the most likely ones, and one of these
 
 
