@@ -129,7 +129,7 @@ async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
         headers = {"retry-after": "1"} if error.may_retry else {"x-should-retry": "false"}
     if error.status == 401:
         headers = {"www-authenticate": "Bearer"}
-    if error.status in (408, 413):  # the rest of the body may come
+    if error.status == 408:  # the rest of the body may come
         headers = {"connection": "close"}
     return JSONResponse(error_object(error), error.status, headers)
 

@@ -208,6 +208,32 @@ def test_a_body_that_does_not_come_is_given_up(open_server, monkeypatch):
         assert is_closed(sock)
 
 
+def too_large(port, size, sent):
+    """A connection that has said that `size` bytes come, and has sent `sent` of them."""
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.settimeout(SECONDS)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (JSON, size)
+    sock.sendall(head + b" " * sent)
+    return sock
+
+
+def test_a_client_that_sends_too_much_sees_why(open_server):
+    """It sends all of it before it reads. The connection takes a further request."""
+    with too_large(open_server.port, 64 << 20, 64 << 20) as sock:
+        answer = b""
+        while b"bytes" not in answer:
+            answer += sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"more than 16777216 bytes" in answer
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_sends_too_much_for_too_long_is_left(open_server, monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    with too_large(open_server.port, 1 << 30, (16 << 20) + 1) as sock:
+        assert is_closed(sock)
+
+
 def test_more_connections_than_allowed_are_refused(monkeypatch):
     monkeypatch.setattr("test_serve.MOST", 3)
     with serving(FakeRunner()) as found:
