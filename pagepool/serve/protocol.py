@@ -209,7 +209,8 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
     try:
         request.params = SamplingParams(limit, **sampling)
     except (TypeError, ValueError) as error:
-        raise RequestError(400, str(error)) from None
+        named = (word for word in str(error).split() if word in given)
+        raise RequestError(400, str(error), param=next(named, None)) from None
     reported = request.n * (max(logprobs or 0, of_prompt or 0) + 1)
     if reported > MAX_REPORTED:
         sentence = f"n times the log probabilities of a token may be up to {MAX_REPORTED}, not {reported}"

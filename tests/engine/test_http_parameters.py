@@ -110,6 +110,7 @@ def test_bad_penalties_biases_and_words_are_refused(name, value, sentence):
     with pytest.raises(RequestError) as raised:
         read(**{name: value})
     assert raised.value.status == 400 and sentence in raised.value.message
+    assert raised.value.param == name
 
 
 def test_sampling_defaults_stand_in_for_openai_s_and_not_for_what_is_given():
