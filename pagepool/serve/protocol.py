@@ -382,7 +382,7 @@ class Answer:
     ) -> None:
         self._texts, self._prompts, self._shows_cached_tokens = texts, prompts, shows_cached_tokens
         self._request, self._n = request, request.n
-        self.has_logprobs = request.params.logprobs is not None
+        self.has_logprobs, self.begins_with_prompt = request.params.logprobs is not None, request.echo
         self._common = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def all(self, generations: list[Generation], tokens: list[list[Token]]) -> dict[str, Any]:
@@ -407,10 +407,8 @@ class Answer:
         """The text with which a choice begins."""
         return self._prompts[index // self._n] if self._request.echo else ""
 
-    def echo(self, index: int, generation: Generation) -> dict[str, Any] | None:
-        """The chunk of the prompt, which comes when the generation has its log probabilities, or None."""
-        if not self._request.echo:
-            return None
+    def echo(self, index: int, generation: Generation) -> dict[str, Any]:
+        """The chunk of the prompt, when the generation has its log probabilities."""
         logprobs = self.logprobs_of_prompt(generation) if self.has_logprobs else None
         return self.choice(index, self.delta(self.prompt_of(index)), logprobs, None)
 

@@ -96,36 +96,40 @@ class EventStream(StreamingResponse):
 
 async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
     """The events of a stream: the chunks of all choices as they come, the usage if asked for, and the end."""
-    queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue(MAX_QUEUED)
+    queue: asyncio.Queue[str | RequestError | None] = asyncio.Queue(MAX_QUEUED)
+    usage = {"usage": None} if include_usage else {}
+
+    def chunk(data: dict[str, Any]) -> str:
+        return event({**data, **usage})
 
     async def pump(index: int, generation: Generation) -> None:
         offset, has_begun = len(answer.prompt_of(index)), False
 
         async def begin() -> None:
             nonlocal has_begun
-            if not has_begun and (prompt := answer.echo(index, generation)) is not None:
-                await queue.put(prompt)
+            if not has_begun and answer.begins_with_prompt:
+                # A prompt may have many log probabilities: the event loop does not wait for their JSON.
+                await queue.put(await asyncio.to_thread(lambda: chunk(answer.echo(index, generation))))
             has_begun = True
 
         try:
             async for token in run.tokens_of(generation):
                 await begin()
                 if token.text or answer.has_logprobs:
-                    await queue.put(answer.piece(index, token, offset))
+                    await queue.put(chunk(answer.piece(index, token, offset)))
                 offset += len(token.text)
             await begin()
-            await queue.put(answer.last(index, generation.finish_reason))
+            await queue.put(chunk(answer.last(index, generation.finish_reason)))
             await queue.put(None)
         except RequestError as error:
             await queue.put(error)
 
     tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(run.generations)]
     running = len(tasks)
-    usage = {"usage": None} if include_usage else {}
     try:
         for index in range(running):
             if (first := answer.first(index)) is not None:
-                yield event({**first, **usage})
+                yield chunk(first)
         while running:
             found = await queue.get()
             if isinstance(found, RequestError):
@@ -134,7 +138,7 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
             if found is None:
                 running -= 1
             else:
-                yield event({**found, **usage})
+                yield found
         if include_usage:
             yield event(answer.total(run.generations))
         yield "data: [DONE]\n\n"
