@@ -248,7 +248,7 @@ def aarch64(session):
     place = ROOT / "build" / "aarch64"
     place.mkdir(parents=True, exist_ok=True)
     compiler = [f"{AARCH64}-gcc", *CFLAGS.split(), "-Werror"]
-    sources = sorted(Path("pagepool/csrc").glob("*.c"))
+    sources = sorted(Path("pagepool/csrc").glob("**/*.c"))
     objects = [str(place / f"{source.stem}.o") for source in sources]
     commands = [[*compiler, "-c", str(source), "-o", target] for source, target in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor(2) as pool:

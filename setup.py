@@ -36,7 +36,8 @@ LINK = ["-pthread", *SAN, "-Wl,--exclude-libs,libpagepool.a"]
 # What Cython writes is not ours to mend: its own unused functions and signed comparisons stay quiet.
 CYTHON_QUIET = ["-Wno-unused-function", "-Wno-sign-compare", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
 
-C_SOURCES = sorted(str(path) for path in Path("pagepool/csrc").glob("*.c"))
+C_SOURCES = sorted(str(path) for path in Path("pagepool/csrc").glob("**/*.c"))
+C_FOLDERS = sorted({str(Path(source).parent) for source in C_SOURCES})
 # Kernels are instantiated by inclusion: every file that may be included counts, and setup.py for its flags.
 C_DEPENDS = [str(path) for folder in ("include/pagepool", "pagepool/csrc") for path in Path(folder).glob("**/*.h")]
 C_DEPENDS = sorted([*C_DEPENDS, "setup.py"])
@@ -114,8 +115,8 @@ class BuildClib(build_clib):
         stale.sort(key=lambda source: "avx512_wide" not in source)  # takes as long as all others: it begins first
         with ThreadPoolExecutor(JOBS) as pool:
             list(pool.map(self.compile_one, stale))
-        # The folder's own time changes with the set of its files: an archive never keeps an object of a removed one.
-        if newer_group([*objects, "pagepool/csrc"], str(archive)):
+        # A folder's own time changes with the set of its files: an archive never keeps an object of a removed one.
+        if newer_group([*objects, *C_FOLDERS], str(archive)):
             archive.unlink(missing_ok=True)
             self.compiler.create_static_lib(objects, "pagepool", output_dir=self.build_clib)
 

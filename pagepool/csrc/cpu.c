@@ -7,12 +7,7 @@
 #include <string.h>
 
 #include "kernels.h"
-
-#if defined(__aarch64__)
-#include <sys/auxv.h>
-
-static int runs_dotprod(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
-#endif
+#include "os/os.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -142,7 +137,7 @@ static const struct {
     {&pp_kernels_avx512, runs_avx512, always},
     {&pp_kernels_avx2, runs_avx2, always},
 #elif defined(__aarch64__)
-    {&pp_kernels_neon_dotprod, runs_dotprod, always},
+    {&pp_kernels_neon_dotprod, pp_os_cpu_has_dotprod, always},
     {&pp_kernels_neon, always, always},
 #endif
     {&pp_kernels_baseline, always, always},

@@ -2,27 +2,21 @@
 #include "pagepool/lock.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <stddef.h>
 
-#define SPINS 64 /* about 2 us of pauses before the first yield: longer than any section that is not a check */
+#include "os/os.h"
+#include "relax.h"
 
-static inline void pause_briefly(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
+#define SPINS 64 /* about 2 us of pauses before the first yield: longer than any section that is not a check */
 
 void pp_lock_wait(pp_lock *lock) {
     int spins = 0;
     do {
         while (__atomic_load_n(&lock->held, __ATOMIC_RELAXED)) {
             if (++spins < SPINS)
-                pause_briefly();
+                pp_relax();
             else
-                sched_yield();
+                pp_os_yield();
         }
     } while (__atomic_exchange_n(&lock->held, 1, __ATOMIC_ACQUIRE));
 }
@@ -75,7 +69,7 @@ void pp_read_begin(pp_lock *lock) {
     pp_lock_acquire(lock);
     while (lock->writers) {
         pp_lock_release(lock);
-        sched_yield();
+        pp_os_yield();
         pp_lock_acquire(lock);
     }
     lock->readers++;
@@ -93,7 +87,7 @@ void pp_write_begin(pp_lock *lock) {
     lock->writers++;
     while (lock->readers) {
         pp_lock_release(lock);
-        sched_yield();
+        pp_os_yield();
         pp_lock_acquire(lock);
     }
 }

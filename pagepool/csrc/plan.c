@@ -34,12 +34,12 @@
  * one when more ranges run. */
 #define _GNU_SOURCE
 #include <math.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "check_decode.h"
 #include "float_mode.h"
+#include "os/os.h"
 #include "plan.h"
 #include "pagepool/threads.h"
 #include "workspace.h"
@@ -582,7 +582,7 @@ static void run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratc
 
 /* A piece of scratch that nobody else uses, until it is given back. */
 static int32_t take_slot(pp_decode_plan *plan) {
-    for (;; sched_yield())
+    for (;; pp_os_yield())
         for (int32_t i = 0; i < plan->num_slots; i++)
             if (!__atomic_exchange_n(&plan->slot_taken[i], 1, __ATOMIC_ACQUIRE)) return i;
 }

@@ -1,4 +1,4 @@
-/* threads.c: the worker threads behind pp_parallel_for.  Linux: workers sleep on a futex.
+/* threads.c: the worker threads behind pp_parallel_for.
  *
  * One job at a time.  `gate` says which, whether it still takes workers, and how many are in it:
  *
@@ -19,16 +19,14 @@
 #define _GNU_SOURCE
 #include "pagepool/threads.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
+
+#include "os/os.h"
+#include "relax.h"
 
 #define OPEN ((uint64_t)1 << 31)
 #define INSIDE(gate) ((gate) & (OPEN - 1))
@@ -55,18 +53,10 @@ static struct {
     _Atomic int64_t rung_at; /* when workers were last woken */
     _Atomic int crowded;     /* who was woken last came late, or cannot leave the caller's CPU */
     unsigned num_alone;      /* jobs that woke nobody at once for that reason; the holder's of `caller` */
-    _Alignas(LINE) _Atomic uint32_t bell; /* rung at each job; the futex of sleeping workers */
+    _Alignas(LINE) _Atomic uint32_t bell; /* rung at each job; what sleeping workers wait for */
     _Atomic int num_sleeping;
     _Alignas(LINE) job job;
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER};
-
-static inline void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 static int64_t now_ns(void) {
     struct timespec now;
@@ -103,27 +93,6 @@ static int work_alone(job *job) {
     return 0;
 }
 
-/* Waits until the bell no longer shows `seen`, or for less. */
-static void await_bell(uint32_t seen) {
-    syscall(SYS_futex, &pool.bell, FUTEX_WAIT | FUTEX_PRIVATE_FLAG, seen, NULL, NULL, 0);
-}
-
-static void ring_bell(int num_woken) {
-    syscall(SYS_futex, &pool.bell, FUTEX_WAKE | FUTEX_PRIVATE_FLAG, num_woken, NULL, NULL, 0);
-}
-
-/* Moves the calling thread to another CPU of those it may use.  It may use all of them again afterwards, and the
- * scheduler move it, but wakes it where it ran last unless others wait there.  Whether there was one. */
-static int leave(int cpu) {
-    cpu_set_t all[8], others[8]; /* 8,192 CPUs */
-    if (cpu < 0 || sched_getaffinity(0, sizeof all, all)) return 0;
-    memcpy(others, all, sizeof all);
-    CPU_CLR_S(cpu, sizeof others, others);
-    if (!CPU_COUNT_S(sizeof others, others) || sched_setaffinity(0, sizeof others, others)) return 0;
-    sched_setaffinity(0, sizeof all, all);
-    return 1;
-}
-
 /* Returns the gate when it shows another job than `seen`: spins at first, then sleeps. */
 static uint64_t await_job(uint64_t seen) {
     int64_t until = now_ns() + SPIN_NS;
@@ -132,9 +101,9 @@ static uint64_t await_job(uint64_t seen) {
         for (int i = 0; i < PAUSES_PER_LOOK; i++) {
             gate = atomic_load_explicit(&pool.gate, memory_order_acquire);
             if (NUMBER(gate) != seen) return gate;
-            relax();
+            pp_relax();
         }
-    while (sched_getcpu() != atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed) && now_ns() < until);
+    while (pp_os_current_cpu() != atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed) && now_ns() < until);
     /* No job is slept through: the caller changes gate and bell and then looks for sleepers, we say that we sleep and
      * then look at bell and gate. */
     atomic_fetch_add(&pool.num_sleeping, 1);
@@ -142,12 +111,13 @@ static uint64_t await_job(uint64_t seen) {
         const uint32_t bell = atomic_load(&pool.bell);
         gate = atomic_load(&pool.gate);
         if (NUMBER(gate) != seen) break;
-        await_bell(bell);
+        pp_os_wait(&pool.bell, bell);
     }
     atomic_fetch_sub(&pool.num_sleeping, 1);
     const int cpu = atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed);
     const int late = now_ns() - atomic_load_explicit(&pool.rung_at, memory_order_relaxed) > LATE_NS;
-    atomic_store_explicit(&pool.crowded, late || (sched_getcpu() == cpu && !leave(cpu)), memory_order_relaxed);
+    const int crowded = late || (pp_os_current_cpu() == cpu && !pp_os_leave_cpu(cpu));
+    atomic_store_explicit(&pool.crowded, crowded, memory_order_relaxed);
     return atomic_load_explicit(&pool.gate, memory_order_acquire);
 }
 
@@ -212,7 +182,7 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
     pool.job.num_units = num_units;
     pool.job.num_threads = num_threads;
     atomic_store_explicit(&pool.job.next, 0, memory_order_relaxed);
-    atomic_store_explicit(&pool.caller_cpu, sched_getcpu(), memory_order_relaxed);
+    atomic_store_explicit(&pool.caller_cpu, pp_os_current_cpu(), memory_order_relaxed);
     uint64_t number = NUMBER(atomic_load_explicit(&pool.gate, memory_order_relaxed)) + 1;
     atomic_store(&pool.gate, (number & 0xffffffffu) << 32 | OPEN);
     atomic_fetch_add(&pool.bell, 1);
@@ -221,16 +191,16 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
         const int alone = atomic_load_explicit(&pool.crowded, memory_order_relaxed) && pool.num_alone++ % JOBS_ALONE;
         if (!alone || work_alone(&pool.job)) {
             atomic_store_explicit(&pool.rung_at, now_ns(), memory_order_relaxed);
-            ring_bell(missing);
+            pp_os_wake(&pool.bell, missing);
         }
     }
     work(&pool.job);
     atomic_fetch_and_explicit(&pool.gate, ~OPEN, memory_order_relaxed);
     for (int pauses = 0; INSIDE(atomic_load_explicit(&pool.gate, memory_order_acquire)); pauses++)
         if (pauses < PAUSES_AT_END)
-            relax();
+            pp_relax();
         else
-            sched_yield(); /* it may be waiting for this CPU */
+            pp_os_yield(); /* it may be waiting for this CPU */
     pthread_mutex_unlock(&pool.caller);
 }
 
@@ -248,15 +218,12 @@ int pp_num_threads_forced_unusable(void) { return asked_num_threads() < 0; }
 int pp_default_num_threads(void) {
     const int asked = asked_num_threads();
     if (asked > 0) return asked;
-    cpu_set_t set[8]; /* 8,192 CPUs, of which the kernel fills in those that there may be: so many bytes */
-    const long bytes = syscall(SYS_sched_getaffinity, 0, sizeof set, set);
-    if (bytes < 1) return 1;
-    int count = CPU_COUNT_S((size_t)bytes, set);
-    return count < 1 ? 1 : count > PP_MAX_THREADS ? PP_MAX_THREADS : count;
+    const int cpus = pp_os_num_cpus();
+    return cpus < PP_MAX_THREADS ? cpus : PP_MAX_THREADS;
 }
 
 void pp_threads_quiesce(void) {
     pthread_mutex_lock(&pool.caller);
-    while (atomic_load(&pool.num_sleeping) < pool.num_workers) sched_yield();
+    while (atomic_load(&pool.num_sleeping) < pool.num_workers) pp_os_yield();
     pthread_mutex_unlock(&pool.caller);
 }
