@@ -1,16 +1,10 @@
-/* cascade.c: finds, in the block tables, the chunks that several sequences of a call begin with (plan.c). */
+/* cascade.c: see cascade.h. */
 #include <string.h>
 
-#include "plan.h"
+#include "cascade.h"
+#include "unit.h"
 
-int pp_note_first_block(uint32_t *bits, int32_t block) {
-    const uint32_t hash = (uint32_t)block * 2654435769u >> 18, mask = 1u << hash % 32;
-    const int noted = (bits[hash / 32] & mask) != 0;
-    bits[hash / 32] |= mask;
-    return noted;
-}
-
-/* What is seen of a sequence, and the chunk before which two sequences have whole ones. */
+/* The part of a sequence that is seen, and the number of whole chunks that two sequences have. */
 static extent seen_of(const pp_decode_plan *plan, int32_t s) {
     return extent_of(&plan->args, plan->seq_lens[s], queries_of(plan, s));
 }
@@ -18,7 +12,8 @@ static int64_t end_of_both(const pp_decode_plan *plan, int32_t a, int32_t b) {
     return (plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b]) / PP_CHUNK;
 }
 
-/* Whole chunks that two sequences have in common, from the first that is seen on, which must lie in one block. */
+/* The number of whole chunks that two sequences share, from the first that is seen on.  Both must begin in the same
+ * block. */
 static int64_t chunks_in_common(const pp_decode_plan *plan, int32_t a, int32_t b) {
     const int64_t size = plan->args.pool->layout.block_size;
     const extent seen = seen_of(plan, a), other = seen_of(plan, b);
@@ -56,9 +51,9 @@ static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
         }
 }
 
-/* Whether a run gains by sharing, in products for each element: alone, each sequence fetches K and V and computes
- * meanwhile; together K and V are fetched once and then computed with panel by panel, a row for 0.6 of what it costs
- * alone.  Measured on Intel and with one thread; what gains less than a quarter is left alone. */
+/* Whether a run gains at least a quarter by sharing.  Costs are multiply-adds for each element.  Alone, each sequence
+ * fetches K and V and computes meanwhile.  Together, K and V are fetched once, and then a row of a panel costs 0.6 of a
+ * row alone: measured on Intel with one thread. */
 static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
     const pp_kv_layout *layout = &plan->args.pool->layout;
     const int64_t elements = (int64_t)PP_GROUP * (layout->head_dim + (layout->v_in_k ? 0 : layout->v_head_dim));
@@ -73,8 +68,7 @@ static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
     return 4 * alone > 5 * fetch + 3 * panel * ceil_div(rows, panel);
 }
 
-/* Chunk by chunk the runs of neighbours that have it in common, and gain by it as they did with
- * all chunks before. */
+/* Chunk by chunk, lists the runs of neighbours that share it and gain by it, as they did with all chunks before. */
 void pp_find_shared(pp_decode_plan *plan) {
     const pp_decode_args *args = &plan->args;
     const int64_t heads = args->pool->layout.num_kv_heads;
@@ -99,4 +93,68 @@ void pp_find_shared(pp_decode_plan *plan) {
                 left[slice] = (int32_t)(heads * (slice + 1) / plan->slices - heads * slice / plan->slices);
             plan->shared[plan->num_shared++] = (struct pp_shared_run){.first = i, .count = end - i, .chunk = chunk};
         }
+}
+
+/* The place in the list of a shared chunk's rows: row `row` of the kv head in sequence order[at], with the chunk
+ * `work`. */
+typedef struct row_list {
+    const pp_decode_plan *plan;
+    const struct pp_shared_run *run;
+    int32_t kv_head, at, row;
+    pp_chunk work;
+    pp_view views[2 * PP_GROUP]; /* of the sequences that the panel at hand has rows of */
+} row_list;
+
+static int next_rows(void *context, pp_row *rows) {
+    row_list *list = context;
+    const pp_decode_plan *plan = list->plan;
+    const pp_decode_args *args = &plan->args;
+    const int32_t most = kernels_of(args)->panel_rows, group_size = list->work.group_size;
+    int num_rows = 0, num_views = 0;
+    while (list->at < list->run->count) {
+        const int32_t s = plan->order[list->run->first + list->at], head_rows = group_size * queries_of(plan, s);
+        const pp_queries queries = pp_queries_from(plan, s, NULL);
+        if (list->row == 0) pp_fill_chunk(plan, s, list->run->chunk, 0, &list->work);
+        list->views[num_views] = list->work.view;
+        for (; list->row < head_rows && num_rows < most; list->row++, num_rows++) {
+            const int64_t query = list->row / group_size, at = (int64_t)list->kv_head * head_rows + list->row;
+            const int64_t head = (int64_t)list->kv_head * group_size + list->row % group_size;
+            rows[num_rows] = (pp_row){.view = &list->views[num_views],
+                                      .query = (int32_t)query,
+                                      .row = list->row,
+                                      .q = pp_query_at(&queries, query, head),
+                                      .sums = list->work.rows + at * list->work.row_stride,
+                                      .m = list->work.m + at,
+                                      .seen = list->work.seen ? list->work.seen + at : NULL};
+        }
+        if (list->row < head_rows) break;
+        num_views++;
+        list->row = 0;
+        list->at++;
+        if (num_rows == most) break;
+    }
+    return num_rows;
+}
+
+void pp_run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratch) {
+    const pp_decode_args *args = &plan->args;
+    const int32_t heads = args->pool->layout.num_kv_heads, head = (int32_t)(unit % heads);
+    const struct pp_shared_run *run = &plan->shared[unit / heads];
+    row_list list = {.plan = plan, .run = run, .kv_head = head};
+    pp_shared work = {.kv_head = head,
+                      .q_dtype = args->q_dtype,
+                      .next_rows = next_rows,
+                      .context = &list,
+                      .scratch = scratch};
+    pp_fill_chunk(plan, plan->order[run->first], run->chunk, 0, &work.chunk);
+    /* With a window each row sees of the first chunk what its view says; all begin in the same block. */
+    const int64_t first = work.chunk.first_block * args->pool->layout.block_size;
+    work.chunk.first = first > work.chunk.begin ? first : work.chunk.begin;
+    list.work.group_size = work.chunk.group_size;
+    kernels_of(args)->shared[way_of(args)](&work);
+    int32_t slice = 0;
+    while ((int64_t)heads * (slice + 1) / plan->slices <= head) slice++;
+    int32_t *left = &plan->heads_left[unit / heads * plan->slices + slice];
+    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0)
+        for (int32_t i = 0; i < run->count; i++) pp_count_chunk(plan, plan->order[run->first + i], slice);
 }

@@ -1,13 +1,14 @@
-/* plan.h: what plan.c and cascade.c share. */
+/* plan.h: questions about the arguments of decode and about its plan, for measure.c, plan.c, unit.c, cascade.c and
+ * run.c. */
 #ifndef PP_PLAN_H
 #define PP_PLAN_H
 
 #include "kernels.h"
 
-/* An element takes about as long to come from memory as so many products. */
+/* Cost model: loading one element from memory costs about 4 multiply-adds. */
 enum { PRODUCTS_PER_FETCH = 4 };
 
-/* Query tokens take the way of prefill if a kv head has so many rows: with fewer, most of a panel would be empty. */
+/* The fewest rows of a kv head for which query tokens are computed by prefill: with fewer, most of a panel is empty. */
 enum { PREFILL_ROWS = 24 };
 
 /* Sequences order[first, first + count), which share a chunk. */
@@ -18,12 +19,12 @@ struct pp_shared_run {
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-/* How a call computes: one of PP_WAY_... */
+/* The arithmetic of a call: one of PP_WAY_... */
 static inline int way_of(const pp_decode_args *args) {
     return pp_is_mixed(&args->pool->layout) ? PP_WAY_MIXED : args->arithmetic;
 }
 
-/* The chunks and blocks of a sequence of which its query tokens see something: [first, end). */
+/* The chunks and blocks of a sequence that have tokens which its query tokens see: [first, end). */
 typedef struct extent {
     int64_t first_chunk, end_chunk, first_block, end_block;
 } extent;
@@ -45,27 +46,63 @@ static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
     return plan->query_begin[s + 1] - plan->query_begin[s];
 }
 
-/* Whether a sequence is cut into blocks of query tokens: then nothing but its results is written.  Weights of its
- * pages' blocks are known only when all chunks are. */
+/* Whether a sequence is cut into blocks of query tokens, which write results and no records.  Not if weights of blocks
+ * are asked for: they are known only when all chunks are done. */
 static inline int takes_prefill(const pp_decode_args *args, int64_t num_queries) {
     const int64_t group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
     return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;
 }
 
-/* Whether a sequence's chunks may be shared with others: it has a whole one and is cut into chunks.  (Weights of blocks
- * are added up chunk by chunk.) */
+/* Whether a sequence may share chunks: it has a whole chunk and is cut into chunks.  Not if weights of blocks are asked
+ * for, which are added up chunk by chunk. */
 static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
     return seq_len >= PP_CHUNK && num_queries > 0 && !args->block_scores && !args->no_cascade &&
            !takes_prefill(args, num_queries);
 }
 
-/* Notes a sequence's first block in `bits`, which are 0 at first; whether another one may have it, too.  Wrong only if
- * it says so. */
-enum { PP_NOTED_BLOCKS = 1 << 14 };
-int pp_note_first_block(uint32_t *bits, int32_t block);
+/* Bytes of scratch for two groups of one head, if the kernel reorders them before it reads them: K and V of plain
+ * pages, V that is a part of K, and dtypes that the kernels of mixed pages cannot read in place. */
+static inline size_t scratch_of(const pp_kv_layout *layout) {
+    if (pp_is_mixed(layout)) return (size_t)(2 * pp_brought_in_bytes_of(layout));
+    const int64_t k_dims = layout->tiled ? 0 : layout->head_dim;
+    const int64_t dims = k_dims + (layout->tiled && !layout->v_in_k ? 0 : layout->v_head_dim);
+    return (size_t)(2 * PP_GROUP * dims * layout->item_bytes);
+}
 
-/* Finds the runs of sequences that share chunks: fills in order, common, shared_chunks, shared, num_shared and
- * heads_left of a plan whose tables have been copied. */
-void pp_find_shared(pp_decode_plan *plan);
+/* Whether query tokens of a sequence may see different tokens, so that records say which rows have seen some. */
+static inline int may_differ(const pp_decode_args *args) { return args->query_start_loc || args->custom_mask; }
+
+/* The tokens that the query tokens of a sequence see. */
+static inline pp_view view_of(const pp_decode_args *args, int32_t s, int32_t seq_len, int32_t num_queries) {
+    pp_view view = {.seq_len = seq_len, .num_queries = num_queries, .window = args->window};
+    if (args->custom_mask && args->mask_indptr[s] >= 0) {
+        view.mask = args->custom_mask + args->mask_indptr[s];
+        view.mask_width = args->mask_widths[s];
+        view.mask_first = seq_len - view.mask_width;
+    }
+    return view;
+}
+
+/* Elements of the record of a chunk. */
+static inline int64_t record_of(int64_t row_elements, int32_t num_qo_heads, int32_t num_queries) {
+    return ((int64_t)num_qo_heads * num_queries * row_elements + 15) / 16 * 16;
+}
+
+/* Parts of the rows of a kv head. */
+static inline int32_t parts_of(const pp_decode_args *args, int32_t head_rows) {
+    const int32_t most = kernels_of(args)->max_rows;
+    return head_rows / most + (head_rows % most != 0);
+}
+
+/* Blocks of query tokens of a sequence that is cut into these, or 0. */
+static inline int64_t blocks_of(const pp_decode_plan *plan, int32_t s) {
+    if (!plan->block_queries || !takes_prefill(&plan->args, queries_of(plan, s))) return 0;
+    return ceil_div(queries_of(plan, s), plan->block_queries);
+}
+
+/* The first chunk of a sequence that it does not share, counted from the first that is seen. */
+static inline int64_t own_begin(const pp_decode_plan *plan, int32_t s) {
+    return plan->num_shared ? plan->shared_chunks[s] : 0;
+}
 
 #endif

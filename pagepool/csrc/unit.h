@@ -1,0 +1,16 @@
+/* unit.h: the work of a unit, and its end. */
+#ifndef PP_UNIT_H
+#define PP_UNIT_H
+
+#include "plan.h"
+
+/* The queries of a sequence as the caller has them. */
+pp_queries pp_queries_from(const pp_decode_plan *plan, int32_t s, float *widened);
+
+/* Fills in the work of a slice of chunk `place` of sequence s, counted from the first that is seen. */
+void pp_fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int32_t slice, pp_chunk *work);
+
+/* Counts a chunk of a slice of sequence s as done.  Merges the chunks of the slice if it was the last one. */
+void pp_count_chunk(pp_decode_plan *plan, int32_t s, int32_t slice);
+
+#endif
