@@ -58,6 +58,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="the most sequences that run at a time; default: 32",
     )
     add("--threads", type=between(1, MAX_THREADS), metavar="N", help="threads of torch and of attention; default: all")
+    add(
+        "--openmp",
+        choices=("auto", "spin", "sleep"),
+        default="auto",
+        help="what torch's worker threads do between two loops: look for work, or sleep; default: auto, by other load",
+    )
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
 
 
@@ -105,6 +111,7 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             dtype=options.kv_dtype,
             config=config,
             prefix_cache=not options.no_prefix_cache,
+            openmp=options.openmp,
         )
     except ModelError as error:
         raise UsageError(str(error)) from error

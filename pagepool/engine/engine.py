@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from threading import Condition, Lock, Thread
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from pagepool.config import SchedulerConfig
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
 from pagepool.engine.memory import check_memory, pool_tokens, present
+from pagepool.engine.openmp import OpenmpWorkers
 from pagepool.engine.prompt_logprobs import PromptLogprobs
 from pagepool.engine.sampling import Sampler, sampling_defaults_of
 from pagepool.engine.tokenizing import stop_token_ids_of
@@ -69,6 +70,10 @@ class Engine(Intake):
         Whether prompts reuse pages and recurrent states of earlier prompts.
     prefix_events : int
         Maximum number of undrained events of the prefix cache, for a `Router`. 0: no events.
+    openmp : str
+        What torch's worker threads do between the loops of a step, where torch uses GNU's OpenMP. "spin": look for
+        work, which makes steps shortest where no other process needs the CPUs. "sleep": leave the CPUs to others.
+        "auto": "spin", and "sleep" for a minute whenever the engine's thread had to wait for a CPU.
 
     Raises
     ------
@@ -95,6 +100,7 @@ class Engine(Intake):
         config: SchedulerConfig | None = None,
         prefix_cache: bool = True,
         prefix_events: int = 0,
+        openmp: str = "auto",
     ) -> None:
         config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
         self.runner = model
@@ -122,6 +128,7 @@ class Engine(Intake):
         self._stepping = Lock()  # held during a step
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
+        self._openmp = OpenmpWorkers(openmp)  # after the trial of the model
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
         atexit.register(self.close)  # Python must not end while the thread is in the model
         self._thread.start()
@@ -207,6 +214,7 @@ class Engine(Intake):
             self._changed.notify_all()
         self._thread.join()
         atexit.unregister(self.close)
+        self._openmp.close()
         self.runner.close()
 
     def __enter__(self) -> Engine:
@@ -251,7 +259,7 @@ class Engine(Intake):
             sleep(EMPTY_STEP if self.scheduler.has_work else 0.0)
             return
         self._note_begun(requests)
-        model_began = perf_counter()
+        model_began, cpu_began = perf_counter(), thread_time()
         try:
             rows, ends = self._run_model(batch, requests)
         except Exception as error:
@@ -261,7 +269,9 @@ class Engine(Intake):
             for seq_id in batch.seq_ids:
                 self._fail(seq_id, error)
             return
-        self._seconds["model_seconds"] += perf_counter() - model_began
+        model_seconds = perf_counter() - model_began
+        self._openmp.note_step(model_seconds, thread_time() - cpu_began)
+        self._seconds["model_seconds"] += model_seconds
         tokens: list[int | None] = [None] * len(batch)
         pieces = []
         for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):

@@ -1,0 +1,76 @@
+"""What libgomp's workers do while an engine computes. Counts threads, in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
+
+import pagepool  # noqa: E402
+
+HEAD = """
+import os, time
+import torch
+from pagepool.engine import openmp
+from pagepool.engine.openmp import OpenmpWorkers
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def settled(wanted):
+    end = time.monotonic() + 30
+    while threads() != wanted and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threads() == wanted, (threads(), wanted)
+
+torch.set_num_threads(3)
+before = threads()
+torch.zeros(1 << 20).add_(1)
+assert threads() == before + 2
+"""
+
+
+def run(program):
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", HEAD + program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_spin_ends_the_workers_of_the_calling_thread():
+    run("workers = OpenmpWorkers('spin'); settled(before); workers.close(); assert not workers.is_sleeping")
+
+
+def test_sleep_keeps_more_threads_than_there_are_cpus_until_it_is_closed():
+    run("""
+workers = OpenmpWorkers("sleep")
+settled(before + len(os.sched_getaffinity(0)) + 1)
+workers.note_step(1.0, 1.0)
+assert workers.is_sleeping
+workers.close()
+workers.close()
+settled(before)
+""")
+
+
+def test_auto_sleeps_while_the_thread_has_to_wait_for_a_cpu():
+    run("""
+workers = OpenmpWorkers("auto")
+settled(before)
+workers.note_step(0.4, 0.1)  # a single short step does not decide
+assert not workers.is_sleeping
+workers.note_step(0.4, 0.3)
+assert workers.is_sleeping
+settled(before + len(os.sched_getaffinity(0)) + 1)
+workers.note_step(0.6, 0.6)  # sleeping workers say nothing about other load
+assert workers.is_sleeping
+openmp.monotonic = lambda: time.monotonic() + openmp.CALM
+workers.note_step(0.6, 0.6)
+assert not workers.is_sleeping
+settled(before)
+workers.note_step(0.6, 0.6)
+assert not workers.is_sleeping
+workers.close()
+""")
