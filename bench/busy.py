@@ -1,6 +1,6 @@
-"""decode with 2 threads while one core does something else: limit.py --busy.
+"""decode with 2 threads while another process uses one core: limit.py --busy.
 
-A process that only spins is bound to one core, to each in turn, and stopped while the undisturbed times are taken.
+A busy-looping process is pinned to each core in turn. It is stopped while the undisturbed times are measured.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ from statistics import mean, median, quantiles
 from sides.common import Case, times_of, write_case
 from sides.ours import Side
 
-AT_MOST = 1.5  # times the undisturbed single thread
+AT_MOST = 1.5  # limit of the disturbed time, in multiples of the undisturbed single-thread time
 CALLS = (20, 5000)  # of a round, from and to: the tail is the question
 
 
@@ -25,7 +25,7 @@ def spin(core):
 
 
 class Spinner:
-    """A process that spins on `core` inside the context and is stopped outside it."""
+    """Context in which a process spins on `core`; it is stopped outside the context."""
 
     def __init__(self, core):
         self.process = multiprocessing.get_context("fork").Process(target=spin, args=(core,), daemon=True)
@@ -34,7 +34,7 @@ class Spinner:
 
     def __enter__(self):
         os.kill(self.process.pid, signal.SIGCONT)
-        time.sleep(0.05)  # until it is seen on its core
+        time.sleep(0.05)  # lets the process start to run on its core
 
     def __exit__(self, *_):
         os.kill(self.process.pid, signal.SIGSTOP)

@@ -1,11 +1,12 @@
-"""Decode of sequences with a common prefix, read once (cascade) and once for each, and the limit of the machine.
+"""Decode of sequences with a common prefix: cascade reads it once, plain decode reads it once per sequence.
 
     python bench/cascade.py [--dtype bfloat16,float32] [--threads 1,2] [--rounds N]
 
-In each round both ways take turns, over as many layers as fill 300 MB, so that nobody finds K and V in a cache. The
-limit is the longer of two times: all multiply-adds at the FMA rate, and all bytes, what is shared counted once, at the
-stream's rate; both are measured in the same round. `share` is the limit over the time of cascade, `gain` the time of
-the other way over that of cascade; medians of the rounds. Where nothing is shared, `gain` is what looking for it costs.
+Each round measures both methods in alternation. The calls rotate over layers that fill 300 MB, so that K and V are
+never in a CPU cache. The limit of the machine is the longer of two times, both measured in the same round: all
+multiply-adds at the FMA rate, and all bytes at the stream's rate, with the shared bytes counted once.
+`share` is the limit divided by cascade's time. `gain` is plain decode's time divided by cascade's time. Both are
+medians over the rounds. For sequences without a common prefix, `gain` shows the cost of searching for one.
 """
 
 import argparse
@@ -60,7 +61,7 @@ class Case:
         self.out = np.empty_like(self.q)
 
     def seconds(self, threads, cascade):
-        """The time of a layer."""
+        """Return the time of one layer in seconds."""
         begin = time.perf_counter()
         for layer in range(self.layers):
             pagepool.decode(
@@ -70,8 +71,8 @@ class Case:
 
 
 def measure(machine, case, threads, rounds):
-    """Medians over the rounds of the seconds of cascade, its gain and its share of the limit."""
-    case.seconds(threads, True)  # faults the workspace in
+    """Return the medians over the rounds: seconds of cascade, its gain and its share of the limit."""
+    case.seconds(threads, True)  # page-faults the workspace in
     spent, gains, shares = [], [], []
     stretch = min(case.num_bytes, 100 << 20)
     for turn in range(rounds):

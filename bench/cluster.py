@@ -1,14 +1,19 @@
-"""A burst on a cluster of engines, one of which is killed in the middle: a table and a picture. `make cluster-demo`.
+"""Send a burst to a cluster of engines and kill one of its processes midway: a table and a picture.
 
-    python bench/cluster.py                         # 2 engines that decode, 1 for prompts; one that decodes is killed
+    python bench/cluster.py                         # 2 decode engines, 1 prefill engine; kills a decode engine
     python bench/cluster.py --kill prefill          # or front_end, or none
-    python bench/cluster.py --runs 10               # in a row; ends with status 1 when one of them is not right
+    python bench/cluster.py --runs 10               # ten runs; exits with status 1 if a run fails
 
-Starts a cluster with the tiny model. Each run streams 48 requests with 6 shared beginnings at once, kills a process
-with SIGKILL when a fourth of the tokens has come (the engine for prompts after the first 15 tokens), repeats what the
-front end has cut with the same request ids, and compares all tokens with those of one engine. A token may differ where
-one engine's two best logits are nearer than 0.001. Then all processes must be there again, and every allocator empty.
-Needs the extras `ray`, `transfer` and `plot`, and httpx.
+`make cluster-demo` runs this. It starts a cluster with the tiny model. Each run does four things:
+
+1. It streams 48 requests with 6 shared prefixes at once.
+2. It kills a process with SIGKILL after a quarter of the tokens (the prefill engine: after the first 15 tokens).
+3. It repeats the requests that the front end cut off, with the same request ids.
+4. It compares all tokens with the output of a single engine. A token may differ where that engine's two largest
+   logits differ by less than 0.001.
+
+Then all processes must run again, and every allocator must be empty. Needs the extras `ray`, `transfer` and `plot`,
+and httpx.
 """
 
 from __future__ import annotations
@@ -38,14 +43,14 @@ URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 120
 NUM_REQUESTS, NUM_BEGINNINGS, NUM_TOKENS = 48, 6, 64
 NEAR = 1e-3
-# Of the tokens, what has come when the process is killed: prompts are computed at the beginning.
+# Fraction of the tokens after which the process is killed. Prefill engines work at the start, so they die early.
 SHARE = {"decode": 0.25, "front_end": 0.25, "prefill": 0.005}
 COLOURS = ["#17479e", "#e0913a", "#8e6bb5", "#c9524f", "#5f9e6e", "#8a8a8a"]
 
 
 @dataclass
 class Answer:
-    """What came of a request: the texts of its tokens and when each came; how often it was asked for."""
+    """The response to one request: token texts, their arrival times, and the number of attempts."""
 
     tokens: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -54,7 +59,7 @@ class Answer:
 
 
 def prompts() -> list[str]:
-    """Requests with shared beginnings of some 300 tokens: pieces of this repository's engine."""
+    """Return prompts with shared prefixes of about 300 tokens, cut from the source of this repository's engine."""
     source = (Path(__file__).resolve().parents[1] / "pagepool" / "engine.py").read_text(encoding="utf-8")
     step = len(source) // NUM_BEGINNINGS
     beginnings = [source[start * step : start * step + 900] for start in range(NUM_BEGINNINGS)]
@@ -62,7 +67,7 @@ def prompts() -> list[str]:
 
 
 def answers_of_one_engine(texts: list[str]) -> list[list[tuple[str, bool]]]:
-    """For each request its tokens as texts, and whether the second best was a near tie."""
+    """Return for each request its token texts, and for each token whether the second-best logit was a near tie."""
     model, tokenizer = load_pretrained(MODEL, "float32")
     with Engine(model, tokenizer, num_blocks=2048) as engine:
         generations = [engine.submit(text, SamplingParams(NUM_TOKENS, logprobs=2)) for text in texts]
@@ -78,7 +83,7 @@ def answers_of_one_engine(texts: list[str]) -> list[list[tuple[str, bool]]]:
 
 
 async def stream(client: httpx.AsyncClient, text: str, request_id: str, answer: Answer) -> None:
-    """Ask once; what came of an earlier time is dropped."""
+    """Send the request once. Tokens of an earlier attempt are dropped."""
     answer.asked += 1
     answer.tokens, answer.times = [], []
     body = {"prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 0, "stream": True}
@@ -92,16 +97,16 @@ async def stream(client: httpx.AsyncClient, text: str, request_id: str, answer: 
                         answer.tokens += logprobs["tokens"]
                         answer.times.append(time.monotonic())
                 answer.is_whole = answer.is_whole or line == "data: [DONE]"
-    except httpx.HTTPError:  # the front end is gone
+    except httpx.HTTPError:  # the front end died
         answer.is_whole = False
 
 
 async def burst(texts: list[str], answers: list[Answer], name: str, pid: int, share: float) -> float:
-    """All requests at once, those that were cut once more until they are whole; returns when the process was killed.
+    """Send all requests at once, repeat incomplete ones until all are complete, and return the time of the kill.
 
-    name   of the run, in the request ids
-    pid    of the process, 0 for none
-    share  of all tokens, what has come when it is killed
+    name   prefix of the run's request ids
+    pid    process to kill, 0 to kill none
+    share  fraction of all tokens after which the process is killed
     """
     limits = httpx.Limits(max_connections=NUM_REQUESTS)
     killed_at = 0.0
@@ -120,7 +125,7 @@ async def burst(texts: list[str], answers: list[Answer], name: str, pid: int, sh
         while cut := [number for number, answer in enumerate(answers) if not answer.is_whole]:
             if time.monotonic() > end:
                 break
-            await asyncio.sleep(0.5)  # the front end is starting
+            await asyncio.sleep(0.5)  # the front end restarts
             await asyncio.gather(
                 *(stream(client, texts[number], f"{name}-{number}", answers[number]) for number in cut)
             )
@@ -128,7 +133,7 @@ async def burst(texts: list[str], answers: list[Answer], name: str, pid: int, sh
 
 
 def compare(answers: list[Answer], wanted: list[list[tuple[str, bool]]]) -> tuple[int, int]:
-    """How many answers part from those of one engine at a near tie, and how many are wrong."""
+    """Count the answers that diverge from the single engine at a near tie, and the wrong answers."""
     near = wrong = 0
     for answer, row in zip(answers, wanted, strict=True):
         parts = next((at for at, (text, _) in enumerate(row) if answer.tokens[at : at + 1] != [text]), None)
@@ -140,7 +145,7 @@ def compare(answers: list[Answer], wanted: list[list[tuple[str, bool]]]) -> tupl
 
 
 class Running:
-    """A cluster that runs, asked through Serve's handles."""
+    """A running cluster, queried through Serve's handles."""
 
     def __init__(self) -> None:
         from ray import serve as ray_serve
@@ -151,11 +156,11 @@ class Running:
         self.wait(lambda: len(self.workers()) == 3)
 
     def wait(self, condition: Any) -> None:
-        """Until it holds, up to two minutes."""
+        """Wait until the condition holds, up to two minutes."""
         end = time.monotonic() + SECONDS
         while not condition():
             if time.monotonic() > end:
-                raise TimeoutError("the cluster has not come to rest")
+                raise TimeoutError(f"the cluster did not reach the expected state within {SECONDS} s")
             time.sleep(0.2)
 
     def stats(self) -> dict[str, Any]:
@@ -164,29 +169,29 @@ class Running:
         return found
 
     def workers(self) -> dict[str, Any]:
-        """The workers that are heard of."""
+        """Return the workers that the front end knows."""
         found: dict[str, Any] = self.stats()["workers"]
         return found
 
     def ask(self, worker: str, side: str, method: str) -> Any:
-        """A call of one worker."""
+        """Call a method of one worker."""
         handle = self._serve.get_deployment_handle(side, "pagepool")
         return getattr(handle, method).remote(worker).result(timeout_s=SECONDS)
 
     def victim(self, what: str) -> tuple[str, int]:
-        """The name and the process of a worker of this side, or of the front end."""
+        """Return name and pid of a worker with this role, or of the front end."""
         if what == "front_end":
             return what, self.front_end.pid.remote().result(timeout_s=SECONDS)
         name = min(name for name, worker in self.workers().items() if worker["side"] == what)
         return name, self.ask(name, what, "pid")
 
     def is_whole(self, victim: str) -> bool:
-        """Whether there are three workers again, and nobody believes in the one that was killed."""
+        """Return true if three workers run and the killed worker is not among them."""
         workers = self.workers()
         return len(workers) == 3 and victim not in workers
 
     def is_idle(self) -> bool:
-        """Whether no request runs."""
+        """Return true if no request runs."""
         stats = self.stats()
         return not stats["requests"] and not any(worker["requests"] for worker in stats["workers"].values())
 
@@ -197,7 +202,7 @@ class Running:
 
 
 def counts_of(stats: dict[str, Any]) -> dict[str, int]:
-    """The counters of a front end that a run adds to."""
+    """Return the front end's counters that a run increments."""
     found = {name: stats[name] for name in ("lost_workers", "cached_tokens", "moved_tokens")}
     for name in ("forecast_tokens", "found_tokens"):
         found[name] = sum(router[name] for router in stats["routers"].values())
@@ -205,7 +210,7 @@ def counts_of(stats: dict[str, Any]) -> dict[str, int]:
 
 
 def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list[list[tuple[str, bool]]]) -> bool:
-    """One run: prints a table, draws the picture; returns whether all is right."""
+    """Do one run, print its table, draw its picture, and return true if it succeeded."""
     answers = [Answer() for _ in texts]
     before = counts_of(cluster.stats())
     victim, pid = cluster.victim(kill) if kill != "none" else ("", 0)
@@ -219,7 +224,7 @@ def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list
     stats = cluster.stats()
     in_use = {name: cluster.ask(name, w["side"], "check_empty")[1] for name, w in stats["workers"].items()}
     after = counts_of(stats)
-    # Another front end has begun to count anew.
+    # A restarted front end counts from zero.
     counts = after if kill == "front_end" else {name: count - before[name] for name, count in after.items()}
     forecast, found = counts["forecast_tokens"], counts["found_tokens"]
     apart = abs(forecast - found) / max(found, 1)
@@ -244,7 +249,7 @@ def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list
 
 
 def draw(answers: list[Answer], began: float, killed_at: float, kill: str) -> None:
-    """A line for each request: its tokens as they came, by shared beginning; and when the process was killed."""
+    """Draw one line per request with its token arrivals, grouped by shared prefix, and the time of the kill."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")

@@ -1,12 +1,12 @@
-"""Two builds of pagepool in turn, the second as a multiple of the first: python bench/compare.py OLD [NEW]
+"""Compare two builds of pagepool in alternating rounds: python bench/compare.py OLD [NEW]
 
     python bench/compare.py ../before                    the figures of figures.py, then decode of S1 to S5
     python bench/compare.py ../before --only prefix,scheduler --shape ""
     python bench/compare.py ../before --only decode --shape S1,S5 --threads 1 --rounds 9
 
-OLD and NEW are folders with a built `pagepool` in them; NEW is this checkout unless it is given. Each build has a
-process of its own, and both run the workloads of this checkout. In each round old and new take turns, first one, then
-the other; printed are the medians of both and the median of the rounds' ratios, beside the goal where there is one.
+OLD and NEW are folders that contain a built `pagepool`. NEW defaults to this checkout. Each build runs in its own
+process, and both run the workloads of this checkout. Old and new alternate in each round. The table has both medians,
+the median of the rounds' ratios (new over old), and the goal if the figure has one.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def work_for(source, answers):
         question = json.loads(line)
         try:
             if question["name"] not in works:
-                works.clear()  # frees what the figure before has built
+                works.clear()  # frees the data of the previous figure
                 (figure,) = [figure for figure in chosen("") if figure.name == question["name"]]
                 works[figure.name] = figure.sides["ours"]()
                 once(works[figure.name])

@@ -1,11 +1,11 @@
-"""Every benchmark reports nanoseconds per operation beside the time of a round."""
+"""Every benchmark reports nanoseconds per operation in addition to the time of a round."""
 
 import pytest
 
 
 @pytest.fixture
 def measure(benchmark):
-    """measure(work): benchmarks work.run and stores `ops` and `ns_per_op` (of the fastest and the median round)."""
+    """measure(work) benchmarks work.run and stores `ops` and `ns_per_op` (of the fastest and the median round)."""
 
     def measure(work):
         benchmark.extra_info["ops"] = work.ops
@@ -19,7 +19,7 @@ def measure(benchmark):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """A table of nanoseconds per operation: pytest-benchmark prints whole rounds only."""
+    """Print a table of nanoseconds per operation: pytest-benchmark prints whole rounds only."""
     session = getattr(config, "_benchmarksession", None)
     rows = [bench for bench in getattr(session, "benchmarks", ()) if "ns_per_op" in bench.extra_info]
     if not rows:

@@ -1,9 +1,9 @@
-"""How much of an engine's step is not the model: scheduling, sampling, text, handing tokens over.
+"""Overhead of an engine's step outside the model: scheduling, sampling, detokenizing, delivering tokens.
 
     python bench/engine_step.py
 
-For the tiny Llama and a Llama of 100 million random parameters with 32,000 tokens, with 1 and 32 sequences. Prints the
-share of the step's time and microseconds a token. Needs the extra `transformers`.
+For the tiny Llama and a Llama of 100 million random parameters with a vocabulary of 32,000, with 1 and 32 sequences.
+Prints the overhead as a share of the step's time and in microseconds per token. Needs the extra `transformers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLING = {
 
 
 def models() -> dict:
-    """Each model by its name, with the tokens that each request gets."""
+    """Return for each model name the model and the number of tokens per request."""
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=768,
@@ -43,7 +43,7 @@ def models() -> dict:
 
 
 def measure(engine: Engine, sequences: int, tokens: int, sampling: dict) -> dict:
-    """One run: seconds of its steps and of the model within them."""
+    """Do one run; return the seconds of its steps and the seconds of the model within them."""
     before = engine.stats()
     running = [engine.submit(f"def f{n}(", SamplingParams(tokens, seed=n, **sampling)) for n in range(sequences)]
     count = sum(len(generation.result().token_ids) for generation in running)

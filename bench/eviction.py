@@ -1,11 +1,11 @@
-"""What eviction policies keep of traces, made-up or recorded, beside LRU and beside what is possible.
+"""Compare the cache hits of eviction policies with LRU and with Belady's bound, on synthetic traces.
 
     python bench/eviction.py [--seeds 1,2] [--size BLOCKS] [--capacity 1000,3000,...] [--only NAME,...] [--markdown]
 
-For each trace of `traces.py` and each capacity: the hits that a policy has more than LRU, as a share of those that
-Belady's bound has more (0: no more than LRU; 1: as if all requests were known in advance; ! below LRU, with the
-hits that are missing), then the same in sum over all capacities. Hits are blocks in the leading run of those that are
-cached. Where the bound is LRU itself there is nothing to keep, and a dash.
+For each trace of `traces.py` and each capacity, a policy's figure is (its hits - LRU's hits) / (bound - LRU's hits).
+0 is as good as LRU. 1 is as good as knowing all requests in advance. "!" marks a policy below LRU, with its difference
+in hits. The last columns sum over all capacities. A hit is a block in the leading run of cached blocks of a prompt.
+A dash means that LRU already reaches the bound.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ CAPACITIES = [1000, 3000, 5859, 10_000, 20_000, 30_000]
 
 
 def hits_of(policy: str, rows: list[np.ndarray], capacity: int) -> int:
-    """Blocks found in one pass."""
+    """Return the number of blocks found in one pass."""
     memory = reference if policy in OTHERS else pagepool
     cache = memory.PrefixCache(memory.BlockAllocator(capacity), 1, policy)
     return sum(cache.touch(row) for row in rows)
 
 
 def measure(rows: list[np.ndarray], capacities: list[int]) -> dict[str, list[int]]:
-    """The hits of every policy and of the bound, a number for each capacity."""
+    """Return the hits of every policy and of the bound, one number for each capacity."""
     ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
     found = {policy: [hits_of(policy, rows, room) for room in capacities] for policy in ("lru", "gittins", *OTHERS)}
     return found | {"belady": [belady_pass(ids, ends, room)[0] for room in capacities]}
 
 
 def share(own: int, lru: int, best: int) -> str:
-    """Of the way from LRU to the bound."""
+    """Return the gain over LRU as a fraction of the bound's gain over LRU."""
     text = "-" if best == lru else f"{(own - lru) / (best - lru):.2f}".replace("0.", ".")
     return text + (f"!{own - lru}" if own < lru else "")
 

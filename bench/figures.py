@@ -1,8 +1,8 @@
-"""The headline figures, ours beside reference and numpy: python bench/figures.py [--only WORD,...] [--json FILE]
+"""The headline figures of pagepool, its reference and NumPy: python bench/figures.py [--only WORD,...] [--json FILE]
 
-One run measures everything. The sides of a figure take turns, so that a noisy neighbour disturbs all of them; medians
-are printed, one number a cell, beside the goal where there is one: at most so much. compare.py measures the same
-figures of two builds; limit.py measures decode beside what the machine can do.
+One run measures everything. The implementations of a figure alternate, so that a noisy neighbour disturbs all of them.
+Each cell is a median. The goal of a figure is an upper bound. compare.py measures the same figures of two builds.
+limit.py measures decode relative to the machine's limits.
 """
 
 import argparse
@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # the checkout, where no pag
 import workloads
 from workloads import Work
 
-SECONDS = 0.4  # measured per side of a figure
+SECONDS = 0.4  # measured per implementation of a figure
 SCALES = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0, "x": 1.0}
 
 
@@ -49,7 +49,7 @@ class Figure:
 
 
 def once(work):
-    """Seconds per operation of one run; a run that returns a float has timed itself."""
+    """Return seconds per operation of one run. A run that returns a float has timed itself."""
     start = time.perf_counter()
     took = work.run()
     spent = time.perf_counter() - start
@@ -65,7 +65,7 @@ def all_sides(make, sides=("ours", "reference", "numpy"), **options):
 
 
 def whole(side):
-    """The decode of 8 x 512 tokens with the whole call as its operation."""
+    """Decode of 8 x 512 tokens, where one operation is the whole call."""
     return Work(workloads.decode_step(side).run, 1)
 
 
@@ -122,7 +122,7 @@ def figures():
 
 
 def chosen(words):
-    """The figures whose names contain one of the words."""
+    """Select the figures with a name that contains one of the words."""
     return [figure for figure in figures() if not words or any(word in figure.name for word in words.split(","))]
 
 

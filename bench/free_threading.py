@@ -1,9 +1,9 @@
-"""How 2 Python threads scale on one shared object, on CPython without a GIL: what both do in a second, over one alone.
+"""Scaling of 2 Python threads on one shared object, on CPython without a GIL: calls per second, relative to 1 thread.
 
-Each thread makes the same calls on the same object, with tokens, slots and queries of its own. With perfect scaling the
-figure is 2. Turns with 1 and 2 threads alternate; the figure is the median over the turns. With a GIL it runs, too, and
-says so: then Python threads take turns, and only `append` and `decode` release it. Run from a checkout with pagepool
-built for the interpreter: `PYTHONPATH=build/free-threaded/lib build/free-threaded/bin/python bench/free_threading.py`.
+Each thread makes the same calls on the same object, with its own tokens, slots and queries. Perfect scaling gives 2.
+Turns with 1 and 2 threads alternate, and the figure is the median over the turns. The script also runs with a GIL and
+then prints a note: only `append` and `decode` release the GIL. Run it from a checkout with pagepool built for the
+interpreter: `PYTHONPATH=build/free-threaded/lib build/free-threaded/bin/python bench/free_threading.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT, STEP, CONTEXT = 512, 32, 2048
 
 
 def allocate_and_free(number, allocator):
-    """A pair on one allocator."""
+    """Allocate and free one block of one allocator."""
 
     def call():
         allocator.free(allocator.allocate())
@@ -36,7 +36,7 @@ def allocate_and_free(number, allocator):
 
 
 def look_up(number, cache):
-    """The blocks of a prompt in one prefix cache, found and given back."""
+    """Look up the blocks of a prompt in one prefix cache and free them."""
     prompt = np.arange(PROMPT, dtype=np.int32) + number * PROMPT
     cache.touch(prompt)
     free = cache.allocator.free
@@ -48,7 +48,7 @@ def look_up(number, cache):
 
 
 def append(number, pool):
-    """The keys and values of a step of decode into one pool."""
+    """Append the keys and values of one decode step to one pool."""
     state = PagedSeqState(pool.allocator)
     slots = state.append(STEP)
     k = np.ones((STEP, LAYOUT.num_kv_heads, LAYOUT.head_dim), np.float32)
@@ -60,7 +60,7 @@ def append(number, pool):
 
 
 def attend(number, pool):
-    """`decode` of one sequence on the calling thread."""
+    """Run `decode` for one sequence on the calling thread."""
     state = PagedSeqState(pool.allocator)
     k = np.random.default_rng(number).standard_normal((CONTEXT, 8, 128), np.float32)
     pool.append(0, state.append(CONTEXT), k, k)
@@ -74,7 +74,7 @@ def attend(number, pool):
 
 
 def seconds_of(calls, times):
-    """Wall time in which each thread makes its call so often."""
+    """Return the wall time in seconds for all threads to make their calls."""
     start, begins, ends = threading.Barrier(len(calls)), [], []
 
     def work(call):

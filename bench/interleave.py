@@ -1,4 +1,7 @@
-"""Sides in processes of their own, measured in turn, round by round, beside what the machine delivers in that round."""
+"""Measure competing implementations ("sides") in alternating rounds, with the machine's rates measured in each round.
+
+Each side runs in its own process.
+"""
 
 import argparse
 import json
@@ -15,13 +18,13 @@ from shapes import ITEM_BYTES, SHAPES, copies_of, flops, kv_bytes, page_bytes, t
 from sides.common import write_case
 
 HERE = Path(__file__).resolve().parent
-PATIENCE = 240  # seconds until a side that does not answer counts as failed
+PATIENCE = 240  # timeout in seconds: a side without an answer counts as failed
 CHUNKS = (2048, 4096, 8192, 65536)
 PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
 
 
 def bound_of(module, environment):
-    """The rate that bounds a side, where the machine has it, and else that of fma in its longest vectors."""
+    """Return the name of the compute rate that limits a side. The default is "fma", with the CPU's longest vectors."""
     if module == "ours:Bf16":
         return "dot"
     forced = {**os.environ, **environment}.get("PAGEPOOL_ISA")
@@ -29,7 +32,7 @@ def bound_of(module, environment):
 
 
 class Process:
-    """A worker script in the environment of `python`; once it has failed to answer it stays failed."""
+    """A worker script run by the interpreter `python`. After one missing answer it stays failed."""
 
     def __init__(self, python, argument, environment, script="side_worker.py", patience=PATIENCE):
         self.patience = patience
@@ -96,7 +99,7 @@ class Comparison:
         self.machine.close()
 
     def shape(self, shape, dtypes):
-        """The rows of a shape: one for each dtype and number of threads."""
+        """Return the rows of a shape: one for each dtype and number of threads."""
         shared_memory = Path("/dev/shm")
         with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
             write_case(shape, Path(folder))
@@ -159,16 +162,16 @@ class Comparison:
         }
 
     def rates(self, threads):
-        """What so many cores compute at this moment: on shared machines it changes within milliseconds."""
+        """Measure the compute rate of `threads` cores now: on shared machines it changes within milliseconds."""
         return {kind: self.machine.rate(kind, threads, 0.005) for kind in {"fma", *self.bounds.values()}}
 
     def compute(self, name, work, rates):
-        """Seconds that the work of a side takes at the rates of each round."""
+        """Return the seconds that the arithmetic of a side takes at the rates of each round."""
         return [work / (rate[self.bounds[name]] or rate["fma"]) for rate in rates]
 
 
 def facts(machine, threads):
-    """What the machine delivers apart from any shape, for each number of threads; about 3 seconds."""
+    """Measure the machine's rates that depend on no shape, for each number of threads. Takes about 3 seconds."""
     size, mebi = 256 << 20, 1 << 20
     rows = []
     for count in threads:
@@ -192,8 +195,10 @@ def facts(machine, threads):
 
 
 def result(rounds, compute, stream, errors):
-    """The figures of a side that `compute` seconds bound beside the stream, round by round: of its ways that of the
-    smallest median."""
+    """Return the figures of a side's fastest method, the one with the smallest median.
+
+    The limit of a round is the longer of its `compute` and `stream` times in seconds.
+    """
     way = min(errors, key=lambda way: median(times[way] for times in rounds))
     times = [times[way] for times in rounds]
     limits = [max(pair) for pair in zip(stream, compute, strict=True)]
@@ -210,7 +215,7 @@ def result(rounds, compute, stream, errors):
 
 
 def add_options(parser, shapes="S1,S2,S3,S4,S5", dtypes="bfloat16,float16,float32", rounds=5, seconds=0.1):
-    """The options that every comparison has."""
+    """Add the options that all comparisons share."""
     parser.add_argument("--shape", type=names(SHAPES), default=shapes, help="comma list of " + ", ".join(SHAPES))
     parser.add_argument(
         "--dtype", type=names(ITEM_BYTES), default=dtypes, help="comma list of " + ", ".join(ITEM_BYTES)
@@ -222,13 +227,13 @@ def add_options(parser, shapes="S1,S2,S3,S4,S5", dtypes="bfloat16,float16,float3
 
 
 def names(known):
-    """Parses a comma list of known names; an empty text has none."""
+    """Return a parser of comma-separated known names. An empty text gives no names."""
 
     def parse(text):
         chosen = [name for name in text.split(",") if name]
         unknown = sorted(set(chosen) - set(known))
         if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"must be among {', '.join(known)}, got {', '.join(unknown)}")
         return chosen
 
     return parse

@@ -1,10 +1,10 @@
-"""decode over a latent cache (MLA): one kv head of 576 dims of which 512 are V, shared by 16 or 128 query heads.
+"""decode over a latent cache (MLA): one KV head of 576 dims (the first 512 are V), shared by 16 or 128 query heads.
 
     python bench/latent.py [--dtype bfloat16,float32] [--threads 1,2] [--rounds 5]
 
-Every element that is loaded serves all query heads, so that arithmetic is the bound: printed is the share of the f32
-FMA rate of the same run, rounds of (rate, decode) in turn. An operation is a product or a sum:
-2 * heads * tokens * (576 + 512) in all. The pages are cold: calls rotate over the layers of a pool.
+Every loaded element serves all query heads, so arithmetic is the limit. The output is the fraction of the f32 FMA rate
+measured in the same run, in alternating rounds of (rate, decode). A product or a sum counts as one operation, so a call
+has 2 * heads * tokens * (576 + 512). The pages are cold: calls rotate over the layers of a pool.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Latent:
 
     def seconds(self, threads, calls):
         times = []
-        for call in range(calls + 1):  # the first wakes the workers
+        for call in range(calls + 1):  # the first call wakes the workers
             begin = time.perf_counter()
             pagepool.decode(
                 self.q, self.pool, call % self.layers, self.tables, self.lens, sm_scale=192**-0.5, num_threads=threads

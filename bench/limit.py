@@ -1,17 +1,21 @@
-"""decode as a share of what this machine can do, both measured in turn, in one run.
+"""Time of decode relative to the machine's limit, both measured in alternation in one run.
 
     python bench/limit.py [--shape S1,S2] [--dtype bfloat16,float32] [--threads 1,2] [--isa avx2,avx512] [--json FILE]
-    python bench/limit.py --arithmetic exact,bf16       dot products of bfloat16 beside exact arithmetic
-    python bench/limit.py --variants [--shape S1,S4]    soft cap, sinks, ALiBi and window beside plain decode
-    python bench/limit.py --busy [--shape S5]           2 threads while one core does something else
+    python bench/limit.py --arithmetic exact,bf16       bfloat16 dot products against exact arithmetic
+    python bench/limit.py --variants [--shape S1,S4]    soft cap, sinks, ALiBi and window against plain decode
+    python bench/limit.py --busy [--shape S5]           2 threads while another process uses one core
 
-A cell's limit is the greater of two times: that to stream its bytes of K and V from memory, contiguous and at the best
-of three prefetch distances, and that to do its multiplications and additions at the FMA rate of so many cores (where
-AVX2 is forced, at that of its vectors) or, in arithmetic of bf16, at the rate of dot products. Rounds of (stream,
-pages, FMA, decode, FMA) alternate; the share is the median of the rounds' shares. The greater of a round's two rates
-counts; `of best` is the share at the greatest rate of all rounds. `pages` is the time to read the same bytes in
-shuffled pieces of a page's size at the best of seven ways, one by one or four side by side: what a block table leaves
-of the stream. Nobody finds bytes in a cache: all rotate over 400 MB, decode over layers of its pool.
+A cell's limit is the longer of two times:
+
+- memory: stream the cell's bytes of K and V, contiguous, at the best of three prefetch distances;
+- compute: do its multiplications and additions at the FMA rate of `threads` cores. A forced AVX2 uses the rate of
+  AVX2 vectors. bf16 arithmetic uses the rate of bf16 dot products.
+
+Each round measures stream, pages, FMA, decode, FMA. The faster of a round's two FMA rates counts. `share` is the median
+of the rounds' limit / time. `of best` uses the fastest rate of all rounds instead. `pages` is the time to read the same
+bytes in shuffled chunks of a page's size, at the best of seven access patterns (one chunk after another, or four
+interleaved): it shows the cost of a block table over the stream. No read hits a CPU cache: all measurements rotate over
+400 MB, and decode rotates over the layers of its pool.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ def print_row(row):
 
 
 def print_ratios(rows, first, second):
-    """How fast the first side is, as a part of the second, and would be if nothing but its arithmetic bound it."""
+    """Print the first side's speed over the second's, and the ratio if only the first side's arithmetic limited it."""
     print(f"\nspeed of {first} over {second}\nshape dtype     threads   ratio  target  at its own rate")
     for row in rows:
         rounds = [row["sides"].get(side, {}).get("rounds") for side in (first, second)]

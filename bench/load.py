@@ -1,11 +1,11 @@
-"""Loads an engine or a server with requests of which many are cancelled, abandoned or cut off, and counts what came.
+"""Load test of an engine or server: many requests are cancelled, abandoned or cut off. Counts how requests end.
 
     python bench/load.py                            # pagepool serve with the tiny model, 8 clients, for 10 minutes
     python bench/load.py --seconds 20 --clients 4
-    python bench/load.py --clients 64 --attack 1    # the same twice, the second time with a prompt of 15 MB each second
+    python bench/load.py --clients 64 --attack 1    # two runs, the second with a prompt of 15 MB each second
 
-Ends with status 1 when a request got an error, a block leaked or memory kept growing. With `--attack` it also reports
-how much later the first tokens of small requests come. Needs the extra `serve` and httpx.
+Exits with status 1 if a request got an error, a block leaked or memory kept growing. `--attack` also reports the added
+delay of the first tokens of small requests. Needs the extra `serve` and httpx.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 
 import httpx
 
-# Of ten requests, how many end in which way.
+# Number of requests out of ten that end in each way.
 WAYS = ["whole"] * 3 + ["stream"] * 3 + ["leave"] * 2 + ["give up"] * 2
-GROWTH = 1.1  # of the process's memory, from the end of the first quarter on
+GROWTH = 1.1  # limit of the process's memory, relative to the end of the first quarter
 SETTLED = 0.25
 ATTACK_BYTES = 15_000_000
 
@@ -36,10 +36,10 @@ ATTACK_BYTES = 15_000_000
 async def one_request(
     client: httpx.AsyncClient, choice: random.Random, prompts: list[str], tokens: int, first: list[float]
 ) -> str:
-    """One request, taken whole, streamed, left in the middle of its stream, or given up while nothing has come.
+    """Send one request: read it whole, stream it, abandon the stream midway, or cancel before the first token.
 
-    Adds the seconds to the first token of a stream to `first`. Returns how the request ended: one of `WAYS`, or
-    "error: ..." with what was wrong.
+    Appends the time to the first token of a stream, in seconds, to `first`. Returns how the request ended: one of
+    `WAYS`, or "error: ..." with the cause.
     """
     way = choice.choice(WAYS)
     prompt = choice.choice(prompts)[: choice.randint(1, 400)]
@@ -70,9 +70,9 @@ async def one_request(
 
 
 async def load(url: str, clients: int, prompts: list[str], tokens: int, seed: int, ends) -> tuple[Counter, list[float]]:
-    """Sends requests from `clients` clients at a time until `ends()`.
+    """Send requests from `clients` concurrent clients until `ends()`.
 
-    Returns how often each way of ending came, and the seconds to the first tokens of streams.
+    Returns the number of requests that ended in each way, and the seconds to the first tokens of streams.
     """
     counts: Counter[str] = Counter()
     first: list[float] = []
@@ -92,7 +92,7 @@ async def load(url: str, clients: int, prompts: list[str], tokens: int, seed: in
 
 
 async def attack(url: str, prompts: list[str], every: float, ends) -> Counter:
-    """Sends a prompt of 15 MB every so many seconds, and leaves every second one at once; returns what came of them."""
+    """Send a prompt of 15 MB every `every` seconds and abandon every second one at once; return how they ended."""
     text = "".join(prompts)
     text = (text * (ATTACK_BYTES // len(text) + 1))[:ATTACK_BYTES]
     body = json.dumps({"prompt": text}).encode()
@@ -118,19 +118,19 @@ async def attack(url: str, prompts: list[str], every: float, ends) -> Counter:
 
 
 def metrics(url: str) -> dict[str, float]:
-    """What the server's /metrics say, by name and labels."""
+    """Return the server's /metrics by name and labels."""
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory of a process that is in RAM."""
+    """Return the resident memory of a process in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
 
 
 async def watch(pid: int, ends) -> list[int]:
-    """The memory of a process, once a second."""
+    """Record the resident memory of a process once a second."""
     sizes = []
     while not ends(None):
         sizes.append(resident_bytes(pid))
@@ -139,7 +139,7 @@ async def watch(pid: int, ends) -> list[int]:
 
 
 def start_server(model: str | None, pool_bytes: str, threads: int) -> tuple[subprocess.Popen, str]:
-    """`pagepool serve` at a free port, and its address."""
+    """Start `pagepool serve` at a free port; return its process and URL."""
     command = [sys.executable, "-m", "pagepool", "serve", "--port", "0", "--pool-bytes", pool_bytes]
     command += ["--threads", str(threads), *(["--model", model] if model else [])]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -148,16 +148,16 @@ def start_server(model: str | None, pool_bytes: str, threads: int) -> tuple[subp
             threading.Thread(target=shutil.copyfileobj, args=(server.stderr, sys.stderr), daemon=True).start()
             return server, found.group(1)
         print(line, end="", file=sys.stderr)
-    raise SystemExit("the server has not started")
+    raise SystemExit("the server ended before it accepted connections")
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which this share of the values is."""
+    """Return the value at the quantile `share` (0 to 1)."""
     return sorted(values)[int(share * (len(values) - 1))]
 
 
 async def run(options: argparse.Namespace, pid: int, url: str, is_attacked: bool) -> dict:
-    """One run of `--seconds`: what came of the requests, and the state of the server after it."""
+    """Do one run of `--seconds`; return how the requests ended and the server's state after the run."""
     end = time.monotonic() + options.seconds
     prompts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
 
@@ -175,7 +175,7 @@ async def run(options: argparse.Namespace, pid: int, url: str, is_attacked: bool
         attack(url, prompts, options.attack, ends) if is_attacked else no_attack(),
     )
     seconds = time.monotonic() - began
-    for _ in range(100):  # what was left at the end is being cancelled
+    for _ in range(100):  # the server still cancels the requests that were open at the end
         found = await asyncio.to_thread(metrics, url)
         running = found["pagepool:num_requests_running"] + found["pagepool:num_requests_waiting"]
         if not running:

@@ -1,4 +1,4 @@
-"""What this machine delivers: stream.c and rates.c, built for it."""
+"""The machine's memory bandwidth and compute rates, measured by stream.c and rates.c."""
 
 import ctypes
 import os
@@ -12,8 +12,8 @@ from statistics import median
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-# Ways to read that are tried: bytes from what is read to what is prefetched, the cache that prefetches fill, and
-# whether chunks are read side by side, in which case no more than a chunk ahead is prefetched.
+# Access patterns to try: prefetch distance in bytes, cache level that prefetches fill, and whether several chunks are
+# read interleaved. Interleaved reads prefetch at most one chunk ahead.
 STREAM_WAYS = ((0, 1, False), (2048, 1, False), (8192, 1, False))
 CHUNK_WAYS = (
     (0, 1, False),
@@ -48,7 +48,7 @@ class Machine:
         self._buffer, self._size = None, 0
 
     def reserve(self, num_bytes):
-        """A buffer of at least so many bytes for what follows, touched; the one before is given back."""
+        """Allocate a touched buffer of at least `num_bytes` bytes for the next measurements; free the previous one."""
         if num_bytes > self._size:
             self.close()
             self._buffer = self._lib.stream_buffer(num_bytes)
@@ -62,12 +62,12 @@ class Machine:
         self._buffer, self._size = None, 0
 
     def stream(self, num_bytes, copies, threads, calls):
-        """The median time to read so many bytes in one stretch, at the best prefetch distance."""
+        """Return the median time to read `num_bytes` contiguous bytes, at the best prefetch distance."""
         self.reserve(num_bytes * copies)
         return min(self._run(num_bytes, copies, threads, way, None, 0, calls) for way in STREAM_WAYS)
 
     def chunks(self, num_bytes, copies, chunk, threads, calls, ways=CHUNK_WAYS):
-        """The median times to read so many bytes in shuffled chunks, one for each way to follow their list."""
+        """Return the median times to read `num_bytes` bytes in shuffled chunks, one for each access pattern."""
         self.reserve(num_bytes * copies)
         order = np.random.default_rng(2).permutation(num_bytes // chunk).astype(np.uint32)
         return [self._run(num_bytes, copies, threads, way, order.ctypes.data, chunk, calls) for way in ways]
@@ -79,14 +79,14 @@ class Machine:
         return median(times)
 
     def rate(self, name, threads, seconds=0.02):
-        """Operations per second of `threads` cores at once; 0 where the machine has no such instruction."""
+        """Return operations per second of `threads` cores at once; 0 if the CPU lacks the instruction."""
         run = getattr(self._lib, "rate_" + name)
         with ThreadPoolExecutor(threads) as pool:
             return sum(pool.map(run, [seconds] * threads))
 
 
 def cpu_name():
-    """The processor as it names itself."""
+    """Return the CPU's model name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()

@@ -1,10 +1,10 @@
-"""One side of models.py in a process of its own: python model_worker.py '{"side": ..., "folder": ..., "dtype": ...}'
+"""Worker process of models.py for one side: python model_worker.py '{"side": ..., "folder": ..., "dtype": ...}'
 
     {"workload": [sequences, shared, own, new]}
     ->  {"first": seconds, "all": seconds, "bytes": n, "tokens": [[...]], "turns": share}
 
-`turns`, where prompts share a beginning: the time to the first token of the requests behind the first, one after
-another, over that of the first. `--make MODEL FOLDER` writes a model with random weights.
+`turns` is measured for prompts with a shared prefix, sent one after another. It is the time to the first token of later
+requests, relative to the first request. `--make MODEL FOLDER` writes a model with random weights.
 """
 
 import json
@@ -17,7 +17,7 @@ from statistics import median
 
 sys.path[0] = str(Path(__file__).resolve().parent)
 VOCABULARY, SEED = 32_000, 0
-LONGEST = 8192  # tokens of a sequence
+LONGEST = 8192  # maximum tokens of a sequence
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 768,
@@ -40,7 +40,7 @@ MORE = {
 
 
 def make(model, folder):
-    """Writes a model with random weights, in float32."""
+    """Write a model with random weights, in float32."""
     import torch
     import transformers
 
@@ -52,7 +52,7 @@ def make(model, folder):
 
 
 class Transformers:
-    """`generate` of transformers, with its own cache; prompts have one length, so that nothing is padded."""
+    """`generate` of transformers, with its own cache. All prompts have the same length, so none is padded."""
 
     def __init__(self, folder, dtype, threads):
         import torch
@@ -113,7 +113,8 @@ class Vllm:
     def __init__(self, folder, dtype, threads):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, whose memory is measured
+        # The memory of this process is measured, so the engine must run in it.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
@@ -131,7 +132,7 @@ SIDES = {"pagepool": Pagepool, "generate": Transformers, "generate_batch": Gener
 
 
 def prompts_of(sequences, shared, own, draw):
-    """Random prompts; every call has others, so that none is in a cache."""
+    """Return random prompts. Each seed gives different ones, so that no cache holds them."""
     numbers = random.Random(draw)
     beginning = [numbers.randrange(3, VOCABULARY) for _ in range(shared)]
     return [[*beginning, *(numbers.randrange(3, VOCABULARY) for _ in range(own))] for _ in range(sequences)]
@@ -144,7 +145,7 @@ def timed(side, prompts, new):
 
 
 def peak_bytes():
-    """The most memory that the process has had since `forget_peak`."""
+    """Return the peak resident memory of the process since `forget_peak`, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
@@ -154,7 +155,7 @@ def forget_peak():
 
 
 def measure(side, sequences, shared, own, new):
-    side.tokens(prompts_of(2, 0, 32, SEED), 2)  # what is made at the first call
+    side.tokens(prompts_of(2, 0, 32, SEED), 2)  # warm-up: the first call allocates and compiles
     forget_peak()
     first, _ = timed(side, prompts_of(sequences, shared, own, SEED + 1), 1)
     every, tokens = timed(side, prompts_of(sequences, shared, own, SEED + 2), new)
@@ -167,7 +168,7 @@ def measure(side, sequences, shared, own, new):
 
 def main(about):
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     side = None
     for line in sys.stdin:
         try:

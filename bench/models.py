@@ -1,14 +1,14 @@
-"""Whole models beside each other: tokens a second, time to the first token and memory, of four ways to generate text.
+"""Compare four text generators on whole models: tokens per second, time to the first token, and memory.
 
     python bench/models.py [--model llama,mistral,gemma3,bamba] [--dtype bfloat16,float32]
                            [--workload short,long,shared] [--side pagepool,generate,generate_batch,vllm]
                            [--peers build/peers] [--threads 2] [--json FILE]
 
-Needs torch and transformers (`pip install pagepool[transformers]`); vLLM lives in an environment of its own (see
-peers.py) and is left out where that is missing. Models have random weights and about 125 million parameters. Each side
-is a process of its own, and the sides take turns at each workload. A workload runs twice, with new prompts of the same
-lengths: for one token, which is the time to the first token of all, and for all tokens. Generation is greedy, and no
-token ends it. `equal` counts the sequences that are those of `generate`, token by token.
+Needs torch and transformers (`pip install pagepool[transformers]`). vLLM has its own environment (see peers.py) and is
+skipped if that is missing. Models have random weights and about 125 million parameters. Each side runs in its own
+process, and the sides alternate at each workload. A workload runs twice, with new prompts of the same lengths: for one
+token, which gives the time until all sequences have their first token, and for all tokens. Generation is greedy and
+ignores stop tokens. `equal` counts the sequences with the same tokens as `generate`.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from peers import PEERS, python_of
 MODELS = ("llama", "mistral", "gemma3", "bamba")
 SIDES = ("pagepool", "generate", "generate_batch", "vllm")
 DTYPES = ("bfloat16", "float32")
-PATIENCE = 1800  # seconds for a workload
+PATIENCE = 1800  # timeout of a workload in seconds
 # Of a workload: sequences, tokens that all begin with, tokens of each one's own, new tokens.
 WORKLOADS = {"short": (32, 0, 128, 128), "long": (8, 0, 4096, 128), "shared": (32, 2048, 32, 128)}
 
 
 def absent(side, model, peers):
-    """Why a side cannot run a model, or None."""
+    """Return the reason why a side cannot run a model, or None."""
     if side == "vllm" and model != "llama":
         return "it is measured with llama alone"
     if side == "vllm" and not python_of(PEERS["vllm"], peers).exists():
@@ -41,7 +41,7 @@ def absent(side, model, peers):
 
 
 def start(side, folder, dtype, options):
-    """The process of a side."""
+    """Start the process of a side."""
     python = python_of(PEERS["vllm"], options.peers) if side == "vllm" else sys.executable
     environment = {
         "OMP_NUM_THREADS": str(options.threads),
@@ -55,7 +55,7 @@ def start(side, folder, dtype, options):
 
 
 def rows_of(model, dtype, options, say):
-    """The results of a model: a dict for each workload and side."""
+    """Return the results of a model: a dict for each workload and side."""
     with tempfile.TemporaryDirectory() as folder:
         worker = Path(__file__).with_name("model_worker.py")
         subprocess.run([sys.executable, str(worker), "--make", model, folder], check=True)
@@ -121,7 +121,7 @@ def choices(known):
         chosen = text.split(",")
         for name in chosen:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"must be among {', '.join(known)}, got {name!r}")
         return chosen
 
     return read

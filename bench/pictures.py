@@ -1,8 +1,8 @@
-"""The pictures of the README: ours and peers as shares of the limit, one PNG per dtype. `make figures` runs this.
+"""Draw the README's pictures: pagepool and peers as fractions of the limit, one PNG per dtype. `make figures` runs it.
 
     python bench/pictures.py [--peers build/peers]       measures like peers.py, about 5 minutes, and draws
     python bench/pictures.py --redraw                    draws build/pictures.json again
-    python bench/pictures.py --prefill FILE              draws what `prefill.py --peer --json FILE` has measured
+    python bench/pictures.py --prefill FILE              draws the results of `prefill.py --peer --json FILE`
 
 Needs matplotlib. Everything measured goes to build/pictures.json.
 """
@@ -42,10 +42,10 @@ def shape_label(shape):
 
 
 def draw_panel(axes, rows, sides):
-    """The bars of one number of threads."""
+    """Draw the bars of one number of threads."""
     from matplotlib.patheffects import withStroke
 
-    halo = [withStroke(linewidth=2.2, foreground="white")]  # readable on a bar, too
+    halo = [withStroke(linewidth=2.2, foreground="white")]  # keeps text readable over a bar
     width = 0.86 / len(sides)
     for group, row in enumerate(rows):
         for place, name in enumerate(sides):
@@ -88,7 +88,7 @@ def draw_panel(axes, rows, sides):
 
 
 def draw(measured, dtype, path):
-    """One picture: a panel for each number of threads."""
+    """Draw one picture with a panel for each number of threads."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,7 +134,7 @@ def draw(measured, dtype, path):
 
 
 def draw_prefill(measured, path):
-    """Shares of the FMA rate over the length of a prompt, ours and torch's: a panel for each number of threads."""
+    """Draw pagepool's and torch's share of the FMA rate over the prompt length, a panel for each number of threads."""
     import matplotlib
 
     matplotlib.use("Agg")

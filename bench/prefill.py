@@ -1,13 +1,13 @@
-"""prefill as a share of the rate of multiply-adds, in turn with that rate in one process.
+"""Speed of prefill as a share of the machine's multiply-add rate, both measured in alternation in one process.
 
     python bench/prefill.py [--threads 1,2] [--all] [--json FILE]
     python bench/prefill.py --cell 32/8x128:8x512+3584 [--dtype bfloat16]    one cell: heads, sequences x new + cached
-    python bench/prefill.py --peer [--peers build/peers]                     beside torch's scaled_dot_product_attention
+    python bench/prefill.py --peer [--peers build/peers]                     with torch's scaled_dot_product_attention
 
-A round is the rate, prefill, and the rate again; it is repeated while the two rates differ by over 10 %. Of the larger
-one a share is taken, and the median of the rounds is printed. An operation is a product or a sum, of the tokens that
-are seen: 4 * heads * dim * (new * cached + new * (new + 1) / 2) of a sequence. Arithmetic of bf16 is compared with
-bfloat16 dot products, AVX2 with multiply-adds in vectors of 8.
+A round measures the rate, prefill, and the rate again. It is repeated while the two rates differ by more than 10 %. The
+share is relative to the higher rate, and the median over the rounds is printed. Operations are products and sums over
+the tokens that the causal mask admits: 4 * heads * dim * (new * cached + new * (new + 1) / 2) per sequence. bf16
+arithmetic is compared with the rate of bfloat16 dot products, AVX2 with multiply-adds in vectors of 8.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from peers import PEERS, python_of
 
 import pagepool
 
-MOST_DIFFERENCE = 0.10  # between the rates before and after
+MOST_DIFFERENCE = 0.10  # between the rates before and after a call
 ATTEMPTS = 20  # at a round
 CELL = re.compile(r"(\d+)/(\d+)x(\d+):(\d+)x(\d+)(?:\+(\d+))?(?::(\d+))?")
 PEER_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -40,7 +40,7 @@ PEER_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Cell:
-    """Sequences of `new` tokens behind `cached` ones."""
+    """Sequences with `new` tokens after `cached` tokens."""
 
     heads: int
     kv_heads: int
@@ -78,11 +78,11 @@ OTHERS += [replace(LONG, heads=4 * group, kv_heads=4, new=2048) for group in ran
 OTHERS += [replace(LONG, block_size=block_size) for block_size in (32, 64, 128, 256)]
 OTHERS += [replace(LONG, sequences=256, new=300)]
 LONGEST = Cell(4, 1, 128, 1, 131072)
-MINUTES = 1e13  # operations of a call that takes minutes: it is measured once, without one to warm up
+MINUTES = 1e13  # operations of a call that takes minutes: it is measured once, without a warm-up call
 
 
 class Prefill:
-    """The pages of a cell in shuffled blocks, and its queries."""
+    """The K and V pages of a cell in shuffled blocks, and its queries."""
 
     def __init__(self, cell, wide=True):
         rng = np.random.default_rng(1)
@@ -117,7 +117,7 @@ class Prefill:
         )
 
     def seconds(self, threads, least):
-        """Of a call: the mean of as many as take at least so long."""
+        """Return the mean time of a call, over as many calls as take at least `least` seconds."""
         calls, begin = 0, time.perf_counter()
         while calls == 0 or time.perf_counter() - begin < least:
             self.run(threads)
@@ -126,12 +126,12 @@ class Prefill:
 
 
 def calm(before, after):
-    """Whether two rates say that nothing else ran between them."""
+    """Return true if the two rates agree, so that no other load disturbed the call between them."""
     return abs(before - after) <= MOST_DIFFERENCE * max(before, after)
 
 
 def share_of(prefill, machine, threads, options):
-    """A row of the table: medians of the rounds."""
+    """Return a row of the table: medians over the rounds."""
     cell, rounds, repeated = prefill.cell, [], 0
     bound = bound_of("ours:Bf16" if cell.arithmetic == "bf16" else "ours", {})
     if not machine.rate(bound, 1, 0.001):
@@ -181,7 +181,7 @@ def print_row(row):
 
 
 def cells_of(options):
-    """Each cell with the numbers of threads that it is measured with."""
+    """Yield each cell with its numbers of threads."""
     if options.cell:
         plain = options.cell
     else:
@@ -205,7 +205,7 @@ def measure(cells, machine, options):
 
 
 def measure_avx2(options):
-    """The long prompt on AVX2: a process has one instruction set."""
+    """Measure the long prompt on AVX2 in a second process: a process has one instruction set."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         command = [sys.executable, __file__, "--cell", str(LONG), "--dtype", "float32", "--json", str(found)]
@@ -219,7 +219,7 @@ def measure_avx2(options):
 
 
 def python_with_torch(folder):
-    """The interpreter of a peer that has torch, or None."""
+    """Return the interpreter of a peer's environment that has torch, or None."""
     for name in ("sdpa", "vllm"):
         python = python_of(PEERS[name], folder)
         if python.exists() and subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0:
@@ -228,7 +228,7 @@ def python_with_torch(folder):
 
 
 def compare(options, machine):
-    """Ours beside torch and the FMA rate, round by round, over pages and K, V, queries and results of one dtype."""
+    """Compare prefill with torch and the FMA rate, round by round; pages, K, V, queries and results have one dtype."""
     python = python_with_torch(options.peers)
     if python is None:
         print(f"no environment in {options.peers} has torch: python bench/peers.py --install makes one")

@@ -1,18 +1,19 @@
-"""The cost of the prefix cache, a block: look-up and insertion of recorded prompts, as an engine does them.
+"""Cost of the prefix cache per block: look-up and insertion of recorded prompts, in an engine's order of calls.
 
     python bench/prefix.py TRACE [--requests N] [--capacity N,N,...] [--policy NAME] [--reference]
     python bench/prefix.py --runs [--policy NAME]
 
-For each prompt: `match_prefix`, room made with `evict`, blocks for the rest, `cache_blocks` behind what was found, and
-all references given back. Only calls of the cache are timed; the tokens are made before. Every block of a prompt counts
-once, found or inserted, with the eviction that it forced; the part of evictions is told beside. A prompt longer than
-half of the blocks is cut there; capacity 0 stands for as many blocks as the prompts have, so that none is evicted.
+For each prompt the benchmark calls `match_prefix`, frees blocks with `evict`, allocates the missing blocks, adds them
+with `cache_blocks`, and drops all references. Only these calls are timed; the tokens are prepared before. Each block of
+a prompt counts once, found or inserted, and includes the eviction that it caused. The time of evictions is also printed
+separately. A prompt longer than half of the capacity is cut there. Capacity 0 means a cache that holds all prompts, so
+that no block is evicted.
 
-With `--reference`, the first prompts with 200,000 blocks in all also go through the reference, where the same blocks
-must be found, and its time is told beside ours for these.
+`--reference` also runs the first prompts, 200,000 blocks in total, through the reference implementation. It must find
+the same blocks, and both times are printed.
 
-With `--runs`, instead: a look-up of 4,096 blocks of 16 tokens that were cached in turn with those of another prompt, so
-that 1, 8, 64 or 512 of them at a time lie in one piece.
+`--runs` measures a look-up of 4,096 blocks of 16 tokens instead. They are cached in alternation with the blocks of
+another prompt, so that the nodes of 1, 8, 64 or 512 consecutive blocks are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pagepool.replay.ptrace import read_trace
 
 @dataclass
 class Costs:
-    """Blocks looked up, found and evicted, and nanoseconds in all calls of the cache and in `evict`."""
+    """Blocks looked up, found and evicted; nanoseconds in all timed calls and in `evict` alone."""
 
     blocks: int = 0
     found: int = 0
@@ -45,7 +46,7 @@ class Costs:
 
 
 def serve(memory: Any, prompts: list[tuple[np.ndarray, int]], block_size: int, capacity: int, policy: str) -> Costs:
-    """All prompts through a cache of `capacity` blocks."""
+    """Run all prompts through a cache of `capacity` blocks."""
     allocator = memory.BlockAllocator(capacity)
     cache = memory.PrefixCache(allocator, block_size, policy)
     offsets = np.arange(block_size, dtype=np.int32)
@@ -72,7 +73,7 @@ def serve(memory: Any, prompts: list[tuple[np.ndarray, int]], block_size: int, c
 
 
 def look_up(run: int, policy: str) -> float:
-    """Nanoseconds a block of `match_prefix`, the best of 20, where runs of `run` blocks lie in one piece."""
+    """Return the nanoseconds per block of `match_prefix`, best of 20, for nodes in adjacent runs of `run` blocks."""
     allocator = pagepool.BlockAllocator(2 * 4096)
     cache = pagepool.PrefixCache(allocator, 16, policy)
     prompts = np.random.default_rng(0).integers(0, 2**31 - 1, (2, 4096 * 16), np.int32)
@@ -90,7 +91,7 @@ def look_up(run: int, policy: str) -> float:
 
 
 def compare(prompts: list[tuple[np.ndarray, int]], block_size: int, capacity: int, policy: str) -> None:
-    """Print how much faster ours is, for the first prompts. Raises `SystemExit` when the two find different blocks."""
+    """Print the speed-up over the reference for the first prompts. Raises `SystemExit` if the two find other blocks."""
     few, blocks = [], 0
     for prompt in prompts:
         blocks += len(prompt[0])
@@ -100,7 +101,7 @@ def compare(prompts: list[tuple[np.ndarray, int]], block_size: int, capacity: in
     ours = serve(pagepool, few, block_size, capacity, policy)
     theirs = serve(reference, few, block_size, capacity, policy)
     if (ours.blocks, ours.found, ours.evicted) != (theirs.blocks, theirs.found, theirs.evicted):
-        raise SystemExit(f"ours {ours} and the reference {theirs} do not agree")
+        raise SystemExit(f"pagepool {ours} and the reference {theirs} differ")
     print(
         f"{'':<20}the first {len(few)} prompts: {ours.all / ours.blocks:.1f} ns a block, the reference "
         f"{theirs.all / theirs.blocks:,.0f}: {theirs.all / ours.all:.0f} times"

@@ -1,13 +1,15 @@
-"""Decode and prefill over quantised pages beside bfloat16 ones, and the limits of the machine.
+"""Compare decode and prefill over quantised pages with bfloat16 pages and with the limits of the machine.
 
     python bench/quantised.py [--shape S1,S2] [--threads 1,2] [--rounds N]      decode
     python bench/quantised.py --prefill [--threads 1,2] [--rounds N]           1 x 4,096 new tokens
 
-In each round all kinds of pages take turns, each over as many layers as fill 400 MB, so that nobody finds K and V in a
-cache. `gain` is the time over pages of bfloat16 (exact arithmetic) over that of these; `share` the limit over the time:
-the longer of streaming the bytes and of all products at the rate of vpdpbusd, two of which make an integer product of
-16 by 8 bit (of bfloat16: at the FMA rate). `error` is the RMS difference from float64 on the stored values, over the
-RMS of the result. Medians of the rounds.
+Each round measures all kinds of pages in alternation. Each kind has layers that fill 400 MB, so that K and V are never
+in a CPU cache. The columns are medians over the rounds:
+
+- `gain`: time over bfloat16 pages (exact arithmetic), divided by the time over these pages
+- `share`: the limit divided by the time. The limit is the longer of streaming the bytes and doing all products. Integer
+  products of 16 by 8 bits need two vpdpbusd each; bfloat16 uses the FMA rate.
+- `error`: RMS difference from float64 on the stored values, divided by the RMS of the result
 """
 
 import argparse
@@ -35,7 +37,7 @@ KINDS = {
 
 
 class Pages:
-    """A shape's K and V in one kind of pages, in as many layers as no cache holds."""
+    """K and V of a shape in one kind of pages, with enough layers to exceed every CPU cache."""
 
     def __init__(self, shape, kind, cold=COLD):
         self.num_qo_heads, num_kv_heads, self.head_dim, self.num_seqs, self.context = shape
@@ -62,7 +64,7 @@ class Pages:
         self.out = np.empty_like(self.q)
 
     def decode(self, threads):
-        """Seconds of a layer."""
+        """Return the seconds per layer."""
         begin = time.perf_counter()
         for layer in range(self.layers):
             pagepool.decode(self.q, self.pool, layer, self.tables, self.seq_lens, out=self.out, num_threads=threads)
@@ -84,7 +86,7 @@ class Pages:
         return time.perf_counter() - begin
 
     def error(self):
-        """Of the first sequence's result, over its RMS."""
+        """Return the RMS error of the first sequence's result against float64, divided by the result's RMS."""
         k, v = (x.astype(np.float64) for x in self.pool.gather(self.layers - 1, self.tables[0], self.context))
         group, total, square = self.num_qo_heads // k.shape[1], 0.0, 0.0
         for head in range(self.num_qo_heads):
@@ -109,7 +111,7 @@ def compare(machine, shape, name, kinds, threads, rounds, is_prefill):
             order = list(kinds) if turn % 2 else list(kinds)[::-1]
             found = {kind: run[kind](count) for kind in order}
             if not turn:
-                continue  # faults the workspace in
+                continue  # the first turn page-faults the workspace in
             ints, fma = machine.rate("int8", count) / 2, machine.rate("fma", count)
             for kind, side in pages.items():
                 stretch = min(side.num_bytes, 100 << 20)
@@ -130,7 +132,7 @@ def compare(machine, shape, name, kinds, threads, rounds, is_prefill):
 
 
 def flops_of_prefill(shape):
-    """Of causal attention of a whole prompt: each token sees half of it."""
+    """Return the operations of causal attention over a whole prompt: a token attends to half of it on average."""
     num_qo_heads, _, head_dim, _, tokens = shape
     return 4 * tokens * (tokens + 1) // 2 * num_qo_heads * head_dim
 

@@ -1,9 +1,9 @@
-/* rates.c: what the arithmetic of one core delivers, on registers and on 16 KB that lie in its first cache.
+/* rates.c: compute rates of one core, on registers and on 16 KB in its L1 cache.
  *
  * Each function works for `seconds` and returns operations per second; call it from n threads at once for the rate of
- * n cores.  12 accumulators are enough for every latency times throughput that is sold (8 to 10) and fit 16 registers.
- * Every sum is used in the end, or the compiler would drop the loop.  Built by bench/machine.py with -O3 and
- * -ffp-contract=fast for the machine it runs on. */
+ * n cores.  12 accumulators fit 16 registers and exceed latency times throughput of current CPUs (8 to 10).  Every sum
+ * is used at the end; otherwise the compiler would drop the loop.  Built by bench/machine.py with -O3,
+ * -ffp-contract=fast and -march=native. */
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include <stdint.h>
@@ -45,7 +45,7 @@ static void use(const floats *sums, int n) {
     atomic_fetch_xor_explicit(&sink, word, memory_order_relaxed);
 }
 
-/* The operations of one stretch of `run`, repeated until `seconds` are over. */
+/* Calls `run` until `seconds` are over; returns operations per second. */
 static double rate(double (*run)(void), double seconds) {
     double done = 0, spent;
     const double begin = now();
@@ -74,12 +74,12 @@ FMA_STRETCH(fma_stretch, floats)
 FMA_STRETCH(fma_of_8_stretch, eights)
 #endif
 
-/* What the first cache holds, as the next two read it; through `opened` the compiler takes it for changed. */
+/* The 16 KB in L1 that the next two functions read.  `opened` makes the compiler assume that they have changed. */
 static words lines[LINES];
 static void opened(void) { __asm__ volatile("" : : "r"(lines) : "memory"); }
 
-/* Pairs of bfloat16 from the first cache, widened by a shift and a mask, one fused operation each: the walk of a
- * kernel whose loads serve a single query head. */
+/* Pairs of bfloat16 from L1, widened by a shift and a mask, one fused operation each.  A kernel with one query head per
+ * KV head does the same. */
 static double widen_stretch(void) {
     floats even[SUMS / 2] = {{0}}, odd[SUMS / 2] = {{0}};
     const floats q = (floats){0} + 0.5f;
@@ -97,8 +97,8 @@ static double widen_stretch(void) {
     return ROUNDS / 10 * (double)LINES * LANES * 4;
 }
 
-/* exp of values in the first cache, by a polynomial of degree 5 over the fraction and an integer shift into the
- * exponent; the count is of values. */
+/* exp of values in L1, by a polynomial of degree 5 over the fraction and an integer shift into the exponent; counts
+ * values. */
 static double exp_stretch(void) {
     enum { N = 4 };
     floats sum[N] = {{0}};
@@ -107,7 +107,7 @@ static double exp_stretch(void) {
         for (int at = 0; at < LINES; at += N)
             for (int i = 0; i < N; i++) {
                 const floats t = (floats)lines[at + i] * 1.44269504f;
-                const floats shifted = t + 12582912.0f; /* 1.5 * 2^23: the sum is rounded to an integer */
+                const floats shifted = t + 12582912.0f; /* adding 1.5 * 2^23 rounds t to an integer */
                 const floats f = t - (shifted - 12582912.0f);
                 floats p = f * 0.00133336f + 0.00961813f;
                 p = p * f + 0.05550411f;
@@ -149,7 +149,7 @@ static double int8_stretch(void) {
 
 double rate_fma(double seconds) { return rate(fma_stretch, seconds); }
 
-/* Vectors of AVX2, of which some machines start no more in a cycle than of longer ones; 0 where there are none. */
+/* AVX2 vectors: some CPUs issue only as many of them per cycle as of AVX-512 vectors.  0 without AVX2. */
 double rate_fma_of_8(double seconds) {
 #if VECTOR >= 32
     return rate(fma_of_8_stretch, seconds);
@@ -161,7 +161,7 @@ double rate_fma_of_8(double seconds) {
 double rate_widen(double seconds) { return rate(widen_stretch, seconds); }
 double rate_exp(double seconds) { return rate(exp_stretch, seconds); }
 
-/* 0 where the machine has no such instruction. */
+/* 0 if the CPU lacks the instruction. */
 double rate_dot(double seconds) {
 #if defined(__AVX512BF16__)
     return rate(dot_stretch, seconds);

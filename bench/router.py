@@ -1,10 +1,10 @@
-"""A router over a million blocks of 64 workers: microseconds a decision, bytes a block, events a second.
+"""A router over a million blocks of 64 workers: microseconds per decision, bytes per block, events per second.
 
     python bench/router.py [--workers 64] [--blocks 1000000] [--rounds 2000]
 
-Prompts have 8,192 tokens in 512 blocks of 16. "cached" is one that a worker holds whole, "new" one that nobody has. A
-decision takes the tokens and the root's name, finds all blocks, compares the workers and notes what the chosen one will
-hold. Printed are medians; other work on the machine shows in the 99th percentile.
+Prompts have 8,192 tokens in 512 blocks of 16. A "cached" prompt is complete on one worker, a "new" prompt is on none. A
+decision takes the tokens and the root's name, looks up all blocks, compares the workers, and records the blocks that
+the chosen worker will hold. Medians are printed. The 99th percentile includes disturbance by other processes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BLOCK_SIZE, PROMPT_BLOCKS, VOCABULARY = 16, 512, 30_000
 
 
 def filled(workers, blocks, random):
-    """A router, one prompt of each worker, and the seconds of its updates."""
+    """Return a router, one prompt of each worker, and the seconds of the router's updates."""
     router, root, prompts, seconds = Router(BLOCK_SIZE, workers), root_name(root_key(None, ())), [], 0.0
     for worker in range(workers):
         names = []

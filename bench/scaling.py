@@ -1,8 +1,8 @@
-"""How an engine without the GIL scales: 1, 2, ... threads, each with its own sequences on one pool.
+"""Scaling of an engine without the GIL: 1, 2, ... threads, each with its own sequences on one pool.
 
-Every thread does the same work, so perfect scaling keeps the time; the figure is tokens of all threads per second, over
-that of one thread. Turns alternate, so that a slow minute of the machine hits all of them. Run from a checkout:
-`python bench/scaling.py [THREADS ...]`.
+Every thread does the same work, so the time stays constant under perfect scaling. The figure is the tokens per second
+of all threads, divided by the rate of one thread. Thread counts alternate, so that a slow minute of the machine affects
+all of them. Run from a checkout: `python bench/scaling.py [THREADS ...]`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT, LENGTH, TURNS = 64, 1024, 5
 
 
 def seconds_of(engine, pool, inputs, num_threads):
-    """Wall time in which `num_threads` workers finish one sequence each."""
+    """Return the wall time in which `num_threads` workers finish one sequence each."""
     workers = [engine.Worker(pool, *inputs) for _ in range(num_threads)]
     threads = [threading.Thread(target=worker.run, args=(PROMPT, LENGTH, 1)) for worker in workers]
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The shapes of attention that limit.py and peers.py measure; standard library alone, for any environment."""
+"""Attention shapes of limit.py and peers.py. Imports the standard library only, so that every peer can load it."""
 
 from math import ceil
 
@@ -12,9 +12,9 @@ SHAPES = {
     "tiny": (8, 2, 64, 2, 128),
 }
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int4": 0.5}  # without scales
-COLD = 400e6  # bytes of K and V to rotate over, so that no cache has those of the next call
+COLD = 400e6  # bytes of K and V to rotate over, so that the next call's K and V are in no CPU cache
 
-# What decode should reach of the streaming limit with 1 and 2 threads, by the bytes of an element.
+# Target share of the streaming limit with 1 and 2 threads, by bytes per element.
 TARGETS = {
     "S1": {2: (0.70, 0.80), 4: (0.70, 0.80)},
     "S2": {2: (0.58, 0.65), 4: (0.70, 0.80)},
@@ -22,7 +22,7 @@ TARGETS = {
     "S4": {2: (0.70, 0.80), 4: (0.70, 0.80)},
     "S5": {2: (0.45, 0.45), 4: (0.65, 0.65)},
 }
-# The speed that AVX2 should keep of that of AVX-512.
+# Target speed of AVX2 relative to AVX-512, by bytes per element.
 AVX2_TARGETS = {
     "S1": {2: 0.65, 4: 0.80},
     "S2": {2: 0.50, 4: 0.80},
@@ -30,23 +30,23 @@ AVX2_TARGETS = {
     "S4": {2: 0.65, 4: 0.80},
     "S5": {4: 0.80},
 }
-FMA_TARGET = 0.75  # of the FMA rate, where that is the limit
+FMA_TARGET = 0.75  # target share of the FMA rate in compute-bound cells
 
 
 def kv_bytes(shape, dtype):
-    """Bytes of K and V that one call reads."""
+    """Return the bytes of K and V that one call reads."""
     _, num_kv_heads, head_dim, num_seqs, context = SHAPES[shape]
     return int(2 * num_seqs * context * num_kv_heads * head_dim * ITEM_BYTES[dtype])
 
 
 def page_bytes(shape, dtype):
-    """K and V of a block of 16 tokens in one layer: what lies together where blocks are shuffled."""
+    """Return the bytes of K and V of one 16-token block in one layer, the contiguous unit of shuffled blocks."""
     _, num_kv_heads, head_dim, _, _ = SHAPES[shape]
     return int(2 * 16 * num_kv_heads * head_dim * ITEM_BYTES[dtype])
 
 
 def flops(shape):
-    """A multiplication and an addition per query head and element of K, and the same of V."""
+    """Count a multiplication and an addition per query head and element of K, and the same for V."""
     num_qo_heads, _, head_dim, num_seqs, context = SHAPES[shape]
     return 4 * num_seqs * context * num_qo_heads * head_dim
 
@@ -56,8 +56,8 @@ def copies_of(shape, dtype):
 
 
 def target(shape, dtype, threads, binds):
-    """The share of its limit that a cell should reach, or None where nothing is asked for."""
-    if dtype.startswith("int"):  # goals are times over bfloat16: quantised.py
+    """Return the target share of the limit for a cell, or None if it has no target."""
+    if dtype.startswith("int"):  # quantised.py has goals relative to bfloat16
         return None
     if binds == "fma":
         return FMA_TARGET

@@ -1,11 +1,11 @@
-"""One side of a comparison in a process of its own: python side_worker.py MODULE[:CLASS], of sides/
+"""Worker process of one side of a comparison: python side_worker.py MODULE[:CLASS], with a module of sides/
 
-Reads a line of JSON, answers with one, until its input ends:
+Reads lines of JSON until the input ends, and answers each with a line of JSON:
 
     {"prepare": [shape, dtype, folder], "threads": [1, 2]}  ->  {"errors": {threads: {way: error}}}
     {"round": threads, "seconds": s}                        ->  {"seconds": {way: median}}
 
-What goes wrong is answered as {"failed": "sentence"}, and the next line is read.
+An error is answered with {"failed": "sentence"}, and the worker reads the next line.
 """
 
 import gc
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 sys.path[0] = str(Path(__file__).resolve().parent)
-MOST = 20_000  # calls of a round
+MOST = 20_000  # maximum calls per round
 
 
 class Worker:
@@ -29,7 +29,7 @@ class Worker:
 
     def prepare(self, case, threads):
         self.side, self.calls = None, {}
-        gc.collect()  # what the last case filled, before the next is filled
+        gc.collect()  # free the previous case's memory before the next case is allocated
         case = self.common.Case(*case)
         self.side = self.make(case)
         errors = {}
@@ -53,7 +53,7 @@ class Worker:
 
 def main(module):
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     worker = None
     for line in sys.stdin:
         question = json.loads(line)

@@ -1,9 +1,9 @@
-/* stream.c: what the memory delivers to a loop that does nothing but read.
+/* stream.c: read bandwidth of the memory.
  *
- * 64-byte loads, xor-ed into 8 accumulators that are used in the end, or the compiler would drop them.  Either one
- * contiguous stretch, which is the limit that kernels are compared with, or chunks of it in an order that a list
- * gives, as a block table does, one by one or some side by side, with prefetches that follow the list.  On huge pages.
- * Built by bench/machine.py with -O3 for the machine it runs on. */
+ * 64-byte loads are xor-ed into 8 accumulators.  These are used at the end; otherwise the compiler would drop the
+ * loads.  The loop reads one contiguous range, the limit that kernels are compared with, or chunks in the order of a
+ * list, like pages in the order of a block table.  Chunks are read one after another or several interleaved, with
+ * prefetches along the list.  The buffer is on huge pages.  Built by bench/machine.py with -O3 and -march=native. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -17,7 +17,7 @@ typedef uint64_t line __attribute__((vector_size(64)));
 
 enum { STEP = 8 * sizeof(line), SIDES = 4, SIDE_STEP = STEP / SIDES, HUGE_PAGE = 2 << 20 };
 
-static _Atomic uint64_t sink; /* what was read must be used */
+static _Atomic uint64_t sink; /* keeps the compiler from dropping the loads */
 
 static void use(line sum[8]) {
     for (int i = 1; i < 8; i++) sum[0] ^= sum[i];
@@ -26,10 +26,10 @@ static void use(line sum[8]) {
     atomic_fetch_xor_explicit(&sink, word, memory_order_relaxed);
 }
 
-/* What one thread reads: `bytes` from `at`, or, when `order` is given, `bytes / chunk` chunks of the buffer at `at`,
- * the next one `chunk * order[i]` bytes from its beginning.  `ahead` is the distance of prefetches, 0 for none, and
- * `level` the cache that they fill: a first cache may have too few fill buffers for the latency of the memory.  With
- * `by_sides`, SIDES chunks are read line by line in turn, and `ahead` counts in each of them. */
+/* Work of one thread.  Without `order` it reads `bytes` bytes from `at`.  With `order` it reads `bytes / chunk` chunks,
+ * the i-th at `at + chunk * order[i]`.  `ahead` is the prefetch distance in bytes; 0 disables prefetches.  `level` is
+ * the cache level that prefetches fill: L1 may have too few fill buffers for the latency of the memory.  With
+ * `by_sides`, SIDES chunks are read line by line in alternation, and `ahead` counts within each chunk. */
 typedef struct stretch {
     const char *at;
     size_t bytes, ahead;
@@ -60,8 +60,8 @@ static void read_contiguous(const stretch *self) {
     use(sum);
 }
 
-/* From chunk `first` on; chunks are multiples of STEP.  The prefetched place walks the list, too, `ahead` bytes in
- * front; behind the last chunk it stays in that one. */
+/* Starts at chunk `first`; chunks are multiples of STEP.  Prefetches follow the list `ahead` bytes ahead of the loads
+ * and stay within the last chunk at the end. */
 static void read_chunks(const stretch *self, size_t first) {
     line sum[8] = {{0}};
     const size_t chunk = self->chunk, chunks = self->bytes / chunk, ahead = self->ahead;
@@ -81,7 +81,7 @@ static void read_chunks(const stretch *self, size_t first) {
     use(sum);
 }
 
-/* Fewer than SIDES that are left are read one by one. */
+/* The last chunks, fewer than SIDES, are read one after another. */
 static void read_by_sides(const stretch *self) {
     line sum[8] = {{0}};
     const size_t chunk = self->chunk, chunks = self->bytes / chunk;
@@ -114,8 +114,8 @@ static void read_all(const stretch *self) {
         read_chunks(self, 0);
 }
 
-/* A buffer that begins at a huge page, all of it touched; NULL when there is no memory.  What lies before the first
- * whole huge page and behind the last is given back at once, so that stream_free needs only the address. */
+/* stream_buffer allocates a huge-page-aligned buffer and touches all of it; NULL if out of memory.  It unmaps the slack
+ * around the buffer at once, so that stream_free needs only address and size. */
 static size_t rounded(size_t bytes) { return (bytes + 2 * (size_t)HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 
 char *stream_buffer(size_t bytes) {
@@ -163,8 +163,8 @@ static double now(void) {
 }
 
 /* Reads `bytes` from `buffer` `rounds` times with `threads` threads, each its own contiguous share, and writes the
- * seconds of each round; the rounds rotate over `copies` neighbouring stretches, so that none is found in a cache.
- * With `order`, the numbers of `bytes / chunk` chunks, each thread reads its own share of that list. */
+ * seconds of each round.  The rounds rotate over `copies` adjacent ranges, so that no range is in a CPU cache.  `order`
+ * lists the numbers of `bytes / chunk` chunks, and each thread reads its own share of the list. */
 int stream_run(const char *buffer, size_t bytes, int copies, int threads, size_t ahead, int level, int by_sides,
                const uint32_t *order, size_t chunk, int rounds, double *seconds) {
     reader *readers = calloc((size_t)threads, sizeof *readers);

@@ -1,4 +1,4 @@
-"""The workloads under pytest-benchmark, ours beside reference and numpy. Larger decodes are in limit.py."""
+"""The workloads of pagepool, the reference and NumPy under pytest-benchmark. Larger decodes are in limit.py."""
 
 import pytest
 import workloads

@@ -1,8 +1,9 @@
-"""Made-up prompts to try eviction policies on: the shapes of serving load that prefix caches meet, each from a seed.
+"""Synthetic prompts to test eviction policies: typical serving loads of prefix caches, each generated from a seed.
 
-A prompt is a row of block ids, as in recorded traces: an id stands for a block and all that precede it, so what begins
-alike is alike. Every function of `TRACES` makes about `size` blocks in a few thousand prompts, or fewer where it says
-so. None imitates a recorded trace number by number; lengths, turns and think times have the tails that are published.
+A prompt is a row of block ids, as in recorded traces. An id identifies a block and all blocks before it, so prompts
+with the same prefix start with the same ids. Every function of `TRACES` makes about `size` blocks in a few thousand
+prompts, or fewer if its docstring says so. No function copies a recorded trace. Lengths, turns and think times have the
+heavy tails of published measurements.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ Row: TypeAlias = NDArray[np.int32]
 
 
 class Source:
-    """Draws everything of one trace: blocks that nobody had before, and numbers with long tails."""
+    """Random source of one trace: new block ids, and numbers with long-tailed distributions."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.made = 0
 
     def new(self, blocks: int) -> Row:
-        """A row of that many new ids."""
+        """Return a row of `blocks` new ids."""
         self.made += blocks
         return np.arange(self.made - blocks, self.made, dtype=np.int32)
 
     def long_tailed(self, median: float, spread: float, low: int = 1, high: int = 400) -> int:
-        """Log-normal: e**spread times the median at one standard deviation."""
+        """Draw from a log-normal distribution: e**spread times the median at one standard deviation."""
         return int(np.clip(median * np.exp(spread * self.random.standard_normal()), low, high))
 
     def popular(self, number: int, exponent: float) -> NDArray[np.float64]:
-        """Probabilities of Zipf's law, in random order."""
+        """Return the cumulative probabilities of Zipf's law, in random order."""
         weights = np.arange(1, number + 1) ** -exponent
         self.random.shuffle(weights)
         return np.cumsum(weights / weights.sum())
 
     def pick(self, cumulated: NDArray[np.float64]) -> int:
-        """An index by its probability."""
+        """Draw an index by its probability."""
         return min(int(np.searchsorted(cumulated, self.random.random())), len(cumulated) - 1)
 
     def tail_of(self, row: Row, cut: int, new: int) -> Row:
-        """What a conversation has become: its last blocks were not full, others take their place."""
+        """Return the next prompt of a conversation: its last `cut` blocks were partial, so new ones replace them."""
         return np.concatenate([row[: max(0, len(row) - cut)], self.new(new)])
 
 
 def conversations(source: Source) -> Iterator[Row]:
-    """Chats behind one system prompt, open loop; half end after one turn, users come back after seconds to hours."""
+    """Chats with one system prompt, open loop. Half end after one turn; users return after seconds to hours."""
     system, waiting, now = source.new(1), [], 0.0
     while True:
         now += source.random.exponential(0.3)
@@ -70,7 +71,7 @@ def conversations(source: Source) -> Iterator[Row]:
 
 
 def agents(source: Source) -> Iterator[Row]:
-    """Agents of 40 kinds, some popular: system prompt and tools, then a task, in one step or some seconds apart."""
+    """40 kinds of agents, some popular: system prompt and tools, then a task in one or several steps."""
     kinds = [source.new(source.long_tailed(6, 0.7, 2, 20)) for _ in range(40)]
     popular, waiting, now = source.popular(40, 1.1), [], 0.0
     while True:
@@ -89,7 +90,7 @@ def agents(source: Source) -> Iterator[Row]:
 
 
 def chats(source: Source) -> Iterator[Row]:
-    """48 people at chats in blocks of 16 tokens, no system prompt: short questions, answers of some twenty blocks."""
+    """48 chat users with blocks of 16 tokens and no system prompt: short questions, answers of about 20 blocks."""
     rows, left = [source.new(0)] * 48, [0] * 48
     ready = [(source.random.exponential(60), user) for user in range(48)]
     heapq.heapify(ready)
@@ -105,8 +106,10 @@ def chats(source: Source) -> Iterator[Row]:
 
 
 def documents(source: Source) -> Iterator[Row]:
-    """Questions about one to three documents of 800, in blocks of 64 tokens: the first is found again, with the rest
-    only behind the same first."""
+    """Questions about one to three of 800 documents, in blocks of 64 tokens.
+
+    The first document is a cache hit for other questions. A later document is one only after the same documents.
+    """
     system, popular = source.new(8), source.popular(800, 0.9)
     after: dict[tuple[int, ...], Row] = {}
     lengths = [source.long_tailed(25, 0.6, 5, 120) for _ in range(800)]
@@ -121,7 +124,7 @@ def documents(source: Source) -> Iterator[Row]:
 
 
 def sweeps(source: Source) -> Iterator[Row]:
-    """Benchmarks: 12 tasks by turns, each its examples with 150 questions; all again for the next model settings."""
+    """Benchmark sweeps: 12 tasks one after another, each with its examples and 150 questions; repeated endlessly."""
     tasks = [(source.new(source.long_tailed(30, 0.5)), []) for _ in range(12)]
     for examples, questions in tasks:
         questions += [np.concatenate([examples, source.new(source.long_tailed(3, 0.7))]) for _ in range(150)]
@@ -131,7 +134,7 @@ def sweeps(source: Source) -> Iterator[Row]:
 
 
 def loop(source: Source) -> Iterator[Row]:
-    """220 documents of about 60 blocks one after the other, over and over, with a question each."""
+    """A loop over 220 documents of about 60 blocks, each with a question."""
     rows = [source.new(source.long_tailed(60, 0.3)) for _ in range(220)]
     while True:
         for row in rows:
@@ -139,7 +142,7 @@ def loop(source: Source) -> Iterator[Row]:
 
 
 def phases(source: Source) -> Iterator[Row]:
-    """1,500 documents of about 20 blocks, popular by Zipf's law; which ones they are changes every 1,500 questions."""
+    """1,500 documents of about 20 blocks with Zipf popularity. The popular ones change every 1,500 questions."""
     rows = [source.new(source.long_tailed(20, 0.5)) for _ in range(1500)]
     while True:
         popular = source.popular(1500, 1.0)
@@ -148,7 +151,7 @@ def phases(source: Source) -> Iterator[Row]:
 
 
 def regimes(source: Source) -> Iterator[Row]:
-    """What was learnt is wrong soon after: by turns a loop, chats of those who were just here, and prompts for once."""
+    """Alternating regimes that mislead a learning policy: a loop, chats of recent users, and one-time prompts."""
     looped = [source.new(40) for _ in range(150)]
     while True:
         for turn in range(450):
@@ -166,7 +169,7 @@ def regimes(source: Source) -> Iterator[Row]:
 
 
 def recency(source: Source) -> Iterator[Row]:
-    """The prompt that was here n prompts ago comes again, small n most often: what LRU is made for."""
+    """The prompt from n prompts ago repeats, with small n most often: the ideal load for LRU."""
     rows = [source.new(source.long_tailed(20, 0.5)) for _ in range(3000)]
     while True:
         back = int(np.exp(source.random.random() * np.log(3000)))
@@ -176,7 +179,7 @@ def recency(source: Source) -> Iterator[Row]:
 
 
 def crowds(source: Source) -> Iterator[Row]:
-    """Popular documents, among them now and then 40 prompts in a row that nobody asks for again."""
+    """Popular documents, interrupted at random by 40 consecutive prompts that never repeat."""
     rows, popular = [source.new(source.long_tailed(25, 0.5)) for _ in range(900)], source.popular(900, 0.8)
     while True:
         if source.random.random() < 0.004:
@@ -186,8 +189,10 @@ def crowds(source: Source) -> Iterator[Row]:
 
 
 def coding(source: Source) -> Iterator[Row]:
-    """12 people with coding agents, blocks of 64 tokens: one system prompt, contexts of hundreds of blocks that grow by
-    a few each turn, sub-agents meanwhile, and now and then a context made short again."""
+    """12 users of coding agents, blocks of 64 tokens: one system prompt, contexts of hundreds of blocks.
+
+    Contexts grow by a few blocks each turn, sub-agents run in between, and some contexts are compacted.
+    """
     system = source.new(150)
     users = [np.concatenate([system, source.new(20)]) for _ in range(12)]
     ready = [(source.random.exponential(30), user) for user in range(12)]
@@ -209,7 +214,7 @@ def coding(source: Source) -> Iterator[Row]:
 
 
 def branches(source: Source) -> Iterator[Row]:
-    """Searches in trees of thoughts: a prompt, then 40 times one of its branches, good ones more often, goes on."""
+    """Tree-of-thoughts searches: a prompt, then 40 extensions of one of its branches, good branches more often."""
     while True:
         tree = [source.new(source.long_tailed(20, 0.6))]
         for _ in range(40):
@@ -219,7 +224,7 @@ def branches(source: Source) -> Iterator[Row]:
 
 
 def tenants(source: Source) -> Iterator[Row]:
-    """Conversations, agents, documents and a benchmark, served by one machine at once."""
+    """Conversations, agents, documents and a benchmark, served concurrently by one machine."""
     parts = [make(source) for make in (conversations, agents, documents, sweeps)]
     shares = np.cumsum([0.4, 0.35, 0.15, 0.1])
     while True:
@@ -236,7 +241,7 @@ TRACES: dict[str, Callable[[Source], Iterator[Row]]] = {
 
 
 def make_trace(name: str, seed: int, size: int = 250_000) -> list[Row]:
-    """The prompts of a trace, the same for the same arguments, until they have `size` blocks."""
+    """Return the prompts of a trace until they have `size` blocks. The same arguments give the same prompts."""
     rows, blocks = [], 0
     for row in TRACES[name](Source(zlib.crc32(name.encode()) ^ seed)):
         if blocks >= size:

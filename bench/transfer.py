@@ -1,12 +1,14 @@
-"""Pages from one process's pool into another's, beside memcpy page by page in the same run.
+"""Transfer of pages between the pools of two processes, compared with memcpy page by page in the same run.
 
     python bench/transfer.py [--rounds 30] [--reads 10000] [--json FILE]
 
-First the pages of one read, of 512 KiB and other sizes, from scattered blocks into scattered blocks: from `read` until
-`poll` has returned them, generations checked. A share is memcpy's time over that, of medians. `memcpy` has its rounds
-before the transport begins, `beside` between its reads, where the transport's own threads slow it down, too. Then the
-race: a source that reuses its blocks as fast as it can, and what a reader that does not check generations would have
-taken for right. Needs the environment of `make test-transfer`. NIXL takes TCP where the environment has `UCX_TLS=tcp`.
+The first part times one read of pages (512 KiB and other sizes) between scattered blocks, from `read` until `poll`
+returns it, generations checked. `share` is memcpy's median time over the read's. `memcpy` is measured before the
+transport starts. `beside` is memcpy measured between the reads, while the transport's threads slow it down.
+
+The second part is a race: the source reuses its blocks as fast as it can. It counts the reads that a reader without a
+check of generations would have accepted wrongly. Needs the environment of `make test-transfer`. With `UCX_TLS=tcp` in
+the environment, NIXL uses TCP.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def layout_of(kib):
 
 
 def shares(kib, rounds):
-    """One row for each number of pages: medians of the share and of both rates in GiB/s."""
+    """Return one row for each number of pages: medians of the share and of the rates in GiB/s."""
     num_blocks = POOL_BYTES // (kib << 10)
     pool = KvCachePool.from_layout(layout_of(kib), num_blocks)
     words = words_of(pool)
@@ -68,10 +70,10 @@ def shares(kib, rounds):
 
 
 def once(source, reader, pool, choose, pages):
-    """Seconds of one read."""
+    """Return the seconds of one read."""
     ticket = source.offer(choose.sample(range(pool.max_blocks), pages), 60)
     order = choose.sample(range(pool.max_blocks), pool.max_blocks)
-    pool.allocator.free(pool.allocator.allocate_n(pool.max_blocks)[order])  # then the free list is scattered
+    pool.allocator.free(pool.allocator.allocate_n(pool.max_blocks)[order])  # shuffles the free list
     blocks = pool.allocator.allocate_n(pages).tolist()
     began = time.perf_counter()
     reader.read(ticket, blocks)
@@ -83,7 +85,7 @@ def once(source, reader, pool, choose, pages):
 
 
 def copy(words, choose, pages):
-    """Seconds of memcpy of as many pages between as scattered places of a pool."""
+    """Return the seconds of memcpy of `pages` pages between scattered places of a pool."""
     places = choose.sample(range(len(words)), 2 * pages)
     began = time.perf_counter()
     for here, there in zip(places[:pages], places[pages:], strict=True):
@@ -92,7 +94,7 @@ def copy(words, choose, pages):
 
 
 def races(reads):
-    """The counts of `race`, pages of 32 KiB, 4 in a read."""
+    """Return the counts of `race`, with 4 pages of 32 KiB per read."""
     source = SourceProcess(layout_of(32), 64)
     pool = KvCachePool.from_layout(layout_of(32), 64)
     with NixlTransfer("reader", serves=False) as reader:

@@ -1,4 +1,4 @@
-"""What the variants of decode cost beside the plain one, in turn: limit.py --variants."""
+"""Cost of decode's variants relative to plain decode, measured in alternation: limit.py --variants."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ from sides.ours import Side
 import pagepool
 
 WINDOW = 1024
-LIMIT = {"window": 1.30}  # times the same over a context of the window; the others
+LIMIT = {"window": 1.30}  # time relative to decode of a context as long as the window
 PLAIN_LIMIT = 1.15
 
 

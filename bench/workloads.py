@@ -1,4 +1,4 @@
-"""What is measured: each workload once for every side, used by the benchmarks, figures.py and compare.py."""
+"""Each workload for pagepool, the reference and NumPy, used by the benchmarks, figures.py and compare.py."""
 
 import importlib.util
 import io
@@ -40,7 +40,7 @@ class Work:
 
 @cache
 def nogil():
-    """nogil.pyx, compiled in a temporary folder as a foreign package would do it, and imported."""
+    """Compile nogil.pyx in a temporary folder, as a foreign package would, and import it."""
     from Cython.Build import cythonize
     from setuptools import Distribution, Extension
 
@@ -66,7 +66,7 @@ def nogil():
 
 
 class NumpyAllocator:
-    """Free ids on a stack in an array, reference counts beside it; bulk operations are slices."""
+    """NumPy allocator: an array as stack of free ids, an array of reference counts; bulk operations are slices."""
 
     def __init__(self, num_blocks):
         self.stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -78,7 +78,7 @@ class NumpyAllocator:
 
     def allocate_n(self, n):
         if n > self.top:
-            raise MemoryError(f"asked for {n} blocks, {self.top} are free")
+            raise MemoryError(f"requested {n} blocks, {self.top} are free")
         self.top -= n
         blocks = self.stack[self.top : self.top + n][::-1].copy()
         self.refs[blocks] = 1
@@ -105,7 +105,7 @@ class NumpyPages:
         self.k[slots], self.v[slots] = k, v
 
     def decode(self, q, block_tables, seq_lens, block_size):
-        """Gathers each sequence, then two matmuls and a softmax for all of its heads."""
+        """Gather each sequence, then compute two matmuls and a softmax for all of its heads."""
         out = np.empty_like(q)
         scale = np.float32(1 / np.sqrt(q.shape[2]))
         for row, length in enumerate(seq_lens):
@@ -127,7 +127,7 @@ def allocator_of(side, generations=False):
     allocator = make(BLOCKS)
     allocator.free(allocator.allocate_n(BLOCKS // 2))  # no longer fresh
     if generations:
-        BlockGenerations(allocator)  # the allocator keeps its words from now on
+        BlockGenerations(allocator)  # the allocator maintains generation words from now on
     return allocator
 
 
@@ -156,7 +156,7 @@ def allocator_bulk(side, rounds=50):
 
 
 def nogil_pair(rounds=100_000, generations=False):
-    """The pair without the GIL, from a foreign Cython module."""
+    """allocate() and free() of one block without the GIL, from a foreign Cython module."""
     allocator, loop = allocator_of("ours", generations), nogil().pairs
 
     def run():
@@ -191,7 +191,7 @@ def states_of(side, length):
 
 
 def table_ensure(side):
-    """ensure_capacity(512) and release of one sequence after the other: 32 blocks each; an operation is one block."""
+    """ensure_capacity(512) and release of one sequence after another: 32 blocks each; an operation is one block."""
     _, states = states_of(side, 0)
 
     def run():
@@ -203,7 +203,7 @@ def table_ensure(side):
 
 
 def table_append(side, tokens=32):
-    """append() of one token at a time, and truncate back; an operation is one token."""
+    """append() token by token, then truncate; an operation is one token."""
     _, states = states_of(side, 100)
 
     def run():
@@ -217,7 +217,7 @@ def table_append(side, tokens=32):
 
 
 def table_append_batch(side, steps=32):
-    """append_batch of one token for each of 256 sequences, and truncate back; an operation is one token."""
+    """append_batch of one token for each of 256 sequences, then truncate; an operation is one token."""
     _, states = states_of(side, 100)
     append_batch = (reference if side == "reference" else batch).append_batch
     ones = [1] * SEQS
@@ -241,7 +241,7 @@ def table_fill(side, rounds=8):
 
 
 def numpy_fill(states):
-    """Rows, lengths and slots from the lists of blocks that a plain engine keeps."""
+    """Build rows, lengths and slots from Python lists of blocks, as a plain engine does."""
     lens = np.array([state.len for state in states], np.int32)
     tables = np.zeros((len(states), BLOCKS // SEQS), np.int32)
     for row, state in enumerate(states):
@@ -256,10 +256,10 @@ def numpy_fill(states):
 
 
 def append_kv(side, dtype="bfloat16", prefill=True):
-    """K and V of tokens with 8 heads of 128, float32 given; an operation is one token.
+    """KvCachePool.append of float32 K and V with 8 heads of 128; an operation is one token.
 
-    A prefill is 1,024 tokens that follow each other in shuffled blocks, a decode step one token for each of 256
-    sequences: there every element of K lies in a cache line of its own, since K is token-minor.
+    A prefill appends 1,024 consecutive tokens in shuffled blocks. A decode step appends one token to each of 256
+    sequences. K is token-minor, so a decode step writes every element of K to a different cache line.
     """
     layout = KvLayout(1, 8, 128, dtype=dtype)
     blocks = np.random.default_rng(0).permutation(256).astype(np.int64)
@@ -299,9 +299,9 @@ def decode_step(side, dtype="bfloat16", num_seqs=8, length=512):
 
 
 def small_decode(python, layers=64, calls=64):
-    """decode of 1 x 512 tokens, 32/4 heads of 64, one thread, a layer after the other; an operation is a call.
+    """decode of 1 x 512 tokens, 32/4 heads of 64, one thread, layer by layer; an operation is a call.
 
-    Once from Python and once from a foreign Cython module without the GIL: the difference is what Python costs a call.
+    It runs from Python, and from a foreign Cython module without the GIL. The difference is Python's cost per call.
     """
     rng = np.random.default_rng(0)
     pool = pagepool.KvCachePool.from_layout(KvLayout(layers, 4, 64), 32)
@@ -326,9 +326,9 @@ def small_decode(python, layers=64, calls=64):
 
 
 def scheduler_step(waiting, running=SEQS, steps=8):
-    """schedule + commit with 256 running sequences and `waiting` others; an operation is a sequence and step.
+    """schedule + commit with 256 running and `waiting` waiting sequences; an operation is one sequence in one step.
 
-    The sequences run for as long as they are measured: nobody finishes and nobody is admitted.
+    During the measurement no sequence finishes and none is admitted.
     """
     config = SchedulerConfig(max_sequences=running, max_batch_sequences=running, max_batch_tokens=2 * running)
     scheduler = Scheduler(config, pagepool.BlockAllocator(1_000_000))
@@ -352,7 +352,7 @@ def scheduler_step(waiting, running=SEQS, steps=8):
 
 
 def agent_prompts(agents=8, turns=20):
-    """Rows of block ids: agents by turns, whose contexts share 100 blocks and grow from about 900 by 20 a turn."""
+    """Return rows of block ids: agents in turn, with 100 shared blocks; contexts grow from 900 by 20 blocks a turn."""
     ids = iter(range(10**9))
 
     def new(blocks):
@@ -367,8 +367,10 @@ def agent_prompts(agents=8, turns=20):
 
 
 def prefix_cache(policy, capacity=5_859, block_size=64):
-    """Prompts of agents through a prefix cache that holds about half of their contexts, as bench/prefix.py does it; an
-    operation is a block, found or inserted, with the eviction that it forces. LRU finds the shared blocks only."""
+    """Prompts of agents through a prefix cache with room for about half of their contexts, as in bench/prefix.py.
+
+    An operation is a block, found or inserted, including the eviction that it causes. LRU finds only the shared blocks.
+    """
     prompts = [(row, 0) for row in agent_prompts()]
     total = sum(len(row) for row, _ in prompts)
     return Work(lambda: serve(pagepool, prompts, block_size, capacity, policy).all / 1e9, total)
@@ -378,7 +380,7 @@ def prefix_cache(policy, capacity=5_859, block_size=64):
 
 
 def replay(requests=1_000):
-    """`pagepool replay` of the bundled trace, without starting Python; an operation is the replay."""
+    """`pagepool replay` of the bundled trace, without the start of Python; an operation is the replay."""
 
     def run():
         with tempfile.TemporaryDirectory() as folder:
@@ -392,9 +394,9 @@ def replay(requests=1_000):
 
 
 def import_ratio(pairs=5):
-    """The time of `import pagepool` over that of `import numpy`, each in fresh interpreters, in turn.
+    """Time of `import pagepool` divided by the time of `import numpy`, each in fresh interpreters, in alternation.
 
-    Both read compiled Python: the first run of each, which may have to compile it, does not count.
+    The first run of each does not count: it may have to compile the Python sources.
     """
 
     def seconds(module):

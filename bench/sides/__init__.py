@@ -1,5 +1,6 @@
-"""One file per side of peers.py and limit.py: who computes the attention of a shape, over memory of its own.
+"""One module per side of peers.py and limit.py: an attention implementation with its own memory.
 
-A module has a class `Side(case)`, or several that are named `MODULE:CLASS`; see common.py. It is imported only in the
-process and environment of that side, by bench/side_worker.py, so it may import what only that environment has.
+A module has a class `Side(case)`, or several that are selected as `MODULE:CLASS`; see common.py. Only
+bench/side_worker.py imports it, in the process and environment of that side, so it may import that environment's
+packages.
 """

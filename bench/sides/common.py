@@ -1,4 +1,4 @@
-"""What every side gets and what it must offer."""
+"""Input and interface of every side."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from shapes import SHAPES, copies_of
 
 @dataclass
 class Case:
-    """One cell of the table. K and V are whole 64ths from -2 to 2, which every dtype of pages holds exactly."""
+    """One cell of the table. K and V are multiples of 1/64 from -2 to 2, exact in every floating-point dtype."""
 
     shape: str
     dtype: str
@@ -23,7 +23,7 @@ class Case:
 
     @property
     def copies(self) -> int:
-        """How many K and V to rotate over, so that no cache holds those of the next call."""
+        """Number of K and V copies to rotate over, so that the next call's copy is in no CPU cache."""
         return copies_of(self.shape, self.dtype)
 
     @cached_property
@@ -42,7 +42,7 @@ class Case:
 
     @cached_property
     def right(self) -> np.ndarray:
-        """float64 (num_seqs, num_qo_heads, head_dim): the attention of these values."""
+        """float64 (num_seqs, num_qo_heads, head_dim): the exact result of attention."""
         return self._load("right")
 
     def _load(self, name: str) -> np.ndarray:
@@ -56,7 +56,7 @@ class Case:
 
 
 def write_case(shape: str, folder: Path) -> None:
-    """The files that every `Case` of a shape reads."""
+    """Write the files that every `Case` of a shape reads."""
     num_qo_heads, num_kv_heads, head_dim, num_seqs, context = SHAPES[shape]
     rng = np.random.default_rng(7)
 
@@ -79,30 +79,30 @@ def write_case(shape: str, folder: Path) -> None:
 
 
 def error_of(out: np.ndarray, right: np.ndarray) -> float:
-    """The largest error of a query head over its largest value; infinite for anything that is not a number."""
+    """Return the largest error of a query head relative to its largest value; infinite for results with NaN."""
     error = np.abs(out.astype(np.float64) - right).max(axis=-1) / np.abs(right).max(axis=-1)
     return float(np.where(np.isfinite(error), error, np.inf).max())
 
 
 @dataclass
 class Call:
-    """One way to compute the case: `run(i)` over copy i, `output(result)` as float32 like `Case.right`."""
+    """One method to compute the case: `run(i)` on copy i; `output(result)` is float32 in the shape of `Case.right`."""
 
     run: Callable[[int], Any]
     output: Callable[[Any], np.ndarray] = np.asarray
 
 
 class Side:
-    """A side fills its memory when it is made and has one or more ways to read it; the fastest counts."""
+    """A side fills its memory in the constructor and has one or more methods; the fastest counts."""
 
     def __init__(self, case: Case):
         self.case = case
 
     def use(self, threads: int) -> None:
-        """Called before any call that is to take so many threads."""
+        """Set the number of threads of the next calls."""
 
     def calls(self, threads: int) -> dict[str, Call]:
-        """The ways by name."""
+        """Return the methods by name."""
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ def times_of(call, turn, seconds, least=3, most=300):
     Returns the seconds of each call and the turn of the last.
     """
     call(turn)
-    times, spent = [], 0.0  # a running sum: summing the list anew would evict caches between calls
+    times, spent = [], 0.0  # a running sum: summing the list after each call would disturb the CPU caches
     while len(times) < least or (spent < seconds and len(times) < most):
         turn += 1
         begin = time.perf_counter()

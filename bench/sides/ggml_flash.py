@@ -1,7 +1,7 @@
-"""ggml's flash attention, the kernel of llama.cpp, through the shared library that llama-cpp-python brings.
+"""ggml's flash attention, the kernel of llama.cpp, through the shared library of llama-cpp-python.
 
-K and V are contiguous per head, (n, kv heads, context, dim), as ggml reads them fastest; for elements of a byte and of
-half a byte they are its q8_0 and q4_0. OpenMP is its thread pool.
+K and V are contiguous per head, (n, kv heads, context, dim), the fastest order for ggml. int8 and int4 use its q8_0 and
+q4_0. Its thread pool is OpenMP.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from sides.common import Call
 from sides.common import Side as Base
 
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8, "int4": 2}
-BLOCK_BYTES = {"int8": 34, "int4": 18}  # of 32 elements: their scale in 16 bits, then they
+BLOCK_BYTES = {"int8": 34, "int4": 18}  # 32 elements: a 16-bit scale, then the elements
 SUCCESS = 0
 
 
@@ -38,7 +38,7 @@ class Plan(ctypes.Structure):
 
 
 def library():
-    """The functions of libggml that are used, with their types."""
+    """Load libggml and declare the types of the functions in use."""
     package = importlib.util.find_spec("llama_cpp")
     if package is None or package.origin is None:
         raise ImportError("llama_cpp is not installed")
@@ -89,7 +89,7 @@ class Side(Base):
         self.work = None
 
     def stored(self, values):
-        """int8 times a power of two as the bytes of the dtype: exact, but what ggml quantises."""
+        """Convert int8 values times a power of two to the dtype's bytes: exact, except for quantised dtypes."""
         exact, dtype = values.astype(np.float32) * self.case.UNIT, self.case.dtype
         if dtype == "bfloat16":
             return (exact.view(np.uint32) >> 16).astype(np.uint16)
@@ -100,7 +100,7 @@ class Side(Base):
         ends = exact.ctypes.data, quantised.ctypes.data
         written = self.ggml["quantize_chunk"](TYPES[dtype], *ends, 0, rows, dims, None)
         if written != quantised.nbytes:
-            raise RuntimeError(f"ggml wrote {written} bytes for {dtype}, not {quantised.nbytes}")
+            raise RuntimeError(f"ggml wrote {written} bytes for {dtype}, expected {quantised.nbytes}")
         return quantised
 
     def tensor(self, kind, dims, values):
@@ -122,7 +122,7 @@ class Side(Base):
             plan.work_data = ctypes.addressof(work)
         compute, graphs, copies = self.ggml["graph_compute"], self.graphs, self.case.copies
 
-        def run(i, work=work):  # the work buffer lives as long as its plans
+        def run(i, work=work):  # keeps the work buffer alive as long as its plans
             graph, out = graphs[i % copies]
             if compute(graph, plans[i % copies]) != SUCCESS:
                 raise RuntimeError("ggml_graph_compute failed")

@@ -1,4 +1,4 @@
-"""OpenVINO's paged attention on CPU: a model of that one operation, over its own caches of shuffled blocks of 32.
+"""OpenVINO's paged attention on CPU: a model with a single operation, over its own caches of shuffled 32-token blocks.
 
 The operation appends the step's K and V before it attends, so a call writes the last token of every sequence again.
 """
@@ -14,7 +14,7 @@ from sides.common import Call
 from sides.common import Side as Base
 
 BLOCK_SIZE = 32
-FILL_BLOCKS = 64  # of one call that fills the caches
+FILL_BLOCKS = 64  # blocks per call that fills the caches
 PRECISIONS = {
     "float32": ("f32", "f32"),
     "float16": ("f16", "f32"),
@@ -24,7 +24,7 @@ PRECISIONS = {
 
 
 def model(num_qo_heads, num_kv_heads, head_dim):
-    """The operation with everything that it could do besides switched off."""
+    """Build the paged attention operation with all optional features off."""
     parameters = []
 
     def parameter(name, kind, shape):
@@ -106,7 +106,7 @@ class Side(Base):
         return self.requests[threads]
 
     def caches(self, request):
-        """Empty caches for K and V, in the type and shape that the compiled operation wants."""
+        """Return empty caches for K and V, in the type and shape that the compiled operation expects."""
         pair = []
         for name in ("key_cache.0", "value_cache.0"):
             wanted = request.get_compiled_model().input(name)
@@ -129,7 +129,7 @@ class Side(Base):
         return flat[tokens].astype(np.float32) * self.case.UNIT
 
     def fill(self, request, pair):
-        """Prefills, each block a sequence of its own."""
+        """Fill the caches by prefill, each block as a separate sequence."""
         blocks = self.tables.reshape(-1)
         for begin in range(0, blocks.size, FILL_BLOCKS):
             count = min(FILL_BLOCKS, blocks.size - begin)

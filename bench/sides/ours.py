@@ -1,4 +1,4 @@
-"""pagepool: shuffled blocks of 16 tokens, the copies are layers of one pool."""
+"""pagepool: shuffled blocks of 16 tokens. The copies of K and V are layers of one pool."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ class Side(Base):
         layout = pagepool.KvLayout(case.copies, num_kv_heads, head_dim, BLOCK_SIZE, case.dtype)
         self.tables = case.tables(BLOCK_SIZE)
         scale = None
-        if case.dtype == "int4":  # keys need one for each channel
+        if case.dtype == "int4":  # int4 keys need a scale for each channel
             one = calibrate_channels(case.k[0] * case.UNIT)
             scale = np.broadcast_to(one, (case.copies, *one.shape[1:]))
         self.pool = pagepool.KvCachePool.from_layout(layout, self.tables.size, k_channel_scale=scale)
@@ -47,6 +47,6 @@ class Side(Base):
 
 
 class Bf16(Side):
-    """In arithmetic of bf16: dot products, for pages of bfloat16."""
+    """bf16 arithmetic: dot products over bfloat16 pages."""
 
     arithmetic = "bf16"

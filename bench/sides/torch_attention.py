@@ -28,7 +28,7 @@ class TorchSide(Side):
 
 
 class Grouped(TorchSide):
-    """q as (n, kv heads, group, dim) and `copies` pairs of K and V as (n, kv heads, context, dim)."""
+    """Return q as (n, kv heads, group, dim) and `copies` pairs of K and V as (n, kv heads, context, dim)."""
 
     def __init__(self, case):
         super().__init__(case)
@@ -51,7 +51,7 @@ class Sdpa(Grouped):
 
 
 class Flex(Grouped):
-    """Code for any number of threads (`cpp.dynamic_threads`) would be compiled once, but torch 2.13 crashes in it."""
+    """Compiled per thread count: torch 2.13 crashes with code for any thread count (`cpp.dynamic_threads`)."""
 
     def __init__(self, case):
         import torch._inductor.config

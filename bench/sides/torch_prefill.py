@@ -1,6 +1,6 @@
-"""torch's scaled_dot_product_attention of a whole prompt, in a process of its own: reads a line of JSON, answers with
-one, as side_worker.py does. Of the ways to share a KV head among query heads the fastest counts: `enable_gqa`, and K
-and V that were repeated before.
+"""torch's scaled_dot_product_attention of a whole prompt, as a worker process with the protocol of side_worker.py.
+
+Two methods share a KV head among query heads: `enable_gqa`, and K and V repeated in advance. The faster one counts.
 """
 
 import json
@@ -13,7 +13,7 @@ torch.set_grad_enabled(False)
 
 
 def made(heads, kv_heads, dim, length, dtype):
-    """The calls of a prompt, by way."""
+    """Return the calls that compute a prompt, by method."""
     q, k, v = (torch.randn(1, count, length, dim).to(getattr(torch, dtype)) for count in (heads, kv_heads, kv_heads))
     attend = torch.nn.functional.scaled_dot_product_attention
     group = heads // kv_heads

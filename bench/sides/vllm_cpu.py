@@ -1,4 +1,4 @@
-"""vLLM's CPU kernel over its own paged cache of shuffled blocks; for elements of a byte its fp8, in bfloat16."""
+"""vLLM's CPU kernel over its own paged cache of shuffled blocks. int8 uses its fp8 cache with bfloat16 queries."""
 
 import math
 
@@ -10,7 +10,7 @@ from sides.common import Call
 from sides.torch_attention import TorchSide, tensor
 
 BLOCK_SIZES = (32, 128)
-ISA = "vec"  # its name for the kernels without AMX
+ISA = "vec"  # vLLM's name for the kernels without AMX
 
 current_platform.import_kernels()
 
@@ -28,7 +28,7 @@ class Side(TorchSide):
         self.caches = {size: self.filled(size) for size in BLOCK_SIZES if context % size == 0}
 
     def filled(self, size):
-        """The block table and `copies` caches, each seen as its halves for K and for V."""
+        """Return the block table and `copies` caches, each as two views, K and V."""
         case = self.case
         num_seqs, _, num_kv_heads, head_dim = case.k.shape
         tables = torch.from_numpy(case.tables(size))

@@ -1,4 +1,4 @@
-"""Trains the tiny Llama of this folder: a byte-level BPE tokenizer and a model on the standard library's sources.
+"""Train the tiny Llama of this folder: a byte-level BPE tokenizer and a model on the standard library's sources.
 
     python bench/tiny_llama/train.py
 
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 END = "<|endoftext|>"  # between files
 VOCABULARY = 1536
-LENGTH = 256  # tokens of a training row
+LENGTH = 256  # tokens per training row
 MAX_LENGTH = 1024  # what the positions of the model reach
 LIMIT = 4_000_000  # bytes of the folder's generated files
 # A conversation as comments: what follows the last one is code.
@@ -33,16 +33,16 @@ CHAT_TEMPLATE = (
 
 
 def sources() -> list[str]:
-    """The standard library's modules, without tests, in the order of their names."""
+    """Return the sources of the standard library's modules, without tests, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
     return [path.read_text(encoding="utf-8") for path in paths]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `VOCABULARY` tokens: every text has tokens, and tokens give back every byte."""
+    """Train a byte-level BPE with `VOCABULARY` tokens: it encodes every text, and decoding restores every byte."""
     tokenizer = Tokenizer(models.BPE())
-    # A number is read digit by digit; a line's indentation stays together.
+    # Numbers are split into digits. The spaces of an indentation stay together.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -66,7 +66,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def new_model() -> LlamaForCausalLM:
-    """A Llama of 1.9 million parameters, embeddings shared with the output layer."""
+    """Return a Llama with 1.9 million parameters and tied embeddings."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -86,7 +86,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, data: torch.Tensor, steps: int, rows: int) -> None:
-    """Trains on random windows of the sources, by AdamW; the learning rate rises and falls once."""
+    """Train on random windows of the sources with AdamW and one learning rate cycle."""
     groups = [
         {"params": [parameter for parameter in model.parameters() if parameter.ndim == 2], "weight_decay": 0.1},
         {"params": [parameter for parameter in model.parameters() if parameter.ndim != 2], "weight_decay": 0.0},
@@ -109,7 +109,7 @@ def train(model: LlamaForCausalLM, data: torch.Tensor, steps: int, rows: int) ->
 
 
 def rate(step: int, steps: int) -> float:
-    """The share of the learning rate: up within 40 steps, then down in a straight line."""
+    """Return the learning rate factor: linear warm-up over 40 steps, then linear decay."""
     return min((step + 1) / 40, (steps - step) / steps)
 
 
