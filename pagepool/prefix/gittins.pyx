@@ -128,13 +128,9 @@ cdef class ReuseAges:
     cdef double used[8][64]  # blocks looked up again at this age
     cdef double gone[8][64]  # blocks forgotten at this age
     cdef double alive[8][64]  # blocks of this age; counted before each c_learn, which clears it
-    cdef double first[65]  # the first age of each class, and of one class more
     cdef double value[8][64]  # expected hits per unit of time for which a block of this kind and age is kept
 
     def __cinit__(self):
-        cdef int age
-        for age in range(AGES + 1):
-            self.first[age] = first_age(age)
         self.c_clear()
 
     cdef void c_clear(self) noexcept:
@@ -143,14 +139,14 @@ cdef class ReuseAges:
         for kind in range(KINDS):
             for age in range(AGES):
                 self.used[kind][age] = self.gone[kind][age] = self.alive[kind][age] = 0.0
-                self.value[kind][age] = 1.0 / self.first[age]
+                self.value[kind][age] = 1.0 / first_age(age)
 
-    cdef void c_learn(self, int64_t clock) noexcept:
-        """O(kinds * age classes up to the age of the cache): nothing can have a greater age."""
+    cdef void c_learn(self) noexcept:
+        """O(kinds * age classes)."""
         cdef double used[64]
         cdef double ended[64]
         cdef double total = 0.0
-        cdef int kind, age, last = min(AGES - 1, age_class(clock) + 1)
+        cdef int kind, age
         for age in range(AGES):
             used[age] = ended[age] = 0.0
             for kind in range(KINDS):
@@ -158,48 +154,42 @@ cdef class ReuseAges:
                 ended[age] += self.gone[kind][age] + self.alive[kind][age]
             total += used[age] + ended[age]
         for kind in range(KINDS):
-            self.c_learn_kind(kind, last, used, ended, SHARED / max(total, 1.0))
+            self.c_learn_kind(kind, used, ended, SHARED / max(total, 1.0))
             for age in range(AGES):
                 self.used[kind][age] *= FADE
                 self.gone[kind][age] *= FADE
                 self.alive[kind][age] = 0.0
 
-    cdef void c_learn_kind(self, int kind, int last, const double *used, const double *ended, double weight) noexcept:
-        """`hull` has the later points at which a steepest line can end. All ages after `last` are one point."""
-        cdef double reused[66]
+    cdef void c_learn_kind(self, int kind, const double *used, const double *ended, double weight) noexcept:
+        """`hull` has the later points at which a steepest line can end."""
+        cdef double reused[66]  # of an age at age + 1, so that each has two neighbours
         cdef double waited[66]
-        cdef double hits[65]
+        cdef double hits[65]  # summed from the end, so hits and times are negative; only differences matter
         cdef double time[65]
         cdef int hull[65]
-        cdef double left = 0.0, own_used, own_ended, width, rate, best
+        cdef double left = 0.0, own_used, own_ended, width, rate
         cdef int age, top = 0
-        reused[0] = waited[0] = reused[last + 2] = waited[last + 2] = 0.0
-        for age in range(last, -1, -1):
+        reused[0] = waited[0] = reused[AGES + 1] = waited[AGES + 1] = 0.0
+        for age in range(AGES - 1, -1, -1):
             own_used = self.used[kind][age] + weight * used[age]
             own_ended = self.gone[kind][age] + self.alive[kind][age] + weight * ended[age]
-            width = self.first[age + 1] - self.first[age]
-            reused[age + 1] = own_used * self.first[age + 1]
+            width = first_age(age + 1) - first_age(age)
+            reused[age + 1] = own_used * first_age(age + 1)
             waited[age + 1] = left * width + (own_used + own_ended) * width * 0.5
             left += own_used + own_ended
-        hits[64] = time[64] = 0.0
-        hits[last + 1] = time[last + 1] = 0.0
-        hull[0] = 64
-        for age in range(last, -1, -1):
+        hits[AGES] = time[AGES] = 0.0
+        hull[0] = AGES
+        for age in range(AGES - 1, -1, -1):
             rate = waited[age] + 2.0 * waited[age + 1] + waited[age + 2]
             if rate > 0.0:
-                rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / (rate * self.first[age + 1])
-            # Summed from the end, so both are negative. Only differences matter.
+                rate = (reused[age] + 2.0 * reused[age + 1] + reused[age + 2]) / (rate * first_age(age + 1))
             hits[age] = hits[age + 1] - rate * waited[age + 1]
             time[age] = time[age + 1] - waited[age + 1]
-            best = slope(hits, time, age, hull[top])
-            while top > 0 and best <= slope(hits, time, hull[top], hull[top - 1]):
+            while top > 0 and slope(hits, time, age, hull[top]) <= slope(hits, time, hull[top], hull[top - 1]):
                 top -= 1
-                best = slope(hits, time, age, hull[top])
+            self.value[kind][age] = slope(hits, time, age, hull[top])
             top += 1
             hull[top] = age
-            self.value[kind][age] = best
-        for age in range(last + 1, AGES):
-            self.value[kind][age] = 0.0
 
 
 cdef inline double slope(const double *hits, const double *time, int first, int last) noexcept:
@@ -236,12 +226,6 @@ cdef class GittinsPolicy(LruPolicy):
     cdef int64_t max_ghosts
     cdef int32_t victims  # the group from which blocks are evicted, or -1
     cdef int32_t budget  # blocks to evict from it before all groups are looked at again
-    # `chosen` is the result of the last look at all groups. It is valid (`settled`) until a block is used or a cell
-    # changes. A cell has not changed if its first group leaves it and is the first to come back. `left` is that group
-    # meanwhile, or -1.
-    cdef int32_t chosen
-    cdef bint settled
-    cdef int32_t left
 
     def __cinit__(self, NodeTable tree not None, int64_t capacity):
         self.ages = ReuseAges()
@@ -271,9 +255,8 @@ cdef class GittinsPolicy(LruPolicy):
         PyMem_Free(self.groups)
         self.groups = NULL
         self.room = self.num_made = self.num_live = 0
-        self.unused = self.victims = self.last = self.left = -1
+        self.unused = self.victims = self.last = -1
         self.clock = 0
-        self.settled = False
         self.continued = False
         self.next_lesson = LESSON
         self.ages.c_clear()
@@ -314,11 +297,7 @@ cdef class GittinsPolicy(LruPolicy):
         cdef int32_t node
         while True:
             if self.victims < 0 or self.budget <= 0:
-                if not self.settled:
-                    self.chosen = self.c_choose()
-                    self.settled = True
-                    self.left = -1
-                self.victims = self.chosen
+                self.victims = self.c_choose()
                 self.budget = BUDGET
                 if self.victims < 0:
                     return self.waiting.head  # all their cached children are in use
@@ -415,8 +394,6 @@ cdef class GittinsPolicy(LruPolicy):
         cdef bint followed
         cdef int kind
         self.clock += 1
-        self.settled = False
-        self.left = -1
         if self.clock >= self.next_lesson:
             self.c_learn()
         if self.tree.nodes[node].parent != self.last:
@@ -436,7 +413,7 @@ cdef class GittinsPolicy(LruPolicy):
             group = &self.groups[i]
             if group.members:
                 self.ages.alive[group.kind][age_class(self.clock - group.time)] += group.members
-        self.ages.c_learn(self.clock)
+        self.ages.c_learn()
         # Assumes that a tenth of the forgotten nodes come back unseen.
         self.shadow.idle = self.shadow.misses + 0.1 * self.shadow.forgotten < 0.03 * self.shadow.hits
         self.shadow.hits *= FADE
@@ -512,10 +489,6 @@ cdef class GittinsPolicy(LruPolicy):
         its children, can be older than all groups in the cell."""
         cdef Group *group = &self.groups[number]
         cdef int32_t *ends = &self.cells[group.kind][age][0]
-        self.settled = self.left == number and group.age == age and (
-            ends[0] < 0 or group.time < self.groups[ends[0]].time
-        )
-        self.left = -1
         group.age = <uint8_t>age
         self.filled[group.kind] |= 1ull << age
         if ends[0] >= 0 and group.time < self.groups[ends[0]].time:
@@ -535,8 +508,6 @@ cdef class GittinsPolicy(LruPolicy):
     cdef void c_out_of_cell(self, int32_t number) noexcept:
         cdef Group *group = &self.groups[number]
         cdef int32_t *ends = &self.cells[group.kind][group.age][0]
-        self.left = number if self.settled and ends[0] == number else -1
-        self.settled = False
         if group.previous < 0:
             ends[0] = group.next
         else:
