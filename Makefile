@@ -32,11 +32,12 @@ bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
 	$(PY) -m pytest -q bench --benchmark-columns=min,median,ops --benchmark-group-by=group
 figures: build $(VENV)/.tools  ## measure beside the peers and draw the README's pictures; PEERS=DIR has their environments
 	$(PY) bench/pictures.py --peers $(or $(PEERS),build/peers)
-lint: build $(VENV)/.tools  ## ruff, import-linter, mypy, stubtest, cython-lint
+lint: build $(VENV)/.tools  ## ruff, import-linter, mypy, stubtest, cython-lint, the text
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && PYTHONPATH=. $(VENV)/bin/lint-imports && $(PY) -m mypy
 	$(PY) -m mypy.stubtest pagepool --mypy-config-file pyproject.toml \
 		--allowlist tests/packaging/stubtest_allowlist.txt --ignore-unused-allowlist
 	PATH=$(abspath $(VENV))/bin:$$PATH cython-lint $$(git ls-files '*.pyx' '*.pxd' 2>/dev/null || find pagepool tests -name '*.p[yx][xd]')
+	$(PY) .ci/prose.py
 docs: build $(VENV)/.tools  ## the guide and the reference as HTML, in build/docs; warnings are errors
 	$(PY) -m sphinx -q -n -W --keep-going docs build/docs
 format: $(VENV)/.tools  ## write Python as ruff wants it
