@@ -43,7 +43,10 @@ class TransferError(PoolError):
 class RequestRejected(PoolError, ValueError):
     """An engine can never run this request: its prompt is too long, or has no tokens or unknown ones.
 
-    code  "context_length_exceeded" if the prompt is too long, else None
+    Attributes
+    ----------
+    code
+        "context_length_exceeded" if the prompt is too long, else None.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:

@@ -436,42 +436,6 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
            return_lse=False, return_block_scores=False, arithmetic="exact", cascade=True, num_threads=None):
     """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
 
-    q              (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are
-                   widened. num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a KV head)
-    pool, layer    a pool made by `KvCachePool.from_layout`, and the number of a layer, from 0
-    block_tables   (n_seqs, width), int32 or int64 (which is copied): the block ids of each sequence in order; entries
-                   past its length are neither read nor checked. Or a filled `BlockTables`, in place of the three
-                   arrays block_tables, seq_lens and query_start_loc
-    seq_lens       (n_seqs,), int32 or int64: tokens with K and V in the pages, including the query tokens
-    query_start_loc  (n_seqs + 1,), int32 or int64: sequence s has the query tokens query_start_loc[s] up to
-                   query_start_loc[s + 1] of q. They are the last tokens of the sequence; default: one per sequence
-    custom_mask    which tokens a query token sees, by default all up to its own (speculative decoding). One bool
-                   array (query tokens, width) per sequence covers its last `width` tokens; all query tokens see the
-                   tokens before those. `width` is the number of query tokens (a tree) or seq_len. Give a list of
-                   arrays, None in it for causal attention; one array for all sequences; all arrays flattened into
-                   one; or, for width seq_len, bits in uint8, little-endian, each sequence beginning a new byte
-    sm_scale       multiplies the scores; 1 / sqrt(head_dim) by default. Set it for a latent cache: its keys had fewer
-                   dims before they were projected
-    window_left    sliding window: a query sees this many tokens to its left, and its own; -1 or None: all. Pages left
-                   of every window of a sequence are not read, and their ids are not checked. Pages that are hidden only
-                   by a mask are read
-    logits_soft_cap  if neither 0 nor None, a score becomes cap * tanh(score / cap) (Gemma 2)
-    alibi_slopes   (num_qo_heads,): slope * (t - position of the query token) is added to the score of token t, after
-                   the cap (ALiBi, Press et al.)
-    sinks          (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss);
-                   -inf for no sink
-    out            an array to write to: float32, float16 or bfloat16 (or uint16 for its bits), to nearest even,
-                   C-contiguous, of the result's shape, overlapping no input
-    return_lse     also return the natural log of the sum of exp(score) of each row, sinks included
-    return_block_scores  also return the weight of each block: the sum of the row's weights over its tokens, for
-                   attention-based eviction
-    arithmetic     "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: rounds q and
-                   the softmax's weights to bfloat16 and uses the CPU's bfloat16 dot products (AVX512_BF16), which do
-                   twice as much; slower on a CPU without them. All else stays float32
-    cascade        reads chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples, a
-                   tree of them) once for all; they are found in the block tables. False: for each. No bit differs
-    num_threads    the most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS
-
     Arrays, `out` included, are read and written in place, by the buffer protocol or DLPack: NumPy's and tensors of
     torch, for example, parameters and inference tensors too. No gradient is recorded.
 
@@ -503,6 +467,63 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
     for threads (Flash-Decoding, Dao et al., 2023), here with borders that do not depend on the threads; tree masks
     (SpecInfer, Miao et al., ASPLOS 2024), flattened as FlashInfer does.
 
+    Parameters
+    ----------
+    q
+        (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are widened.
+        num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a KV head).
+    pool, layer
+        A pool made by `KvCachePool.from_layout`, and the number of a layer, from 0.
+    block_tables
+        (n_seqs, width), int32 or int64 (which is copied): the block ids of each sequence in order; entries past its
+        length are neither read nor checked. Or a filled `BlockTables`, in place of the three arrays block_tables,
+        seq_lens and query_start_loc.
+    seq_lens
+        (n_seqs,), int32 or int64: tokens with K and V in the pages, including the query tokens.
+    query_start_loc
+        (n_seqs + 1,), int32 or int64: sequence s has the query tokens query_start_loc[s] up to query_start_loc[s +
+        1] of q. They are the last tokens of the sequence; default: one per sequence.
+    custom_mask
+        Which tokens a query token sees, by default all up to its own (speculative decoding). One bool array (query
+        tokens, width) per sequence covers its last `width` tokens; all query tokens see the tokens before those.
+        `width` is the number of query tokens (a tree) or seq_len. Give a list of arrays, None in it for causal
+        attention; one array for all sequences; all arrays flattened into one; or, for width seq_len, bits in uint8,
+        little-endian, each sequence beginning a new byte.
+    sm_scale
+        Multiplies the scores; 1 / sqrt(head_dim) by default. Set it for a latent cache: its keys had fewer dims
+        before they were projected.
+    window_left
+        Sliding window: a query sees this many tokens to its left, and its own; -1 or None: all. Pages left of every
+        window of a sequence are not read, and their ids are not checked. Pages that are hidden only by a mask are
+        read.
+    logits_soft_cap
+        If neither 0 nor None, a score becomes cap * tanh(score / cap) (Gemma 2).
+    alibi_slopes
+        (num_qo_heads,): slope * (t - position of the query token) is added to the score of token t, after the cap
+        (ALiBi, Press et al.).
+    sinks
+        (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss); -inf for no
+        sink.
+    out
+        An array to write to: float32, float16 or bfloat16 (or uint16 for its bits), to nearest even, C-contiguous,
+        of the result's shape, overlapping no input.
+    return_lse
+        Also return the natural log of the sum of exp(score) of each row, sinks included.
+    return_block_scores
+        Also return the weight of each block: the sum of the row's weights over its tokens, for attention-based
+        eviction.
+    arithmetic
+        "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: rounds q and the
+        softmax's weights to bfloat16 and uses the CPU's bfloat16 dot products (AVX512_BF16), which do twice as
+        much; slower on a CPU without them. All else stays float32.
+    cascade
+        Reads chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples, a tree of
+        them) once for all; they are found in the block tables. False: for each. No bit differs.
+    num_threads
+        The most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> from pagepool import BlockTables, KvCachePool, KvLayout, PagedSeqState, decode
     >>> pool = KvCachePool.from_layout(KvLayout(1, 2, 64, dtype="float32"), num_blocks=4)
@@ -533,11 +554,6 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, qu
     whether an earlier chunk, another sequence or a prefix cache wrote them. Sequences that decode one token may be in
     the same call.
 
-    q              (n_tokens, num_qo_heads, head_dim), float32, float16 or bfloat16 (or its bits as uint16): the new
-                   tokens of all sequences, one sequence behind the other
-    query_start_loc  (n_seqs + 1,), int32 or int64: sequence s has the tokens query_start_loc[s] up to
-                   query_start_loc[s + 1] of q
-
     Other arguments, the result and the errors are those of `decode`. The result of a token has the same bits whether
     its prompt comes in one call or in chunks of any size, after a hit in a prefix cache, or token by token through
     `decode`.
@@ -549,6 +565,17 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, qu
     Sources: chunked prefill (Sarathi-Serve, Agrawal et al., OSDI 2024); online softmax over tiles (FlashAttention, Dao
     et al., 2022).
 
+    Parameters
+    ----------
+    q
+        (n_tokens, num_qo_heads, head_dim), float32, float16 or bfloat16 (or its bits as uint16): the new tokens of
+        all sequences, one sequence behind the other.
+    query_start_loc
+        (n_seqs + 1,), int32 or int64: sequence s has the tokens query_start_loc[s] up to query_start_loc[s + 1] of
+        q.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> from pagepool import BlockTables, KvCachePool, KvLayout, PagedSeqState, decode, prefill
     >>> pool = KvCachePool.from_layout(KvLayout(1, 2, 64, dtype="float32"), num_blocks=4)

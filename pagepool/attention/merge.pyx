@@ -25,16 +25,22 @@ cdef object read_float32(str name, object source, int ndim):
 def merge_states(v, s):
     """Merges partial results of the same queries over disjoint sets of tokens, in the given order.
 
-    v   (n, num_states, num_heads, head_dim), float32: the partial outputs
-    s   (n, num_states, num_heads), float32: their lse, the natural log of the sum of exp(score), as `decode` returns
-        it; -inf for a part without tokens, whose output is ignored
-
     Returns (out, lse), float32 (n, num_heads, head_dim) and (n, num_heads): attention over all tokens together. A row
     without tokens gives zeros and -inf; a NaN or inf in s makes its row NaN. A row's bits depend on that row alone.
     Raises `TypeError` for a dtype, `ValueError` for a shape. Releases the GIL.
 
     This is FlashInfer's recursion of attention states (Ye et al., MLSys 2025), with the natural logarithm.
 
+    Parameters
+    ----------
+    v
+        (n, num_states, num_heads, head_dim), float32: the partial outputs.
+    s
+        (n, num_states, num_heads), float32: their lse, the natural log of the sum of exp(score), as `decode`
+        returns it; -inf for a part without tokens, whose output is ignored.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> v = np.array([[[[1.0, 1.0]], [[3.0, 5.0]]]], np.float32)
     >>> merge_states(v, np.zeros((1, 2, 1), np.float32))[0].tolist()
@@ -75,11 +81,17 @@ def merge_states(v, s):
 def merge_state(v_a, s_a, v_b, s_b):
     """Merges two partial results of the same queries: `merge_states` of a, then b.
 
-    v_a, v_b   (n, num_heads, head_dim), float32
-    s_a, s_b   (n, num_heads), float32, natural log; -inf for a part without tokens
-
     Returns (out, lse) of the same shapes. Raises as `merge_states` does.
 
+    Parameters
+    ----------
+    v_a, v_b
+        (n, num_heads, head_dim), float32.
+    s_a, s_b
+        (n, num_heads), float32, natural log; -inf for a part without tokens.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> one, two = np.ones((1, 1, 4), np.float32), np.full((1, 1, 4), 2, np.float32)
     >>> nothing, some = np.full((1, 1), -np.inf, np.float32), np.zeros((1, 1), np.float32)

@@ -17,12 +17,20 @@ __all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Workers"]
 class Limits:
     """Limits of a worker, which are the same for all workers of a cluster.
 
-    max_model_len   tokens of prompt and output, or None
-    pool_tokens     tokens that its pool has room for, or None for a model without pages
-    vocab_size      how many tokens the model knows
-    block_size      tokens per block
-    stop_token_ids  the tokens that end every text of the model
-    sampling_defaults  the model's own defaults of fields of `SamplingParams`
+    Attributes
+    ----------
+    max_model_len
+        Tokens of prompt and output, or None.
+    pool_tokens
+        Tokens that its pool has room for, or None for a model without pages.
+    vocab_size
+        How many tokens the model knows.
+    block_size
+        Tokens per block.
+    stop_token_ids
+        The tokens that end every text of the model.
+    sampling_defaults
+        The model's own defaults of fields of `SamplingParams`.
     """
 
     max_model_len: int | None
@@ -37,8 +45,12 @@ class Limits:
 class Offer:
     """Pages of a prompt that a worker holds for another one.
 
-    number  of the lease, for `Worker.release`
-    worker  name of the worker that holds them
+    Attributes
+    ----------
+    number
+        Of the lease, for `Worker.release`.
+    worker
+        Name of the worker that holds them.
     """
 
     ticket: Ticket
@@ -51,13 +63,22 @@ class Offer:
 class Call:
     """A call of a worker: generate the tokens that follow these.
 
-    tokens          the prompt, and behind it what earlier runs of the request have generated
-    num_generated   how many of the tokens that are
-    params          how this worker goes on; strings that end the text are left to the front end
-    options         `priority`, `tenant` and `cache_salt` of `Engine.submit`
-    offer           pages that may be read instead of computed, or None
-    wants_offer     whether the worker is to offer the pages of the prompt when it has ended
-    front_end            the epoch of the front end that asks
+    Attributes
+    ----------
+    tokens
+        The prompt, and behind it what earlier runs of the request have generated.
+    num_generated
+        How many of the tokens that are.
+    params
+        How this worker goes on; strings that end the text are left to the front end.
+    options
+        `priority`, `tenant` and `cache_salt` of `Engine.submit`.
+    offer
+        Pages that may be read instead of computed, or None.
+    wants_offer
+        Whether the worker is to offer the pages of the prompt when it has ended.
+    front_end
+        The epoch of the front end that asks.
     """
 
     tokens: list[int]
@@ -73,10 +94,16 @@ class Call:
 class Begun:
     """Comes before the first token.
 
-    worker        name of the worker that runs the request
-    found_tokens  tokens found in its prefix cache
-    moved_tokens  tokens whose pages were read from another worker
-    error         why pages of the offer could not be read, or ""
+    Attributes
+    ----------
+    worker
+        Name of the worker that runs the request.
+    found_tokens
+        Tokens found in its prefix cache.
+    moved_tokens
+        Tokens whose pages were read from another worker.
+    error
+        Why pages of the offer could not be read, or "".
     """
 
     worker: str
@@ -98,9 +125,14 @@ class Ended:
 class News:
     """State of a worker, sent several times a second. `Router.update` explains the first fields.
 
-    is_prefill  on which side it works
-    snapshot    instead of events, when the front end has asked for it
-    stats       of its engine
+    Attributes
+    ----------
+    is_prefill
+        On which side it works.
+    snapshot
+        Instead of events, when the front end has asked for it.
+    stats
+        Of its engine.
     """
 
     worker: str

@@ -24,9 +24,14 @@ PAUSE = 1e-4  # seconds: the peer's thread needs a core, too
 class Fetched:
     """What `PageMover.fetch` has done.
 
-    found_tokens  that the prefix cache had before
-    moved_tokens  that it has now beside them
-    error         why it has not all that was offered, or ""
+    Attributes
+    ----------
+    found_tokens
+        That the prefix cache had before.
+    moved_tokens
+        That it has now beside them.
+    error
+        Why it has not all that was offered, or "".
     """
 
     found_tokens: int
@@ -37,14 +42,23 @@ class Fetched:
 class PageMover:
     """Offers the cached pages of prompts to other workers, and reads theirs into the prefix cache of this one.
 
-    transfer  a `Transfer` without a pool, which this object closes
-    pool      the pages
-    cache     the `PrefixCache` over the pool's allocator
-    model     a name of the model and its weights: others are refused
-    seconds   after which an offer that nobody has read ends
-
     Any number of threads may call it, beside the engine that uses pool and cache.
 
+    Parameters
+    ----------
+    transfer
+        A `Transfer` without a pool, which this object closes.
+    pool
+        The pages.
+    cache
+        The `PrefixCache` over the pool's allocator.
+    model
+        A name of the model and its weights: others are refused.
+    seconds
+        After which an offer that nobody has read ends.
+
+    Examples
+    --------
     >>> from pagepool import KvCachePool, KvLayout, PrefixCache
     >>> from pagepool.transfer import LocalTransfer
     >>> layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=2, dtype="float32")
@@ -76,9 +90,14 @@ class PageMover:
     def offer(self, worker: str, tokens: Sequence[int], cache_salt: Any = None) -> Offer | None:
         """Holds the cached pages of a prompt for another worker; None when there are none.
 
-        worker      the name of this one
-        tokens      of the prompt
-        cache_salt  as in `PrefixCache.match_prefix`
+        Parameters
+        ----------
+        worker
+            The name of this one.
+        tokens
+            Of the prompt.
+        cache_salt
+            As in `PrefixCache.match_prefix`.
         """
         refs = BlockRefs(self._allocator)
         try:

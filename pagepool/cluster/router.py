@@ -34,7 +34,10 @@ NEVER = float("-inf")
 class Choice:
     """Where a prompt goes, and how many of its tokens are expected to be cached there.
 
-    found_tokens  what `Router.report` was told; None before
+    Attributes
+    ----------
+    found_tokens
+        What `Router.report` was told; None before.
     """
 
     worker: Any
@@ -57,13 +60,6 @@ class _Worker:
 class Router:
     """Follows the prefix caches of many workers, and chooses a worker for each prompt.
 
-    block_size     tokens per block, from 1 to 1,024, as the caches have it
-    max_workers    how many workers there may be at a time, up to 65,536; a block takes 32 to 64 bytes with up to 64
-    max_imbalance  tokens: a worker is passed over that has so much more load than another one, and what it has cached
-                   of the prompt on top of it
-    max_staleness  seconds: the prefixes of a worker count for so long after its last `update` or `restore`
-    clock          returns the time in seconds
-
     A worker sends what `PrefixCache.drain_events` gives it to `update`, some times in a second, and with it its load
     and its room. When events were lost, `update` raises `PoolError`, and the worker sends a snapshot to `restore`. The
     epoch tells a worker's runs apart: an integer that is higher after each restart, such as `time.time_ns()` at its
@@ -75,6 +71,22 @@ class Router:
 
     Any number of threads may call it. Raises `ValueError` and `TypeError` for arguments that cannot be.
 
+    Parameters
+    ----------
+    block_size
+        Tokens per block, from 1 to 1,024, as the caches have it.
+    max_workers
+        How many workers there may be at a time, up to 65,536; a block takes 32 to 64 bytes with up to 64.
+    max_imbalance
+        Tokens: a worker is passed over that has so much more load than another one, and what it has cached of the
+        prompt on top of it.
+    max_staleness
+        Seconds: the prefixes of a worker count for so long after its last `update` or `restore`.
+    clock
+        Returns the time in seconds.
+
+    Examples
+    --------
     >>> from pagepool import BlockAllocator, PrefixCache
     >>> caches = {name: PrefixCache(BlockAllocator(8), block_size=2, max_events=64) for name in ("a", "b")}
     >>> router = Router(block_size=2)
@@ -126,16 +138,24 @@ class Router:
     ) -> None:
         """Takes in what a worker says of itself: changes of its cache, its load and its room.
 
-        worker    its name, any that can be a key of a dict; a new one is added
-        epoch     higher after each restart
-        events    in order, as drained; none is a sign of life
-        load      tokens that it has to compute: queued and running
-        room      blocks that are free
-        received  how many choices of this router it has received in this epoch: later ones are added to its load. None:
-                  all of them
-
         Raises `PoolError` when an event was lost, and when there are `max_workers` other workers; nothing changes then,
         but what was known of an earlier epoch is forgotten. After a lost event send a snapshot to `restore`.
+
+        Parameters
+        ----------
+        worker
+            Its name, any that can be a key of a dict; a new one is added.
+        epoch
+            Higher after each restart.
+        events
+            In order, as drained; none is a sign of life.
+        load
+            Tokens that it has to compute: queued and running.
+        room
+            Blocks that are free.
+        received
+            How many choices of this router it has received in this epoch: later ones are added to its load. None:
+            all of them.
         """
         if not isinstance(events, Sequence) or not all(isinstance(event, PrefixEvent) for event in events):
             raise wrong("events", "a list of PrefixEvent", events)
@@ -206,11 +226,14 @@ class Router:
     def choose(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> Choice:
         """Chooses the worker for a prompt, and counts the tokens that it has to compute as load of that worker.
 
-        tokens                  int (n,)
-        cache_salt, extra_keys  as in `PrefixCache.match_prefix`: prompts with others do not match
-
         Workers that were not heard of for `max_staleness` come last, as if their caches were empty. Raises `PoolError`
         when there is no worker.
+
+        Parameters
+        ----------
+        tokens : int (n,)
+        cache_salt, extra_keys
+            As in `PrefixCache.match_prefix`: prompts with others do not match.
         """
         row = token_row(tokens)
         with self._lock:
@@ -323,16 +346,19 @@ class Router:
         return int(left[0])
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start, but for the first four, which are of now.
+        """Return the router's counters. The first four are current values, all others are sums since the start.
 
-        workers, stale   known, and not heard of for `max_staleness`
-        blocks, bytes    different blocks of all workers, and what the table of them takes
-        choices, reports
-        forecast_tokens, found_tokens   of the choices with a report
-        overestimated, underestimated   tokens: sums of the forecasts' errors, by sign
-        events           taken in
-        gaps, snapshots  updates with lost events, and snapshots restored
-        epochs           restarts seen
+        Returns
+        -------
+        dict of str to int
+            - `workers`, `stale`: known workers, and workers that were not heard of for `max_staleness`
+            - `blocks`, `bytes`: different blocks of all workers, and the size of their table
+            - `choices`, `reports`: calls of `choose` and of `report`
+            - `forecast_tokens`, `found_tokens`: tokens of the choices with a report
+            - `overestimated`, `underestimated`: errors of the forecasts in tokens, by sign
+            - `events`: events that were applied
+            - `gaps`, `snapshots`: updates with lost events, and restored snapshots
+            - `epochs`: restarts of workers
         """
         with self._lock:
             heard = self._heard[self._heard > NEVER]

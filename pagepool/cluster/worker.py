@@ -36,14 +36,22 @@ class _Running:
 class Worker:
     """An engine that takes calls of a front end. It knows nothing of the transport, such as Ray.
 
-    engine      an `Engine` with `prefix_events`, which this object closes
-    name        of this worker; another one after each restart
-    is_prefill  whether it computes prompts for others
-    transfer    a `Transfer` without a pool, which this object closes; None: pages do not move
-    model       a name of the model and its weights, for the transfer
-    stop_token_ids  more tokens that end every text, besides the stop tokens of the engine
-
     Raises ValueError for a transfer of a model that has not one block table with full attention, or no prefix cache.
+
+    Parameters
+    ----------
+    engine
+        An `Engine` with `prefix_events`, which this object closes.
+    name
+        Of this worker; another one after each restart.
+    is_prefill
+        Whether it computes prompts for others.
+    transfer
+        A `Transfer` without a pool, which this object closes; None: pages do not move.
+    model
+        A name of the model and its weights, for the transfer.
+    stop_token_ids
+        More tokens that end every text, besides the stop tokens of the engine.
     """
 
     def __init__(

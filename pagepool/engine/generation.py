@@ -17,11 +17,17 @@ __all__ = ["Generation", "PromptToken", "Token"]
 class Token:
     """One generated token.
 
-    token_id      its id
-    text          the text that is certain since the token before; empty while a character or, perhaps, a stop string is
-                  not complete. The texts of all tokens, one after another, are the text of the generation
-    logprob       the natural logarithm of the model's probability of it, or None where none was asked for
-    top_logprobs  the same of the most likely tokens, by id
+    Attributes
+    ----------
+    token_id
+        Its id.
+    text
+        The text that is certain since the token before; empty while a character or, perhaps, a stop string is not
+        complete. The texts of all tokens, one after another, are the text of the generation.
+    logprob
+        The natural logarithm of the model's probability of it, or None where none was asked for.
+    top_logprobs
+        The same of the most likely tokens, by id.
     """
 
     token_id: int
@@ -34,10 +40,16 @@ class Token:
 class PromptToken:
     """One token of a prompt.
 
-    token_id      its id
-    logprob       the natural logarithm of the model's probability of it behind the tokens before
-    rank          its place among all tokens by probability: 1 for the most likely one
-    top_logprobs  the logarithms of the most likely tokens, by id
+    Attributes
+    ----------
+    token_id : int
+        The token.
+    logprob : float
+        Natural logarithm of the model's probability of this token after the tokens before it.
+    rank : int
+        Position among all tokens by probability: 1 for the most likely one.
+    top_logprobs : dict of int to float
+        Log probabilities of the most likely tokens, by id.
     """
 
     token_id: int
@@ -49,24 +61,33 @@ class PromptToken:
 class Generation:
     """The tokens of one request: an iterator and an async iterator of `Token`. `Engine.submit` makes it.
 
-    token_ids           list of int: all tokens so far
-    text                their text so far
-    prompt_token_ids    list of int: the tokens of the prompt
-    num_prompt_tokens   their number
-    prompt_logprobs     where `SamplingParams.prompt_logprobs` asks for them: None for the first token of the prompt,
-                        which follows from nothing, and a `PromptToken` for each further one. The list is complete
-                        before the first token comes. Else None
-    num_cached          tokens of the prompt that the prefix cache had, once a token has come
-    submitted_at, scheduled_at, first_token_at, ended_at
-                        times of `time.monotonic()`: of `submit`, of its first step, of its first token and of its end;
-                        None before
-    time_to_first_token seconds from `submit`, or None
-    finish_reason       "stop" at a stop token or stop string, "length" at the limit, "abort" when it was cancelled,
-                        "error" when the model failed; None while it runs
-    error               the exception of a failed model, or None
-
     A generation is cancelled when no reference to it is left. Each token is handed out once; `token_ids` and `text`
-    have all of them. Iteration raises RuntimeError, with `error` as its cause, where the model has failed.
+    have all of them. Iteration raises RuntimeError, with `error` as its cause, if the model has failed.
+
+    Attributes
+    ----------
+    token_ids : list of int
+        All tokens so far.
+    text : str
+        The text of these tokens.
+    prompt_token_ids : list of int
+        The tokens of the prompt.
+    num_prompt_tokens : int
+        The number of prompt tokens.
+    prompt_logprobs : list or None
+        If `SamplingParams.prompt_logprobs` asks for them: None for the first token of the prompt, and a `PromptToken`
+        for each further one. The list is complete before the first token comes. Otherwise None.
+    num_cached : int
+        Tokens of the prompt that the prefix cache had, once a token has come.
+    submitted_at, scheduled_at, first_token_at, ended_at : float or None
+        Times of `time.monotonic()`: the call of `submit`, the first step, the first token and the end. None before.
+    time_to_first_token : float or None
+        Seconds from `submit` to the first token.
+    finish_reason : str or None
+        "stop" at a stop token or stop string, "length" at the limit, "abort" after a cancel, "error" if the model
+        failed. None while it runs.
+    error : BaseException or None
+        The exception of a failed model.
     """
 
     def __init__(

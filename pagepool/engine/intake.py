@@ -165,9 +165,17 @@ class Intake(ABC):
     def bad_word_ids(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
         """The token ids of words, as vLLM has them: also behind a space, where that is another first token.
 
-        words  texts or token ids, as in `SamplingParams`
+        Parameters
+        ----------
+        words
+            Texts or token ids, as in `SamplingParams`.
 
-        Raises `RequestRejected` for a token that the model does not know, and TypeError for a text without a tokenizer.
+        Raises
+        ------
+        RequestRejected
+            For a token that the model does not know.
+        TypeError
+            For a text without a tokenizer.
         """
         found: list[tuple[int, ...]] = []
         for word in words:

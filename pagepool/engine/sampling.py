@@ -31,30 +31,52 @@ ROW = 128  # logits per row: the maxima of rows bound the search for the largest
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    max_new_tokens  the most tokens that are generated, at least 1; None: all that there is room for. 0: only the prompt
-                    is computed, for `prompt_logprobs`
-    temperature     logits are divided by it; 0: always the most likely token
-    top_k           only the k most likely tokens are drawn; 0: all
-    top_p           only the most likely tokens are drawn that together have this probability, above 0 and up to 1
-    seed            seed of the request's own generator, at least 0: the same seed draws the same numbers, whatever else
-                    runs, and another seed draws others. None: a new seed for each request
-    stop            strings that end the text when they come; they are not part of it. One string or several: up to 64,
-                    of 16,384 characters together
-    stop_token_ids  more tokens that end the text, besides the stop tokens of the model
-    ignore_eos      whether the stop tokens of the model do not end the text
-    min_tokens      as many tokens come before a stop token or a stop string may end the text
-    min_p           only tokens are drawn that have at least this share, from 0 to 1, of the highest probability
-    presence_penalty    taken from the logit of each token that was generated, from -2 to 2
-    frequency_penalty   the same as often as the token was generated
-    repetition_penalty  logits of tokens of the prompt and of generated ones are divided by it, negative ones multiplied
-    logit_bias      a mapping from token ids to what is added to their logits, cut to -100 to 100; kept as pairs
-    bad_words       words that do not come, with or without a space before them, up to 256; one may also be token ids
-    logprobs        None, or how many of the most likely tokens are reported with each token, from 0 to 20
-    prompt_logprobs the same for the tokens of the prompt. None: the prompt may begin with cached pages, whose log
-                    probabilities are not known
+    Parameters
+    ----------
+    max_new_tokens : int or None
+        Maximum number of generated tokens. None: as many as fit. 0: only the prompt is computed, for `prompt_logprobs`.
+    temperature : float
+        Divides the logits. 0: always the most likely token.
+    top_k : int
+        Draw only from the k most likely tokens. 0: from all.
+    top_p : float
+        Draw only from the most likely tokens that together have this probability, above 0 and up to 1.
+    seed : int or None
+        Seed of the request's own generator, at least 0. The same seed draws the same numbers, whichever other requests
+        run. None: a new seed for each request.
+    stop : str or sequence of str
+        Strings that end the text. They are not part of it. Up to 64, of 16,384 characters together.
+    stop_token_ids : sequence of int
+        Tokens that end the text, in addition to the stop tokens of the model.
+    ignore_eos : bool
+        Whether the stop tokens of the model do not end the text.
+    min_tokens : int
+        Number of tokens before a stop token or a stop string may end the text.
+    min_p : float
+        Draw only tokens with at least this share, from 0 to 1, of the highest probability.
+    presence_penalty : float
+        Subtracted from the logit of each token that was generated, from -2 to 2.
+    frequency_penalty : float
+        Subtracted once for each time that the token was generated, from -2 to 2.
+    repetition_penalty : float
+        Positive logits of tokens of the prompt and of generated tokens are divided by it, negative ones multiplied.
+    logit_bias : mapping
+        From token ids to a number that is added to the logit, from -100 to 100. Kept as pairs.
+    bad_words : sequence
+        Up to 256 words that are not generated, with or without a space before them. A word may also be token ids.
+    logprobs : int or None
+        Number of the most likely tokens that are reported with each token, from 0 to 20. None: no log probabilities.
+    prompt_logprobs : int or None
+        The same for the tokens of the prompt. None: the prompt may begin with cached pages, and their log
+        probabilities are not known.
 
-    Raises TypeError and ValueError for a field of a wrong type or out of range.
+    Raises
+    ------
+    TypeError, ValueError
+        For a field of a wrong type or out of range.
 
+    Examples
+    --------
     >>> SamplingParams(max_new_tokens=8, temperature=0.7, seed=1, stop="end").stop
     ('end',)
     """

@@ -17,11 +17,6 @@ __all__ = ["PagepoolCollector"]
 class PagepoolCollector:
     """A collector to register with a registry. At each scrape it reads the counters and `stats()` of its objects.
 
-    scheduler  a `Scheduler`, or None
-    pools      name -> `KvCachePool`, `BlockAllocator` or `SsmStatePool`
-    caches     name -> `PrefixCache`
-    routers    name -> `Router`
-
     Gauges: `pagepool:num_requests_running`, `pagepool:num_requests_waiting`, `pagepool:kv_cache_usage_perc` (the share
     of blocks that are in use and not evictable, from 0 to 1), `pagepool:kv_blocks` (by state: used, evictable, free),
     `pagepool:kv_bytes`, `pagepool:states`, `pagepool:peak`. Counters: `pagepool:num_preemptions`; in blocks
@@ -30,6 +25,19 @@ class PagepoolCollector:
     `pagepool:router_forecast_error_tokens` (by direction: over, under). The label `pool`, `cache` or `router` is the
     name. Raises `ImportError` when prometheus_client is not installed, `TypeError` for other objects.
 
+    Parameters
+    ----------
+    scheduler
+        A `Scheduler`, or None.
+    pools
+        Name -> `KvCachePool`, `BlockAllocator` or `SsmStatePool`.
+    caches
+        Name -> `PrefixCache`.
+    routers
+        Name -> `Router`.
+
+    Examples
+    --------
     >>> from prometheus_client import CollectorRegistry, generate_latest
     >>> from pagepool import BlockAllocator
     >>> allocator, registry = BlockAllocator(4), CollectorRegistry()

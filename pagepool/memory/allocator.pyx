@@ -690,10 +690,15 @@ cdef class BlockAllocator:
     def check(self, others=None):
         """Audits every equation of free list, counts, sequences and caches. Raises `PoolError` that names a broken one.
 
-        others  how many references belong to no owner (see `owners`), if the caller knows; by default any number
-
         O(blocks ever used and held); other threads wait for the first half. Changes nothing.
 
+        Parameters
+        ----------
+        others
+            How many references belong to no owner (see `owners`), if the caller knows; by default any number.
+
+        Examples
+        --------
         >>> BlockAllocator(8).check(others=0)
         """
         cdef int32_t number

@@ -116,12 +116,18 @@ cdef class BlockRefs:
 cdef class PrefixMatch:
     """The result of `PrefixCache.match_tokens`: holds one reference to each block, so the blocks are not evicted.
 
-    blocks      int32 (n,): the ids, in order
-    num_tokens  tokens of the prompt in these blocks; the last block may match in part
-
     `PagedSeqState.adopt(match)` takes the references over. `close()`, the end of a `with` block and garbage collection
     drop them. `blocks, num_tokens = match` passes them to the caller, and the caller frees the blocks.
 
+    Attributes
+    ----------
+    blocks : int32 (n,)
+        The ids, in order.
+    num_tokens
+        Tokens of the prompt in these blocks; the last block may match in part.
+
+    Examples
+    --------
     >>> from pagepool import BlockAllocator, PrefixCache
     >>> cache = PrefixCache(BlockAllocator(8), block_size=4)
     >>> cache.cache_blocks([1, 2, 3, 4], cache.allocator.allocate_n(1))

@@ -37,16 +37,24 @@ cdef class PagedSeqState:
     """PagedSeqState(allocator, block_size=None, max_blocks_per_seq=None, label=None)\n--\n
     The block table of one sequence.
 
-    allocator            the `BlockAllocator` of its blocks
-    block_size           tokens per block, from 1 to 1,024; by default the block size of the allocator's pool, else 16
-    max_blocks_per_seq   the maximum number of blocks; by default the maximum of the allocator
-    label                a request id, a name or None, for `BlockAllocator.owners` and `.leaks`
-
     When a sequence appends into a block that others share, it gets a new block, and the page is copied in every
     attached pool. A state is not thread-safe; different states, forks included, may be used in parallel. A state
     frees its blocks when it is garbage collected. Raises `ValueError` for sizes out of range,
     `TypeError` for another label.
 
+    Parameters
+    ----------
+    allocator
+        The `BlockAllocator` of its blocks.
+    block_size
+        Tokens per block, from 1 to 1,024; by default the block size of the allocator's pool, else 16.
+    max_blocks_per_seq
+        The maximum number of blocks; by default the maximum of the allocator.
+    label
+        A request id, a name or None, for `BlockAllocator.owners` and `BlockAllocator.leaks`.
+
+    Examples
+    --------
     >>> from pagepool import BlockAllocator
     >>> state = PagedSeqState(BlockAllocator(8), block_size=4)
     >>> state.append(6).tolist(), state.blocks, state.len
@@ -393,16 +401,22 @@ cdef class PagedSeqState:
     def adopt(self, blocks, num_tokens=None):
         """Starts an empty sequence with tokens that have their K and V in blocks, for example in cached ones.
 
-        blocks      a `PrefixMatch`: the sequence takes its references over and the match is closed. Or ids in order, as
-                    a sequence of integers or an array: adds one reference to each, and the caller still frees its own
-        num_tokens  tokens in these blocks, if `blocks` are ids; the last block may be partly filled. By default all
-                    blocks are full
-
         Copies no page; the first `append` into a shared last block copies that page. Raises `ValueError` when the
         state is not empty, the maximum of blocks is exceeded, the number of blocks does not fit `num_tokens`, or the
         match is closed or has another allocator, `InvalidBlock` for a block that is free or out of range; then nothing
         has changed.
 
+        Parameters
+        ----------
+        blocks
+            A `PrefixMatch`: the sequence takes its references over and the match is closed. Or ids in order, as a
+            sequence of integers or an array: adds one reference to each, and the caller still frees its own.
+        num_tokens
+            Tokens in these blocks, if `blocks` are ids; the last block may be partly filled. By default all blocks
+            are full.
+
+        Examples
+        --------
         >>> from pagepool import BlockAllocator
         >>> allocator = BlockAllocator(8)
         >>> state = PagedSeqState(allocator, block_size=4)

@@ -22,8 +22,6 @@ cdef class BlockGenerations:
     """BlockGenerations(allocator)\n--\n
     Keeps a word for each block of an allocator: {generation : 32 bits | holders : 32 bits}.
 
-    allocator  a `BlockAllocator`. It keeps the words from now on; blocks in use begin with generation 1
-
     The generation rises when a block is taken, before its new owner can write the first byte of the page. Only one bit
     of `holders` is used; it is set while the block is in use. A process that copies a page without a reference reads
     the word after the page. If the word has the expected generation, the copy is good.
@@ -32,6 +30,13 @@ cdef class BlockGenerations:
     block, committed when the block is first used. All objects of one allocator share the words. Raises `TypeError` if
     `allocator` is not a `BlockAllocator`, and `MemoryError`; then nothing has changed.
 
+    Parameters
+    ----------
+    allocator
+        A `BlockAllocator`. It keeps the words from now on; blocks in use begin with generation 1.
+
+    Examples
+    --------
     >>> from pagepool import BlockAllocator
     >>> allocator = BlockAllocator(4)
     >>> generations = BlockGenerations(allocator)

@@ -30,11 +30,17 @@ MAX_BLOCKS = 2**31 - 1
 class KvGroup:
     """The layers of a model that share a block table.
 
-    allocator           the `BlockAllocator` of its blocks; groups may share one
-    block_size          tokens per block; by default the block size of the allocator's pool, else 16
-    window              None for full attention, else `window_left` of `decode`: tokens that a query sees to its left
-    max_blocks_per_seq  length of the block table. The default is the maximum of the allocator; with a window 131,072,
-                        because a sequence may be longer than the allocator is large
+    Parameters
+    ----------
+    allocator
+        The `BlockAllocator` of its blocks; groups may share one.
+    block_size
+        Tokens per block; by default the block size of the allocator's pool, else 16.
+    window
+        None for full attention, else `window_left` of `decode`: tokens that a query sees to its left.
+    max_blocks_per_seq
+        Length of the block table. The default is the maximum of the allocator; with a window 131,072, because a
+        sequence may be longer than the allocator is large.
     """
 
     allocator: BlockAllocator
@@ -120,16 +126,24 @@ class Checkpoint:
 class HybridSequence:
     """All memory of one sequence of a hybrid model. Every call changes all parts or none.
 
-    groups   one `KvGroup` for each set of layers that has a block table: full attention, sliding windows
-    states   the `SsmStatePool` of its recurrent state, or None; block size and state size are independent
-    label    a request id or a name, for `BlockAllocator.owners`
-    keep     how many tokens it can be rolled back without a checkpoint: windows keep their blocks that much longer
-
     `kv[i]` is the `PagedSeqState` of group i. `state` is None, or has `pool`, `index` and `slot` of its slot, and
     `view(layer, name)`. The engine writes keys, values and states through them, and moves the sequence with the methods
     here. `append` frees the blocks that are behind a window, unless a checkpoint needs them. A sequence is not
     thread-safe. Raises `PoolExhausted` when no slot is free for the state, `ValueError` for wrong arguments.
 
+    Parameters
+    ----------
+    groups
+        One `KvGroup` for each set of layers that has a block table: full attention, sliding windows.
+    states
+        The `SsmStatePool` of its recurrent state, or None; block size and state size are independent.
+    label
+        A request id or a name, for `BlockAllocator.owners`.
+    keep
+        How many tokens it can be rolled back without a checkpoint: windows keep their blocks that much longer.
+
+    Examples
+    --------
     >>> from pagepool import BlockAllocator, KvGroup, StateLayout
     >>> states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 4)
     >>> blocks = BlockAllocator(16)
@@ -199,12 +213,15 @@ class HybridSequence:
     def adopt(self, blocks: Iterable[Any], num_tokens: SupportsIndex) -> None:
         """Starts an empty sequence with tokens that have their K and V in blocks, for example in cached ones.
 
-        blocks  for each group the blocks that hold the tokens, as for `PagedSeqState.adopt`; the caller keeps its own
-                references
-
         The caller brings the recurrent state to the same position: `StateCheckpoints.resume`. Raises `ValueError` when
         the sequence has tokens or `blocks` does not have one row for each group, and the errors of
         `PagedSeqState.adopt`; then nothing has changed.
+
+        Parameters
+        ----------
+        blocks
+            For each group the blocks that hold the tokens, as for `PagedSeqState.adopt`; the caller keeps its own
+            references.
         """
         self._use()
         length = integer("num_tokens", num_tokens, 0)

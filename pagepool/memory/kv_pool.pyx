@@ -212,16 +212,24 @@ cdef class KvCachePool:
     """KvCachePool(page_size, initial_pages, dtype="float32", checked=None)\n--\n
     Pages of K and V in one buffer. The buffer never moves; its memory is committed when it is first touched.
 
-    page_size       elements per page
-    initial_pages   the number of pages
-    dtype           "float32", "float16", "bfloat16" or "uint8", or these dtypes of NumPy, ml_dtypes or torch
-    checked         finds misuse of blocks, for tests of an engine: see `checked`. None: if PAGEPOOL_CHECK is set
-
     The constructor makes a flat pool of plain pages (`alloc`, `free`, `page`); `from_layout` makes one that knows
     layers, heads and tokens. `memoryview(pool)` and DLPack export all elements in one dimension (`memoryview` shows
     bfloat16 as uint16). A view keeps the memory alive, not the pool. Any number of threads may append to disjoint
     slots. Raises `ValueError` for sizes out of range or another dtype, `MemoryError` when the system has no room.
 
+    Parameters
+    ----------
+    page_size
+        Elements per page.
+    initial_pages
+        The number of pages.
+    dtype
+        "float32", "float16", "bfloat16" or "uint8", or these dtypes of NumPy, ml_dtypes or torch.
+    checked
+        Finds misuse of blocks, for tests of an engine: see `checked`. None: if PAGEPOOL_CHECK is set.
+
+    Examples
+    --------
     >>> pool = KvCachePool(page_size=8, initial_pages=2)
     >>> i = pool.alloc()
     >>> pool.page(i)[:] = 1
@@ -304,19 +312,27 @@ cdef class KvCachePool:
     def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None, checked=None):
         """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
-        allocator   the `BlockAllocator` of the ids of the pages, by default a new one; several pools may share one
-        max_blocks  how far the pool may grow, by itself or by `grow`; by default it does not. The address space is
-                    reserved at once, so that pages never move; memory is committed as pages are touched
-        k_channel_scale  of quantised keys: float32 (num_layers, num_kv_heads, head_dim), from 1e-15 to 1e15. A key is
-                    divided by it before it is quantised, a query multiplied; `calibrate_channels` makes it. It is
-                    copied. Needed for keys of int4, None for those that are not quantised
-        checked     finds misuse of blocks, for tests of an engine: see `checked`. None: if PAGEPOOL_CHECK is set. The
-                    mode is one of the allocator, so all pools that share it are checked
-
         A pool with quantised elements, or keys and values of different dtypes, shows its pages as bytes (uint8).
         Raises `ValueError` when the allocator may have more blocks than the pool has pages, when a sequence, a prefix
         cache or an open pool of the allocator has another block size, or `max_blocks` is below `num_blocks`.
 
+        Parameters
+        ----------
+        allocator
+            The `BlockAllocator` of the ids of the pages, by default a new one; several pools may share one.
+        max_blocks
+            How far the pool may grow, by itself or by `grow`; by default it does not. The address space is reserved
+            at once, so that pages never move; memory is committed as pages are touched.
+        k_channel_scale
+            Of quantised keys: float32 (num_layers, num_kv_heads, head_dim), from 1e-15 to 1e15. A key is divided by
+            it before it is quantised, a query multiplied; `calibrate_channels` makes it. It is copied. Needed for
+            keys of int4, None for those that are not quantised.
+        checked
+            Finds misuse of blocks, for tests of an engine: see `checked`. None: if PAGEPOOL_CHECK is set. The mode
+            is one of the allocator, so all pools that share it are checked.
+
+        Examples
+        --------
         >>> from pagepool import KvLayout
         >>> pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)
         >>> pool.allocator.free_count, pool.page_size
@@ -391,19 +407,26 @@ cdef class KvCachePool:
     def append(self, layer, slot_mapping, k, v=None):
         """Writes the K and V of tokens of one layer into their slots.
 
-        layer          the number of the layer, from 0
-        slot_mapping   int64 (n_tokens,), contiguous: block * block_size + offset; -1 skips the token. int32 is copied
-        k, v           (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to
-                       nearest even) or the pool's dtype, and float16 for bfloat16 pages (rounded). Quantised pages take
-                       all three dtypes. bfloat16 comes as uint16 bits, ml_dtypes.bfloat16 or by DLPack. Leave v out if
-                       the layout has V in K
-
         Arrays are read by the buffer protocol or DLPack, for example tensors of torch.
 
         Checks slots for range, and in checked mode that each is in a block with one reference. Raises `TypeError` for
         another dtype, `ValueError` for a wrong shape, stride or layer and for arrays that overlap the pages of the
         pool, `InvalidSlot` for a refused slot; then nothing was written. Releases the GIL while it copies.
 
+        Parameters
+        ----------
+        layer
+            The number of the layer, from 0.
+        slot_mapping : int64 (n_tokens,), contiguous
+            `block * block_size + offset`; -1 skips the token. int32 is copied.
+        k, v
+            (n_tokens, num_kv_heads, head_dim), v with v_head_dim, last axis contiguous: float32 (rounded to nearest
+            even) or the pool's dtype, and float16 for bfloat16 pages (rounded). Quantised pages take all three
+            dtypes. bfloat16 comes as uint16 bits, ml_dtypes.bfloat16 or by DLPack. Leave v out if the layout has V
+            in K.
+
+        Examples
+        --------
         >>> import numpy as np
         >>> from pagepool import KvLayout
         >>> pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)

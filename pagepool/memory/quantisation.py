@@ -22,9 +22,6 @@ MIN_SCALE, MAX_SCALE = 1e-15, 1e15
 def calibrate_channels(keys: Any) -> NDArray[np.float32]:
     """Scales for the channels of quantised keys: `k_channel_scale` of `KvCachePool.from_layout`.
 
-    keys    float (num_layers, num_tokens, num_kv_heads, head_dim), or without the first axis for one layer: keys as
-            they are appended, of at least one token; some hundred of ordinary text do
-
     Returns float32 (num_layers, num_kv_heads, head_dim): each channel's largest absolute value, over the largest of its
     head. A channel that was always 0 gets the least that is useful, 2^-10. Raises `ValueError` for another shape,
     without a token, and for a key that is not finite.
@@ -33,6 +30,14 @@ def calibrate_channels(keys: Any) -> NDArray[np.float32]:
     head, which all channels share, leaves few steps to the small ones then; divided by these scales first, all are
     about alike.
 
+    Parameters
+    ----------
+    keys
+        Float (num_layers, num_tokens, num_kv_heads, head_dim), or without the first axis for one layer: keys as
+        they are appended, of at least one token; some hundred of ordinary text do.
+
+    Examples
+    --------
     >>> keys = np.ones((100, 1, 8), np.float32)
     >>> keys[:, :, 3] = 30
     >>> [round(float(x), 4) for x in calibrate_channels(keys)[0, 0, 2:5]]
@@ -97,12 +102,19 @@ def _fp8_values(kind: str) -> NDArray[np.float32]:
 def widen_fp8(values: Any, kind: str, scale: float = 1.0) -> NDArray[np.float32]:
     """Numbers of fp8 as float32, exactly, for `KvCachePool.append`: pages have no fp8, int8 is more exact.
 
-    values  uint8 bits, or an array of float8_e4m3fn or float8_e5m2 of ml_dtypes, of any shape
-    kind    "e4m3" or "e5m2"
-    scale   what they are multiplied by, as a cache of fp8 has it for a layer
-
     Raises `TypeError` for another dtype, `ValueError` for another kind.
 
+    Parameters
+    ----------
+    values
+        Uint8 bits, or an array of float8_e4m3fn or float8_e5m2 of ml_dtypes, of any shape.
+    kind
+        "e4m3" or "e5m2".
+    scale
+        What they are multiplied by, as a cache of fp8 has it for a layer.
+
+    Examples
+    --------
     >>> widen_fp8(np.array([0x38, 0xC0, 0x01], np.uint8), "e4m3").tolist()
     [1.0, -2.0, 0.001953125]
     """

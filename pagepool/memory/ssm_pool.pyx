@@ -341,7 +341,7 @@ cdef class SsmStatePool:
         return self.slot_at(self.read_slot(i))
 
     def view(self, layer, name):
-        """Returns a writable view (capacity, *shape) of the states `name` of a layer, one row per slot.
+        """Returns a writable view `(capacity, *shape)` of the states `name` of a layer, one row per slot.
 
         It keeps the memory. bfloat16 comes as uint16, its bits; DLPack shows it as bfloat16 (`torch.from_dlpack`).
         Raises `ValueError` for a layer or name that the layout lacks, or without a layout.

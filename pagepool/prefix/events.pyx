@@ -26,12 +26,20 @@ cdef extern from "block_hash.h" nogil:
 class PrefixEvent(NamedTuple):
     """One change of a cache, in plain types that any channel carries.
 
-    sequence  1, 2, ...: a missing number is an event that was dropped, because the events were not drained in time
-    kind      "stored", "removed" or "cleared": all blocks were removed
-    block     the id, -1 with "cleared"
-    name      16 bytes, a hash of salt, keys and all tokens up to the end of the block; b"" with "cleared"
-    parent    the name of the prefix before the block, or of salt and keys alone; b"" with "cleared"
-    tokens    of the block itself, as int32 in this machine's byte order; b"" but with "stored"
+    Attributes
+    ----------
+    sequence
+        1, 2, ...: a missing number is an event that was dropped, because the events were not drained in time.
+    kind
+        "stored", "removed" or "cleared": all blocks were removed.
+    block
+        The id, -1 with "cleared".
+    name
+        16 bytes, a hash of salt, keys and all tokens up to the end of the block; b"" with "cleared".
+    parent
+        The name of the prefix before the block, or of salt and keys alone; b"" with "cleared".
+    tokens
+        Of the block itself, as int32 in this machine's byte order; b"" but with "stored".
     """
 
     sequence: int
@@ -45,8 +53,12 @@ class PrefixEvent(NamedTuple):
 class PrefixSnapshot(NamedTuple):
     """Every cached block as a "stored" event.
 
-    next_sequence  the number of the first change that it does not have
-    num_blocks     how many blocks there are: `stored` is shorter when it was cut short on its way
+    Attributes
+    ----------
+    next_sequence
+        The number of the first change that it does not have.
+    num_blocks
+        How many blocks there are: `stored` is shorter when it was cut short on its way.
     """
 
     next_sequence: int

@@ -15,19 +15,26 @@ __all__ = ["Decodes", "ScheduledBatch", "build_batch", "share_tokens"]
 class ScheduledBatch:
     """The sequences of one step, one entry per sequence in each list: decodes first, then prefills.
 
-    seq_ids      list of int
-    tokens       list of lists: the tokens to feed
-    num_tokens   list of int: the length of each list of tokens, plus the slots for drafted tokens
-    lookahead    list of int: the slots for drafted tokens, which the caller feeds behind `tokens`
-    is_prefill   list of bool
-    wants_token  list of bool: whether the step's result is the sequence's next token; False for a prompt chunk that is
-                 not the last
-    states       list of `PagedSeqState` or `HybridSequence`, empty without a pool; their `len` includes the step's
-                 tokens. `BlockTables.fill` takes the tables of group i as `[state.kv[i] for state in batch.states]`
-    num_decodes  the number of decodes, which come first
-
     The states belong to the sequences. They are valid until the batch is committed or given up, and until their
     sequence finishes.
+
+    Attributes
+    ----------
+    seq_ids : list of int
+    tokens : list of lists
+        The tokens to feed.
+    num_tokens : list of int
+        The length of each list of tokens, plus the slots for drafted tokens.
+    lookahead : list of int
+        The slots for drafted tokens, which the caller feeds behind `tokens`.
+    is_prefill : list of bool
+    wants_token : list of bool
+        Whether the step's result is the sequence's next token; False for a prompt chunk that is not the last.
+    states
+        List of `PagedSeqState` or `HybridSequence`, empty without a pool; their `len` includes the step's tokens.
+        `BlockTables.fill` takes the tables of group i as `[state.kv[i] for state in batch.states]`.
+    num_decodes
+        The number of decodes, which come first.
     """
 
     __slots__ = (

@@ -20,7 +20,23 @@ MAX_RECORDS = 1024  # kept by a scheduler
 
 
 class PreemptionRecord(NamedTuple):
-    """One action of the scheduler when blocks ran out: see `Scheduler.preemptions`."""
+    """One action of the scheduler when blocks ran out: see `Scheduler.preemptions`.
+
+    Attributes
+    ----------
+    step : int
+        The step in which it happened.
+    action : str
+        "evict", "partial" or "recompute".
+    seq_id : int
+        The sequence that gave blocks; 0 for "evict".
+    blocks : int
+        Blocks that it gave, or that were evicted.
+    wanted, free : int
+        Blocks that the step needed, and blocks that were free at that time.
+    reason : str
+        The reason, in words.
+    """
 
     step: int
     action: str

@@ -33,15 +33,23 @@ MAX_BLOCK = 1 << 20
 class TraceRecorder:
     """Writes a line for each request to the file at `path`, which must not exist.
 
-    block       tokens per prefix block, best the engine's block size; 0: record no prefix blocks
-    name        of the trace; up to 200 printable characters, as is the licence
-    licence     what others may do with the trace
-    max_blocks  ids to remember, about 180 bytes each. When there are more, all are forgotten: later prompts get new ids
-
     Any number of threads of one process may record. Each line is written whole, and a failed write leaves the file as
     it was: whenever the process ends, the trace can be read up to the last whole line. `close`, or the end of a `with`,
     writes the number of requests into the header.
 
+    Parameters
+    ----------
+    block
+        Tokens per prefix block, best the engine's block size; 0: record no prefix blocks.
+    name
+        Of the trace; up to 200 printable characters, as is the licence.
+    licence
+        What others may do with the trace.
+    max_blocks
+        Ids to remember, about 180 bytes each. When there are more, all are forgotten: later prompts get new ids.
+
+    Examples
+    --------
     >>> import tempfile
     >>> with TraceRecorder(tempfile.mkdtemp() + "/engine.ptrace", block=4) as recorder:
     ...     recorder.record([1, 2, 3, 4, 5, 6], output_tokens=10, arrival=0.25)
@@ -101,13 +109,19 @@ class TraceRecorder:
     ) -> None:
         """Record a request that has ended.
 
-        prompt         its token ids (n,), at least one: a sequence of integers or an array
-        output_tokens  the number of tokens generated for it
-        arrival        seconds since the recorder was made, or since any other start that all requests share; None: now
-        cache_salt, extra_keys   as in `PrefixCache.match_prefix`: prompts with different ones share no blocks
-
         Raises `ValueError` for numbers that a trace cannot hold and after `close`, `TypeError` for a prompt that is not
         tokens, `OSError` when the line cannot be written; the file is as it was then.
+
+        Parameters
+        ----------
+        prompt
+            Its token ids (n,), at least one: a sequence of integers or an array.
+        output_tokens
+            The number of tokens generated for it.
+        arrival
+            Seconds since the recorder was made, or since any other start that all requests share; None: now.
+        cache_salt, extra_keys
+            As in `PrefixCache.match_prefix`: prompts with different ones share no blocks.
         """
         row = token_row(prompt)
         output = operator.index(output_tokens)

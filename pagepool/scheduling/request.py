@@ -15,7 +15,7 @@ by_id, by_rank = attrgetter("id"), attrgetter("_rank")  # keys to sort sequences
 
 
 class SeqState(enum.Enum):
-    """The state of a sequence.
+    """The state of a sequence::
 
         WAITING ---> PREFILLING ---> DECODING ---> FINISHED
                       ^      |           |
@@ -36,26 +36,41 @@ class SeqState(enum.Enum):
 class Sequence:
     """One sequence. The scheduler makes and changes it; callers read it.
 
-    id              1, 2, ... in the order of `add_request`
-    state           a `SeqState`
-    prompt_tokens   list of int
-    output_tokens   list of int, in the order of arrival
-    max_tokens      limit of prompt + output
-    priority        lower goes first
-    stop_token_ids  output tokens that end it
-    request_id      the caller's own id: an int, a str or None
-    tenant          the name of the tenant: hashable
-    cache_salt, extra_keys  two prompts share cached blocks only if both are equal
-    reads_cache     whether it begins with cached blocks
-    kv              its `PagedSeqState`, or `HybridSequence` where the scheduler has groups or states, while it is
-                    active and the scheduler has a pool, else None; after a partial preemption the state with the
-                    remaining blocks
-    num_cached      tokens that were in its blocks when it was last admitted: cached ones, or left by a preemption
-    fed             tokens whose K and V are in the pages or will be after the current batch; equals `kv.len` minus the
-                    slots for drafts
-    num_preemptions how often it was preempted
-
     Invariant while active: `fed <= total_tokens`; the tokens from `fed` to the end have yet to be fed.
+
+    Attributes
+    ----------
+    id : int
+        1, 2, ... in the order of `add_request`.
+    state : SeqState
+        Waiting, prefilling, decoding or finished.
+    prompt_tokens : list of int
+        The prompt.
+    output_tokens : list of int
+        The output so far, in the order of arrival.
+    max_tokens : int
+        Limit of prompt and output together.
+    priority : int
+        Lower numbers go first.
+    stop_token_ids : frozenset of int
+        Output tokens that end the sequence.
+    request_id : int, str or None
+        The caller's own id.
+    tenant : hashable
+        The name of the tenant.
+    cache_salt, extra_keys
+        Two prompts share cached blocks only if both are equal.
+    reads_cache : bool
+        Whether it begins with cached blocks.
+    kv : PagedSeqState, HybridSequence or None
+        The blocks of an active sequence, if the scheduler has a pool; a `HybridSequence` if it has groups or states.
+        After a partial preemption the state with the remaining blocks.
+    num_cached : int
+        Tokens that were in its blocks when it was last admitted: cached, or left by a preemption.
+    fed : int
+        Tokens with K and V in the pages, or there after the current batch; equals `kv.len` minus the slots for drafts.
+    num_preemptions : int
+        How often it was preempted.
     """
 
     id: int

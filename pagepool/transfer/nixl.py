@@ -20,13 +20,18 @@ __all__ = ["NixlTransfer"]
 class NixlTransfer(Transfer):
     """A `Transfer` by NIXL: the kernel copies on one machine; between machines RDMA, or TCP where there is none.
 
-    name     as in `Transfer`
-    timeout  as in `Transfer`
-    serves   whether peers read from it. NIXL then has a thread of its own, which wants most of a core while pages move
-             and some at other times. Without, bytes come while `poll` is called, and with few cores nearly twice as
-             fast
-
     It needs no GPU and no torch. Raises `ImportError` when nixl is not installed.
+
+    Parameters
+    ----------
+    name
+        As in `Transfer`.
+    timeout
+        As in `Transfer`.
+    serves
+        Whether peers read from it. NIXL then has a thread of its own, which wants most of a core while pages move
+        and some at other times. Without, bytes come while `poll` is called, and with few cores nearly twice as
+        fast.
     """
 
     transport = "nixl"

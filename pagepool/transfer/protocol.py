@@ -79,13 +79,17 @@ class _Read:
 class Transfer(ABC):
     """Reads pages of other engines' pools into blocks of one pool, and lets others read its own.
 
-    name     of this engine among its peers; by default a random one
-    timeout  seconds after which a read whose peer does not answer has failed
-
     A base class: `NixlTransfer` and `LocalTransfer` move the bytes. One thread at a time may use an
     object; `close` it, or use it as a context manager. Its references show in `BlockAllocator.owners`.
 
     Equation: references == sum(blocks of leases) + sum(blocks of reads that may still be written to).
+
+    Parameters
+    ----------
+    name
+        Of this engine among its peers; by default a random one.
+    timeout
+        Seconds after which a read whose peer does not answer has failed.
     """
 
     __reduce__ = refuse_copy
@@ -118,11 +122,16 @@ class Transfer(ABC):
     def register(self, pool: KvCachePool, model: str = "") -> None:
         """Makes the pages of a pool and the generations of its blocks readable by peers; once for each object.
 
-        pool   the `KvCachePool`; it cannot be closed before this object, and must not be trimmed where RDMA pins memory
-        model  a name of the model and its weights; peers with another one are refused
-
         Raises `ValueError` when a pool is registered already or has no blocks, `TransferError` when the transport
         cannot have the memory; then nothing has changed.
+
+        Parameters
+        ----------
+        pool
+            The `KvCachePool`; it cannot be closed before this object, and must not be trimmed where RDMA pins
+            memory.
+        model
+            A name of the model and its weights; peers with another one are refused.
         """
         self._check_open()
         if not isinstance(pool, KvCachePool):
@@ -190,12 +199,17 @@ class Transfer(ABC):
     def offer(self, blocks: Iterable[int], names: Iterable[bytes] = (), seconds: float = 60.0) -> Lease:
         """Holds blocks for readers; returns the `Lease` with the `Ticket` to send them.
 
-        blocks   ids of blocks in use, in the order of their tokens, whose pages are final: an owner that truncates a
-                 sequence and writes its own block anew when the lease has ended changes the page, not the generation
-        names    what the engine calls them, one for each or none
-        seconds  after which `poll` withdraws the lease
-
         Raises `InvalidBlock` for a block that is not in use, `ValueError` for none; then nothing has changed.
+
+        Parameters
+        ----------
+        blocks
+            Ids of blocks in use, in the order of their tokens, whose pages are final: an owner that truncates a
+            sequence and writes its own block anew when the lease has ended changes the page, not the generation.
+        names
+            What the engine calls them, one for each or none.
+        seconds
+            After which `poll` withdraws the lease.
         """
         own, lasts = self._own(), real("seconds", seconds, 0.0)
         ids = [integer("a block", block) for block in blocks]
@@ -222,13 +236,17 @@ class Transfer(ABC):
     def read(self, ticket: Ticket, blocks: Iterable[int]) -> int:
         """Begins to read the pages of a ticket; returns the number of the read, which `poll` names when it has ended.
 
-        ticket  of a peer that was met
-        blocks  as many blocks of this pool, which the caller has taken and nobody else has; one more reference to each
-                is held until no byte can come any more. Until `poll` returns them, nobody may read, share or free them
-
         Raises `TransferError` when the peer was not met, or in another epoch of its pool; `InvalidBlock` for a block
         that is free or that others have, too, `ValueError` for another number of blocks. Then nothing has changed. All
         that goes wrong later is told by `poll`.
+
+        Parameters
+        ----------
+        ticket
+            Of a peer that was met.
+        blocks
+            As many blocks of this pool, which the caller has taken and nobody else has; one more reference to each
+            is held until no byte can come any more. Until `poll` returns them, nobody may read, share or free them.
         """
         allocator = self._own().pool.allocator
         peer = self._peer_of(ticket)
@@ -250,11 +268,14 @@ class Transfer(ABC):
     def poll(self, seconds: float = 0.0) -> list[ReadResult]:
         """Returns the reads that have ended since the last call, and withdraws the leases that have expired.
 
-        seconds  how long to wait for one, in pauses of 20 us; 0 does not wait, and without reads nobody waits
-
         A block is loaded if its page is that of the ticket. It has failed if it has another generation, is free, its
         pool is in another epoch, the peer cannot be reached or has not answered in time, or the read was cancelled.
         Failed blocks may still be written to; they are not handed out again before that has ended.
+
+        Parameters
+        ----------
+        seconds
+            How long to wait for one, in pauses of 20 us; 0 does not wait, and without reads nobody waits.
         """
         self._check_open()
         end = monotonic() + real("seconds", seconds, 0.0)

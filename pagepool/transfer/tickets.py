@@ -20,14 +20,22 @@ __all__ = ["Lease", "PeerDescription", "ReadResult", "Ticket", "fingerprint"]
 class Ticket:
     """Says where pages were when the ticket was made, and how a reader sees whether they are still there.
 
-    peer    name of the `Transfer` that made it
-    epoch   of that transfer's pool: another number each time that a pool is registered
-    blocks  (block, generation) of each page, in the order of the tokens; see `BlockGenerations`
-    names   what the engine calls the blocks, one for each or none, for example the names of a `PrefixEvent`
-
     It is plain data and can be pickled. It holds nothing: the `Lease` that comes with it does. A ticket is for pages
     that are final. Raises `TypeError` for what is no integer, `ValueError` for no blocks or another number of names.
 
+    Attributes
+    ----------
+    peer
+        Name of the `Transfer` that made it.
+    epoch
+        Of that transfer's pool: another number each time that a pool is registered.
+    blocks
+        (block, generation) of each page, in the order of the tokens; see `BlockGenerations`.
+    names
+        What the engine calls the blocks, one for each or none, for example the names of a `PrefixEvent`.
+
+    Examples
+    --------
     >>> Ticket("engine-1", 77, [(3, 1), (8, 2)]).blocks
     ((3, 1), (8, 2))
     """
@@ -51,8 +59,12 @@ class Ticket:
 class Lease:
     """Holds the blocks of a ticket at their source until it is withdrawn or expires.
 
-    ticket   what the reader gets
-    expires  `time.monotonic()` of the source at which `Transfer.poll` withdraws it
+    Attributes
+    ----------
+    ticket
+        What the reader gets.
+    expires
+        `time.monotonic()` of the source at which `Transfer.poll` withdraws it.
     """
 
     ticket: Ticket
@@ -64,15 +76,26 @@ class Lease:
 class PeerDescription:
     """All that another `Transfer` needs to meet this one. It is plain data and can be pickled.
 
-    name         of the transfer
-    transport    "local" or "nixl"
-    epoch        of its pool
-    fingerprint  how its pages lie, see `fingerprint`
-    num_blocks   blocks that its pool may have
-    pages        address of the first page
-    words        address of the words of `BlockGenerations`
-    epoch_word   address of the epoch
-    connection   what the transport needs besides
+    Attributes
+    ----------
+    name
+        Of the transfer.
+    transport
+        "local" or "nixl".
+    epoch
+        Of its pool.
+    fingerprint
+        How its pages lie, see `fingerprint`.
+    num_blocks
+        Blocks that its pool may have.
+    pages
+        Address of the first page.
+    words
+        Address of the words of `BlockGenerations`.
+    epoch_word
+        Address of the epoch.
+    connection
+        What the transport needs besides.
     """
 
     name: str
@@ -89,10 +112,16 @@ class PeerDescription:
 class ReadResult(NamedTuple):
     """How a read has ended. Each of its blocks is in one of the two lists, in the order of the ticket.
 
-    read    the number that `Transfer.read` returned
-    loaded  blocks whose pages are those of the ticket
-    failed  blocks that must be computed: free them and take others
-    error   one sentence on why, "" when none failed
+    Attributes
+    ----------
+    read
+        The number that `Transfer.read` returned.
+    loaded
+        Blocks whose pages are those of the ticket.
+    failed
+        Blocks that must be computed: free them and take others.
+    error
+        One sentence on why, "" when none failed.
     """
 
     read: int
@@ -104,9 +133,15 @@ class ReadResult(NamedTuple):
 def fingerprint(pool: KvCachePool, model: str = "") -> str:
     """Returns a line that two pools share if and only if a page of one can be used as a page of the other.
 
-    pool   its layout and the channel scales of quantised keys count, not its size
-    model  a name of the model and its weights, which pages do not show
+    Parameters
+    ----------
+    pool
+        Its layout and the channel scales of quantised keys count, not its size.
+    model
+        A name of the model and its weights, which pages do not show.
 
+    Examples
+    --------
     >>> from pagepool import KvCachePool, KvLayout
     >>> pool = KvCachePool.from_layout(KvLayout(num_layers=2, num_kv_heads=1, head_dim=8), num_blocks=4)
     >>> fingerprint(pool, "llama").split(", ")[:2]

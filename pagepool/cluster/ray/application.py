@@ -35,16 +35,6 @@ def serve(
 ) -> Any:
     """Serve a model with several engines, each in a process of its own; returns Serve's handle of the front end.
 
-    model    a directory in transformers' format, which every machine of the Ray cluster has at the same place
-    workers  how many engines decode, up to 64; or (fewest, most): Serve starts and ends them by the tokens that wait
-    prefill  how many engines compute prompts for them, up to 64, whose pages move by NIXL; 0: each computes its own
-    name     of the model for clients; None: that of the directory
-    dtype    of the weights, as in `load_pretrained`
-    host, port  where OpenAI's interface is; those of Serve, if that runs already
-    threads  of each worker; None: all
-    engine   arguments of each `Engine`, such as `pool_bytes`
-    app      arguments of `create_app`, such as `timeout`
-
     Starts Ray on this machine, without dashboard and usage reports, unless it runs, and Serve. Waits until requests
     are answered. What was served before is replaced. `ray.serve.shutdown()` ends workers and front end,
     `ray.shutdown()` ends a Ray that this call has started.
@@ -55,6 +45,27 @@ def serve(
 
         front_end = serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30})
         print(front_end.stats.remote().result()["routers"])
+
+    Parameters
+    ----------
+    model
+        A directory in transformers' format, which every machine of the Ray cluster has at the same place.
+    workers
+        How many engines decode, up to 64; or (fewest, most): Serve starts and ends them by the tokens that wait.
+    prefill
+        How many engines compute prompts for them, up to 64, whose pages move by NIXL; 0: each computes its own.
+    name
+        Of the model for clients; None: that of the directory.
+    dtype
+        Of the weights, as in `load_pretrained`.
+    host, port
+        Where OpenAI's interface is; those of Serve, if that runs already.
+    threads
+        Of each worker; None: all.
+    engine
+        Arguments of each `Engine`, such as `pool_bytes`.
+    app
+        Arguments of `create_app`, such as `timeout`.
     """
     fewest, most = workers if isinstance(workers, tuple) else (workers, workers)
     integer("the most workers", most, integer("workers", fewest, 1, MAX_WORKERS), MAX_WORKERS)

@@ -13,8 +13,13 @@ TOKENS_PER_WORKER = 4096  # that wait to be computed
 def workers_for_load(context: Any) -> tuple[int, dict[str, Any]]:
     """An autoscaling policy of Serve: so many workers that none has more than 4,096 tokens to compute.
 
-    context  Serve's `AutoscalingContext`, with the `load` of `WorkerReplica.record_autoscaling_stats`
+    Parameters
+    ----------
+    context
+        Serve's `AutoscalingContext`, with the `load` of `WorkerReplica.record_autoscaling_stats`.
 
+    Examples
+    --------
     >>> from types import SimpleNamespace
     >>> metrics = {"load": {"first": 9000.0, "second": 500.0}}
     >>> bounds = {"capacity_adjusted_min_replicas": 1, "capacity_adjusted_max_replicas": 8}

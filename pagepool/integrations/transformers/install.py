@@ -28,15 +28,22 @@ def use(
 ) -> ModelRunner:
     """Lets `model.generate` and `model.generate_batch` run over pagepool's memory; returns the model's `ModelRunner`.
 
-    model          a causal language model of transformers, on the CPU
-    pool_bytes, num_blocks, dtype, block_size, max_sequences  as for `ModelRunner`
-    prefix_cache   whether prompts begin with what earlier calls have computed of them: those of `generate_batch`, and
-                   for a model without windows and recurrent states those of `generate`, too
-
     A call with a cache of its own (`cache=`, `cache_implementation=`) or with `use_cache=False` runs as
     before, and so does `model(...)`. Raises as `ModelRunner`, and ValueError for a model that is in use already; then
     nothing has changed.
 
+    Parameters
+    ----------
+    model
+        A causal language model of transformers, on the CPU.
+    pool_bytes, num_blocks, dtype, block_size, max_sequences
+        As for `ModelRunner`.
+    prefix_cache
+        Whether prompts begin with what earlier calls have computed of them: those of `generate_batch`, and for a
+        model without windows and recurrent states those of `generate`, too.
+
+    Examples
+    --------
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2,

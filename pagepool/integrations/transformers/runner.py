@@ -30,14 +30,6 @@ STATE_TOKENS = 65_536  # the same of a prefix cache for a model without attentio
 class ModelRunner:
     """A causal language model of transformers, on the CPU, whose layers keep what they keep in pagepool's memory.
 
-    model          a `PreTrainedModel` that can generate, in eval mode
-    pool_bytes     bytes of the pages; or
-    num_blocks     how many blocks there are. Without either there is room for `max_sequences` of 2,048 tokens, or of
-                   the model's own maximum where that is less; pages that are never used take no memory
-    dtype          of the pages, as in `KvLayout`; by default that of the model's keys
-    block_size     tokens per block
-    max_sequences  how many sequences may run at a time: as many recurrent states there are
-
     To see what the model keeps, and that it computes the same over pages, it is run over about a dozen random tokens
     five times, with recurrent states up to a dozen times, in float32. The model itself is not changed: outside of `run`
     it behaves as before.
@@ -53,6 +45,24 @@ class ModelRunner:
     Raises ValueError, with the name of the class and the reason, for a model that cannot run over pages, and for sizes
     out of range; TypeError for what is no model.
 
+    Parameters
+    ----------
+    model
+        A `PreTrainedModel` that can generate, in eval mode.
+    pool_bytes
+        Bytes of the pages; or.
+    num_blocks
+        How many blocks there are. Without either there is room for `max_sequences` of 2,048 tokens, or of the
+        model's own maximum where that is less; pages that are never used take no memory.
+    dtype
+        Of the pages, as in `KvLayout`; by default that of the model's keys.
+    block_size
+        Tokens per block.
+    max_sequences
+        How many sequences may run at a time: as many recurrent states there are.
+
+    Examples
+    --------
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from pagepool import SchedulerConfig
@@ -128,10 +138,13 @@ class ModelRunner:
     def scheduler(self, config: SchedulerConfig | None = None, prefix_cache: PrefixCache | None = None) -> Scheduler:
         """Returns a `Scheduler` over the runner's memory, whose batches `run` takes.
 
-        prefix_cache  one of `new_prefix_cache`, or None. Recurrent states are then kept in `checkpoints`, for all
-                      schedulers of this runner
-
         Raises ValueError for a config with drafted tokens, and as `Scheduler`.
+
+        Parameters
+        ----------
+        prefix_cache
+            One of `new_prefix_cache`, or None. Recurrent states are then kept in `checkpoints`, for all schedulers
+            of this runner.
         """
         config = SchedulerConfig() if config is None else config
         if config.lookahead:
@@ -149,10 +162,13 @@ class ModelRunner:
     def new_prefix_cache(self, max_events: int = 0) -> PrefixCache:
         """Returns a new `PrefixCache` over the pool.
 
-        max_events  as in `PrefixCache`
-
         For a model without attention it has blocks of its own, which hold nothing: they say which tokens were seen, and
         `checkpoints` has the states.
+
+        Parameters
+        ----------
+        max_events
+            As in `PrefixCache`.
         """
         allocator = None if self.pool is None else self.pool.allocator
         if allocator is None:
@@ -162,10 +178,13 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
         """Runs the step of a scheduler; returns the logits of the sequences that want a token.
 
-        batch  what `schedule` returned, of a scheduler that `scheduler` made
-
         Returns float32 (sequences whose `wants_token` is True, vocab_size), in the order of the batch. One call runs at
         a time; another thread's waits. Batches of a model with recurrent states must be run once each.
+
+        Parameters
+        ----------
+        batch
+            What `schedule` returned, of a scheduler that `scheduler` made.
         """
         keep = [int(wants) for wants in batch.wants_token]
         return self.forward(batch.tokens, batch.states, keep)
@@ -173,12 +192,17 @@ class ModelRunner:
     def forward(self, tokens: Sequence[Sequence[int]], sequences: Sequence[Any], keep: Sequence[int]) -> torch.Tensor:
         """Runs the last tokens of sequences and stores what the model keeps of them.
 
-        tokens     for each sequence the ids of its last tokens, which have slots and are not computed yet
-        sequences  as `ScheduledBatch.states`
-        keep       for each sequence of how many of its last tokens logits are wanted
-
         Returns float32 (sum of keep, vocab_size), sequence after sequence. Raises ValueError for a sequence beyond
         `length_limit`; then nothing is stored.
+
+        Parameters
+        ----------
+        tokens
+            For each sequence the ids of its last tokens, which have slots and are not computed yet.
+        sequences
+            As `ScheduledBatch.states`.
+        keep
+            For each sequence of how many of its last tokens logits are wanted.
         """
         longest = max((sequence.len for sequence in sequences), default=0)
         if self.length_limit is not None and longest > self.length_limit:
