@@ -9,7 +9,7 @@ NOX := $(VENV)/bin/nox -s
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 SESSIONS := test-torch test-models test-clients test-transfer test-ray debug clang san-c san-python san-threads aarch64 \
-	wheel test-wheel test-sdist test-free-threaded
+	wheel test-wheel test-sdist test-free-threaded manylinux cibuildwheel workflows
 
 .PHONY: help demo demo-generate test ci-models cluster-demo load-test model-test preemption-test build bench figures \
 	lint docs format san san-libraries sessions ci clean $(SESSIONS)
@@ -62,7 +62,7 @@ san-c san-python san-threads: san-libraries
 san-libraries: build  # once, for the sessions that run side by side
 	for kind in address,undefined thread; do PAGEPOOL_SANITIZE=$$kind $(PY) setup.py -q build_clib || exit 1; done
 wheel: $(VENV)/.tools
-test-wheel test-sdist: wheel
+test-wheel test-sdist manylinux: wheel
 
 build: $(VENV)/.build  ## compile in place what has changed
 	$(PY) setup.py -q build_ext --inplace

