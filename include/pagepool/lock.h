@@ -1,8 +1,8 @@
-/* pagepool/lock.h: a spin lock of one atomic exchange that yields and survives fork.
+/* pagepool/lock.h: a spin lock with one atomic exchange, which yields under contention and survives fork.
  *
- * For sections of a few dozen instructions, also without the GIL; never take the GIL while it is held.  Taking and
- * leaving an uncontended one costs about 5 ns.  A registered lock is held by the thread that forks while it forks, so
- * that parent and child both find it free and what it guards whole. */
+ * For sections of a few dozen instructions, with or without the GIL.  Never take the GIL while holding the lock.  An
+ * uncontended acquire and release costs about 5 ns.  fork() acquires all registered locks in the forking thread, so
+ * that in parent and child each lock is free afterwards and the data that it guards is consistent. */
 #ifndef PAGEPOOL_LOCK_H
 #define PAGEPOOL_LOCK_H
 
@@ -17,15 +17,15 @@ extern "C" {
 
 typedef struct pp_lock {
     int32_t held;    /* 0 or 1; atomic */
-    int32_t readers; /* threads that read, outside the lock, what it guards; changed only with the lock held */
-    int32_t writers; /* threads that wait for readers to reach 0: no reader may enter meanwhile */
+    int32_t readers; /* threads that read the guarded data without the lock; changed only with the lock held */
+    int32_t writers; /* threads that wait until readers is 0: meanwhile no reader may enter */
     struct pp_lock *next, *previous; /* the registry */
 } pp_lock;
 
-/* Waits for a lock that was found held: pauses, then gives up the processor between tries. */
+/* Acquires a lock that another thread holds: spins, then yields the processor between attempts. */
 PP_API void pp_lock_wait(pp_lock *lock);
 
-/* Whether it was free, and is now the caller's. */
+/* Acquires the lock if it is free; returns 1 on success. */
 static inline int pp_lock_try(pp_lock *lock) { return !__atomic_exchange_n(&lock->held, 1, __ATOMIC_ACQUIRE); }
 
 static inline void pp_lock_acquire(pp_lock *lock) {
@@ -34,13 +34,13 @@ static inline void pp_lock_acquire(pp_lock *lock) {
 
 static inline void pp_lock_release(pp_lock *lock) { __atomic_store_n(&lock->held, 0, __ATOMIC_RELEASE); }
 
-/* Makes `lock` a free lock that survives fork.  PP_NO_MEMORY when the fork handlers cannot be installed; then it is not
- * registered.  Unregister it before its memory goes. */
+/* Initializes `lock` as free and registers it for fork.  PP_NO_MEMORY if the fork handlers cannot be installed; the
+ * lock is then not registered.  Unregister it before its memory is freed. */
 PP_API pp_status pp_lock_register(pp_lock *lock);
 PP_API void pp_lock_unregister(pp_lock *lock);
 
-/* Readers work outside the lock on what only a writer may change.  A writer waits for the readers that are in, keeps
- * new ones out, and holds the lock from begin to end.  In a forked child no reader is in. */
+/* Readers read the guarded data without the lock; only a writer may change that data.  A writer keeps new readers out,
+ * waits for the current ones, and holds the lock from begin to end.  A forked child starts without readers. */
 PP_API void pp_read_begin(pp_lock *lock);
 PP_API void pp_read_end(pp_lock *lock);
 PP_API void pp_write_begin(pp_lock *lock);

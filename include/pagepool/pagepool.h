@@ -1,4 +1,4 @@
-/* pagepool/pagepool.h: everything. */
+/* pagepool/pagepool.h: includes all public headers. */
 #ifndef PAGEPOOL_PAGEPOOL_H
 #define PAGEPOOL_PAGEPOOL_H
 

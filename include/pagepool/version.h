@@ -1,9 +1,9 @@
-/* pagepool/version.h: the version of this set of headers. */
+/* pagepool/version.h: the ABI version of the headers. */
 #ifndef PAGEPOOL_VERSION_H
 #define PAGEPOOL_VERSION_H
 
-/* Raised whenever a struct or a function below changes shape.  A program compiled against one ABI version must
- * link a library of the same: compare PP_ABI_VERSION with pp_abi_version(). */
+/* Increases whenever a public struct or function signature changes.  A program must link a library with the ABI version
+ * that it was compiled against: compare PP_ABI_VERSION with pp_abi_version(). */
 #define PP_ABI_VERSION 4
 
 #if defined(__GNUC__)
@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-/* The ABI version the library was built with. */
+/* The ABI version of the library. */
 PP_API int pp_abi_version(void);
 
 #ifdef __cplusplus
