@@ -1,19 +1,19 @@
-/* cascade.c: sequences that begin with the same blocks.  What they share is cut into units of its own, fewer than those
- * of each; whoever runs which ranges, results have the bits of sequences that share nothing.  Arrays end where their
- * memory does. */
+/* cascade.c: sequences with a common prefix of blocks.  Shared chunks become separate units, and a plan has fewer units
+ * than without cascade.  For any assignment of ranges to threads, results have the same bits as sequences without
+ * shared blocks.  Arrays end at the end of their allocation. */
 #include <pthread.h>
 
 #include "scenario.h"
 
 enum { NUM_SEQS = 7, GROUP = 6, HEAD_DIM = 72, SHARED = 1536, MOST_LENGTH = 2100 };
 
-/* Gives sequence `to` the first `tokens` tokens of sequence `from`. */
+/* Makes sequence `to` start with the first `tokens` tokens of sequence `from`. */
 static void share(scenario *s, int32_t to, int32_t from, int32_t tokens) {
     const size_t blocks = (size_t)(tokens / s->pool.layout.block_size);
     memcpy(s->tables + to * s->width, s->tables + from * s->width, blocks * sizeof(int32_t));
 }
 
-/* Runs a plan in `threads` ranges at a time; its number of units. */
+/* Runs a plan in `threads` concurrent ranges; returns its number of units. */
 static int64_t attend(const pp_decode_args *args, int threads) {
     pp_decode_plan plan;
     pthread_t ids[8];
@@ -48,7 +48,7 @@ static void check(pp_dtype dtype, pp_arithmetic arithmetic, int32_t kv_heads, in
     args.no_cascade = 0;
     args.out = together;
     for (int threads = 1; threads <= 8; threads *= 2) {
-        args.num_threads = threads > 2 ? 2 : threads; /* more ranges than there is scratch for wait */
+        args.num_threads = threads > 2 ? 2 : threads; /* scratch for 2 ranges: further ranges wait */
         memset(together, 0xff, numbers * sizeof(float));
         const int64_t fewer = attend(&args, threads);
         /* With one thread a unit is a chunk of a sequence, or a chunk of all that share it: seven, then twice six. */

@@ -1,4 +1,4 @@
-/* check.h: what must hold in the programs beside it, in C and C++; the first that does not ends the program with 1. */
+/* check.h: CHECK() for the C and C++ programs in this folder.  The first failed check exits with status 1. */
 #ifndef CHECK_H
 #define CHECK_H
 

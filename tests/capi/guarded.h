@@ -1,4 +1,4 @@
-/* guarded.h: memory behind which nothing may be read or written.  For programs that define _DEFAULT_SOURCE first. */
+/* guarded.h: allocations followed by an inaccessible page.  For programs that define _DEFAULT_SOURCE first. */
 #ifndef GUARDED_H
 #define GUARDED_H
 
@@ -8,7 +8,7 @@
 
 #include "check.h"
 
-/* `bytes` that end where a page begins that cannot be read: all of `from`, or zeros. */
+/* Allocates `bytes` bytes that end at an inaccessible page: a copy of `from`, or zeros if it is NULL. */
 static inline void *at_the_end(const void *from, size_t bytes) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), room = (bytes + page - 1) / page * page;
     unsigned char *mapping = mmap(NULL, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

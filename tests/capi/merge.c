@@ -1,9 +1,9 @@
-/* merge.c: pp_merge_states against a double loop, with strides of both signs, and what it refuses before it writes. */
+/* merge.c: pp_merge_states against a loop in double, with strides of both signs; bad arguments write nothing. */
 #include "scenario.h"
 
 enum { ROWS = 5, PARTS = 3, DIM = 19 };
 
-/* The same numbers behind other strides: element (row, part, dim) of v and (row, part) of s. */
+/* The same numbers with other strides: element (row, part, dim) of v and (row, part) of s. */
 static float v[ROWS * PARTS * DIM], s[ROWS * PARTS], out[ROWS * DIM], lse[ROWS];
 
 static void fill(int64_t v_row, int64_t v_part, int64_t s_row, int64_t s_part, pp_merge_args *args) {
@@ -71,7 +71,7 @@ int main(void) {
         if (way == 9) bad.lse = s;
         if (way == 10) bad.lse = out + ROWS * DIM - 1;
         if (way == 11) bad.out = s + ROWS * PARTS - 1;
-        if (way == 12) { /* rows that go backwards from the last */
+        if (way == 12) { /* negative stride, starting at the last row */
             fill(-PARTS * DIM, DIM, PARTS, -1, &bad);
             bad.lse = v;
         }

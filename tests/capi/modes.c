@@ -1,5 +1,5 @@
-/* modes.c: threads may round as they like and flush subnormals, as those do that loaded a library compiled with
- * -ffast-math: no bit depends on it, whoever runs what, and the modes stay as they were. */
+/* modes.c: a thread's rounding mode and flush-to-zero change no bit of a result.  A library compiled with -ffast-math
+ * can set such modes when it is loaded.  The modes are the same after each call. */
 #include <fenv.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -32,7 +32,7 @@ static void check_mode(mode wanted) {
 #endif
 }
 
-/* All that is computed from the same numbers: one structure for each call, to be compared by bytes. */
+/* The results of one call; structures of two calls are compared byte by byte. */
 typedef struct results {
     float *out, *lse, *scores, *gathered;
     float merged[ROWS * DIMS], merged_lse[ROWS];
@@ -41,7 +41,7 @@ typedef struct results {
 typedef struct job {
     scenario s;
     pp_arithmetic arithmetic;
-    float *k;       /* (TOKENS, kv heads, DIMS), every second one tiny: subnormal, also as f16 */
+    float *k;       /* (TOKENS, kv heads, DIMS), every second value subnormal in f32 and f16 */
     int64_t *slots; /* of the last TOKENS tokens of the first sequence */
 } job;
 
@@ -63,7 +63,7 @@ static results run(job *job, int num_threads) {
           PP_OK);
     scenario_args(s, 0, got.out, got.lse, &args);
     args.block_scores = got.scores;
-    args.sm_scale = 0.125f; /* the same however a division rounds */
+    args.sm_scale = 0.125f; /* exact in every rounding mode */
     args.logits_soft_cap = 20.0f;
     args.arithmetic = job->arithmetic;
     CHECK(pp_decode(&args, num_threads) == PP_OK);

@@ -1,4 +1,4 @@
-/* no_threads.c: where the system makes no threads, or fewer than asked for, the calling thread does their work. */
+/* no_threads.c: if pthread_create fails for some or all workers, the calling thread does their work. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -10,7 +10,7 @@ enum { UNITS = 50 };
 static int asked_for;
 static atomic_int runs[UNITS];
 
-/* In place of the C library's, for pagepool, too. */
+/* Replaces the C library's function, also for pagepool. */
 int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*begin)(void *), void *context) {
     (void)thread, (void)attributes, (void)begin, (void)context;
     asked_for++;
@@ -40,7 +40,7 @@ int main(void) {
     args.out = eight;
     CHECK(pp_decode(&args, 8) == PP_OK && asked_for == 2);
     CHECK(memcmp(one, eight, bytes) == 0);
-    pp_threads_quiesce(); /* nobody to wait for */
+    pp_threads_quiesce(); /* returns at once without workers */
     free(one);
     free(eight);
     scenario_free(&s);

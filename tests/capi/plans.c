@@ -1,8 +1,8 @@
-/* plans.c: plans at random.  However finely one is cut, whoever runs which ranges in whatever order, on more threads
- * than it was made for, beside another plan of the same pool or one that nobody ends, results are right and have the
- * bits of one thread and of decode with scores of blocks; and what is refused leaves results and plan as they were.
- * Arrays begin anywhere and end, for sanitizers, where their memory does.
- * Arguments: rounds (default 200), the first one's number (default 0).  Prints a sum of all results' bits. */
+/* plans.c: random plans.  Their ranges run in random order on random threads, on more threads than planned for, and
+ * concurrently with another plan of the same pool, which may stop early.  Results are correct and have the same bits as
+ * with one thread and as decode with block_scores.  A refused call changes neither results nor plan.
+ * Arrays begin at random alignments and end, for sanitizers, at the end of their allocation.
+ * Arguments: rounds (default 200), number of the first round (default 0).  Prints a checksum of all results. */
 #include <pthread.h>
 
 #include "scenario.h"
@@ -23,7 +23,7 @@ static int32_t one_of(const int32_t *numbers, int32_t count) { return numbers[be
 static void *taken[128];
 static int num_taken;
 
-/* `bytes` of 0xff, up to 60 bytes behind where an allocation begins. */
+/* Returns `bytes` bytes of 0xff, up to 60 bytes after the start of an allocation. */
 static void *take(size_t bytes) {
     const size_t before = 4 * (size_t)below(16);
     CHECK(num_taken < 128);
@@ -43,7 +43,7 @@ static void *take_copy(const void *from, size_t bytes) {
     return memory;
 }
 
-/* Any layout, lengths and numbers of query tokens, also of more than there are tokens. */
+/* A random layout, lengths and numbers of query tokens, also more query tokens than tokens. */
 static void draw_scenario(scenario *s) {
     const int32_t head_dim = ONE_OF(8, 24, 64, 72, 128, 136), num_seqs = below(MOST_SEQS), lone = below(3) == 0;
     const int v_in_k = below(4) == 0;
@@ -105,7 +105,7 @@ typedef struct results {
     size_t out, lse, scores; /* bytes */
 } results;
 
-/* Room for all results. */
+/* Buffers for all results. */
 static void take_results(const results *sizes, pp_decode_args *args) {
     args->out = take(sizes->out);
     args->lse = take(sizes->lse);
@@ -117,7 +117,7 @@ static int same(const results *sizes, const pp_decode_args *a, const pp_decode_a
            (!a->block_scores || !memcmp(a->block_scores, b->block_scores, sizes->scores));
 }
 
-/* Queries in a dtype that holds them as they are. */
+/* Queries in a dtype that represents them exactly. */
 static const void *take_queries(const float *q, size_t count, pp_dtype dtype) {
     if (dtype == PP_F32) return take_copy(q, count * sizeof(float));
     uint16_t *to = take(count * sizeof *to);
@@ -130,7 +130,7 @@ static const void *take_queries(const float *q, size_t count, pp_dtype dtype) {
     return to;
 }
 
-/* A plan, its units in ranges that are to be run in the order in which they are here, and what runs them. */
+/* A plan, its units as ranges in the order of execution, and the state of its execution. */
 typedef struct running {
     pp_decode_args args;
     pp_decode_plan plan;
@@ -139,13 +139,13 @@ typedef struct running {
     int64_t begin[MOST_RANGES], end[MOST_RANGES];
 } running;
 
-/* A copy of an array that a plan is given and then loses. */
+/* A copy of an array that is passed to a plan and then freed. */
 typedef struct lent {
     void *copy;
     size_t bytes;
 } lent;
 
-/* The copy of `count` elements of 4 bytes, or NULL where there is no array. */
+/* Copies `count` elements of 4 bytes; NULL if `from` is NULL. */
 static const void *lend(const void *array, size_t count, lent *copy) {
     *copy = (lent){array ? take_copy(array, 4 * count) : NULL, array ? 4 * count : 0};
     return copy->copy;
@@ -156,10 +156,10 @@ static void start(const scenario *s, running *run, const pp_decode_args *args, c
     const size_t numbers = (size_t)(scenario_row_count(s) * s->pool.layout.head_dim);
     size_t bytes;
     int64_t cut = 0;
-    lent lost[4]; /* what a plan copies need not be there any more when it runs */
+    lent lost[4]; /* the plan has copied these arrays: they are freed before it runs */
     run->args = *args;
     take_results(sizes, &run->args);
-    if (below(2)) run->args.block_scores = NULL; /* many query tokens of a sequence are computed in blocks then */
+    if (below(2)) run->args.block_scores = NULL; /* without block_scores, query tokens are computed in blocks */
     run->args.q_dtype = below(3);
     run->args.q = take_queries(args->q, numbers, (pp_dtype)run->args.q_dtype);
     run->args.num_threads = ONE_OF(-5, 0, 1, 2, 3, 5, 8, 64, 100000, INT32_MAX);
@@ -190,7 +190,7 @@ static void run_next(running *run) {
     pp_decode_run(&run->plan, run->begin[range], run->end[range]);
 }
 
-/* All ranges of both, each on a thread of its own. */
+/* Runs all ranges of both plans, each range on its own thread. */
 static void run_on_threads(running *runs) {
     pthread_t threads[2 * MOST_RANGES];
     scenario_range ranges[2 * MOST_RANGES];
@@ -207,7 +207,7 @@ static void check_plans(const scenario *s, const pp_decode_args *args, const res
     const int way = below(4);
     for (int i = 0; i < 2; i++) start(s, &runs[i], args, sizes);
     if (way == 0) run_on_threads(runs);
-    while (runs[0].next < runs[0].num_ranges) { /* the other one beside it, to its end or not */
+    while (runs[0].next < runs[0].num_ranges) { /* interleaved with the other plan, which may stop early */
         run_next(&runs[0]);
         if (runs[1].next < runs[1].num_ranges && below(2)) run_next(&runs[1]);
     }
@@ -215,7 +215,7 @@ static void check_plans(const scenario *s, const pp_decode_args *args, const res
     for (int i = 0; i < (way < 3 ? 2 : 1); i++) CHECK(same(sizes, &runs[i].args, args));
 }
 
-/* One thing is wrong: neither results nor the plan are written. */
+/* One argument is wrong: neither results nor the plan are written. */
 static void check_refused(const scenario *s, const pp_decode_args *args, const results *sizes) {
     pp_decode_args bad = *args, before = *args;
     pp_decode_plan plan, untouched;
@@ -236,7 +236,7 @@ static void check_refused(const scenario *s, const pp_decode_args *args, const r
     if (way == 6) bad.q_dtype = ONE_OF(-1, 3, INT32_MAX);
     if (way == 7) bad.out_dtype = ONE_OF(-1, 3, INT32_MIN);
     if (way == 4) bad.num_qo_heads = ONE_OF(0, -s->num_qo_heads);
-    if (way == 5 && blocks && s->starts[seq + 1] > s->starts[seq]) { /* the last block is seen, unless all is masked */
+    if (way == 5 && blocks && s->starts[seq + 1] > s->starts[seq]) { /* the last block is read, also under a mask */
         tables[seq * s->width + blocks - 1] = ONE_OF(-1, INT32_MAX, (int32_t)s->pool.num_blocks);
         status = PP_INVALID_BLOCK;
     } else if (way == 5) {

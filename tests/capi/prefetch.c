@@ -1,4 +1,4 @@
-/* prefetch.c: PAGEPOOL_PREFETCH says how often lines are prefetched, and measured times which kernels for AVX-512 suit.
+/* prefetch.c: PAGEPOOL_PREFETCH sets the number of prefetches per line; measured times select the AVX-512 kernels.
  * Arguments: the value of PAGEPOOL_PREFETCH, or none. */
 #define _POSIX_C_SOURCE 200809L
 #include <stdint.h>
@@ -11,7 +11,7 @@
 #if defined(__x86_64__)
 double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void)); /* internal */
 
-/* Times of a busy machine: most are long, a few in between are true. */
+/* Times of a busy machine: most are too long, a few in between are undisturbed. */
 static uint64_t busy(uint64_t cycles) {
     static unsigned calls;
     return ++calls % 7 ? cycles * 3 + calls : cycles;
@@ -30,7 +30,7 @@ int main(int argc, char **argv) {
     if (pp_prefetch_forced_unknown() != (*asked && !known)) return 2;
     if (strcmp(pp_prefetch(), known ? asked : "twice")) return 3;
     if (setenv("PAGEPOOL_PREFETCH", "none", 1)) return 1;
-    if (strcmp(pp_prefetch(), known ? asked : "twice")) return 4; /* it is read once */
+    if (strcmp(pp_prefetch(), known ? asked : "twice")) return 4; /* the variable is read only once */
     printf("ok %s\n", pp_prefetch());
     return 0;
 }

@@ -1,4 +1,4 @@
-/* prefill.c: the scratch of prefill, which grows with threads and not with tokens, and threads that wait for it.
+/* prefill.c: the scratch of prefill grows with threads, not with tokens; surplus threads wait for it.
  *
  * Argument: rounds (default 8). */
 #include <pthread.h>
@@ -12,10 +12,10 @@ static const int32_t COUNTS[SEQS] = {200, 40, 1};
 
 static size_t rounded_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* The workspace of a prompt of `tokens` tokens with 32 query and 8 kv heads of 128 dims; its block table apart. */
+/* Workspace of a prompt of `tokens` tokens with 32 query and 8 kv heads of 128 dims, without its block table. */
 static size_t scratch_of(int32_t tokens, int num_threads, pp_dtype dtype, pp_dtype v_dtype, int32_t block_size,
                          pp_arithmetic arithmetic) {
-    static unsigned char page; /* neither pages, queries nor tables are read */
+    static unsigned char page; /* the call reads no page, query or table */
     static float q, out;
     const int32_t starts[2] = {0, tokens};
     pp_kv_pool pool = {.num_blocks = 1, .base = &page};
@@ -51,7 +51,7 @@ static void check_scratch(void) {
         for (int32_t block_size = 16; block_size >= 15; block_size--)
             check_scratch_of(num_threads, PP_BF16, PP_BF16, block_size, PP_ROUNDED_BF16);
     }
-    /* Who names more threads than there is work for gets no scratch for them. */
+    /* Threads without work get no scratch. */
     const size_t right = scratch_of(64, 1000, PP_F32, PP_F32, 16, PP_EXACT);
     CHECK(scratch_of(64, INT32_MAX, PP_F32, PP_F32, 16, PP_EXACT) == right);
 }
@@ -70,7 +70,7 @@ static void *run_range(void *argument) {
     return NULL;
 }
 
-/* More threads at once than the plan has scratch for. */
+/* Runs more concurrent threads than the plan has scratch for. */
 static void check_threads(const scenario *s, const pp_decode_args *right, int num_threads) {
     const size_t rows = (size_t)scenario_row_count(s), out_bytes = (size_t)scenario_out_count(s) * sizeof(float);
     pp_decode_args args = *right;
@@ -112,7 +112,7 @@ static void check_dtype(pp_dtype dtype, int32_t block_size, int rounds) {
     scenario_args(&s, 0, (float *)scenario_memory((size_t)scenario_out_count(&s) * sizeof(float)),
                   (float *)scenario_memory(rows * sizeof(float)), &right);
     right.query_start_loc = s.starts;
-    right.block_scores = (float *)scenario_memory(rows * (size_t)s.width * sizeof(float)); /* no scratch of prefill */
+    right.block_scores = (float *)scenario_memory(rows * (size_t)s.width * sizeof(float)); /* decode's path */
     CHECK(pp_decode(&right, 1) == PP_OK);
     for (int round = 0; round < rounds; round++) check_threads(&s, &right, round % 4);
     free(right.out);

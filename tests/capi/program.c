@@ -1,5 +1,6 @@
-/* program.c: a C program on the installed headers and libpagepool.a: layout, append, gather, page copy, decode against
- * a plain double loop, a plan split over threads in odd ranges, and the status of every kind of bad input. */
+/* program.c: a C program with the installed headers and libpagepool.a: layout, append, gather, page copy, decode
+ * against a plain loop in double, a plan split over threads in odd ranges, and the status of every kind of bad input.
+ * */
 #include <pthread.h>
 
 #include "scenario.h"
@@ -77,7 +78,7 @@ static void check_bad_input(scenario *s, pp_decode_args *args) {
     float *row = scenario_memory((size_t)(2 * heads * dims) * sizeof(float));
     memset(row, 0, (size_t)(2 * heads * dims) * sizeof(float));
     int64_t past[] = {0, num_slots}, below[] = {0, -2}, good[] = {0, 1};
-    pp_dtype other = PP_INT8; /* what pages hold, and no caller */
+    pp_dtype other = PP_INT8; /* a dtype of pages, not of sources */
     CHECK(pp_kv_append(pool, 0, past, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_SLOT);
     CHECK(pp_kv_append(pool, 0, below, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_SLOT);
     CHECK(pp_kv_append(pool, -1, good, 2, row, row, PP_F32, heads * dims, dims) == PP_INVALID_ARGUMENT);
@@ -96,7 +97,7 @@ static void check_bad_input(scenario *s, pp_decode_args *args) {
     CHECK(pp_kv_gather(pool, 0, s->tables, 1, 1, NULL, row) == PP_INVALID_ARGUMENT);
     CHECK(pp_kv_gather(pool, 0, s->tables, 1, 1, row, NULL) == PP_INVALID_ARGUMENT);
 
-    pp_kv_pool without = *pool; /* as after an allocation that failed and nobody looked at */
+    pp_kv_pool without = *pool; /* as after an unchecked failed allocation */
     without.base = NULL;
     pp_decode_args nowhere = *args;
     nowhere.pool = &without;
@@ -135,7 +136,7 @@ static void check_bad_input(scenario *s, pp_decode_args *args) {
     free(row);
 }
 
-/* One plan, run by three threads: the ranges are of uneven size and the last ones start first. */
+/* Runs one plan on three threads: ranges have uneven sizes, and the last ranges start first. */
 static void decode_in_ranges(const pp_decode_args *args) {
     size_t bytes;
     CHECK(pp_decode_workspace(args, &bytes) == PP_OK && bytes > 0 && bytes % 64 == 0);
@@ -154,7 +155,7 @@ static void decode_in_ranges(const pp_decode_args *args) {
     free(workspace);
 }
 
-/* One unit at a time, backwards: the order must not matter. */
+/* Runs the units one by one, backwards: the order must not matter. */
 static void decode_backwards(const pp_decode_args *args) {
     size_t bytes;
     CHECK(pp_decode_workspace(args, &bytes) == PP_OK);
@@ -193,7 +194,7 @@ static void check_decode(scenario *s, pp_arithmetic arithmetic) {
     free(one_lse);
 }
 
-/* Units of `tokens` tokens and 4 kv heads for 32 query heads of 64 dims. */
+/* Number of units for `tokens` tokens, 4 kv heads and 32 query heads of 64 dims. */
 static int64_t units_of(int32_t tokens, int num_threads) {
     pp_kv_pool pool = {.num_blocks = tokens / 16};
     CHECK(pp_kv_layout_init(&pool.layout, 1, 4, 64, 16, PP_BF16) == PP_OK);
@@ -218,7 +219,7 @@ static int64_t units_of(int32_t tokens, int num_threads) {
     return plan.num_units;
 }
 
-/* Little work is cut into a unit for each thread, more into several; where there are enough chunks, into those. */
+/* Little work gives one unit per thread, more work several.  With enough chunks each chunk is a unit. */
 static void check_units(void) {
     CHECK(units_of(512, 1) == 1);
     CHECK(units_of(512, 2) == 2);

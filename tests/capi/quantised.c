@@ -1,9 +1,9 @@
-/* quantised.c: every pair of dtypes of K and V in pages that lie at the end of a mapping and were full of garbage: rows
- * that are appended come back as near as their dtype says, attention over them is that of a plain double loop, and no
- * bit of it depends on threads, the order of units, blocks of queries or what sequences share.
+/* quantised.c: every pair of dtypes of K and V.  The pages end at the end of a mapping and first contain garbage.
+ * Appended rows are read back within the error of their dtype.  Attention matches a plain loop in double.  Its bits do
+ * not depend on threads, the order of units, blocks of queries or shared prefixes.
  *
- * Prints the instruction set and a hash of all results: one for all that have fma.  Argument: n, to run every n-th
- * case only (default 1). */
+ * Prints the instruction set and a hash of all results, the same for all sets with fma.  Argument: n, to run only every
+ * n-th case (default 1). */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
 
@@ -12,13 +12,13 @@
 
 enum { NUM_SEQS = 16, LAYERS = 2, SHARED = 4, PREFIX = PP_CHUNK, NUM_DIMS = 6, MOST_THREADS = 8, MOST_TOKENS = 600 };
 
-/* The sequences from SHARED on begin with the same chunk: so many that it pays to read it once. */
+/* Sequences from number SHARED on begin with the same chunk: enough sequences that cascade pays off. */
 static const int32_t SEQ_LENS[NUM_SEQS] = {0, 1, 17, 33, 512, 513, 520, 530, 512, 514, 545, 512, 517, 528, 512, 600};
 static const int32_t COUNTS[NUM_SEQS] = {2, 1, 17, 5, 0, 9, 2, 1, 1, 2, 1, 1, 3, 1, 1, 30};
 static const int32_t PIECES[] = {1, 7, 12, 16, 40, 3};
 static const int32_t DIMS[NUM_DIMS] = {8, 24, 64, 72, 128, 136};
 
-static int64_t num_shared; /* of all plans so far */
+static int64_t num_shared; /* shared chunks of all plans so far */
 static uint64_t hash = 0xcbf29ce484222325u;
 
 static void add_to_hash(const void *data, size_t bytes) {
@@ -27,12 +27,12 @@ static void add_to_hash(const void *data, size_t bytes) {
 
 static int is_quantised(int32_t dtype) { return dtype == PP_INT8 || dtype == PP_INT4; }
 
-/* What pages hold before: NaN as a float, or numbers next to the largest. */
+/* Initial content of the pages: NaN as a float, or numbers close to the largest. */
 static void fill_with_garbage(const pp_kv_pool *pool, int which) {
     memset(pool->base, which ? 0x7f : 0xff, (size_t)(pool->num_blocks * pool->layout.block_bytes));
 }
 
-/* Appends all sequences, at once or in pieces. */
+/* Appends all sequences, in one call or in pieces. */
 static void append_all(const scenario *s, int in_pieces) {
     for (int32_t seq = 0, piece = 0; seq < s->num_seqs; seq++)
         for (int32_t t = seq > SHARED ? PREFIX : 0, end; t < s->seq_lens[seq]; t = end, piece++) {
@@ -42,19 +42,19 @@ static void append_all(const scenario *s, int in_pieces) {
         }
 }
 
-/* A row as it came back from pages of `dtype`; the scales of its channels may be NULL. */
+/* Checks a row that was read back from pages of `dtype`; its channel scales may be NULL. */
 static void check_row(const float *got, const float *appended, int32_t dims, int32_t dtype, const float *channels) {
     const float most = dtype == PP_INT4 ? 7.0f : 127.0f;
     float largest = 0.0f;
     for (int32_t d = 0; d < dims; d++) largest = fmaxf(largest, fabsf(appended[d] / (channels ? channels[d] : 1.0f)));
     for (int32_t d = 0; d < dims; d++) {
         const float off = fabsf(got[d] - appended[d]) / (channels ? channels[d] : 1.0f);
-        const float roundings = 6.0f * 0x1p-24f * largest; /* of f32: there, back and in this line */
+        const float roundings = 6.0f * 0x1p-24f * largest; /* f32 rounding of append, gather and this check */
         CHECK(is_quantised(dtype) ? off <= 0.5f * largest / most + roundings : got[d] == appended[d]);
     }
 }
 
-/* K and V of a sequence as the pool gives them back, compared with what was appended. */
+/* Reads K and V of a sequence from the pool and compares them with the appended values. */
 static void gather(const scenario *s, int32_t layer, int32_t seq, float *k, float *v) {
     const pp_kv_layout *layout = &s->pool.layout;
     const int32_t heads = layout->num_kv_heads, dims = layout->head_dim, v_dims = layout->v_head_dim;
@@ -73,7 +73,7 @@ static void gather(const scenario *s, int32_t layer, int32_t seq, float *k, floa
         }
 }
 
-/* What a row's result should be, over the first `seen` tokens; returns the lse. */
+/* Computes the expected result of a row over the first `seen` tokens; returns the lse. */
 static double attend(const float *q, const float *k, const float *v, const pp_kv_layout *layout, int32_t seen,
                      double scale, double *out) {
     const int64_t heads = layout->num_kv_heads, dims = layout->head_dim, v_dims = layout->v_head_dim;
@@ -91,7 +91,7 @@ static double attend(const float *q, const float *k, const float *v, const pp_kv
     return largest + log(sum);
 }
 
-/* Every `step`-th row of the results is right. */
+/* Checks every `step`-th row of the results. */
 static void check_results(const scenario *s, const pp_decode_args *args, int step) {
     const pp_kv_layout *layout = &s->pool.layout;
     const int32_t heads = layout->num_kv_heads, group = s->num_qo_heads / heads, v_dims = layout->v_head_dim;
@@ -145,7 +145,7 @@ static void run_units(pp_decode_plan *plan, int by_threads) {
     free(order);
 }
 
-/* Plans of the same results for 1 to 8 threads, with and without cascade. */
+/* Plans for 1 to 8 threads, with and without cascade, give the same bits. */
 static void check_plans(const pp_decode_args *right, size_t out_bytes, size_t lse_bytes, int step) {
     pp_decode_args args = *right;
     args.out = scenario_memory(out_bytes);
@@ -172,7 +172,7 @@ static void check_plans(const pp_decode_args *right, size_t out_bytes, size_t ls
     free(args.lse);
 }
 
-/* One query token for each sequence, and several; results by the records of decode, then by plans. */
+/* One or several query tokens per sequence: results of decode with block_scores, then of plans. */
 static void check_attention(scenario *s, int32_t layer) {
     pp_decode_args args;
     for (int several = 0; several < 2; several++) {
@@ -192,8 +192,8 @@ static void check_attention(scenario *s, int32_t layer) {
     }
 }
 
-/* The sequences from SHARED on get the same first blocks, the last of which is the pool's last one: what ends where the
- * mapping does is read. */
+/* Gives the sequences from number SHARED on the same first blocks.  The last of these blocks is the last block of the
+ * pool, so that reads reach the end of the mapping. */
 static void share_prefix(scenario *s) {
     const int32_t count = PREFIX / s->pool.layout.block_size, last = (int32_t)s->pool.num_blocks - 1;
     int32_t *first = s->tables + SHARED * s->width;
@@ -227,8 +227,8 @@ static void check_pair(const pp_kv_layout *layout, int32_t group, int32_t layer,
     scenario_free(&s);
 }
 
-/* For each dtype of K and each of V every number of dims.  Scales of channels are from 1/2 to 2: keys are alike in all
- * channels here, and the integers of queries lose as many digits as scales differ from what calibration would give. */
+/* Every number of dims for each dtype of K and of V.  Channel scales are 1/2 to 2.  The keys here have the same range
+ * in all channels, so calibrated scales would be equal, and other scales cost precision of the queries' integers. */
 static void check_pairs(int step) {
     static const int32_t groups[] = {1, 2, 3, 4, 5, 7, 12}, block_sizes[] = {16, 32, 128};
     int which = 0;
@@ -248,7 +248,7 @@ static void check_pairs(int step) {
         }
 }
 
-/* Scales of 1 are those of no scales, bit by bit; twice as large ones are taken back exactly. */
+/* Channel scales of 1 give the bits of a pool without channel scales.  Doubled scales cancel exactly. */
 static void check_channel_scales(void) {
     static const int32_t lens[] = {20};
     for (int dtype = PP_INT8; dtype <= PP_INT4; dtype++) {
@@ -317,7 +317,7 @@ static void check_refusals(void) {
             CHECK(pp_decode(&args, 1) == (takes_it ? PP_OK : PP_INVALID_ARGUMENT));
             CHECK(takes_it || isnan(out[0]));
             const int64_t slot = 0;
-            for (int src = PP_INT8; src <= PP_INT4; src++) /* what pages hold, and no caller */
+            for (int src = PP_INT8; src <= PP_INT4; src++) /* dtypes of pages, not of sources */
                 CHECK(pp_kv_append(&s.pool, 0, &slot, 1, s.q, s.q, (pp_dtype)src, 64, 64) == PP_INVALID_ARGUMENT);
             scenario_free(&s);
         }

@@ -1,4 +1,4 @@
-/* races.c: slots and block ids that another thread changes while they are used lead nothing out of the pool. */
+/* races.c: no access leaves the pool if another thread changes slots and block ids during a call. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -13,7 +13,7 @@ static int64_t slots[TOKENS];
 static int32_t blocks[4];
 static atomic_int stop;
 
-/* Wild values come and go, most of the time between two looks at them. */
+/* Invalid values appear for a short time, usually between two reads of the array. */
 static void *change(void *unused) {
     unsigned random = 1;
     while (!atomic_load_explicit(&stop, memory_order_relaxed)) {

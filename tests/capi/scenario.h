@@ -1,5 +1,5 @@
-/* scenario.h: a pool of known numbers, sequences of uneven length in shuffled blocks, and attention by a plain double
- * loop to compare with.  For the C and the C++ programs beside it: both languages compile it. */
+/* scenario.h: a pool of known numbers, sequences of uneven length in shuffled blocks, and reference attention by a
+ * plain loop in double.  For the C and C++ programs in this folder. */
 #ifndef SCENARIO_H
 #define SCENARIO_H
 
@@ -15,10 +15,10 @@ typedef struct scenario {
     pp_kv_pool pool;
     int32_t num_seqs;
     int32_t num_qo_heads;
-    int32_t width;     /* blocks of a row of the table */
+    int32_t width;     /* blocks per row of the table */
     int32_t *tables;   /* (num_seqs, width); entries past a sequence's length are -1 */
     int32_t *seq_lens; /* (num_seqs,) */
-    int32_t *starts;   /* (num_seqs + 1,): where a sequence's query tokens begin; one each unless it is changed */
+    int32_t *starts;   /* (num_seqs + 1,): first query token of each sequence; by default one query token each */
     float *q;          /* (num_queries, num_qo_heads, head_dim) */
 } scenario;
 
@@ -28,7 +28,7 @@ static inline uint32_t scenario_hash(uint32_t value) {
     return value ^ (value >> 16);
 }
 
-/* A multiple of 1/64 from -2 to below 2: f16 and bf16 hold it exactly, so that pages give back what went in. */
+/* A multiple of 1/64 from -2 to below 2: exact in f16 and bf16, so that gather returns the appended value. */
 static inline float scenario_number(int which, int64_t seq, int64_t token, int64_t head, int64_t dim) {
     uint32_t index = (uint32_t)(((seq * 8192 + token) * 64 + head) * 512 + dim * 3 + which);
     return (float)((int32_t)(scenario_hash(index) & 255u) - 128) / 64.0f;
@@ -50,7 +50,7 @@ static inline int64_t scenario_out_count(const scenario *s) {
     return scenario_row_count(s) * s->pool.layout.v_head_dim;
 }
 
-/* An element of V: one of K where V lies in it. */
+/* An element of V; an element of K with v_in_k. */
 static inline float scenario_v(const scenario *s, int64_t seq, int64_t token, int64_t head, int64_t dim) {
     return scenario_number(s->pool.layout.v_in_k ? 0 : 1, seq, token, head, dim);
 }
@@ -59,7 +59,7 @@ static inline int32_t scenario_blocks_of(const scenario *s, int32_t seq) {
     return (s->seq_lens[seq] + s->pool.layout.block_size - 1) / s->pool.layout.block_size;
 }
 
-/* Appends tokens [begin, end) of one sequence, K and V of every layer; layer l holds the numbers of sequence
+/* Appends tokens [begin, end) of one sequence, K and V of every layer.  Layer l contains the numbers of sequence
  * seq + 1000 * l. */
 static inline void scenario_append(const scenario *s, int32_t seq, int32_t begin, int32_t end) {
     const pp_kv_layout *layout = &s->pool.layout;
@@ -99,8 +99,8 @@ static inline void scenario_make_q(scenario *s) {
                 s->q[((int64_t)i * s->num_qo_heads + h) * head_dim + d] = scenario_number(2, i, 0, h, d);
 }
 
-/* A pool of just enough blocks, handed to the sequences in a shuffled order, and a query token for each.  Nothing is
- * appended yet. */
+/* Makes a pool with just enough blocks, assigned to the sequences in shuffled order, and a query token per sequence.
+ * Appends nothing. */
 static inline void scenario_make_of(scenario *s, const pp_kv_layout *layout, int32_t group, int32_t num_seqs,
                                     const int32_t *seq_lens) {
     memset(s, 0, sizeof *s);
@@ -165,7 +165,7 @@ static inline void scenario_args(const scenario *s, int32_t layer, float *out, f
     args->lse = lse;
 }
 
-/* Units of a plan that a thread runs: start it with scenario_run_range. */
+/* Units of a plan for one thread, the argument of scenario_run_range. */
 typedef struct scenario_range {
     pp_decode_plan *plan;
     int64_t begin, end;
@@ -177,7 +177,7 @@ static inline void *scenario_run_range(void *argument) {
     return NULL;
 }
 
-/* Whether query token i of a sequence sees token t. */
+/* Returns whether query token i of a sequence attends to token t. */
 static inline int scenario_sees(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t i, int32_t t) {
     int32_t count = s->starts[seq + 1] - s->starts[seq], position = s->seq_lens[seq] - count + i;
     if (args->window && position - t >= args->window) return 0;
@@ -186,8 +186,8 @@ static inline int scenario_sees(const scenario *s, const pp_decode_args *args, i
     return column < 0 || (args->custom_mask[args->mask_indptr[seq] + bit / 8] >> bit % 8 & 1);
 }
 
-/* Compares one head of one query token with attention in doubles over the numbers that were appended.  Queries are
- * exact in bf16, so that its arithmetic rounds the weights alone, by up to 2^-8 of each and of their sum. */
+/* Compares one head of one query token with attention in double over the appended numbers.  Queries are exact in bf16,
+ * so bf16 arithmetic rounds only the weights, by up to 2^-8 of each and of their sum. */
 static inline void scenario_check_row(const scenario *s, const pp_decode_args *args, int32_t seq, int32_t i,
                                       int32_t head) {
     const pp_kv_layout *layout = &s->pool.layout;

@@ -1,9 +1,9 @@
-/* stack.c: units run on the 20 KB of stack that the header promises, over the largest heads, whatever the layout. */
+/* stack.c: units need at most the 20 KB of stack that the header promises, with the largest heads and any layout. */
 #include <pthread.h>
 
 #include "scenario.h"
 
-enum { STACK = 20 << 10, SYSTEM = 32 << 10 }; /* what pthread and the guard of signals take for themselves */
+enum { STACK = 20 << 10, SYSTEM = 32 << 10 }; /* SYSTEM: stack used by pthread and the signal guard */
 
 static void *run_all(void *plan) {
     pp_decode_run(plan, 0, ((pp_decode_plan *)plan)->num_units);

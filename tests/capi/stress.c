@@ -1,8 +1,8 @@
 /* stress.c: threads that share one pool and the worker threads, for the sanitizers.
  *
- * Each thread owns one sequence: it appends a few tokens, decodes alone, and compares with the bits of a decode of
- * the same length done before by one thread.  Now and then it asks the shared workers to help, so that callers compete
- * for them.  Argument: rounds (default 40). */
+ * Each thread owns one sequence.  It appends a few tokens, decodes without workers, and compares the bits with an
+ * earlier single-threaded decode of the same length.  Some calls use the shared workers, so that callers compete for
+ * them. Argument: rounds (default 40). */
 #include <pthread.h>
 
 #include "scenario.h"

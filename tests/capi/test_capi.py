@@ -1,4 +1,4 @@
-"""Programs in C and C++ against the headers and the static library, as a user of the package compiles them."""
+"""C and C++ programs, compiled against the installed headers and the static library as a user would."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ HEADERS = sorted((Path(pagepool.get_include()) / "pagepool").glob("*.h"))
 
 
 def compiler(variable, names):
-    """The compiler that the environment names, or the first of `names` on this machine."""
+    """Return the compiler that the environment names, or the first of `names` on this machine."""
     found = os.environ.get(variable) or next(filter(shutil.which, names), None)
     if found is None:
         pytest.skip(f"none of {', '.join(names)} is installed")
@@ -32,7 +32,7 @@ def run(command, **environment):
 
 
 def build(source, target, *more):
-    """Compiles and links one program as CONTRIBUTING.md and README.md say, warnings being errors."""
+    """Compile and link one program as CONTRIBUTING.md and README.md describe, with warnings as errors."""
     cxx = source.suffix == ".cpp"
     tool = compiler("CXX", ["g++", "c++", "clang++"]) if cxx else compiler("CC", ["gcc", "cc", "clang"])
     paths = [f"-I{pagepool.get_include()}", f"-L{pagepool.get_library_dir()}"]

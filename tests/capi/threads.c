@@ -1,5 +1,5 @@
-/* threads.c: pp_parallel_for runs every unit exactly once: with workers that spin, sleep or are on their way, with
- * fewer CPUs than threads, from several callers at once, from within itself and in the child of a fork.
+/* threads.c: pp_parallel_for runs every unit exactly once: with workers that spin, sleep or are starting, with fewer
+ * CPUs than threads, from several concurrent callers, from within itself and in the child of a fork.
  *
  * Argument: rounds (default 200). */
 #define _GNU_SOURCE
@@ -80,7 +80,7 @@ static void check_fork(void) {
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* What PAGEPOOL_NUM_THREADS may be, read at each call; anything else is ignored, and that can be asked. */
+/* PAGEPOOL_NUM_THREADS is read at each call.  An invalid value is ignored and reported. */
 static void check_environment(void) {
     const char *before = getenv("PAGEPOOL_NUM_THREADS");
     char *kept = before ? strdup(before) : NULL;
@@ -102,7 +102,7 @@ static void check_environment(void) {
     free(kept);
 }
 
-/* More threads than CPUs: workers come on the caller's own. */
+/* More threads than CPUs: workers share the caller's CPU. */
 static void check_one_cpu(void) {
     cpu_set_t before, one;
     CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
@@ -117,7 +117,7 @@ static void check_one_cpu(void) {
     CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
 }
 
-/* Workers leave the caller's CPU, and may come back to it: all threads may use what the process may. */
+/* Workers move away from the caller's CPU and may return to it: each thread may use all CPUs of the process. */
 static void check_masks(void) {
     cpu_set_t mask, own;
     CHECK(sched_getaffinity(0, sizeof mask, &mask) == 0);

@@ -1,9 +1,8 @@
-/* variants.c: every variant of decode, for every dtype, against a plain double loop, and prefill beside decode; and
- * every byte that is read at the end of a mapping: the page behind the pool, the queries, the tables, the mask, ... may
- * not be touched.
+/* variants.c: every variant of decode for every dtype against a plain loop in double, and prefill against decode.  Each
+ * array (pool, queries, tables, mask, ...) ends at an inaccessible page.
  *
- * A read of one byte too many ends the program by a signal, whatever the instruction set and without a sanitizer; that
- * it does is checked first, for each array, in processes of their own. */
+ * A read of one byte too many ends the program with a signal, on every instruction set and without a sanitizer.  For
+ * each array a child process first checks that the guard works. */
 #define _DEFAULT_SOURCE
 #include <signal.h>
 #include <sys/resource.h>
@@ -19,8 +18,8 @@ static const int32_t SEQ_LENS[NUM_SEQS] = {0, 1, 17, 33, 512, 530, 600};
 static const int32_t COUNTS[NUM_SEQS] = {1, 1, 5, 2, 0, 9, 3};
 static const int32_t PROMPTS[NUM_SEQS] = {30, 25, 17, 33, 40, 1, 50};
 
-/* Bits of a mask for each sequence, every second one a tree over its query tokens, the others over all; the last is
- * causal. */
+/* Mask bits for each sequence: every second mask is a tree over the query tokens, the others cover all tokens.  The
+ * last sequence is causal. */
 static void make_masks(const scenario *s, pp_decode_args *args) {
     int64_t *indptr = at_the_end(NULL, (size_t)s->num_seqs * sizeof(int64_t)), bytes = 0;
     int32_t *widths = at_the_end(NULL, (size_t)s->num_seqs * sizeof(int32_t));
@@ -54,7 +53,7 @@ static void set_variant(const scenario *s, int variant, pp_decode_args *args) {
     if (variant == 8) args->window = 515;
 }
 
-/* One variant with one thread, and with four: right, and the same bits. */
+/* One variant with one and with four threads gives correct results and the same bits. */
 static void check_variant(const scenario *s, int variant, pp_arithmetic arithmetic) {
     pp_decode_args args;
     const size_t rows = (size_t)scenario_row_count(s), out_bytes = (size_t)scenario_out_count(s) * sizeof(float);
@@ -81,21 +80,21 @@ static uint16_t rounded(float value, pp_dtype dtype) {
     const uint32_t sign = bits >> 16 & 0x8000;
     const float size = fabsf(value);
     CHECK(size < 65504.0f);
-    int exponent; /* of the highest digit; f16 has 10 more digits, and none below 2^-24 */
+    int exponent; /* of the leading bit; f16 has 10 more bits, and none below 2^-24 */
     frexpf(size, &exponent);
     if (size < 0x1p-14f) return (uint16_t)(sign | (uint32_t)rintf(size * 0x1p24f));
     return (uint16_t)((sign | (uint32_t)(exponent + 13) << 10) + (uint32_t)rintf(ldexpf(size, 11 - exponent)));
 }
 
-/* Numbers of 16 bit, at the end of a mapping. */
+/* 16-bit numbers at the end of a mapping. */
 static uint16_t *narrowed(const float *from, size_t count, pp_dtype dtype) {
     uint16_t *to = at_the_end(NULL, count * sizeof *to);
     for (size_t i = 0; i < count; i++) to[i] = rounded(from[i], dtype);
     return to;
 }
 
-/* Prompts: the bits of decode with scores of blocks, which knows no blocks of query tokens; with queries and results of
- * every dtype. */
+/* Prompts have the bits of decode with block_scores, which does not group query tokens; queries and results of every
+ * dtype. */
 static void check_prompts(const scenario *s, int variant, pp_arithmetic arithmetic) {
     const size_t rows = (size_t)scenario_row_count(s), elements = (size_t)scenario_out_count(s);
     pp_decode_args right;
@@ -111,7 +110,7 @@ static void check_prompts(const scenario *s, int variant, pp_arithmetic arithmet
             const size_t item = dtype == PP_F32 ? sizeof(float) : sizeof(uint16_t);
             args.block_scores = NULL;
             args.q_dtype = args.out_dtype = dtype;
-            if (dtype != PP_F32) /* as exact as in f32 */
+            if (dtype != PP_F32) /* also exact in f32 */
                 args.q = narrowed(s->q, rows * (size_t)s->pool.layout.head_dim, (pp_dtype)dtype);
             args.out = at_the_end(NULL, elements * item);
             args.lse = at_the_end(NULL, rows * sizeof(float));
@@ -133,7 +132,7 @@ static const int32_t *zeros_within(float *memory, int32_t count) {
     return (const int32_t *)(uintptr_t)memory;
 }
 
-/* Results of 16 bit end where their elements do: lse may begin there, and no two bytes before. */
+/* 16-bit results end exactly at their last element: lse may begin there, but not two bytes earlier. */
 static void check_ends_of_results(const scenario *s, const pp_decode_args *args) {
     pp_decode_args bad = *args;
     const size_t elements = (size_t)scenario_out_count(s), rows = (size_t)scenario_row_count(s);
@@ -153,7 +152,7 @@ static void check_ends_of_results(const scenario *s, const pp_decode_args *args)
     free(memory);
 }
 
-/* Results that overlap each other or what is read, and arrays that are missing: refused before anything is written. */
+/* Results that overlap each other or an input, and missing arrays, are refused before anything is written. */
 static void check_overlaps(const scenario *s) {
     pp_decode_args args, bad;
     const size_t rows = (size_t)scenario_row_count(s);
@@ -185,8 +184,8 @@ static void check_overlaps(const scenario *s) {
         if (way == 16) bad.logits_soft_cap = INFINITY;
         if (way == 17) bad.logits_soft_cap = NAN;
         if (way == 18) bad.pool = NULL;
-        if (way == 19) bad.pool = &nothing; /* a layout that nobody has filled in */
-        if (way == 20) bad.block_tables_width = INT64_MAX / 2; /* sizes that pass what can be addressed */
+        if (way == 19) bad.pool = &nothing; /* an empty layout */
+        if (way == 20) bad.block_tables_width = INT64_MAX / 2; /* exceeds the address space */
         if (way == 21) bad.block_tables_stride = INT64_MIN;
         if (way == 22) bad.q_stride_seq = INT64_MAX / 3;
         if (way == 23) bad.sm_scale = NAN;
@@ -214,7 +213,7 @@ static void check_overlaps(const scenario *s) {
     pp_decode_plan plan;
     CHECK(pp_decode_workspace(&args, &bytes) == PP_OK);
     unsigned char *workspace = scenario_memory(bytes + 64), before = workspace[0];
-    for (int way = 0; way < 4; way++) { /* scratch that is read or holds results */
+    for (int way = 0; way < 4; way++) { /* the workspace overlaps an input or a result */
         bad = args;
         if (way == 0) bad.q = (const float *)(workspace + bytes - 4);
         if (way == 1) bad.seq_lens = zeros_within((float *)workspace, s->num_seqs);
@@ -232,7 +231,7 @@ static void check_overlaps(const scenario *s) {
     s->starts[2]++;
     s->starts[3] = 1;
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
-    s->starts[3] = INT32_MIN; /* farther below than 32 bits hold: no large number of queries */
+    s->starts[3] = INT32_MIN; /* the difference overflows 32 bits: must not become a large number of queries */
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT);
     bad.query_start_loc = NULL;
     bad.mask_indptr = NULL;
@@ -267,8 +266,8 @@ static void check_layout(const pp_kv_layout *layout, int32_t group) {
         guarded.q = at_the_end(s.q, (size_t)scenario_row_count(&s) * (size_t)layout->head_dim * sizeof(float));
         for (int32_t seq = 0; seq < s.num_seqs; seq++) scenario_append(&guarded, seq, 0, s.seq_lens[seq]);
         for (int variant = several == 1 ? 5 : 0; variant < (several ? NUM_VARIANTS : 5); variant++) {
-            if (several == 2 && variant == 5) continue; /* prompts are several queries: 0 is the same call */
-            /* Arithmetic of bf16, which "baseline" emulates, plain, with several queries, with all and with masks. */
+            if (several == 2 && variant == 5) continue; /* the same call as several == 0 */
+            /* bf16 arithmetic ("baseline" emulates it): plain, with several queries, with all options, with masks. */
             const int rounds = layout->dtype == PP_BF16 && (variant % 5 == 0 || variant >= 7);
             for (int way = PP_EXACT; way <= (rounds ? PP_ROUNDED_BF16 : PP_EXACT); way++)
                 (several == 2 ? check_prompts : check_variant)(&guarded, variant, (pp_arithmetic)way);
@@ -279,13 +278,13 @@ static void check_layout(const pp_kv_layout *layout, int32_t group) {
     scenario_free(&s);
 }
 
-/* Runs one call in a child, which must die by reading or writing what is behind the end of a mapping. */
+/* Runs one call in a child process, which must die by an access after the end of a mapping. */
 static void check_fault(const pp_decode_args *args, const volatile char *behind) {
     pid_t child = fork();
     CHECK(child >= 0);
     if (!child) {
         setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
-        signal(SIGSEGV, SIG_DFL); /* a sanitizer has a handler of its own */
+        signal(SIGSEGV, SIG_DFL); /* a sanitizer installs its own handler */
         if (behind)
             (void)*behind;
         else
@@ -296,8 +295,8 @@ static void check_fault(const pp_decode_args *args, const volatile char *behind)
     CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
 }
 
-/* Each array but query_start_loc, which begins with 0, moved by an element (pages by 4 bytes), so that the last one
- * read or written lies behind the end of its mapping: the guards catch it.  Of decode, or with `prompts` of prefill. */
+/* Moves each array by one element (pages by 4 bytes), so that the last access is after the end of its mapping and the
+ * guard catches it.  query_start_loc must begin with 0 and is not moved.  Calls decode, or prefill with `prompts`. */
 static void check_guards(pp_dtype dtype, int prompts) {
     static const int32_t lens[2] = {16, 16};
     scenario s;

@@ -6,7 +6,7 @@
 
 #include "check.h"
 
-/* Of pagepool/csrc/workspace.h, which is not installed. */
+/* Declared in pagepool/csrc/workspace.h, which is not installed. */
 void *pp_workspace_borrow(size_t bytes);
 void pp_workspace_return(void *memory);
 enum { KEPT = 8 << 20 };
@@ -16,7 +16,7 @@ static void *of_a_thread(void *other) {
     CHECK(first && first != other && (uintptr_t)first % 64 == 0);
     memset(first, 1, 1000);
 
-    /* While it is lent, others get memory of their own. */
+    /* While the workspace is in use, a second caller gets its own memory. */
     unsigned char *second = pp_workspace_borrow(100), *third = pp_workspace_borrow(100000);
     CHECK(second && third && (second + 100 <= first || first + 1000 <= second));
     memset(second, 2, 100);
@@ -26,7 +26,7 @@ static void *of_a_thread(void *other) {
     CHECK(first[0] == 1 && first[999] == 1);
     pp_workspace_return(first);
 
-    /* The same again, for less too; more replaces it, and is kept. */
+    /* An equal or smaller request reuses it.  A larger one replaces it and is kept. */
     CHECK(pp_workspace_borrow(1000) == first);
     pp_workspace_return(first);
     CHECK(pp_workspace_borrow(1) == first);
@@ -38,7 +38,7 @@ static void *of_a_thread(void *other) {
     CHECK(pp_workspace_borrow(1000) == larger);
     pp_workspace_return(larger);
 
-    /* What is too large to keep leaves the kept one alone; what cannot be had, too. */
+    /* A request that is too large to keep, or that fails, leaves the kept workspace unchanged. */
     unsigned char *huge = pp_workspace_borrow((size_t)KEPT + 1);
     CHECK(huge && huge != larger);
     huge[KEPT] = 5;
